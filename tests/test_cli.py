@@ -33,7 +33,7 @@ FLAGS = {
     "publish": "--repository --public --json",
     "describe": f"{WRITTEN} --author --description --license --tags --title --trigger",
     "import": WRITTEN,
-    "validate": "--base --clip --json --set",
+    "validate": "--base --json --set",
     "sample": "--base --output --prompt --seed --strength",
     "profile": f"{PLANNED} --json --output --steps",
     "bench": f"{PLANNED} --json --only --steps",

@@ -36,7 +36,6 @@ from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.lora_file.tensor_file import holds_adapter
 from lora_trainer.run.build import (
-    Networks,
     arrange,
     build_dataloader,
     build_model,
@@ -92,30 +91,26 @@ class Evaluation:
     @torch.no_grad()
     def drift(self, batches: Sequence[Sequence[Sample]]) -> tuple[float, float]:
         """Return (mean squared change of the predictions at strength 1, the base's mean squared error)."""
-        parts = [self._drift(part) for batch in batches for part in self._split(batch)]
-        changes, errors = torch.cat(parts, dim=1).tolist()
-        return fmean(changes), fmean(errors)
+        model, changes, errors = self.model, list[Tensor](), list[Tensor]()
+        for samples in (part for batch in batches for part in self._split(batch)):
+            batch = model.collate(samples).on(model.device)
+            alpha, sigma, _, _ = batch.numbers
+            noisy = add_noise(batch.latents, batch.noise, alpha, sigma).to(model.precision)
+            true = target(batch.latents, batch.noise, alpha, sigma, model.prediction).float()
+            predicted = []
+            for strength in (0.0, 1.0):
+                with self.dial.at(strength):
+                    conditioning = model.embed(batch.conditioning)
+                    prediction = model.predict(model.denoiser, noisy, batch.timesteps, conditioning)
+                    predicted.append(prediction.float())
+            base, adapted = predicted
+            changes.append((adapted - base).square().flatten(1).mean(1).cpu())
+            errors.append((base - true).square().flatten(1).mean(1).cpu())
+        return fmean(torch.cat(changes).tolist()), fmean(torch.cat(errors).tolist())
 
     def _split(self, samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         at_once = self.plan.config.memory.micro_batch
         return split(samples, cap=at_once, group_key=self.model.batch_group_key)
-
-    def _drift(self, samples: Sequence[Sample]) -> Tensor:
-        """Return the squared change and the squared error of each sample, fp32 [2, B]."""
-        model = self.model
-        batch = model.collate(samples).on(model.device)
-        alpha, sigma, _, _ = batch.numbers
-        noisy = add_noise(batch.latents, batch.noise, alpha, sigma).to(model.precision)
-        predicted = [target(batch.latents, batch.noise, alpha, sigma, model.prediction).float()]
-        for strength in (0.0, 1.0):
-            with self.dial.at(strength):
-                conditioning = model.embed(batch.conditioning)
-                prediction = model.predict(model.denoiser, noisy, batch.timesteps, conditioning)
-                predicted.append(prediction.float())
-        true, base, adapted = predicted
-        return torch.stack(
-            [each.square().flatten(1).mean(1) for each in (adapted - base, base - true)]
-        ).cpu()
 
     def batches(self, records: Sequence[ImageRecord]) -> list[tuple[Sample, ...]]:
         """Return a batch of images for each quantile of the timesteps; the noise depends on image content only."""
@@ -200,13 +195,12 @@ def pixels(image: Image.Image, *, side_px: int) -> Tensor:
 
 def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
     """Prepare the dataset as the adapter's training did; raises as `prepare` does."""
-    settings = subject.settings
-    plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
+    plan = prepare_with_base(Request(dataset=dataset, overrides=subject.settings))
     spellings = LayerNames(plan.family, plan.family.text.layers)
     parts = read_contents(subject.file).parts
     changes_text = any(spellings.find(name, size=part.size) for name, part in parts.items())
     if changes_text != plan.config.adapter.text_encoder:
-        settings = {**settings, "adapter.text_encoder": changes_text}
+        settings = {**subject.settings, "adapter.text_encoder": changes_text}
         plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
     return plan
 
@@ -230,7 +224,12 @@ def build_evaluation(
     fill_caches(job, cache)
     events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
     networks = load_networks(plan)
-    _add_words(subject.file, plan, networks)
+    # New tokens that were trained with the adapter are added to the text encoders.
+    word, words = new_word(plan.config), new_tokens(plan.config, networks.text)
+    trained = trained_vectors(subject.file, word) if words and word is not None else {}
+    for component, vectors in words.items():
+        vectors.requires_grad_(False)
+        vectors.copy_(torch.from_numpy(trained[plan.family.text.new_token_keys[component]]))
     inside = networks.by_component
     tensors = read_tensors(subject.file, names=layer_names(plan, networks.text))
     weights = weight_figures(inside, tensors)
@@ -249,15 +248,6 @@ def build_evaluation(
         ),
         sources=job.cache_needs.sources,
     )
-
-
-def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
-    """Add the new tokens that were trained with the adapter to the text encoders; raises InputError."""
-    word, words = new_word(plan.config), new_tokens(plan.config, networks.text)
-    trained = trained_vectors(file, word) if words and word is not None else {}
-    for component, vectors in words.items():
-        vectors.requires_grad_(False)
-        vectors.copy_(torch.from_numpy(trained[plan.family.text.new_token_keys[component]]))
 
 
 KEPT_SECTIONS = ("base.", "data.", "objective.", "adapter.", "sampling.")

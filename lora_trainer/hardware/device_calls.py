@@ -142,77 +142,59 @@ def found_by_torch(*, torch: Any = torch) -> list[dict[str, Any]]:
 
     `torch` is the module, replaced in tests.
     """
+    rows: list[tuple[int, str, int, int, KindName, bool]] = []
+    is_rocm = bool(torch.cuda.is_available() and torch.version.hip)
     if torch.backends.mps.is_available():
         total = int(torch.mps.recommended_max_memory())
-        used = int(torch.mps.driver_allocated_memory())
-        gpu_name = torch.backends.mps.get_name()
-        bf16 = torch.backends.mps.is_macos_or_newer(14, 0)  # Metal has bfloat from macOS 14 on
-        return [_card(0, gpu_name, total, total - used, kind="mps", bf16=bool(bf16))]
-    is_rocm = bool(torch.cuda.is_available() and torch.version.hip)
-    if not is_rocm and not torch.xpu.is_available():
-        return []
-    api, gpus = torch.cuda if is_rocm else torch.xpu, []
-    for index in range(api.device_count()):
-        free, total = api.mem_get_info(index)
-        facts = api.get_device_properties(index)
-        if is_rocm:
-            arch = str(facts.gcnArchName).partition(":")[0]
-            # torch reports bf16 for any HIP GPU; GPUs other than these compute it in fp32.
-            bf16 = arch.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
-            name = f"{facts.name} ({arch})"
-            gpus.append(_card(index, name, total, free, kind="rocm", bf16=bf16))
-        else:
-            bf16 = bool(api.is_bf16_supported())
-            gpus.append(_card(index, facts.name, total, free, kind="xpu", bf16=bf16))
-    return gpus
-
-
-def _card(
-    index: int, name: str, total: int, free: int, *, kind: KindName, bf16: bool
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "name": str(name),
-        "total_bytes": int(total),
-        "free_bytes": int(free),
-        "kind": kind,
-        "bf16": bf16,
-    }
+        free = total - int(torch.mps.driver_allocated_memory())
+        bf16 = bool(
+            torch.backends.mps.is_macos_or_newer(14, 0)
+        )  # Metal has bfloat from macOS 14 on
+        rows = [(0, torch.backends.mps.get_name(), total, free, "mps", bf16)]
+    elif is_rocm or torch.xpu.is_available():
+        api = torch.cuda if is_rocm else torch.xpu
+        for index in range(api.device_count()):
+            free, total = api.mem_get_info(index)
+            facts = api.get_device_properties(index)
+            if is_rocm:
+                arch = str(facts.gcnArchName).partition(":")[0]
+                # torch reports bf16 for any HIP GPU; GPUs other than these compute it in fp32.
+                bf16 = arch.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
+                rows.append((index, f"{facts.name} ({arch})", total, free, "rocm", bf16))
+            else:
+                bf16 = bool(api.is_bf16_supported())
+                rows.append((index, str(facts.name), total, free, "xpu", bf16))
+    fields = ("index", "name", "total_bytes", "free_bytes", "kind", "bf16")
+    return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
 def require_kernels(device: torch.device, *, torch: Any = torch) -> str:
-    """Return why torch cannot compute on a GPU that it lists, "" if it can; opens the GPU's context."""
+    """Return why torch cannot compute on a GPU that it lists, "" if it can; opens the GPU's context.
+
+    By CUDA's rules machine code (sm_) runs on the same major version from its minor version on, and with suffix
+    "a" on its exact version only; PTX (compute_) is compiled for all later versions.
+    """
     if kind_of(device).name != "cuda":
         return ""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability = torch.cuda.get_device_capability(device)
     archs = [arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))]
-    if not archs or _has_kernels((major, minor), archs):
-        return ""
-    name = torch.cuda.get_device_name(device)
-    index = "cu126" if (major, minor) < TURING else "cu128"
-    return (
-        f"{name} has compute capability {major}.{minor}, and torch {torch.__version__} has kernels for "
-        f"{', '.join(archs)} only: {reinstall(index)}"
-    )
-
-
-def _has_kernels(capability: tuple[int, int], archs: list[str]) -> bool:
-    """Return whether any built architecture runs on a capability, by CUDA's rules.
-
-    Machine code (sm_) runs on the same major version from its minor version on, and with suffix "a" on its
-    exact version only; PTX (compute_) is compiled for all later versions.
-    """
     for arch in archs:
         form, _, digits = arch.partition("_")
         number = "".join(letter for letter in digits if letter.isdigit())
         built = (int(number[:-1]), int(number[-1]))
-        exact = digits.endswith("a")
-        if form == "compute" and capability >= built:
-            return True
-        if form == "sm" and (
-            capability == built
-            if exact
-            else capability[0] == built[0] and capability[1] >= built[1]
-        ):
-            return True
-    return False
+        if form == "compute":
+            runs = capability >= built
+        elif digits.endswith("a"):
+            runs = capability == built
+        else:
+            runs = major == built[0] and minor >= built[1]
+        if runs:
+            return ""
+    if not archs:
+        return ""
+    name = torch.cuda.get_device_name(device)
+    index = "cu126" if capability < TURING else "cu128"
+    return (
+        f"{name} has compute capability {major}.{minor}, and torch {torch.__version__} has kernels for "
+        f"{', '.join(archs)} only: {reinstall(index)}"
+    )

@@ -16,8 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from packaging.version import InvalidVersion, Version
-
 from lora_trainer.common.wording import GIB
 
 KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
@@ -193,30 +191,7 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
     return TorchBuild(version=version, kind="cpu")
 
 
-TURING, MAXWELL, BLACKWELL = (7, 5), (5, 0), (10, 0)
-BLACKWELL_TOOLKIT = (12, 8)
-"""CUDA builds since 12.8 support Turing (Volta until torch 2.10) to Blackwell; builds of 12.6 support Maxwell
-to Hopper (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352)."""
-
-
-def against_card(build: TorchBuild | None, name: str, capability: tuple[int, int] | None) -> str:
-    """Return why this build of torch cannot compute on a GPU, with the command that fixes it; "" if it can."""
-    if build is None or build.kind != "cuda" or capability is None or not build.toolkit:
-        return ""
-    here = f"{name} has compute capability {capability[0]}.{capability[1]}"
-    if capability < MAXWELL:
-        return f"{here}, which no build of torch supports any more"
-    try:
-        toolkit = Version(build.toolkit).release
-    except InvalidVersion:  # of a build of one's own
-        return ""
-    recent = toolkit >= BLACKWELL_TOOLKIT
-    # Some CUDA 12.8 and 12.9 builds still have kernels for Volta: `require_kernels` asks torch itself.
-    if recent and capability < (TURING if toolkit >= (13, 0) else (7, 0)):
-        return f"{here}, for which {build}, has no kernels: {reinstall('cu126')}"
-    if not recent and capability >= BLACKWELL:
-        return f"{here}, for which {build}, has no kernels: {reinstall('cu128')}"
-    return ""
+TURING = (7, 5)
 
 
 def reinstall(index: str) -> str:
@@ -237,7 +212,7 @@ _ALLOCATOR_VARIABLES = (
     "PYTORCH_HIP_ALLOC_CONF",
 )
 """Variables that torch 2.10 to 2.13 read: the first that is set."""
-_SEGMENTS = "expandable_segments"
+SEGMENTS = "expandable_segments"
 
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
@@ -247,18 +222,8 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
     tenth of the GPU's memory and more then lies unused between tensors. Must run before torch is imported,
     which reads the variable once.
     """
-    if _grows_segments(torch_build()) and not allocator_settings(environment):
-        environment[_ALLOCATOR_VARIABLES[0]] = f"{_SEGMENTS}:True"
-
-
-def has_expandable_segments(environment: Mapping[str, str], *, build: TorchBuild | None) -> bool:
-    """Say whether a training in this environment uses expandable segments."""
-    settings = dict(
-        part.replace(" ", "").split(":", 1)
-        for part in allocator_settings(environment).split(",")
-        if ":" in part
-    )
-    return _grows_segments(build) and settings.get(_SEGMENTS) == "True"
+    if grows_segments(torch_build()) and not allocator_settings(environment):
+        environment[_ALLOCATOR_VARIABLES[0]] = f"{SEGMENTS}:True"
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:
@@ -267,7 +232,7 @@ def allocator_settings(environment: Mapping[str, str]) -> str:
     return next(filter(None, values), "")
 
 
-def _grows_segments(build: TorchBuild | None) -> bool:
+def grows_segments(build: TorchBuild | None) -> bool:
     """Say whether expandable segments work on this platform.
 
     Windows builds lack them (PYTORCH_C10_DRIVER_API_SUPPORTED). Under WSL, drivers before 616 refuse the

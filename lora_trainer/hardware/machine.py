@@ -23,18 +23,21 @@ from typing import Any, Literal
 import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from pydantic import TypeAdapter
+from packaging.version import InvalidVersion, Version
 
 from lora_trainer.common.wording import GIB as GIB
 from lora_trainer.hardware.devices import (
     KINDS,
+    SEGMENTS,
+    TURING,
     TorchBuild,
-    against_card,
-    has_expandable_segments,
+    allocator_settings,
+    grows_segments,
     is_under_windows,
+    reinstall,
     torch_build,
 )
-from lora_trainer.hardware.nvml import Gpu, Nvml, find_gpus, number_by_bus
+from lora_trainer.hardware.nvml import BY_BUS, CUDA_ORDER, Gpu, Nvml, find_gpus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 DISTRIBUTION = "lora-train"
@@ -58,6 +61,10 @@ PURPOSES: Mapping[str, str] = {
 PACKAGES = tuple(PURPOSES)
 # An assumed GPU (`plan --vram`) is Ampere, which has bf16.
 ASSUMED_CAPABILITY = (8, 6)
+MAXWELL, BLACKWELL = (5, 0), (10, 0)
+BLACKWELL_TOOLKIT = (12, 8)
+"""CUDA builds since 12.8 support Turing (Volta until torch 2.10) to Blackwell; builds of 12.6 support Maxwell
+to Hopper (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352)."""
 WSL_PINNABLE_BYTES = GIB // 2
 """Memory a process may pin under WSL2: refusals were seen above 0.5 (microsoft/WSL#14078), 0.75 and 1 GiB."""
 MOST_SPARED_BYTES = 4 * GIB
@@ -160,7 +167,23 @@ class Hardware:
                 f"torch {build.version} is built without {missing}, so {gpu.name} cannot be used; "
                 f"{gpu.can.install}"
             )
-        return against_card(build, gpu.name, gpu.compute_capability)
+        capability = gpu.compute_capability
+        if build.kind != "cuda" or capability is None or not build.toolkit:
+            return ""
+        here = f"{gpu.name} has {gpu.capability}"
+        if capability < MAXWELL:
+            return f"{here}, which no build of torch supports any more"
+        try:
+            toolkit = Version(build.toolkit).release
+        except InvalidVersion:  # of a build of one's own
+            return ""
+        recent = toolkit >= BLACKWELL_TOOLKIT
+        # Some CUDA 12.8 and 12.9 builds still have kernels for Volta: `require_kernels` asks torch itself.
+        if recent and capability < (TURING if toolkit >= (13, 0) else (7, 0)):
+            return f"{here}, for which {build}, has no kernels: {reinstall('cu126')}"
+        if not recent and capability >= BLACKWELL:
+            return f"{here}, for which {build}, has no kernels: {reinstall('cu128')}"
+        return ""
 
     def disk_free_bytes(self, path: Path) -> int:
         """Return the free bytes of the disk on which `path` is or will be created; raises OSError."""
@@ -168,11 +191,6 @@ class Hardware:
             folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
         )
         return shutil.disk_usage(existing).free
-
-
-def hardware_from(values: Mapping[str, Any]) -> Hardware:
-    """Rebuild hardware from the JSON of its `asdict`, sent by another process."""
-    return TypeAdapter(Hardware).validate_python(values)
 
 
 def detect(
@@ -186,7 +204,8 @@ def detect(
     Sets CUDA's device order to NVML's. This works because CUDA starts later, when torch is imported.
     """
     if environment is None:
-        number_by_bus(os.environ)
+        # By default CUDA numbers the fastest GPU 0, so a run would be planned for one GPU and train on another.
+        os.environ.setdefault(CUDA_ORDER, BY_BUS)
         environment = os.environ
     build = torch_build()
     gpus, gpu_reason = find_gpus(nvml, environment)
@@ -195,12 +214,23 @@ def detect(
     if driver_spills():
         gpus = tuple(replace(gpu, spills=True) for gpu in gpus)
     total, free = _memory(root)
+    # On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
+    pinnable: tuple[int | None, str] = None, "no limit but the free memory"
+    if sys.platform == "win32":
+        pinnable = total[0] // 2, "Windows lets GPUs use half of the memory"
+    elif is_under_windows(root):
+        pinnable = WSL_PINNABLE_BYTES, "WSL2 refuses to pin more than about this much"
+    settings = dict(
+        part.replace(" ", "").split(":", 1)
+        for part in allocator_settings(environment).split(",")
+        if ":" in part
+    )
     facts: dict[str, tuple[Any, str]] = {
         "cpu_name": _cpu_name(root),
         "cpu_threads": _cpu_threads(root),
         "ram_total_bytes": total,
         "ram_free_bytes": free,
-        "pinnable_bytes": _pinnable(total_bytes=total[0], root=root),
+        "pinnable_bytes": pinnable,
     }
     return Hardware(
         gpus=gpus,
@@ -209,7 +239,7 @@ def detect(
         reasons={name: reason for name, (_, reason) in facts.items()},
         torch=build,
         cards_chosen="CUDA_VISIBLE_DEVICES" in environment,
-        expandable_segments=has_expandable_segments(environment, build=build),
+        expandable_segments=grows_segments(build) and settings.get(SEGMENTS) == "True",
         **{name: value for name, (value, _) in facts.items()},
     )
 
@@ -245,18 +275,6 @@ def _of_other_makers(
 def driver_spills() -> bool:
     """Return whether the driver moves GPU memory to the host when the GPU is full, instead of refusing."""
     return sys.platform == "win32" or is_under_windows()
-
-
-def _pinnable(*, total_bytes: int, root: Path) -> tuple[int | None, str]:
-    """Return the host memory a process may pin for copies to a GPU, None without a known limit.
-
-    On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
-    """
-    if sys.platform == "win32":
-        return total_bytes // 2, "Windows lets GPUs use half of the memory"
-    if is_under_windows(root):
-        return WSL_PINNABLE_BYTES, "WSL2 refuses to pin more than about this much"
-    return None, "no limit but the free memory"
 
 
 def usable_ram_bytes(*, total_bytes: int, free_bytes: int) -> int:
@@ -315,7 +333,10 @@ def package_notes(
     `requirements` default to those of this package; a checkout that is not installed has none.
     """
     if requirements is None:
-        requirements = _requirements()
+        try:
+            requirements = importlib.metadata.requires(DISTRIBUTION) or ()
+        except importlib.metadata.PackageNotFoundError:
+            requirements = ()
     specifiers = {
         (requirement := Requirement(text)).name: requirement.specifier for text in requirements
     }
@@ -332,13 +353,6 @@ def package_notes(
 def is_optional(package: str) -> bool:
     """Return whether training works without a package."""
     return PURPOSES.get(package, "").startswith("optional")
-
-
-def _requirements() -> Iterable[str]:
-    try:
-        return importlib.metadata.requires(DISTRIBUTION) or ()
-    except importlib.metadata.PackageNotFoundError:
-        return ()
 
 
 def tier(total_bytes: int | None) -> Tier:
@@ -376,8 +390,19 @@ def _cpu_name(root: Path) -> tuple[str, str]:
 
 def _cpu_threads(root: Path) -> tuple[int, str]:
     """Count usable physical cores: two threads on one core share its arithmetic units and gain nothing."""
-    allowed = usable_processors()
-    cores, quota = _physical_cores(root, allowed), cpu_quota(root)
+    allowed, pairs = usable_processors(), set()
+    for processor in allowed:
+        topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
+        pair = (_read(topology / "physical_package_id"), _read(topology / "core_id"))
+        if not all(pair):  # no topology files: psutil's count of cores, 0 if unknown
+            cores = min(psutil.cpu_count(logical=False) or 0, len(allowed))
+            break
+        pairs.add(pair)
+    else:
+        cores = len(pairs)
+    # The container's limit in processors, fractions possible.
+    limit, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    quota = int(limit) / int(period) if limit.isdigit() and period.strip().isdigit() else 0.0
     if quota and quota < (cores or len(allowed)):
         return max(1, int(quota)), f"the container may use {quota:g} processors"
     if cores:
@@ -391,24 +416,6 @@ def usable_processors() -> list[int]:
     if hasattr(process, "cpu_affinity"):  # macOS has none
         return list(process.cpu_affinity())
     return list(range(psutil.cpu_count() or 1))
-
-
-def _physical_cores(root: Path, processors: Iterable[int]) -> int:
-    """Count distinct (package, core) pairs; without topology files psutil's count of cores, 0 if unknown."""
-    pairs = set()
-    for processor in processors:
-        topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
-        pair = (_read(topology / "physical_package_id"), _read(topology / "core_id"))
-        if not all(pair):
-            return min(psutil.cpu_count(logical=False) or 0, len(list(processors)))
-        pairs.add(pair)
-    return len(pairs)
-
-
-def cpu_quota(root: Path) -> float | None:
-    """Return the container's limit in processors (fractions possible), None without a limit."""
-    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() else None
 
 
 def _memory(root: Path) -> tuple[tuple[int, str], tuple[int, str]]:

@@ -2,21 +2,21 @@
 
 Each call of NVML may fail by itself (no driver, broken driver, GPU lost, not supported); the failure becomes
 part of the reason. The list matches CUDA's: CUDA_VISIBLE_DEVICES picks and orders the GPUs, and a GPU split
-by MIG appears as its slices, because programs can use only slices. GPUs are numbered by PCI bus;
-`number_by_bus` makes CUDA use the same order.
+by MIG appears as its slices, because programs can use only slices. GPUs are numbered by PCI bus,
+and `CUDA_ORDER` makes CUDA use the same order.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.hardware.devices import KINDS, DeviceKind, KindName
 
-_ORDER, _BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+CUDA_ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _INIT_FAILURES = {
     "Shared Library Not Found": "no NVIDIA driver (libnvidia-ml.so.1 not found)",
     "Driver Not Loaded": "the NVIDIA driver is installed but not loaded",
@@ -73,23 +73,6 @@ class Gpu:
         return "compute capability {}.{}".format(*self.compute_capability)
 
 
-def number_by_bus(environment: MutableMapping[str, str]) -> None:
-    """Make CUDA number GPUs as NVML does, unless the user chose an order; call it before CUDA starts.
-
-    By default CUDA numbers the fastest GPU 0, so a run would be planned for one GPU and train on another.
-    """
-    environment.setdefault(_ORDER, _BY_BUS)
-
-
-def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that CUDA would list, and a sentence on their source or on why there is none."""
-    try:
-        with _asking(nvml) as asker:
-            return _find(asker, environment)
-    except _NoAnswer as error:
-        return (), str(error)
-
-
 class _NoAnswer(Exception):
     """NVML cannot be asked; the message says why."""
 
@@ -116,13 +99,30 @@ def _asking(nvml: Nvml | None) -> Iterator[_Asker]:
         asker.ask(nvml.nvmlShutdown)
 
 
-def _find(asker: _Asker, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    nvml = asker.nvml
-    count = asker.ask(nvml.nvmlDeviceGetCount, about="NVML") or 0
-    driver = str(asker.ask(nvml.nvmlSystemGetDriverVersion, about="NVML") or "")
-    cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]  # by PCI bus
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    chosen = cards if visible is None else list(_visible(cards, visible))
+def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs that CUDA would list, and a sentence on their source or on why there is none."""
+    try:
+        with _asking(nvml) as asker:
+            count = asker.ask(asker.nvml.nvmlDeviceGetCount, about="NVML") or 0
+            driver = str(asker.ask(asker.nvml.nvmlSystemGetDriverVersion, about="NVML") or "")
+            cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]
+    except _NoAnswer as error:
+        return (), str(error)
+    chosen, visible = cards, environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        chosen = []
+        # CUDA's rule: numbers or starts of UUIDs, ending at the first token without a GPU.
+        for token in map(str.strip, visible.split(",")):
+            is_uuid = token.startswith(("GPU-", "MIG-"))
+            matches = [
+                gpu
+                for gpu in cards
+                if (is_uuid and gpu.uuid.startswith(token))
+                or (token.isdigit() and gpu.index == int(token))
+            ]
+            if not matches:
+                break
+            chosen.append(matches[0])
     gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(chosen))
     sentences = [
         f"{len(gpus)} of {len(cards)} NVIDIA GPUs usable" if cards else "no NVIDIA GPU found"
@@ -131,8 +131,10 @@ def _find(asker: _Asker, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...
         sentences.append(f"driver {driver}")
     if visible is not None and len(chosen) < len(cards):
         sentences.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides the others")
-    if len({gpu.name for gpu in gpus}) > 1 and environment.get(_ORDER) != _BY_BUS:
-        sentences.append(f"GPUs differ and CUDA may order them otherwise: set {_ORDER}={_BY_BUS}")
+    if len({gpu.name for gpu in gpus}) > 1 and environment.get(CUDA_ORDER) != BY_BUS:
+        sentences.append(
+            f"GPUs differ and CUDA may order them otherwise: set {CUDA_ORDER}={BY_BUS}"
+        )
     return gpus, "; ".join([*sentences, *asker.failures])
 
 
@@ -165,7 +167,17 @@ def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
     if handle is None:
         return
     capability = asker.ask(nvml.nvmlDeviceGetCudaComputeCapability, handle, about=about)
-    for device in _slices(asker, handle, about):
+    devices, mode = [handle], asker.ask(nvml.nvmlDeviceGetMigMode, handle)
+    if mode and mode[0]:  # programs can use only slices; without an answer MIG counts as off
+        most = asker.ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle, about=about) or 0
+        slices = (
+            asker.ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+            for number in range(most)
+        )
+        devices = [device for device in slices if device is not None]
+        if not devices:
+            asker.failures.append(f"{about} is in MIG mode and has no slices to compute on")
+    for device in devices:
         memory = asker.ask(nvml.nvmlDeviceGetMemoryInfo, device, about=about)
         if memory is None:
             continue
@@ -179,37 +191,6 @@ def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
             display=bool(asker.ask(nvml.nvmlDeviceGetDisplayActive, device)),
             uuid=asker.ask(nvml.nvmlDeviceGetUUID, device) or "",
         )
-
-
-def _slices(asker: _Asker, handle: Any, about: str) -> list[Any]:
-    """Return the MIG slices of a GPU, or the GPU itself where MIG is off or unknown."""
-    nvml = asker.nvml
-    mode = asker.ask(nvml.nvmlDeviceGetMigMode, handle)
-    if not mode or not mode[0]:
-        return [handle]
-    count = asker.ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle, about=about) or 0
-    handles = (
-        asker.ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index) for index in range(count)
-    )
-    slices = [device for device in handles if device is not None]
-    if not slices:
-        asker.failures.append(f"{about} is in MIG mode and has no slices to compute on")
-    return slices
-
-
-def _visible(cards: list[Gpu], visible: str) -> Iterator[Gpu]:
-    """Yield GPUs by CUDA's rule: numbers or starts of UUIDs, ending at the first token without a GPU."""
-    for token in (part.strip() for part in visible.split(",")):
-        is_uuid = token.startswith(("GPU-", "MIG-"))
-        matches = [
-            gpu
-            for gpu in cards
-            if (is_uuid and gpu.uuid.startswith(token))
-            or (token.isdigit() and gpu.index == int(token))
-        ]
-        if not matches:
-            return
-        yield matches[0]
 
 
 # ---- what GPUs do at this moment

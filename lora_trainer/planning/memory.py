@@ -1,12 +1,21 @@
-"""Predicted peak memory of a run, item by item, before any weight is loaded. No torch.
+"""The settings that decide memory and time, and the peak memory predicted from them before any weight is loaded.
 
-A run has phases that are never alive together: encoding images, encoding texts, training, and drawing
-sample images. Inputs are the costs of the base and a `Load`; output is every item of every phase, and the sum
-of the highest phase: `predict` for the training device, `predict_host` for the machine's memory beside a GPU.
+No torch. The search varies a `Load`. A run has phases that are never alive together: encoding images, encoding
+texts, training, and drawing sample images. Inputs are the costs of the base and a `Load`; output is every item of
+every phase, and the sum of the highest phase: `predict` for the training device, `predict_host` for the machine's
+memory beside a GPU.
 
 Weights are read from mapped files, which the system can drop and read again, so loading may exceed the free
 memory of the machine and then takes longer. Data that waits there for the device, pinned or not, has to fit, or
 the machine swaps. Unpinned memory is copied more slowly, and a step waits for each copy.
+
+`DeviceSurroundings` has the memory that no tensor can have: library workspaces, a growing desktop, holes between
+tensors. With expandable segments a pool is one range that grows by pages, so only the last pages and the
+holes are lost. A hole stays where a long-lived tensor was put behind a short-lived one: a block's
+temporaries are freed, its inputs and results for the backward pass stay. So all holes together are at
+most the temporaries of one block, and at most a share of the bytes a step allocates and frees. With a
+segment for each request, tensors of other buckets leave holes in their segments too. The shares are the
+highest that replays of default plans have shown (`scripts/allocator_table.py`, docs/memory.md).
 """
 
 from __future__ import annotations
@@ -17,12 +26,13 @@ from functools import cached_property
 from typing import Literal
 
 from lora_trainer.common.wording import GIB
-from lora_trainer.config.declare import SCHEDULE_FREE, Checkpointing
-from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts
+from lora_trainer.config.declare import SCHEDULE_FREE, BasePrecision, Checkpointing, Precision
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
+from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.families.base_files.weight_files import READ_BYTES
-from lora_trainer.hardware.devices import KINDS, RESERVED_BYTES
+from lora_trainer.hardware.devices import KINDS, RESERVED_BYTES, TorchType
 from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements
-from lora_trainer.planning.load import Load, runs_wide
 from lora_trainer.planning.optimizer_facts import (
     GRADIENT_BYTES,
     MASTER_BYTES,
@@ -31,6 +41,18 @@ from lora_trainer.planning.optimizer_facts import (
     state_bytes,
 )
 
+CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8320 * 2**10, 32 * 2**20
+"""cuBLAS workspace of each thread: CUBLAS_WORKSPACE_CONFIG `:4096:2:16:8`, `:4096:8` from capability 9.0 on."""
+HOPPER = (9, 0)
+THREADS = 2
+"""The forward pass runs in Python's thread, the backward pass in autograd's; each has its cuBLAS handle."""
+KERNELS_BYTES = 64 * 2**20
+"""Workspace of attention's backward pass (fp32 sums of dQ) and of cuDNN, both allocated off the peak."""
+PAGES_BYTES = 128 * 2**20
+HOLES = 0.1
+"""Holes as a share of the bytes a step moves, capped at the temporaries of one block."""
+SEGMENTS, HOLES_OF_SEGMENTS = 0.08, 0.12
+"""With a segment for each request: unused rests that buckets leave in segments, and holes, as shares."""
 SHARED_SLACK = 0.05
 """Memory that malloc, or Metal's allocator, keeps after tensors are freed, as a share of all tensors."""
 # Activations that a CLIP text encoder keeps for one prompt of 77 tokens, over its weights' bytes: 34
@@ -43,7 +65,6 @@ TEXT_LAYER_SHARE = 1 / 8
 """Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B)."""
 REBUILT_PIECES = 8
 """A checkpointed network has at least so many pieces of equal weights; one piece is alive at a time."""
-SHOWN = "fp32, while they are validated, sampled or exported"
 SAMPLER = "fp32, between sample images too"
 SLACK = "allocator slack"
 TEMPORARY = (
@@ -62,6 +83,72 @@ MOVED = (
 Phase = Literal["images", "texts", "loading", "quantising", "training", "sampling"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceSurroundings:
+    """GPU memory used beside the tensors of a run.
+
+    `expandable`: the allocator grows its segments. `desktop_bytes` are left to other programs,
+    `cublas_bytes` are the workspace of each thread that runs matrix products.
+    """
+
+    expandable: bool = True
+    desktop_bytes: int = 0
+    cublas_bytes: int = CUBLAS_BYTES
+
+
+def runs_wide(adapter: AdapterSettings) -> bool:
+    """Say whether adapted layers keep fp32 copies of their inputs, as all kinds except a plain LoRA do."""
+    return adapter.kind != "lora" or adapter.dora
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
+
+    `twice` is the share of a step's images that appear a second time for class preservation, `as_base` the
+    share for which the base's own prediction is computed too. `beside` is the GPU memory beside tensors.
+    """
+
+    device: TorchType
+    precision: Precision
+    base_precision: BasePrecision
+    adapter: AdapterSettings
+    optimizer: str
+    text_precision: Precision
+    text_offload: bool
+    micro_batch: int
+    checkpointing: Checkpointing
+    streamed_blocks: int
+    bucket_px: tuple[int, int]
+    samples: bool
+    sample_side_px: int
+    prepared_samples: int
+    averaged: bool = False
+    masked: bool = False
+    twice: float = 0.0
+    as_base: float = 0.0
+    keeps_best: bool = False
+    beside: DeviceSurroundings = DeviceSurroundings()
+
+    def workload(self) -> Workload:
+        width_px, height_px = self.bucket_px
+        return Workload(
+            height_px=height_px,
+            width_px=width_px,
+            element_bytes=ELEMENT_BYTES[self.precision],
+            rank=self.adapter.rank,
+            targets=self.adapter.targets,
+            checkpointing=self.checkpointing,
+            # Costs are per sample, and the same from two samples on: fewer workloads to compute.
+            micro_batch=min(self.micro_batch, 2),
+            wide_adapter=runs_wide(self.adapter),
+        )
+
+    def frozen_base(self, costs: BaseCosts) -> FrozenBase:
+        """Return the base's weights in this load's precisions."""
+        return costs.frozen_base(self.precision, self.base_precision)
+
+
 @dataclass(frozen=True)
 class MemoryItem:
     """One named part of a phase."""
@@ -69,9 +156,6 @@ class MemoryItem:
     name: str
     bytes: int
     note: str = ""
-
-
-READING = MemoryItem("file being read", READ_BYTES, "mapped, a part at a time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +196,15 @@ def predict(load: Load, costs: BaseCosts, *, limit_bytes: int | None = None) -> 
     }
     # Where the device has memory of its own, files pass through the host's memory (`predict_host`).
     if not KINDS[load.device].own_memory:
-        phases["loading"] = [*resident, READING]
+        reading = MemoryItem("file being read", READ_BYTES, "mapped, a part at a time")
+        phases["loading"] = [*resident, reading]
     phases["training"] = [*resident, *_training(load, costs)]
     if load.samples:
         # Drawn between two steps: no activations, but everything that stays for the next step.
         phases["sampling"] = [*resident, *_sampling(load, costs)]
     outside = tuple(_outside(load))
-    return Prediction(
-        by_phase={
-            phase: (*outside, *items, _slack(items, load)) for phase, items in phases.items()
-        },
-        limit_bytes=limit_bytes,
-    )
+    by_phase = {phase: (*outside, *items, _slack(items, load)) for phase, items in phases.items()}
+    return Prediction(by_phase=by_phase, limit_bytes=limit_bytes)
 
 
 def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
@@ -134,14 +215,20 @@ def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     parameters = total_elements(tensors)
     masters = parameters * MASTER_BYTES
     yield from _weights(load, costs)
-    yield from _trained_text(load, costs)
+    # Trained text encoders and their activations stay on the device for the whole run.
+    if load.adapter.text_encoder or load.adapter.new_tokens:
+        weights = costs.parameters("text_encoder") * ELEMENT_BYTES[load.precision]
+        yield MemoryItem("text encoder weights", weights, "run in every step")
+        size = int(load.micro_batch * costs.facts.chunks * TEXT_KEPT_SHARE * weights)
+        yield MemoryItem("text encoder activations", size, "estimate")
     yield MemoryItem("adapter weights", masters, f"{parameters:,} parameters, fp32 masters")
     if load.averaged:
         yield MemoryItem("adapter average", masters, "fp32")
     if load.keeps_best:
         yield MemoryItem("best adapter", masters, "fp32")
     if load.optimizer == SCHEDULE_FREE:
-        yield MemoryItem("averaged weights", masters, SHOWN)
+        note = "fp32, while they are validated, sampled or exported"
+        yield MemoryItem("averaged weights", masters, note)
     yield MemoryItem("adapter gradients", parameters * GRADIENT_BYTES, "fp32")
     is_paged = own_memory and load.optimizer in PAGED
     where = "without the paged part" if is_paged else "allocated before step 1"
@@ -196,7 +283,18 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     cost, count = costs.sample_cost(load.workload()), load.micro_batch
     width_px, height_px = load.bucket_px
     each = f"{count} x {width_px}x{height_px} px"
-    yield from _rebuilt(load, costs)
+    # With checkpointing the tensors of one piece of the network are alive at a time.
+    alive = 1.0 if load.checkpointing == "none" else 1.0 / REBUILT_PIECES
+    # LoHa and LoKr build full-size weight changes from the factors in every forward pass, in fp32, and autograd
+    # keeps them.
+    adapter = load.adapter
+    if elements := rebuilt_elements(costs.adapter_shapes(adapter.targets), adapter):
+        rebuilt = elements * alive
+        if adapter.text_encoder:  # not checkpointed, so all of its changes are kept
+            rebuilt += sum(
+                rebuilt_elements(shapes, adapter) for shapes in costs.text_adapter_shapes.values()
+            )
+        yield MemoryItem("rebuilt weights", int(MASTER_BYTES * rebuilt), f"{adapter.kind}, fp32")
     # `saved_bytes` has the adapter's inputs in it; they are the next item.
     size = count * (cost.saved_bytes - cost.adapter_saved_bytes)
     yield MemoryItem("activations", size, f"{KEPT[load.checkpointing]}, {each}")
@@ -204,7 +302,18 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     if runs_wide(load.adapter):
         note = f"fp32 copies and rank-wide middles, {each}"
     yield MemoryItem("adapter inputs", count * cost.adapter_saved_bytes, note)
-    yield from _dropped_inputs(load, costs)
+    # `adapter.dropout` copies the input of each adapted layer. A wide adapter makes as many fp32 copies anyway, and
+    # dropout replaces these.
+    if adapter.dropout and not (runs_wide(adapter) and load.precision != "fp32"):
+        # In a wide adapter of rank 1 in 16 bits nearly all saved bytes are fp32 copies of the inputs, so its
+        # cost counts the adapted layers' inputs. `share` converts them to the training precision.
+        copying = replace(
+            load.workload(), element_bytes=2, wide_adapter=True, checkpointing="none", rank=1
+        )
+        share = alive * ELEMENT_BYTES[load.precision] / MASTER_BYTES
+        size = int(count * costs.sample_cost(copying).adapter_saved_bytes * share)
+        note = "a copy of each layer's input after adapter.dropout"
+        yield MemoryItem("dropped inputs", size, note)
     if load.as_base:  # its pass runs first and without gradients, below training's peak
         size = count * 4 * costs.facts.latent_channels * _latent_area(load, costs)
         yield MemoryItem("base's prediction", size, "target of some samples")
@@ -220,49 +329,11 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
             yield vae_weights(costs, SAMPLER)
 
 
-def _dropped_inputs(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
-    """Yield the copies of inputs that `adapter.dropout` makes for each adapted layer.
-
-    They are as many as the fp32 copies of a wide adapter. If it makes those anyway, dropout replaces them.
-    """
-    if not load.adapter.dropout or (runs_wide(load.adapter) and load.precision != "fp32"):
-        return
-    # In a wide adapter of rank 1 in 16 bits nearly all saved bytes are fp32 copies of the inputs, so its
-    # cost counts the adapted layers' inputs. `share` below converts them to the training precision.
-    copying = replace(
-        load.workload(), element_bytes=2, wide_adapter=True, checkpointing="none", rank=1
-    )
-    copies = costs.sample_cost(copying).adapter_saved_bytes
-    share = rebuilt_share(load) * ELEMENT_BYTES[load.precision] / MASTER_BYTES
-    note = "a copy of each layer's input after adapter.dropout"
-    yield MemoryItem("dropped inputs", int(load.micro_batch * copies * share), note)
-
-
 def prepared_batches(load: Load, costs: BaseCosts) -> MemoryItem:
     """Return the host memory of batches that the dataloader prepares ahead."""
     count = load.prepared_samples
     note = f"{count} samples ahead: latents, noise, target, text"
     return MemoryItem("prepared batches", count * _prepared_bytes(load, costs), note)
-
-
-def _rebuilt(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
-    """Yield full-size weight changes, which LoHa and LoKr build and autograd keeps."""
-    adapter = load.adapter
-    # Built from the factors in every forward pass, in fp32 and in the size of the layer's own weight.
-    if elements := rebuilt_elements(costs.adapter_shapes(adapter.targets), adapter):
-        kept_elements = elements * rebuilt_share(load)
-        if adapter.text_encoder:  # not checkpointed, so all of its changes are kept
-            kept_elements += sum(
-                rebuilt_elements(shapes, adapter) for shapes in costs.text_adapter_shapes.values()
-            )
-        yield MemoryItem(
-            "rebuilt weights", int(MASTER_BYTES * kept_elements), f"{adapter.kind}, fp32"
-        )
-
-
-def rebuilt_share(load: Load) -> float:
-    """Return the share of all blocks whose tensors are alive: one piece at a time with checkpointing."""
-    return 1.0 if load.checkpointing == "none" else 1.0 / REBUILT_PIECES
 
 
 def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
@@ -276,15 +347,6 @@ def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
 def _latent_area(load: Load, costs: BaseCosts) -> int:
     width_px, height_px = load.bucket_px
     return (width_px // costs.facts.vae_factor) * (height_px // costs.facts.vae_factor)
-
-
-def _trained_text(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
-    """Yield trained text encoders with their activations; they stay on the device for the whole run."""
-    if load.adapter.text_encoder or load.adapter.new_tokens:
-        weights = costs.parameters("text_encoder") * ELEMENT_BYTES[load.precision]
-        yield MemoryItem("text encoder weights", weights, "run in every step")
-        size = int(load.micro_batch * costs.facts.chunks * TEXT_KEPT_SHARE * weights)
-        yield MemoryItem("text encoder activations", size, "estimate")
 
 
 def vae_weights(costs: BaseCosts, note: str = "fp32") -> MemoryItem:
@@ -340,8 +402,9 @@ def _outside(load: Load) -> Iterator[MemoryItem]:
         yield MemoryItem("runtime", kind.runtime_bytes, "Python, torch and libraries")
         return
     yield MemoryItem("runtime", kind.runtime_bytes, "context and kernels of the GPU")
+    library_bytes = THREADS * load.beside.cublas_bytes + KERNELS_BYTES
     note = "matrix products, convolutions, attention"
-    yield MemoryItem("library workspaces", load.beside.library_bytes, note)
+    yield MemoryItem("library workspaces", library_bytes, note)
     if load.beside.desktop_bytes:
         note = "room for other programs to grow"
         yield MemoryItem("desktop", load.beside.desktop_bytes, note)
@@ -352,12 +415,14 @@ def _slack(items: Sequence[MemoryItem], load: Load) -> MemoryItem:
     if not KINDS[load.device].own_memory:
         size = int(SHARED_SLACK * sum_bytes(items))
         return MemoryItem(SLACK, size, "freed memory that the allocator keeps")
-    size = load.beside.holes_bytes(
-        moved_bytes=sum_bytes(item for item in items if item.name in MOVED),
-        temporary_bytes=sum_bytes(item for item in items if item.name in TEMPORARY),
-    )
-    note = "holes between tensors" + ("" if load.beside.expandable else ", whole segments")
-    return MemoryItem(SLACK, size, note)
+    moved_bytes = sum_bytes(item for item in items if item.name in MOVED)
+    temporary_bytes = sum_bytes(item for item in items if item.name in TEMPORARY)
+    if load.beside.expandable:
+        size = PAGES_BYTES + min(int(HOLES * moved_bytes), temporary_bytes)
+        return MemoryItem(SLACK, size, "holes between tensors")
+    holes_bytes = min(int(HOLES_OF_SEGMENTS * moved_bytes), temporary_bytes)
+    size = PAGES_BYTES + int(SEGMENTS * moved_bytes) + holes_bytes
+    return MemoryItem(SLACK, size, "holes between tensors, whole segments")
 
 
 def sum_bytes(items: Iterable[MemoryItem]) -> int:
@@ -427,8 +492,12 @@ def predict_host(
     phases: dict[Phase, Iterable[MemoryItem]] = {
         "training": _waiting(load, costs, pinnable_bytes),
         "texts": [MemoryItem("text encoders", text, note)] if load.text_offload else [],
-        "quantising": _quantising(load, costs),
+        "quantising": [],
     }
+    # A streamed base is quantised in host memory before the GPU gets its blocks.
+    if load.streamed_blocks and (frozen := load.frozen_base(costs)).is_quantized:
+        note = f"{load.base_precision}, before its blocks move to the GPU"
+        phases["quantising"] = [MemoryItem("base while it is quantised", frozen.bytes, note)]
     runtime = MemoryItem("runtime", HOST_RUNTIME_BYTES, "Python, torch and CUDA libraries")
     return HostPrediction(
         by_phase={phase: (runtime, *items) for phase, items in phases.items()},
@@ -458,11 +527,3 @@ def _waiting(load: Load, costs: BaseCosts, pinnable_bytes: int | None) -> Iterat
 
 def _pinned(share: float) -> str:
     return ", pinned" if share == 1.0 else f", {share:.0%} of it pinned"
-
-
-def _quantising(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
-    """Yield a streamed base while it is quantised in host memory, before the GPU gets its blocks."""
-    base = load.frozen_base(costs)
-    if load.streamed_blocks and base.is_quantized:
-        note = f"{load.base_precision}, before its blocks move to the GPU"
-        yield MemoryItem("base while it is quantised", base.bytes, note)

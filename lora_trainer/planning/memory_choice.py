@@ -11,12 +11,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.wording import gib
+from lora_trainer.common.wording import GIB, gib
 from lora_trainer.config.config import value_of
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import (
@@ -28,10 +28,18 @@ from lora_trainer.config.declare import (
     settled,
 )
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
-from lora_trainer.planning.load import Load, runs_wide, surroundings
-from lora_trainer.planning.memory import HostPrediction, Prediction
+from lora_trainer.hardware.machine import desktop_bytes
+from lora_trainer.planning.memory import (
+    CUBLAS_BYTES,
+    HOPPER,
+    HOPPER_CUBLAS_BYTES,
+    DeviceSurroundings,
+    HostPrediction,
+    Load,
+    Prediction,
+    runs_wide,
+)
 from lora_trainer.planning.plan_input import Evaluator
-from lora_trainer.planning.step_time import StepTime
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
@@ -52,17 +60,16 @@ RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
-    """The memory part of a plan; `images_at_once` is the micro-batch by bucket, (width, height) in pixels.
+    """The memory part of a plan: predictions are for `load`.
 
-    `decisions` has (value, reason) of every setting that was changed or filled in.
+    `memory` is of the training device, `host` of the machine beside a GPU. `images_at_once` is the micro-batch of
+    each bucket, (width, height) in pixels; `memory.micro_batch` is the largest of them.
     """
 
     load: Load
     memory: Prediction
     host: HostPrediction | None
-    time: StepTime
     images_at_once: Mapping[tuple[int, int], int]
-    decisions: Mapping[str, tuple[Any, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +84,60 @@ class _Candidate:
 class MemoryChooser(Evaluator):
     """Chooses the memory settings of a run, beginning with the load that the settings ask for."""
 
-    def choose(self) -> MemoryChoice:
-        """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
-        self._refuse_more_blocks()
+    def choose(self) -> tuple[MemoryChoice, dict[str, tuple[Any, str]]]:
+        """Return the choice, and (value, reason) of every setting that was changed or filled in.
+
+        Raises MachineError naming the nearest setting that fits when nothing does, or RequestError.
+        """
+        config, most_blocks = self.config, len(self.costs.blocks)
+        streamed = config.memory.streamed_blocks
+        if streamed != "auto" and streamed > most_blocks:
+            source = self.costs.facts.source
+            raise RequestError(
+                f"memory.streamed_blocks={streamed}, but {source} has only {most_blocks} blocks",
+                fix=f"use a number from 0 to {most_blocks}",
+            )
         # Another micro-batch sums in another order and rounds otherwise, so a resumed run keeps its own. Buckets
         # that it never had, from images added since, need a new search.
-        kept_at_once = self.inputs.kept_at_once
+        ideal_load, kept_at_once = self._ideal_load, self.inputs.kept_at_once
         if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
             at_once = {size: kept_at_once[size] for size in self._buckets}
-            return self._chosen(self._ideal_load, at_once)
-        best, compared, sampling_bytes = self._fit()
-        choice = self._chosen(best.load, self._images_at_once(best.load))
+            return self._chosen(ideal_load, at_once), {}
+        # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
+        # Others are offloaded while caching where asked for, or if they alone exceed the GPU.
+        if self.has_host and not (config.adapter.text_encoder or config.adapter.new_tokens):
+            is_offloaded = (
+                config.memory.text_encoder_offload is True
+                or self.predict(ideal_load).phases["texts"] > self.limit.bytes
+            )
+            ideal_load = replace(ideal_load, text_offload=is_offloaded)
+        choices = list(product(self._base_precisions, self._checkpointing))
+        # Sample images are a wish: first the best load without them, then whether they fit beside it.
+        silent = replace(ideal_load, samples=False)
+        compared = self._by_precision(silent, choices)
+        if not compared:
+            raise self._nothing_fits(silent)
+        best, sampling_bytes = min(compared.values(), key=lambda each: each.order), 0
+        if ideal_load.samples:
+            drawing = self._by_precision(ideal_load, choices)
+            # Room for sample images may not cost fewer bits, so the chosen base precision stays.
+            with_samples = drawing.get(best.load.base_precision)
+            if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
+                # A precision that fits only without sample images was compared too.
+                best, compared = with_samples, compared | drawing
+            else:
+                sampling_bytes = self.predict(replace(best.load, samples=True)).peak_bytes
+        # The chosen load is of the largest bucket; smaller buckets may have more images at once.
+        load, most = best.load, ideal_load.micro_batch
+        at_once = {
+            size: self._most_images(
+                replace(load, bucket_px=size), least=load.micro_batch, most=most
+            )
+            for size in dict.fromkeys(self._buckets)
+        }
+        choice = self._chosen(load, at_once)
         seconds = {precision: each.seconds for precision, each in compared.items()}
-        decisions = self._decisions(choice, seconds, sampling_bytes=sampling_bytes)
-        return replace(choice, decisions=dict(decisions))
+        return choice, dict(self._decisions(choice, seconds, sampling_bytes=sampling_bytes))
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
         loads = [
@@ -102,12 +149,7 @@ class MemoryChooser(Evaluator):
             key=lambda each: (each.peak_bytes, each.phases["training"]),
         )
         return MemoryChoice(
-            load=load,
-            memory=memory,
-            host=self.predict_host(load),
-            time=self.time(load),
-            images_at_once=at_once,
-            decisions={},
+            load=load, memory=memory, host=self.predict_host(load), images_at_once=at_once
         )
 
     # ---- the loads that may be tried
@@ -124,6 +166,16 @@ class MemoryChooser(Evaluator):
         regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
         twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
         learned_from_base = regularisation if config.objective.prior == "base" else 0.0
+        beside, limit_gib = DeviceSurroundings(), config.hardware.vram_limit_gib
+        if gpu is not None:
+            # A limit below the free memory leaves room for the desktop already: it is not subtracted twice.
+            unasked_bytes = 0 if limit_gib is None else gpu.free_bytes - int(limit_gib * GIB)
+            is_recent = (gpu.compute_capability or (0, 0)) >= HOPPER
+            beside = DeviceSurroundings(
+                expandable=self.inputs.hardware.expandable_segments,
+                desktop_bytes=max(0, desktop_bytes(gpu) - max(0, unasked_bytes)),
+                cublas_bytes=HOPPER_CUBLAS_BYTES if is_recent else CUBLAS_BYTES,
+            )
         return Load(
             device=gpu.can.torch_type if gpu else "cpu",
             precision=settled(config.train.precision),
@@ -132,7 +184,7 @@ class MemoryChooser(Evaluator):
             adapter=self.inputs.resolved.config.adapter,
             optimizer=config.optimizer.name,
             text_precision=settled(memory.text_encoder_precision),
-            text_offload=False,  # `_fit` offloads them only where they do not fit
+            text_offload=False,  # `choose` offloads them only where they do not fit
             micro_batch=batch_size if memory.micro_batch == "auto" else memory.micro_batch,
             checkpointing=self._checkpointing[0],
             streamed_blocks=0 if memory.streamed_blocks == "auto" else memory.streamed_blocks,
@@ -145,11 +197,7 @@ class MemoryChooser(Evaluator):
             twice=twice,
             as_base=twice + learned_from_base,
             keeps_best=config.output.keep_best,
-            beside=surroundings(
-                gpu,
-                expandable=self.inputs.hardware.expandable_segments,
-                limit_gib=config.hardware.vram_limit_gib,
-            ),
+            beside=beside,
         )
 
     @property
@@ -195,69 +243,12 @@ class MemoryChooser(Evaluator):
         ]
         return tuple(kinds) if kinds or self.has_host else ("full",)
 
-    def _refuse_more_blocks(self) -> None:
-        streamed, most = self.config.memory.streamed_blocks, len(self.costs.blocks)
-        if streamed != "auto" and streamed > most:
-            source = self.costs.facts.source
-            raise RequestError(
-                f"memory.streamed_blocks={streamed}, but {source} has only {most} blocks",
-                fix=f"use a number from 0 to {most}",
-            )
-
     # ---- the search
-
-    def _fit(self) -> tuple[_Candidate, Mapping[BasePrecision, _Candidate], int]:
-        """Return the load that fits at the lowest price, and the best load of each base precision that fits.
-
-        Ties go to the simpler one. The number is the peak for which sample images were dropped, 0 if they were
-        not. Raises MachineError when nothing fits, even without sample images.
-        """
-        ideal_load = replace(self._ideal_load, text_offload=self._text_offload())
-        choices = list(product(self._base_precisions, self._checkpointing))
-        # Sample images are a wish: first the best load without them, then whether they fit beside it.
-        silent = replace(ideal_load, samples=False)
-        compared = self._by_precision(silent, choices)
-        if not compared:
-            raise self._nothing_fits(silent)
-        best, dropped_bytes = min(compared.values(), key=lambda each: each.order), 0
-        if ideal_load.samples:
-            drawing = self._by_precision(ideal_load, choices)
-            # Room for sample images may not cost fewer bits, so the chosen base precision stays.
-            with_samples = drawing.get(best.load.base_precision)
-            if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
-                # A precision that fits only without sample images was compared too.
-                best, compared = with_samples, compared | drawing
-            else:
-                dropped_bytes = self.predict(replace(best.load, samples=True)).peak_bytes
-        return best, compared, dropped_bytes
-
-    def _images_at_once(self, load: Load) -> dict[tuple[int, int], int]:
-        """Return the micro-batch of each bucket: that of the ideal load, or fewer images where no more fit.
-
-        `load` is of the largest bucket and must fit; smaller buckets may have more images at once.
-        """
-        least, most = load.micro_batch, self._ideal_load.micro_batch
-        # The largest bucket has the whole batch at once, so all others have too: no prediction is needed.
-        if least >= most:
-            return dict.fromkeys(self._buckets, most)
-        return {
-            size: self._most_images(replace(load, bucket_px=size), least=least, most=most)
-            for size in dict.fromkeys(self._buckets)
-        }
 
     def _most_images(self, load: Load, *, least: int, most: int) -> int:
         return _most(
             lambda count: self.fits(replace(load, micro_batch=count)), least=least, most=most
         )
-
-    def _text_offload(self) -> bool:
-        """Say whether text encoders are offloaded while caching: where asked for, or if they alone exceed the GPU."""
-        adapter = self.config.adapter
-        # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
-        if not self.has_host or adapter.text_encoder or adapter.new_tokens:
-            return False
-        is_asked_for = self.config.memory.text_encoder_offload is True
-        return is_asked_for or self.predict(self._ideal_load).phases["texts"] > self.limit.bytes
 
     def _by_precision(
         self, ideal_load: Load, choices: Sequence[_Choice]
@@ -294,32 +285,37 @@ class MemoryChooser(Evaluator):
             plain = self._most_images(load, least=0, most=ideal_load.micro_batch)
             if plain:
                 yield replace(load, micro_batch=plain)
-            if kind != "none" and most > load.streamed_blocks:
-                yield from self._streaming(load, above=plain, most=most)
-
-    def _streaming(self, load: Load, *, above: int, most: int) -> Iterator[Load]:
-        least, count = load.streamed_blocks, load.micro_batch
-        while count > above:
-            full = replace(load, micro_batch=count, streamed_blocks=most)
-            if self.predict(full).fits:
-                # The device wants many streamed blocks, the host few. So the search looks for the fewest
-                # the device can do with, and the host only has to agree to that number.
-                resident = _most(partial(self._fits_beside, full), least=0, most=most - least)
-                fewest = replace(full, streamed_blocks=most - resident)
-                if self.fits(fewest):
-                    yield fewest
-            # Halves: neighbours differ little in time, and each costs a search of its own.
-            count //= 2
-
-    def _fits_beside(self, load: Load, resident: int) -> bool:
-        """Say whether the device can hold so many of the streamed blocks."""
-        return self.predict(replace(load, streamed_blocks=load.streamed_blocks - resident)).fits
+            # The device wants many streamed blocks, the host few. So the search looks for the fewest the
+            # device can do with, and the host only has to agree to that number.
+            count, least = load.micro_batch, load.streamed_blocks
+            while kind != "none" and most > least and count > plain:
+                full = replace(load, micro_batch=count, streamed_blocks=most)
+                if self.predict(full).fits:
+                    resident = _most(
+                        lambda blocks: (
+                            self.predict(replace(full, streamed_blocks=most - blocks)).fits
+                        ),  # noqa: B023 - called here only
+                        least=0,
+                        most=most - least,
+                    )
+                    fewest = replace(full, streamed_blocks=most - resident)
+                    if self.fits(fewest):
+                        yield fewest
+                # Halves: neighbours differ little in time, and each costs a search of its own.
+                count //= 2
 
     def _nothing_fits(self, ideal_load: Load) -> MachineError:
         """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
         least = self._least(ideal_load, self._base_precisions[-1])
         need, host = self.predict(least), self.predict_host(least)
-        how = f" ({_how(least)})" if need.peak_phase == "training" else ""
+        parts = ["micro-batch 1"]
+        if least.base_precision in QUANTIZATIONS:
+            parts.append(f"base in {least.base_precision}")
+        if least.checkpointing != "none":
+            parts.append("full checkpointing")
+        if least.streamed_blocks:
+            parts.append("all blocks streamed")
+        how = f" ({', '.join(parts)})" if need.peak_phase == "training" else ""
         doing = "caching " if need.peak_phase in ("images", "texts") else ""
         shortage = (
             f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}{how}, "
@@ -393,13 +389,26 @@ class MemoryChooser(Evaluator):
     ) -> Iterator[tuple[str, tuple[Any, str]]]:
         load, limit = choice.load, self.limit
         peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
-        why_base = self._why_base(load, seconds, step_s=choice.time.seconds)
+        why_streaming = self._why_all_on_device("all blocks")
+        if load.streamed_blocks:
+            # The question is not what one block less would take, but why blocks are streamed at all.
+            whole = self._peak(replace(load, streamed_blocks=0))
+            why_streaming = f"all {len(self.costs.blocks)} blocks on the GPU would take {whole}"
+        why_micro_batch = ""
+        if at_once != self.batch_size:
+            count, (width_px, height_px) = load.micro_batch + 1, load.bucket_px
+            more = self._peak(replace(load, micro_batch=count))
+            why_micro_batch = f"{count} of {width_px}x{height_px} px would take {more}"
+        why_offload = self._why_all_on_device("text encoders")
+        if load.text_offload:
+            texts_bytes = self.predict(replace(load, text_offload=False)).phases["texts"]
+            why_offload = f"text encoders would take {gib(texts_bytes)}, {limit}"
         chosen = {
-            "memory.base_precision": (load.base_precision, why_base),
+            "memory.base_precision": (load.base_precision, self._why_base(load, seconds)),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
-            "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
-            "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),
-            "memory.text_encoder_offload": (load.text_offload, self._why_offload(load)),
+            "memory.streamed_blocks": (load.streamed_blocks, why_streaming),
+            "memory.micro_batch": (at_once, why_micro_batch),
+            "memory.text_encoder_offload": (load.text_offload, why_offload),
         }
         for key, (value, why) in chosen.items():
             before = value_of(self.config, key)
@@ -415,9 +424,7 @@ class MemoryChooser(Evaluator):
     def _peak(self, load: Load) -> str:
         return f"{gib(self.predict(load).peak_bytes)}, {self.limit}"
 
-    def _why_base(
-        self, load: Load, seconds: Mapping[BasePrecision, float], *, step_s: float
-    ) -> str:
+    def _why_base(self, load: Load, seconds: Mapping[BasePrecision, float]) -> str:
         """Return why a load's base precision won, empty if the user chose it; `seconds` are of those that fit."""
         tried = self._base_precisions
         others = [precision for precision in tried if precision != load.base_precision]
@@ -427,7 +434,7 @@ class MemoryChooser(Evaluator):
             f"{name} {seconds[name]:.3g} s" if name in seconds else f"{name} does not fit"
             for name in others
         )
-        compared = f"about {step_s:.3g} s a step; {', '.join(described)}"
+        compared = f"about {self.time(load).seconds:.3g} s a step; {', '.join(described)}"
         if seconds.keys().isdisjoint(others):
             return compared  # no choice was left, so no rule decided
         rule = "quality: the most precise that fits"
@@ -461,26 +468,6 @@ class MemoryChooser(Evaluator):
         where = "this GPU shares the machine's memory"
         return "this run is on the processor" if self.gpu is None else where
 
-    def _why_streaming(self, load: Load) -> str:
-        if not load.streamed_blocks:
-            return self._why_all_on_device("all blocks")
-        # The question is not what one block less would take, but why blocks are streamed at all.
-        whole = self._peak(replace(load, streamed_blocks=0))
-        return f"all {len(self.costs.blocks)} blocks on the GPU would take {whole}"
-
-    def _why_micro_batch(self, load: Load, at_once: int) -> str:
-        if at_once == self.batch_size:
-            return ""
-        count, (width_px, height_px) = load.micro_batch + 1, load.bucket_px
-        more = self._peak(replace(load, micro_batch=count))
-        return f"{count} of {width_px}x{height_px} px would take {more}"
-
-    def _why_offload(self, load: Load) -> str:
-        if not load.text_offload:
-            return self._why_all_on_device("text encoders")
-        whole = self.predict(replace(load, text_offload=False)).phases["texts"]
-        return f"text encoders would take {gib(whole)}, {self.limit}"
-
 
 def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
     """Return the largest number from `least` to `most` that fits, by bisection.
@@ -488,14 +475,3 @@ def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
     Every number below one that fits must fit too; `least` is returned untested.
     """
     return least + bisect_left(range(least + 1, most + 1), True, key=lambda count: not fits(count))
-
-
-def _how(load: Load) -> str:
-    parts = ["micro-batch 1"]
-    if load.base_precision in QUANTIZATIONS:
-        parts.append(f"base in {load.base_precision}")
-    if load.checkpointing != "none":
-        parts.append("full checkpointing")
-    if load.streamed_blocks:
-        parts.append("all blocks streamed")
-    return ", ".join(parts)

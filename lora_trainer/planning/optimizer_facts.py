@@ -16,7 +16,6 @@ from typing import Any
 
 from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
-from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.config.running import RunConfig
 from lora_trainer.hardware.devices import pinned_bytes
 from lora_trainer.lora.adapter_size import Shape, adapter_tensors
@@ -91,25 +90,21 @@ def optimizer_remarks(
     config: RunConfig, *, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[Finding]:
     """Yield warnings about the optimizer's settings; `shapes` maps adapted layers to (fan_in, out)."""
-    if odd := _odd_rate(config.optimizer):
+    name, rate = config.optimizer.name, config.optimizer.learning_rate
+    facts = OPTIMIZERS[name]
+    low, high = facts.usual_rates
+    if not low <= rate <= high:
+        reason = f": {name} {facts.why}" if facts.why else ""
+        odd = f"{RATE}={rate:g} is unusual for {name}{reason}"
         advice = "leave it out, and it follows the optimizer"
         yield warning("learning-rate", None, odd, advice=advice)
-    if config.optimizer.name == "muon":
+    if name == "muon":
         tensors = adapter_tensors(shapes, config.adapter)
         others = sum(count for shape, count in tensors.items() if len(shape) != 2)
         if others:
             what = f"{others} of {tensors.total()} tensors are no matrices, so AdamW trains them"
             advice = "no action needed; adapter.targets=transformer leaves convolutions out"
             yield note("muon", None, what, advice=advice)
-
-
-def _odd_rate(settings: OptimizerSettings) -> str:
-    low, high = OPTIMIZERS[settings.name].usual_rates
-    if low <= settings.learning_rate <= high:
-        return ""
-    why = OPTIMIZERS[settings.name].why
-    reason = f": {settings.name} {why}" if why else ""
-    return f"{RATE}={settings.learning_rate:g} is unusual for {settings.name}{reason}"
 
 
 # ---- bytes of states
@@ -151,17 +146,13 @@ def copied_bytes(
     memory for torch, so their copies are not pinned. `copies` counts
     further sets of the masters' size (a running average, the best weights).
     """
-    kept_copies = 1 + copies  # one of the masters in any case
-    sizes = [
-        (count, size, pinned and not is_paged)
-        for shape, count in tensors.items()
-        for size, is_paged in (
-            *((MASTER_BYTES * math.prod(shape), False),) * kept_copies,
-            *_states(shape, optimizer),
-            (MASTER_BYTES * math.prod(shape), False),
-        )
-    ]
-    return sum(count * (pinned_bytes(size) if rounded else size) for count, size, rounded in sizes)
+    total = 0
+    for shape, count in tensors.items():
+        # The masters, further sets of their size, and the export.
+        masters = ((MASTER_BYTES * math.prod(shape), False),) * (2 + copies)
+        for size, is_paged in (*masters, *_states(shape, optimizer)):
+            total += count * (pinned_bytes(size) if pinned and not is_paged else size)
+    return total
 
 
 def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:
@@ -171,25 +162,20 @@ def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:
         moments = EIGHT_BIT_MOMENTS[optimizer]
         if elements < EIGHT_BIT_ELEMENTS:
             return ((4 * elements, False),) * moments
-        scales = 4 * -(
-            -elements // SCALED_ELEMENTS
-        )  # rounded up: a last, shorter group has a scale too
+        # Rounded up: a last, shorter group has a scale too.
+        scales = 4 * math.ceil(elements / SCALED_ELEMENTS)
         is_paged = optimizer in PAGED and elements >= PAGED_ELEMENTS
         return ((elements, is_paged), (scales, False)) * moments
-    return tuple((4 * size, False) for size in _state_elements(shape, optimizer))
-
-
-def _state_elements(shape: Shape, optimizer: str) -> tuple[int, ...]:
-    """Return the elements of each fp32 state of one tensor."""
-    elements = math.prod(shape)
     match optimizer:
         case "adafactor":
-            return _second_moment(shape)
+            states = _second_moment(shape)
         case "came":  # second moments of the updates and, for matrices only, of their instability
-            return (elements, *_second_moment(shape) * (1 if len(shape) < 2 else 2))
+            states = (elements, *_second_moment(shape) * (1 if len(shape) < 2 else 2))
         case "muon":  # tensors that are no matrices are trained by AdamW
-            return (elements,) * (1 if len(shape) == 2 else MOMENTS["adamw"])
-    return (elements,) * MOMENTS[optimizer]
+            states = (elements,) * (1 if len(shape) == 2 else MOMENTS["adamw"])
+        case _:
+            states = (elements,) * MOMENTS[optimizer]
+    return tuple((4 * size, False) for size in states)
 
 
 def _second_moment(shape: Shape) -> tuple[int, ...]:

@@ -28,8 +28,6 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.load import Load
-from lora_trainer.planning.memory import HostPrediction, Prediction
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
@@ -47,20 +45,14 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(MemoryChoice):
     """The settings of the run with the reason of every decision in their `origins`, and its costs.
 
-    Memory and time were predicted for `load`; `memory` is of the training device, `host` of the machine
-    beside a GPU. `images_at_once` is the micro-batch of each bucket, (width, height) in pixels;
-    `memory.micro_batch` is the largest of them. `seconds_per_step` is (shortest, longest).
+    `seconds_per_step` is (shortest, longest).
     """
 
     config: RunConfig
     origins: Mapping[str, Origin]
-    load: Load
-    memory: Prediction
-    host: HostPrediction | None
-    images_at_once: Mapping[tuple[int, int], int]
     steps: int
     epochs: float
     seconds_per_step: tuple[float, float]
@@ -86,9 +78,7 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_possible()
     planner.decide_optimizer()
     planner.decide_length()
-    memory_choice = planner.decide_memory()
-    planner.decide_compiling()
-    return planner.finish(memory_choice, planner.decide_samples(memory_choice.load))
+    return planner.finish(planner.decide_memory())
 
 
 @dataclass(kw_only=True)
@@ -131,9 +121,22 @@ class _Planner:
         self.decide_auto("hardware.threads", max(1, threads // sharing), reason)
 
     def decide_numbers(self) -> None:
-        facts = self.inputs.facts
-        self.decide_auto("train.precision", *self._best_precision())
-        self._check_precision()
+        facts, gpu = self.inputs.facts, self.gpu
+        best, reason = self._best_precision()
+        self.decide_auto("train.precision", best, reason)
+        # A precision in which this base overflows is refused: hours of training would end in NaN.
+        precision, fix = self.config.train.precision, f"use --set train.precision={best}"
+        if precision not in self.inputs.family.traits.precisions:
+            raise RequestError(
+                f"train.precision={precision}, but {facts.family} bases overflow to NaN in {precision}",
+                fix=fix,
+            )
+        if precision == "bf16" and gpu and not gpu.has_bf16:
+            raise RequestError(
+                f"train.precision=bf16 needs compute capability 8.0 or higher, but {gpu.name} has "
+                f"{gpu.capability}",
+                fix=fix,
+            )
         reason = f"the size {facts.source} was trained on"
         self.decide_auto("data.resolution", facts.resolution_px, reason)
         _check_resolution(settled(self.config.data.resolution), facts)
@@ -143,57 +146,44 @@ class _Planner:
         if self.config.adapter.kind != "oft":
             rank = float(self.config.adapter.rank)
             self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
-        self.decide_auto("memory.text_encoder_precision", *self._text_precision())
+        # A GPU that trains in fp32 only because it lacks bf16 can still encode texts in (emulated) bf16:
+        # encoding happens once, and fp32 weights of a large text encoder would not fit.
+        count = facts.parts["text_encoder"].parameters
+        is_fp32_chosen = precision == "fp32" and (
+            gpu is None or not self._is_ours("train.precision")
+        )
+        if count <= LARGE_TEXT_ENCODER or is_fp32_chosen:
+            text_precision, size = "fp32", f"{count / 1e6:,.0f} million parameters"
+        else:
+            text_precision, size = "bf16", f"{count / 1e9:.1f} billion parameters"
+        self.decide_auto("memory.text_encoder_precision", text_precision, size)
         if self.config.train.ema_decay is None:
             self.decide_auto("output.weights", "trained", "there is no running average")
         else:
             self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
 
-    def _check_precision(self) -> None:
-        """Raise RequestError for a precision in which this base overflows: hours of training would end in NaN."""
-        precision, best = self.config.train.precision, self._best_precision()[0]
-        fix = f"use --set train.precision={best}"
-        if precision not in self.inputs.family.traits.precisions:
-            raise RequestError(
-                f"train.precision={precision}, but {self.inputs.facts.family} bases overflow to NaN in "
-                f"{precision}",
-                fix=fix,
-            )
-        if precision == "bf16" and self.gpu and not self.gpu.has_bf16:
-            raise RequestError(
-                f"train.precision=bf16 needs compute capability 8.0 or higher, but {self.gpu.name} has "
-                f"{self.gpu.capability}",
-                fix=fix,
-            )
-
     def decide_objective(self) -> None:
         """Decide settings that suit only some kinds of bases: replace a preset's value, refuse the user's."""
-        facts = self.inputs.facts
-        self._decide_weighting(is_flow=facts.prediction == "flow")
-        self.decide_auto(
-            "objective.zero_terminal_snr", facts.zero_terminal_snr, "as the base was trained"
-        )
-        self.decide_auto("base.prediction", facts.prediction, "from the base's files")
-
-    def _decide_weighting(self, *, is_flow: bool) -> None:
-        source = self.inputs.facts.source
+        facts, objective = self.inputs.facts, self.config.objective
         gamma, key = "objective.min_snr_gamma", "objective.weighting"
-        if is_flow:
+        if is_flow := facts.prediction == "flow":
             trained, reason = "by flow matching", "flow matching has no signal-to-noise weights"
             foreign, others = SNR_WEIGHTINGS, "bases that predict noise or v"
         else:
             trained, reason = "to predict noise or v", "the base is not trained by flow matching"
             foreign, others = FLOW_WEIGHTINGS, "bases trained by flow matching"
-        wrong = {key: self.config.objective.weighting in foreign}
-        wrong[gamma] = is_flow and self.config.objective.min_snr_gamma is not None
-        for name, none in ((key, "none"), (gamma, None)):
-            if not wrong[name]:
+        is_wrong_gamma = is_flow and objective.min_snr_gamma is not None
+        for name, none, is_wrong in (
+            (key, "none", objective.weighting in foreign),
+            (gamma, None, is_wrong_gamma),
+        ):
+            if not is_wrong:
                 continue
             # Presets and defaults are made for several kinds of bases; a typed value is a mistake worth a word.
             if not self._is_preset(name) and self._layer(name) != "default":
                 choice = name if none is None else f"{name}={value_of(self.config, name)}"
                 raise RequestError(
-                    f"{choice} is for {others}, but {source} is trained {trained}",
+                    f"{choice} is for {others}, but {facts.source} is trained {trained}",
                     fix=f"leave {name} out, or use --set {name}={none or 'null'}",
                 )
             self.decide(name, none, reason)
@@ -201,17 +191,9 @@ class _Planner:
             self.decide_auto(key, "none", f"{gamma} is not set")
         else:
             self.decide_auto(key, "min_snr", f"{gamma} is set")
-
-    def _text_precision(self) -> tuple[Precision, str]:
-        count, precision = self.inputs.facts.parts["text_encoder"].parameters, "train.precision"
-        # A GPU that trains in fp32 only because it lacks bf16 can still encode texts in (emulated) bf16:
-        # encoding happens once, and fp32 weights of a large text encoder would not fit.
-        is_fp32_chosen = self.gpu is None or not self._is_ours(precision)
-        if count <= LARGE_TEXT_ENCODER or (
-            is_fp32_chosen and self.config.train.precision == "fp32"
-        ):
-            return "fp32", f"{count / 1e6:,.0f} million parameters"
-        return "bf16", f"{count / 1e9:.1f} billion parameters"
+        zero_snr = facts.zero_terminal_snr
+        self.decide_auto("objective.zero_terminal_snr", zero_snr, "as the base was trained")
+        self.decide_auto("base.prediction", facts.prediction, "from the base's files")
 
     def _best_precision(self) -> tuple[Precision, str]:
         """Return the value of `train.precision=auto` and its reason."""
@@ -248,30 +230,26 @@ class _Planner:
                 f"{SCHEDULE}={shape}, but {name} needs no schedule",
                 fix=f"leave {SCHEDULE} out, or use --set {SCHEDULE}=constant",
             )
-        # AdamW's rate first: the factors of other optimizers multiply it.
-        rate = self._rate_for_batch()
+        # AdamW's rate first, scaled from the preset's batch size to the run's: the factors of other optimizers
+        # multiply it.
+        rate, batch_size = self.config.optimizer.learning_rate, self.config.train.batch_size
+        preset_batch_size = self.inputs.resolved.preset_batch_size
+        if batch_size != preset_batch_size and self._is_ours(RATE):
+            # Another batch size changes the number of updates for the same images, and with it the rate. One
+            # update of Adam moves a weight by about one learning rate at any batch size, so the rate is scaled
+            # with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287: for a batch kappa times as
+            # large, rate times sqrt(kappa) and steps over kappa keep updates x rate^2, the distance covered,
+            # constant). The paper also scales Adam's betas; they stay fixed here because their memory is short
+            # compared with these runs.
+            reason = (
+                f"the preset's {rate:g} is for a batch of {preset_batch_size}, and the learning rate "
+                "grows with the square root of the batch size"
+            )
+            rate = float(f"{rate * math.sqrt(batch_size / preset_batch_size):.4g}")
+            self.decide(RATE, rate, reason)
         for key, value, reason in needed_otherwise(name, preset_rate=rate):
             if self._is_ours(key) and value_of(self.config, key) != value:
                 self.decide(key, value, reason)
-
-    def _rate_for_batch(self) -> float:
-        """Return AdamW's learning rate, scaled from the preset's batch size to the run's."""
-        rate, batch_size = self.config.optimizer.learning_rate, self.config.train.batch_size
-        preset_batch_size = self.inputs.resolved.preset_batch_size
-        if batch_size == preset_batch_size or not self._is_ours(RATE):
-            return rate
-        # Another batch size changes the number of updates for the same images, and with it the rate. One update
-        # of Adam moves a weight by about one learning rate at any batch size, so the rate is scaled with the
-        # square root of the batch (Malladi et al. 2022, arXiv 2205.10287: for a batch kappa times as large, rate
-        # times sqrt(kappa) and steps over kappa keep updates x rate^2, the distance covered, constant). The paper
-        # also scales Adam's betas; they stay fixed here because their memory is short compared with these runs.
-        moved = float(f"{rate * math.sqrt(batch_size / preset_batch_size):.4g}")
-        reason = (
-            f"the preset's {rate:g} is for a batch of {preset_batch_size}, and the learning rate grows "
-            "with the square root of the batch size"
-        )
-        self.decide(RATE, moved, reason)
-        return moved
 
     def _is_ours(self, key: str) -> bool:
         """Say whether a value is the program's choice: neither typed nor in a file or a named preset."""
@@ -315,45 +293,42 @@ class _Planner:
     def decide_memory(self) -> MemoryChoice:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
         chooser = MemoryChooser(inputs=self.inputs, config=self.config, gpu=self.gpu)
-        memory_choice = chooser.choose()
-        for key, (value, reason) in memory_choice.decisions.items():
+        memory_choice, decisions = chooser.choose()
+        for key, (value, reason) in decisions.items():
             self.decide(key, value, reason)
-        return memory_choice
-
-    def decide_compiling(self) -> None:
-        """Leave compiling out where it is impossible: after memory, which chooses the checkpointing."""
+        # After memory, which chooses the checkpointing, compiling is left out where it is impossible.
         obstacle = _obstacle_to_compiling(self.config, self.inputs.costs)
         if obstacle and self.config.hardware.compile == "blocks":
             self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
+        return memory_choice
 
-    def decide_samples(self, load: Load) -> RunTimeInputs:
-        """Draw sample images less often than the run saves, if they would take much of its time."""
-        config, key = build_run_config(flatten(self.config)), "sampling.every_steps"
-        pace = RunTimeInputs(inputs=self.inputs, config=config, gpu=self.gpu, load=load)
+    def finish(self, memory_choice: MemoryChoice) -> Plan:
+        """Predict the time, draw sample images less often if they would take much of it, and return the plan."""
+        inputs, load, config = (
+            self.inputs,
+            memory_choice.load,
+            build_run_config(flatten(self.config)),
+        )
+        pace = RunTimeInputs(inputs=inputs, config=config, gpu=self.gpu, load=load)
         every_steps = config.sampling.every_steps
-        if self.inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
+        if inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
             interval = pace.sample_interval(every_steps)
             if interval != every_steps:
                 reason = "more sample images would take too much of the run's time"
-                self.decide(key, interval, reason)
-                return replace(pace, config=with_value(config, key, interval))
-        return pace
-
-    def finish(self, memory_choice: MemoryChoice, pace: RunTimeInputs) -> Plan:
-        inputs, config, step = self.inputs, pace.config, pace.step()
+                self.decide("sampling.every_steps", interval, reason)
+                config = with_value(config, "sampling.every_steps", interval)
+                pace = replace(pace, config=config)
+        step = pace.step()
         return Plan(
+            **vars(memory_choice),
             config=config,
             origins={**inputs.resolved.origins, **self.origins},
-            load=memory_choice.load,
-            memory=memory_choice.memory,
-            host=memory_choice.host,
-            images_at_once=memory_choice.images_at_once,
             steps=config.train.steps,
             epochs=config.train.steps * config.train.batch_size / inputs.epoch,
             seconds_per_step=(step.low_s, step.high_s),
             run_time=pace.run_time(),
             time_note=step.note,
-            disk_bytes=disk_bytes(inputs, config, memory_choice.load),
+            disk_bytes=disk_bytes(inputs, config, load),
         )
 
 

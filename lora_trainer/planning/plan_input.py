@@ -26,8 +26,7 @@ from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware, usable_ram_bytes
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.load import Load
-from lora_trainer.planning.memory import HostPrediction, Prediction, predict, predict_host
+from lora_trainer.planning.memory import HostPrediction, Load, Prediction, predict, predict_host
 from lora_trainer.planning.step_time import StepTime, StepWork, step_time, step_work
 
 

@@ -15,7 +15,7 @@ from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import RunConfig
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
 from lora_trainer.lora.adapter_size import total_elements
-from lora_trainer.planning.load import Load
+from lora_trainer.planning.memory import Load
 from lora_trainer.planning.optimizer_facts import MASTER_BYTES, state_bytes
 from lora_trainer.planning.plan_input import Evaluator, PlanInput
 from lora_trainer.planning.step_time import (
@@ -150,15 +150,23 @@ class RunTimeInputs(Evaluator):
         )
 
     def run_time(self) -> RunTime:
-        step, steps = self.step(), self.config.train.steps
+        inputs, train, every = self.inputs, self.config.train, self.config.output.save_every_steps
+        step, parameters = self.step(), sum(part.parameters for part in inputs.facts.parts.values())
+        size = max(inputs.facts.download_bytes, RELEASED_BYTES * parameters)
+        slow, fast = DISK_BYTES_PER_S
+        validation = (0.0, 0.0)
+        if train.validate_every_steps and inputs.held_out_count:
+            times = 1 + math.ceil(train.steps / train.validate_every_steps)
+            passes = times * VALIDATION_QUANTILES * inputs.held_out_count / inputs.processes
+            validation = _times(passes, self._forward(self.config.data.resolution))
         return RunTime(
             parts={
-                "start": self._start(),
+                "start": (START_S[0] + size / fast, START_S[1] + size / slow),
                 "caching": self._caching(),
-                "steps": (steps * step.low_s, steps * step.high_s),
-                "validation": self._validation(),
+                "steps": (train.steps * step.low_s, train.steps * step.high_s),
+                "validation": validation,
                 "sample images": self._samples(self.config.sampling.every_steps),
-                "saves": _times(self._saves(), NEWEST_ONLY_S),
+                "saves": _times(math.ceil(train.steps / every) if every else 1, NEWEST_ONLY_S),
             }
         )
 
@@ -195,12 +203,6 @@ class RunTimeInputs(Evaluator):
         time = self.time_of(forward_work(load, self.costs), load.precision)
         return time.low_s, time.high_s
 
-    def _start(self) -> Range:
-        parameters = sum(part.parameters for part in self.inputs.facts.parts.values())
-        size = max(self.inputs.facts.download_bytes, RELEASED_BYTES * parameters)
-        slow, fast = DISK_BYTES_PER_S
-        return START_S[0] + size / fast, START_S[1] + size / slow
-
     def _caching(self) -> Range:
         encoder = self.costs.parameters("text_encoder")
         whole = self._plain(
@@ -219,15 +221,6 @@ class RunTimeInputs(Evaluator):
             _times(self.inputs.texts + EMPTY_TEXT, whole),
         )
 
-    def _validation(self) -> Range:
-        every = self.config.train.validate_every_steps
-        if not (every and self.inputs.held_out_count):
-            return (0.0, 0.0)
-        steps = self.config.train.steps
-        times = 1 + math.ceil(steps / every)
-        passes = times * VALIDATION_QUANTILES * self.inputs.held_out_count / self.inputs.processes
-        return _times(passes, self._forward(self.config.data.resolution))
-
     def _samples(self, every_steps: int) -> Range:
         """Return the time of all sample images: before the first step, at each interval, at the end."""
         if not every_steps:
@@ -238,10 +231,6 @@ class RunTimeInputs(Evaluator):
         passes = 1 + (is_guided and self.inputs.facts.guidance.two_passes)
         drawing = _times(sampling.steps * passes, self._forward(side_px))
         return _times(images, _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px)))
-
-    def _saves(self) -> int:
-        every = self.config.output.save_every_steps
-        return math.ceil(self.config.train.steps / every) if every else 1
 
     def _vae(self, flops: float) -> Range:
         """Return the time of a VAE pass in fp32; `flops` are of the AutoencoderKL, scaled by parameters."""

@@ -2,8 +2,7 @@
 
 How fast GPUs are: a table from the makers' data sheets, and a stand-in for GPUs that are not in it.
 
-Input is a GPU's name and memory; output a `Card`. Rates are ceilings; `step_time.py` knows which share
-of them training reaches.
+Rates are ceilings, of which training reaches a share.
 
 How long an optimizer step takes: an estimate from FLOPs, memory traffic and transfers, as a range.
 
@@ -22,24 +21,10 @@ from lora_trainer.common.wording import GIB
 from lora_trainer.config.declare import KEEP_ATTENTION, BasePrecision, Precision
 from lora_trainer.costs.base_costs import BaseCosts, FrozenBase
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.load import Load
-from lora_trainer.planning.memory import pinned_shares
+from lora_trainer.planning.memory import Load, pinned_shares
 
 Range = tuple[float, float]
 """Seconds: the shortest and the longest to expect."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """A GPU's 16-bit matrix rate with fp32 accumulation, and its memory bandwidth.
-
-    `stands_for` names a GPU that is missing from the table and is taken for this one.
-    """
-
-    name: str
-    flops_per_s: float
-    bytes_per_s: float
-    stands_for: str = ""
 
 
 # By a part of the driver's name for the GPU: TFLOP/s and GB/s.
@@ -68,22 +53,16 @@ _ORDINARY: tuple[tuple[float, str], ...] = (
     (34, "RTX 5090"),
     (50, "RTX A6000"),
 )
-_LARGEST = "A100"
 
 
-def card(name: str, *, total_bytes: int) -> Card:
-    """Return the rates of a GPU: those of the longest table name within `name`, else of a GPU of its size."""
+def _card(gpu: Gpu) -> tuple[str, float, float]:
+    """Return the row of a GPU with its FLOP/s and bytes/s: the longest name within its own, else that of its size."""
     # The longest, because "A10" is also a part of "A100", and "Apple M1" of "Apple M1 Max".
-    named_row = max((row for row in _RATES if row in name), key=len, default="")
-    size_gib = total_bytes / GIB
-    row = named_row or next((row for limit, row in _ORDINARY if size_gib <= limit), _LARGEST)
+    named_row = max((row for row in _RATES if row in gpu.name), key=len, default="")
+    size_gib = gpu.total_bytes / GIB
+    row = named_row or next((row for limit, row in _ORDINARY if size_gib <= limit), "A100")
     tflops, gigabytes = _RATES[row]
-    return Card(
-        name=row,
-        flops_per_s=tflops * 1e12,
-        bytes_per_s=gigabytes * 1e9,
-        stands_for="" if named_row else name,
-    )
+    return row, tflops * 1e12, gigabytes * 1e9
 
 
 # Share of the matrix rate that eager training reaches, as its elementwise kernels move much memory.
@@ -205,26 +184,20 @@ def _layer_kernels(base: FrozenBase) -> int:
 
 def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Precision) -> StepTime:
     """Estimate a step on a GPU, or on `threads` cores of the processor where `gpu` is None."""
-    if gpu is not None:
-        rates = card(gpu.name, total_bytes=gpu.total_bytes)
-        return gpu_step_time(work, rates, precision=precision)
-    slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
-    low_s, high_s = _range(work.flops + work.other_flops, (slow, fast))
-    note = f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step"
-    return StepTime(low_s=low_s, high_s=high_s, note=note)
-
-
-def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
-    """Estimate a step on a GPU: the longest of computing, starting kernels and copying over the bus.
-
-    Copies of weights run beside the computation, so they cost only memory traffic and the time they take
-    longer than it; a step waits for copies of block inputs and for every copy of unpinned memory.
-    """
-    rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
+    if gpu is None:
+        slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
+        low_s, high_s = _range(work.flops + work.other_flops, (slow, fast))
+        note = f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step"
+        return StepTime(low_s=low_s, high_s=high_s, note=note)
+    # The longest of computing, starting kernels and copying over the bus. Copies of weights run beside the
+    # computation, so they cost only memory traffic and the time they take longer than it; a step waits for copies
+    # of block inputs and for every copy of unpinned memory.
+    row, flops_per_s, bytes_per_s = _card(gpu)
+    rate = flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
     computing = _range((work.flops + work.other_flops) / rate, CARD_SHARE)
     # Copies from the host are written to the same memory that the computation reads.
     moved_bytes = work.dequantised_bytes + work.bus_bytes
-    beside = _range(moved_bytes / card.bytes_per_s, TRAFFIC_SHARE)
+    beside = _range(moved_bytes / bytes_per_s, TRAFFIC_SHARE)
     fast_s, slow_s = KERNEL_START_S
     parts = {
         "arithmetic": (computing[0] + beside[0], computing[1] + beside[1]),
@@ -233,9 +206,9 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     }
     ordered = _range(work.ordered_bytes, LINK_BYTES_PER_S)
     unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
-    stand_in = f" (rates of an {card.name})" if card.stands_for else ""
+    name = row if row in gpu.name else f"{gpu.name} (rates of an {row})"
     note = (
-        f"estimate for {card.stands_for or card.name}{stand_in}: {work.flops / 1e12:.1f} TFLOP a "
+        f"estimate for {name}: {work.flops / 1e12:.1f} TFLOP a "
         f"step, limited by {max(parts, key=lambda name: middle(parts[name]))}"
     )
     if work.unpinned_bytes:

@@ -19,8 +19,8 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -84,12 +84,18 @@ WIDTHS_PX = {"wide": 1040, "narrow": 368}
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A polyline with its legend entry; with a `tooltip` each point gets a circle that shows it."""
+    """A polyline with its legend entry; with a `tip` each point gets a circle that shows it.
+
+    `tip` is a format string of the point and of the text of its loss.
+    """
 
     label: str
     css: str
     points: Sequence[Point]
-    tooltip: Callable[[Point], str] | None = None
+    tip: str = ""
+
+    def tooltip(self, point: Point) -> str:
+        return self.tip.format(point, loss_text(point[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +110,9 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """The curves of a chart by step; `top` bounds the y axis: points above it are drawn at the edge.
+    """The curves of a chart by step; `top` bounds the y axis, which starts at zero or below.
 
-    With `log` the y axis is logarithmic, for positive lines. Otherwise it starts at zero or below.
+    Points above `top` are drawn at the edge.
     """
 
     title: str
@@ -114,7 +120,6 @@ class Chart:
     lines: Sequence[ChartLine]
     marks: Sequence[Mark] = ()
     top: float | None = None
-    log: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +131,6 @@ class Axes:
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]
     x_range: Point
-    log: bool = False
 
     left, top = LEFT_PX, TOP_PX
 
@@ -145,19 +149,21 @@ class Axes:
     def y(self, value: float) -> float:
         """Return the height of a value in pixels from the top; one outside of the range is at the edge."""
         low, high = self.y_ticks[0], self.y_ticks[-1]
-        value = max(min(value, high), low)
-        if self.log:
-            value, low, high = math.log10(value), math.log10(low), math.log10(high)
-        return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
+        share = (max(min(value, high), low) - low) / (high - low)
+        return self.bottom - (self.bottom - self.top) * share
 
     def path(self, points: Sequence[Point]) -> str:
-        """Return the path of a line, thinned to as many points as there are pixels, with its gaps."""
-        paths = []
+        """Return the path of a line, thinned to about as many points as there are pixels, with its gaps."""
+        path = ""
         for run in finite_runs(points):
-            drawn = thinned(run, limit=self.width_px)
-            first, *rest = [f"{pixels(self.x(x))} {pixels(self.y(y))}" for x, y in drawn]
-            paths.append(f"M{first}" + ("L" + " ".join(rest) if rest else "h0.01"))
-        return "".join(paths)
+            if len(run) > self.width_px:  # the lowest and the highest of every stretch are drawn
+                count = math.ceil(len(run) / (self.width_px // 2))
+                stretches = (run[start : start + count] for start in range(0, len(run), count))
+                ends = ({min(each, key=_height), max(each, key=_height)} for each in stretches)
+                run = [point for pair in ends for point in sorted(pair)]
+            first, *rest = [f"{pixels(self.x(x))} {pixels(self.y(y))}" for x, y in run]
+            path += f"M{first}" + ("L" + " ".join(rest) if rest else "h0.01")
+        return path
 
 
 def draw(chart: Chart) -> Html:
@@ -177,10 +183,7 @@ def axes_of(chart: Chart, *, width_px: int = WIDTHS_PX["wide"]) -> Axes | None:
     x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
     if chart.top is not None and chart.top > low:
         high = min(high, chart.top)
-    if not chart.log:
-        low = min(low, 0.0)
     x_range = (x_low, x_high) if x_high > x_low else (x_low - 1, x_high + 1)
-    y_ticks = log_ticks if chart.log else round_ticks
     x_ticks = round_ticks(*x_range, count=min(12, width_px // 60))
     return Axes(
         width_px=width_px,
@@ -189,9 +192,8 @@ def axes_of(chart: Chart, *, width_px: int = WIDTHS_PX["wide"]) -> Axes | None:
         x_ticks=[
             tick for tick in x_ticks if x_range[0] <= tick <= x_range[1] and tick.is_integer()
         ],
-        y_ticks=y_ticks(low, high, count=max(2, chart.height_px // 55)),
+        y_ticks=round_ticks(min(low, 0.0), high, count=max(2, chart.height_px // 55)),
         x_range=x_range,
-        log=chart.log,
     )
 
 
@@ -207,17 +209,6 @@ def round_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
     )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return tuple(float(f"{index * step:.10g}") for index in range(first, last + 1))
-
-
-def log_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
-    """Return 1, 2 and 5 times powers of ten that enclose [low, high], powers alone over `count` of them or more."""
-    # One power more at each end: a value one rounding below a power of ten has that power's logarithm.
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    factors = (1,) if math.log10(high / low) >= count - 1 else (1, 2, 5)
-    ticks = [float(f"{factor}e{power}") for power in powers for factor in factors]
-    below = max(tick for tick in ticks if tick <= low)
-    above = min(tick for tick in ticks if tick >= high and tick > below)
-    return tuple(tick for tick in ticks if below <= tick <= above)
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
@@ -236,17 +227,8 @@ def finite_runs(points: Iterable[Point]) -> Iterator[list[Point]]:
             yield list(run)
 
 
-def thinned(points: Sequence[Point], *, limit: int) -> Sequence[Point]:
-    """Return about `limit` points, the lowest and highest of every stretch among them."""
-    if len(points) <= limit:
-        return points
-    width = math.ceil(len(points) / (limit // 2))
-    points_drawn: list[Point] = []
-    for start in range(0, len(points), width):
-        bucket = points[start : start + width]
-        ends = {min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])}
-        points_drawn.extend(sorted(ends))
-    return points_drawn
+def _height(point: Point) -> float:
+    return point[1]
 
 
 def pixels(value: float) -> str:
@@ -295,7 +277,6 @@ class LossView:
     """How the loss chart is looked at: from step `first` to `last`, both included; `best` is marked, 0: none."""
 
     smoothing: Smoothing = "some"
-    log: bool = False
     outliers: bool = False
     first: int = 0
     last: int = sys.maxsize
@@ -320,50 +301,30 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
         label = f"training, mean of about {span_steps} steps"
         means = [(row.step, average) for row, average in in_view]
         lines.append(ChartLine(label=label, css="train", points=means))
-    lines += _validation_lines(history, steps, view)
+    validations = [(row.step, row.loss) for row in history.validations if row.step]
+    if validations := [point for point in validations if view.holds(point[0])]:
+        tip = "step {0[0]:,.0f}: validation loss {1}"
+        lines.append(ChartLine(label="validation", css="validation", points=validations, tip=tip))
+    base = history.base_validation
+    if base is not None and steps and math.isfinite(base.loss):  # as a level over all steps
+        level = [(row.step, base.loss) for row in (steps[0], steps[-1])]
+        tip = "validation loss of the untouched base: {1}"
+        lines.append(ChartLine(label="validation of the base", css="base", points=level, tip=tip))
     top, finite = None, sorted(loss for _, loss in raw if math.isfinite(loss))
     if finite and not view.outliers:  # all that must show, and 98 % of the raw losses
         must_show = (loss for line in lines[1:] for _, loss in line.points if math.isfinite(loss))
         top = max([finite[math.ceil(0.98 * len(finite)) - 1], *must_show])
-    if view.log:  # a line breaks where it is not positive
-        lines = [
-            replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])
-            for line in lines
-        ]
     marks = [_mark(row) for row in history.marks if view.holds(row["step"])]
     if view.best and view.holds(view.best):
         tip = f"step {view.best:,}: the best of the saved steps"
         marks.append(Mark(x=view.best, css="best", tooltip=tip, rule=True))
-    chart = Chart(title="Loss", height_px=330, lines=lines, marks=marks, top=top, log=view.log)
+    chart = Chart(title="Loss", height_px=330, lines=lines, marks=marks, top=top)
     kinds = {mark.css for mark in chart.marks}
     legend = "; ".join(words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
     if legend:
         legend = f"{legend[0].upper()}{legend[1:]}. Point at a sign for its figures."
     notes = filter(None, (legend.format(best=view.best), *_notes(chart, steps)))
     return join((draw(chart), *(tag("p", note, class_="note") for note in notes)))
-
-
-def _validation_lines(
-    history: RunHistory, steps: Sequence[StepRow], view: LossView
-) -> Iterator[ChartLine]:
-    """Yield the validation losses, and that of the base as a level over all steps."""
-    points = [(row.step, row.loss) for row in history.validations if row.step]
-    points = [point for point in points if view.holds(point[0])]
-    if points:
-        yield ChartLine(
-            label="validation",
-            css="validation",
-            points=points,
-            tooltip=lambda point: f"step {point[0]:,.0f}: validation loss {loss_text(point[1])}",
-        )
-    base = history.base_validation
-    if base is not None and steps and math.isfinite(base.loss):
-        yield ChartLine(
-            label="validation of the base",
-            css="base",
-            points=[(row.step, base.loss) for row in (steps[0], steps[-1])],
-            tooltip=lambda point: f"validation loss of the untouched base: {loss_text(point[1])}",
-        )
 
 
 def rate_curve(history: RunHistory) -> Html:

@@ -161,39 +161,31 @@ def _key_figures(history: RunHistory) -> Iterator[tuple[str, str, str]]:
         yield "Training loss", loss_text(losses[-1]), f"mean of about {span_steps} steps"
     else:
         yield "Training loss", "none", "no step was trained"
-    yield "Validation loss", *_validation(history)
-    yield "File", *_file(history)
-
-
-def _validation(history: RunHistory) -> tuple[str, str]:
     base, last = history.base_validation, history.last_validation
     if last is None:
-        return "none", "no images were held out"
-    details = [f"base {loss_text(base.loss)}"] if base else []
-    best = min(
-        (row for row in history.validations if row.step),
-        key=lambda row: (math.isnan(row.loss), row.loss),
-    )
-    if best.step != last.step and best.loss < last.loss:
-        details.append(f"best {loss_text(best.loss)} at step {best.step:,}")
-    return loss_text(last.loss), "; ".join(details)
-
-
-def _file(history: RunHistory) -> tuple[str, str]:
-    names = [str(row["export"]) for row in history.marks if row.get("export")]
-    if history.end and history.end["event"] == "finished" and history.end.get("export"):
-        names.append(str(history.end["export"]))
+        yield "Validation loss", "none", "no images were held out"
+    else:
+        details = [f"base {loss_text(base.loss)}"] if base else []
+        best = min(
+            (row for row in history.validations if row.step),
+            key=lambda row: (math.isnan(row.loss), row.loss),
+        )
+        if best.step != last.step and best.loss < last.loss:
+            details.append(f"best {loss_text(best.loss)} at step {best.step:,}")
+        yield "Validation loss", loss_text(last.loss), "; ".join(details)
+    ends = [history.end] if history.end and history.end["event"] == "finished" else []
+    names = [str(row["export"]) for row in (*history.marks, *ends) if row.get("export")]
     if not names:
-        return "none", "nothing was exported"
+        yield "File", "none", "nothing was exported"
+        return
     try:
         size = bytes_text(inside(history.folder, names[-1]).stat().st_size)
     except (OSError, ValueError):
         size = "no longer in the run folder"
-    return names[-1], size
+    yield "File", names[-1], size
 
 
 _PROBLEM = ("severity", "what", "file", "fix", "code")
-_CHANGE = ("key", "old", "new", "exactness")
 _MEMORY = {
     "vram_bytes": "device memory in tensors, highest",
     "vram_reserved_bytes": "device memory reserved, highest",
@@ -204,33 +196,31 @@ _MEMORY = {
 
 def _details(history: RunHistory) -> dict[str, Any]:
     """Return the values of the template's tables, by their names there."""
-    environment = flat(mapping(history.run, "environment"))
+    environment = [
+        (name, bytes_text(value) if name.endswith("_bytes") and isinstance(value, int) else value)
+        for name, value in flat(mapping(history.run, "environment"))
+    ]
     differing, defaults = _settings(history)
     return {
         "severities": SEVERITIES,
-        "changes": [_change(row) for row in history.marks if row["event"] != "saved"],
+        "changes": [
+            {
+                **{name: str(row.get(name)) for name in ("key", "old", "new", "exactness")},
+                "kind": row["event"],
+                "step": f"{row['step']:,}",
+                "why": row.get("reason") or "; ".join(map(str, sequence(row, "differences"))),
+            }
+            for row in history.marks
+            if row["event"] != "saved"
+        ],
         "problems": _problems(history),
         "dataset": _dataset(mapping(history.run, "dataset")),
         "differing": differing,
         "defaults": defaults,
-        "timings": [*_step_timings(history), *_memory(history)],
-        "environment": [
-            (
-                key,
-                bytes_text(value)
-                if key.endswith("_bytes") and isinstance(value, int)
-                else value_text(value),
-            )
-            for key, value in environment
-        ],
+        "timings": list(_timings(history)),
+        "environment": [(name, value_text(value)) for name, value in environment],
         "command": shlex.join(str(word) for word in sequence(history.run, "command")),
     }
-
-
-def _change(row: Row) -> dict[str, Any]:
-    why = row.get("reason") or "; ".join(map(str, sequence(row, "differences")))
-    values = {name: str(row.get(name)) for name in _CHANGE}
-    return {"kind": row["event"], "step": f"{row['step']:,}", "why": why, **values}
 
 
 def _problems(history: RunHistory) -> list[dict[str, str]]:
@@ -314,30 +304,22 @@ def value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
 
 
-def _step_timings(history: RunHistory) -> Iterator[tuple[str, str]]:
-    seconds = sorted(row.seconds for row in history.steps if math.isfinite(row.seconds))
-    if not seconds:
-        return
-    yield "step, median", step_seconds_text(statistics.median(seconds))
-    yield "step, slowest of 20", step_seconds_text(seconds[math.ceil(0.95 * len(seconds)) - 1])
-    yield "share of waiting for data", f"{100 * data_wait_fraction(history):.1f} %"
-    batch = number(history.started, "batch_size")
-    if math.isfinite(batch):
-        yield "images per second of steps", f"{batch * len(seconds) / sum(seconds):.1f}"
-    saves_s = [number(row, "seconds") for row in history.marks if row["event"] == "saved"]
-    if saves_s:
-        yield f"saves, {len(saves_s)} together", duration_text(math.fsum(saves_s))
-
-
-def data_wait_fraction(history: RunHistory) -> float:
-    """Return which share of the steps' time the device waited for data."""
-    pairs = [(row.seconds, row.data_wait_s) for row in history.steps]
-    pairs = [pair for pair in pairs if all(map(math.isfinite, pair))]
-    total_s = math.fsum(seconds for seconds, _ in pairs)
-    return math.fsum(wait_s for _, wait_s in pairs) / total_s if total_s else 0.0
-
-
-def _memory(history: RunHistory) -> Iterator[tuple[str, str]]:
+def _timings(history: RunHistory) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the figures of time and memory."""
+    timed = [row for row in history.steps if math.isfinite(row.seconds)]
+    if seconds := sorted(row.seconds for row in timed):
+        yield "step, median", step_seconds_text(statistics.median(seconds))
+        yield "step, slowest of 20", step_seconds_text(seconds[math.ceil(0.95 * len(seconds)) - 1])
+        waited = [row for row in timed if math.isfinite(row.data_wait_s)]
+        total_s = math.fsum(row.seconds for row in waited)
+        wait_s = math.fsum(row.data_wait_s for row in waited)
+        yield "share of waiting for data", f"{100 * wait_s / total_s if total_s else 0.0:.1f} %"
+        batch = number(history.started, "batch_size")
+        if math.isfinite(batch):
+            yield "images per second of steps", f"{batch * len(seconds) / sum(seconds):.1f}"
+        saves_s = [number(row, "seconds") for row in history.marks if row["event"] == "saved"]
+        if saves_s:
+            yield f"saves, {len(saves_s)} together", duration_text(math.fsum(saves_s))
     peaks = dict.fromkeys(_MEMORY, 0.0)
     for name, text in _MEMORY.items():
         for row in history.steps:
@@ -389,9 +371,8 @@ def sample_grid(history: RunHistory) -> dict[str, Any] | None:
     if not images:
         return None
     all_steps = sorted({step for *_, step in images})
-    last = (
-        min(len(all_steps), MAX_COLUMNS) - 1
-    )  # first and last step among them, evenly spaced by position
+    # Evenly spaced by position, the first and the last step among them.
+    last = min(len(all_steps), MAX_COLUMNS) - 1
     steps = [
         all_steps[round(index * (len(all_steps) - 1) / max(1, last))] for index in range(last + 1)
     ]
@@ -414,12 +395,18 @@ def _cell(image: SampleImage | None, folder: Path) -> dict[str, str]:
         data = inside(folder, image.file).read_bytes()
         with Image.open(io.BytesIO(data)) as picture:
             picture.load()
-            words, uri = f"{column_name(image.step)}: {image.prompt}", _data_uri(data, picture)
+            kind = "png"
+            if picture.format != "PNG" or max(picture.size) > SMALL_PX:  # large images are reduced
+                reduced, buffer, kind = picture.convert("RGB"), io.BytesIO(), "jpeg"
+                reduced.thumbnail((EMBEDDED_MAX_PX, EMBEDDED_MAX_PX), Image.Resampling.LANCZOS)
+                reduced.save(buffer, format="JPEG", quality=_JPEG_QUALITY, subsampling=0)
+                data = buffer.getvalue()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for some damaged PNG chunks.
         fault = f"{image.file}: {type(error).__name__}"
         return {"words": "unreadable", "uri": "", "fault": fault}
-    return {"words": words, "uri": uri, "fault": ""}
+    uri = f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+    return {"words": f"{column_name(image.step)}: {image.prompt}", "uri": uri, "fault": ""}
 
 
 def inside(folder: Path, file: str) -> Path:
@@ -428,13 +415,3 @@ def inside(folder: Path, file: str) -> Path:
     if not path.is_relative_to(folder.resolve()):
         raise ValueError(f"{file} is outside of the run folder")
     return path
-
-
-def _data_uri(data: bytes, picture: Image.Image) -> str:
-    if picture.format == "PNG" and max(picture.size) <= SMALL_PX:
-        return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
-    reduced = picture.convert("RGB")
-    reduced.thumbnail((EMBEDDED_MAX_PX, EMBEDDED_MAX_PX), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    reduced.save(buffer, format="JPEG", quality=_JPEG_QUALITY, subsampling=0)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from lora_trainer import __version__
 from lora_trainer.cache.store import in_use
 from lora_trainer.checkpoint.states import TrainingState, load_newest
@@ -30,7 +32,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.families.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
-from lora_trainer.hardware.machine import detect, hardware_from
+from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.status import StatusWriter
@@ -410,7 +412,8 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
         fetches=True,
     )
     # GPUs are detected here, as this process may be on another machine than the leader.
-    hardware = replace(hardware_from(orders["hardware"]), gpus=detect().gpus)
+    hardware = TypeAdapter(Hardware).validate_python(orders["hardware"])
+    hardware = replace(hardware, gpus=detect().gpus)
     prepared = prepare_with_base(request, hardware=hardware)
     same_base = prepared.identities == orders["identities"]
     if not (same_base and prepared.dataset.fingerprint == orders["fingerprint"]):

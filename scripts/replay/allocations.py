@@ -25,7 +25,7 @@ from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, LiveStorages, outputs_of
 from lora_trainer.network.quantize import quantize
-from lora_trainer.planning.load import Load, runs_wide
+from lora_trainer.planning.memory import Load, runs_wide
 from scripts.replay.caching_allocator import Event
 
 META = torch.device("meta")

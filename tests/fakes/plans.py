@@ -13,7 +13,7 @@ from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.load import Load
+from lora_trainer.planning.memory import Load
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 from tests.fakes.nvml import GIB
