@@ -11,7 +11,7 @@ import pytest
 from lora_trainer.hardware.machine import Hardware
 from tests.fakes.nvml import GIB, FakeCard
 from tests.fakes.runs import run_cli
-from tests.hardware.test_devices import BUSY, LARGE, MPS, OLD, SMALL, with_cards
+from tests.hardware.test_machine import BUSY, CARD, LARGE, MPS, OLD, with_cards
 
 Doctor = Callable[..., list[dict[str, str]]]
 
@@ -45,10 +45,10 @@ def test_doctor_prints_marked_sentences_and_no_fields(
     assert last == (f"{warnings} warning{plural}, marked warn." if warnings else "No problems.")
 
 
-LACKING = with_cards(SMALL)
+LACKING = with_cards(CARD)
 LACKING = replace(LACKING, packages={**LACKING.packages, "peft": None, "xformers": None})
 BOUND = replace(
-    with_cards(SMALL),
+    with_cards(CARD),
     pinnable_bytes=GIB // 2,
     reasons={"cpu_threads": "all", "pinnable_bytes": "WSL2 refuses more"},
 )
@@ -61,12 +61,12 @@ WHEEL = "pip install --force-reinstall torch --index-url https://download.pytorc
     ("here", "place", "mark", "words"),
     [
         (
-            with_cards(SMALL, LARGE),
+            with_cards(CARD, LARGE),
             0,
             "ok",
             "on NVIDIA GeForce RTX 3090, the best of 2 for this torch",
         ),
-        (with_cards(SMALL, LARGE), 0, "ok", "in bf16, with the presets for 16-24 GiB."),
+        (with_cards(CARD, LARGE), 0, "ok", "in bf16, with the presets for 16-24 GiB."),
         (with_cards(T4), 0, "ok", "in fp16, as it does not compute bf16 itself"),
         (with_cards(OLD), 0, "warn", "torch can use none of the GPUs"),
         (with_cards(OLD), 1, "warn", "1080 Ti has compute capability 6.1"),
@@ -93,6 +93,6 @@ def test_a_machine_without_faults_has_no_warning(
     doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hardware, "disk_free_bytes", lambda self, path: 99 * GIB)
-    found = doctor(with_cards(SMALL))
+    found = doctor(with_cards(CARD))
     assert {one["mark"] for one in found} == {"ok"}
     assert not any("pinned" in one["sentence"] or "HF_HUB" in one["sentence"] for one in found)

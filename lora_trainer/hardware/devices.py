@@ -1,7 +1,7 @@
 """Capabilities of each kind of device, the build of the installed torch and the settings of its allocator.
 
 Facts are by kind, torch-free, with a source where they are not obvious. `device_calls.py` has the calls of
-torch that differ by device. No other module tests a device's type (`tests/hardware/test_devices.py` checks that).
+torch that differ by device. No other module tests a device's type (`tests/hardware/test_machine.py` checks that).
 docs/machines.md states what has run on real GPUs.
 """
 

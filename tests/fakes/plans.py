@@ -136,15 +136,3 @@ def bytes_by_name(items: Any) -> dict[str, int]:
     """Return the bytes of memory items by their names, which are unique; each has a note."""
     assert len({item.name for item in items}) == len(items) and all(item.note for item in items)
     return {item.name: item.bytes for item in items}
-
-
-def middle(range_s: tuple[float, float]) -> float:
-    """Return the seconds to expect of (shortest, longest)."""
-    return (range_s[0] * range_s[1]) ** 0.5
-
-
-def with_parts(**parameters: int) -> BaseFacts:
-    """Return the facts of Stable Diffusion 1.5 with other numbers of weights."""
-    facts = sd15_facts()
-    changed = {name: replace(facts.parts[name], parameters=n) for name, n in parameters.items()}  # type: ignore[index]  # names of parts
-    return replace(facts, parts={**facts.parts, **changed})  # type: ignore[arg-type]  # names of parts

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import shutil
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -92,9 +91,7 @@ def test_a_finished_run_is_told_in_order(finished: Page) -> None:
     assert "lora-train datasets/zorble --steps 300 --set 'data.trigger=zorble thing'" in (
         finished.text
     )
-
-
-def test_settings_that_differ_come_first_the_rest_is_folded(finished: Page) -> None:
+    # Settings that differ come first, the rest is folded.
     shown, folded = finished.text.split("settings at their default", 1)
     for key in ("train.batch_size", "adapter.alpha", "sampling.prompts"):
         assert key in shown.split() and key not in folded.split()
@@ -102,10 +99,7 @@ def test_settings_that_differ_come_first_the_rest_is_folded(finished: Page) -> N
         assert key in folded.split() and key not in shown.split()
     assert "the whole batch fits: 1.2 GiB of 5.9 GiB free" in shown and "64 px" in shown
 
-
-def test_equal_problems_are_one_row_worst_first_and_texts_are_shown_as_texts(
-    finished: Page,
-) -> None:
+    # Equal problems are one row, the worst first, and texts are shown as texts.
     assert "gradient norm 41.2 was clipped to 1 (\u00d73)" in finished.texts
     assert finished.text.index("export it again") < finished.text.index("lower optimizer")
     assert finished.text.index("looks like zorble_03") < finished.text.index("no caption file")
@@ -179,63 +173,45 @@ def test_the_same_folder_gives_the_same_bytes_and_no_other_file(tmp_path: Path) 
     assert files[0] == files[1]
 
 
-def ended(reason: str, exit_code: int) -> Callable[[FakeRun], None]:
-    def change(run: FakeRun) -> None:
-        stopped = {"event": "stopped", "step": run.steps, "time": run.now_s}
-        run.events[-1] = {**stopped, "reason": reason, "exit_code": exit_code}
-
-    return change
-
-
-def without_end(run: FakeRun) -> None:
-    run.events = [event for event in run.events if event["event"] != "finished"]
-
-
 @pytest.mark.parametrize(
-    ("change", "kind", "sentence"),
+    ("reason", "exit_code", "kind", "sentence"),
     [
-        (lambda run: None, "finished", "Finished: {below}."),
-        (
-            ended("stopped by Ctrl-C. Fix: free some space.", 130),
-            "stopped",
-            "Stopped at step 20 of 20: stopped by Ctrl-C; {below}.",
-        ),
-        (
-            ended("the disk is full. Fix: free some space.", 4),
-            "failed",
-            "Failed at step 20 of 20: the disk is full; {below}.",
-        ),
-        (
-            without_end,
-            "unfinished",
-            "Not finished: the record ends at step 20 of 20; {below}.",
-        ),
+        ("", 0, "finished", "Finished: {below}."),
+        ("stopped by Ctrl-C. Fix: mend it.", 130, "stopped",
+         "Stopped at step 20 of 20: stopped by Ctrl-C; {below}."),
+        ("the disk is full. Fix: mend it.", 4, "failed",
+         "Failed at step 20 of 20: the disk is full; {below}."),
+        ("", None, "unfinished", "Not finished: the record ends at step 20 of 20; {below}."),
     ],
-)
+)  # fmt: skip
 def test_verdict(
-    tmp_path: Path, change: Callable[[FakeRun], None], kind: str, sentence: str
+    tmp_path: Path, reason: str, exit_code: int | None, kind: str, sentence: str
 ) -> None:
     run = fake_run(tmp_path / "run", steps=20)
-    change(run)
+    if exit_code != 0:
+        del run.events[-1]
+    if reason:
+        run.emit("stopped", step=run.steps, reason=reason, exit_code=exit_code)
     page = page_of(run)
     assert sentence.format(below="the validation loss is 58 % below the base's") in page.texts
     assert page.all("p", **{"class": f"verdict {kind}"})
-    assert ("What to do: free some space." in page.texts) == (kind in ("stopped", "failed"))
+    assert ("What to do: mend it." in page.texts) == bool(reason)
 
 
-def test_without_validation_nothing_is_claimed(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", steps=12, validation=False)
+def test_validations_are_told_of_as_they_were(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "none", steps=12, validation=False)
     run.events = [event for event in run.events if event["event"] != "problem"]
     page = page_of(run)
     assert "nothing was validated" in page.text
     assert "%" not in page.text[: page.text.index("Samples")]
     assert "Nothing was skipped, clamped or retried." in page.texts
-
-
-def test_best_validation_is_named_when_it_was_not_the_last(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", steps=20)
-    next(e for e in run.events if e["event"] == "validation" and e["step"] == 8)["loss"] = 0.04
-    assert "base 0.1337; best 0.0400 at step 8" in page_of(run).texts
+    run = fake_run(tmp_path / "run", steps=100)
+    losses = [event for event in run.events if event["event"] == "validation"]
+    losses[4]["loss"], losses[5]["loss"] = 0.04, 7.0
+    page = page_of(run)
+    assert "base 0.1337; best 0.0400 at step 40" in page.texts
+    assert "Steps whose loss lies above" not in page.text
+    assert {"6", "8"} <= set(page.texts), "the axis shows every validation"
 
 
 def test_the_score_and_the_parts_that_are_missing(tmp_path: Path) -> None:
@@ -280,43 +256,33 @@ def test_columns_left_out_are_counted(tmp_path: Path) -> None:
     assert columns[:12] == list(dict.fromkeys(columns))
 
 
-@pytest.mark.parametrize("file", ["../secret.png", "a\x00b", "torn.png"])
-def test_unusable_sample_files_are_cells_not_errors(tmp_path: Path, file: str) -> None:
+def test_unusable_sample_files_are_cells_not_errors(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "secret.png")
     run = fake_run(tmp_path / "run", steps=3)
-    run.write()
-    whole = (run.folder / "samples/step-00000003/01.png").read_bytes()
+    whole = (run.write() / "samples/step-00000003/01.png").read_bytes()
     (run.folder / "torn.png").write_bytes(whole[:60])
-    for event in run.events:
-        if event["event"] == "sample" and event["step"] == 0:
-            event["images"][0]["file"] = file
+    first = next(event for event in run.events if event["event"] == "sample")
+    for image, file in zip(first["images"], ("../secret.png", "a\x00b", "torn.png"), strict=True):
+        image["file"] = file
     lines = "".join(json.dumps(event) + "\n" for event in run.events)
     (run.folder / "events.jsonl").write_text(lines, encoding="utf-8")
     page = Page(write_report(run.folder).read_text(encoding="utf-8"))
-    assert page.texts.count("unreadable") == 1
-    assert len(page.all("img")) == 4 * len(PROMPTS) - 1
-
-
-def resumed_run(folder: Path) -> FakeRun:
-    """A run killed after step 16 its last state at step 10, resumed to its end 1,000 s later."""
-    run = fake_run(folder, steps=20)
-    at = {
-        event["step"]: index for index, event in enumerate(run.events) if event["event"] == "step"
-    }
-    lost = [dict(event, loss=9.0) if event["event"] == "step" else event for event in run.events]
-    start = {**run.events[0], "resumed_from": 10}
-    resumed = {"event": "resumed", "step": 10, "exactness": "EXACT", "differences": []}
-    rest = [resumed | {"time": start["time"]}, start]  # in the order in which a trainer writes them
-    rest += run.events[at[10] + 1 :]
-    run.events = [
-        *lost[: at[16] + 1],
-        *({**event, "time": event.get("time", run.now_s) + 1000} for event in rest),
-    ]
-    return run
+    assert page.texts.count("unreadable") == 3
+    assert len(page.all("img")) == 3 * len(PROMPTS)
 
 
 def test_steps_trained_again_count_once_and_the_pause_is_no_time(tmp_path: Path) -> None:
-    run = resumed_run(tmp_path / "run")
+    """Of a run killed after step 16, its last state at step 10, resumed to its end 1,000 s later."""
+    run = fake_run(tmp_path / "run", steps=20)
+    at = {event.get("step"): n for n, event in enumerate(run.events) if event["event"] == "step"}
+    before = [{**event, "loss": 9.0} for event in run.events[: at[16] + 1]]
+    rest = [
+        {"event": "resumed", "step": 10, "exactness": "EXACT", "differences": []},
+        {**run.events[0], "resumed_from": 10},  # in the order in which a trainer writes them
+        *run.events[at[10] + 1 :],
+    ]
+    began_s = run.events[0]["time"]
+    run.events = [*before, *({**row, "time": row.get("time", began_s) + 1000} for row in rest)]
     history = read_history(run.write())
     assert [row.step for row in history.steps] == list(range(1, 21))
     assert all((row.loss == 9.0) == (row.step <= 10) for row in history.steps)
@@ -325,15 +291,13 @@ def test_steps_trained_again_count_once_and_the_pause_is_no_time(tmp_path: Path)
     assert 20 < history.seconds < 60
     page = page_of(run)
     assert "in 2 sessions" in page.text and "resumed, EXACT" in page.text
-
-    cut = next(i for i, e in enumerate(run.events) if e["event"] == "resumed")
-    run.events = run.events[: cut + 2]  # the start of the session comes after it
+    run.events = run.events[: len(before) + 2]  # the start of the session comes after the resume
     history = read_history(run.write())
     assert history.steps[-1].step == 10 and history.end is None
     assert max(row.step for row in history.validations) == 10
 
 
-def test_times_are_those_of_the_events(tmp_path: Path) -> None:
+def test_times_are_those_of_the_events_and_torn_lines_are_counted(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", steps=4)
     for event in run.events:
         if event["event"] == "step":
@@ -342,21 +306,10 @@ def test_times_are_those_of_the_events(tmp_path: Path) -> None:
     assert {"5.0 %", "0.50 s"} <= set(texts)  # share of waiting, median step
     whole_s = run.events[-1]["time"] - run.events[0]["time"]
     assert read_history(run.folder).seconds == pytest.approx(whole_s)
-
-
-def test_torn_and_damaged_lines_are_counted(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", steps=6).write()
-    with (folder / "events.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"event": "step", "loss": 1}\n[1]\n{"event": "step", "step": 7, "lo')
-    page = Page(write_report(folder).read_text(encoding="utf-8"))
-    assert any(words.startswith("3 lines of events.jsonl") for words in page.texts)
-
-
-def test_the_axis_shows_every_validation(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", steps=100)
-    next(e for e in run.events if e["event"] == "validation" and e["step"] == 50)["loss"] = 7.0
-    page = page_of(run)
-    assert "Steps whose loss lies above" not in page.text and {"6", "8"} <= set(page.texts)
+    with (run.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"event": "step", "loss": 1}\n[1]\n{"event": "step", "step": 5, "lo')
+    texts = Page(write_report(run.folder).read_text(encoding="utf-8")).texts
+    assert any(words.startswith("3 lines of events.jsonl") for words in texts)
 
 
 def test_empty_folder_still_gets_a_report_and_a_damaged_record_is_named(tmp_path: Path) -> None:
@@ -367,24 +320,3 @@ def test_empty_folder_still_gets_a_report_and_a_damaged_record_is_named(tmp_path
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
     with pytest.raises(RequestError, match=r"run\.json"):
         write_report(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("key", "old", "new", "recovery"),
-    [
-        ("memory.micro_batch", 8, 4, True),
-        ("memory.micro_batch", 4, 8, False),
-        ("optimizer.learning_rate factor", 1.0, 0.5, False),
-    ],
-)
-def test_recoveries_have_a_mark_of_their_own(
-    tmp_path: Path, key: str, old: object, new: object, recovery: bool
-) -> None:
-    run = fake_run(tmp_path / "run", steps=20)
-    for row in run.events:
-        if row["event"] == "change":
-            row |= {"key": key, "old": old, "new": new}
-    page = write_report(run.write()).read_text(encoding="utf-8")
-    assert ('class="mark memory"' in page) == recovery
-    assert ("recovered from out of memory" in page) == recovery
-    assert ('class="mark change"' in page) == (not recovery)

@@ -18,18 +18,11 @@ from lora_trainer.planning.plan import pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
 from lora_trainer.planning.run_time import run_length
 from tests.fakes.nvml import GIB
-from tests.fakes.plans import (
-    CARD,
-    LIBRARIES,
-    MACHINE,
-    WITHOUT_CARD,
-    planned,
-    request,
-)
+from tests.fakes.plans import CARD, LIBRARIES, MACHINE, WITHOUT_CARD, planned, request
 
 LEFT_TO_RUN = {
-    *("base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"),
-}
+    "base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("hardware", [MACHINE, WITHOUT_CARD], ids=["cuda", "cpu"])
@@ -46,17 +39,14 @@ def test_no_auto_is_left_and_every_decision_has_a_reason(hardware: Hardware) -> 
         assert made.origins[key] == asked.resolved.origins[key]
 
 
-PACKAGES = {
-    "bitsandbytes": ("adamw8bit", "paged_adamw8bit", "lion", "lion8bit"),
-    "prodigyopt": ("prodigy",),
-    "pytorch-optimizer": ("adafactor", "came", "muon"),
-    "schedulefree": ("schedulefree_adamw",),
-}
-
-
 @pytest.mark.parametrize(
-    ("package", "name"), [(package, name) for package, names in PACKAGES.items() for name in names]
-)
+    ("package", "name"),
+    [
+        *(("bitsandbytes", name) for name in ("adamw8bit", "paged_adamw8bit", "lion", "lion8bit")),
+        *(("pytorch-optimizer", name) for name in ("adafactor", "came", "muon")),
+        ("prodigyopt", "prodigy"), ("schedulefree", "schedulefree_adamw"),
+    ],
+)  # fmt: skip
 def test_a_missing_package_of_an_optimizer_refuses_it(package: str, name: str) -> None:
     packages = {key: value for key, value in LIBRARIES.items() if key != package}
     with pytest.raises(MachineError, match=f"pip install {package}"):

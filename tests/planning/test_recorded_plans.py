@@ -17,18 +17,10 @@ import pytest
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import flatten
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.planning.plan_input import OomRecord
 from tests.fakes.nvml import GIB
-from tests.fakes.plans import (
-    FLUX,
-    MACHINE,
-    QWEN,
-    SDXL,
-    WITHOUT_CARD,
-    machine,
-    planned,
-    with_parts,
-)
+from tests.fakes.plans import FLUX, MACHINE, QWEN, SDXL, WITHOUT_CARD, machine, planned
 from tests.fakes.stable_diffusion import mini_facts, sd15_facts
 
 FILE = Path(__file__).with_name("recorded_plans.json")
@@ -58,6 +50,18 @@ MACHINES = {
     **{name: machine(24, name=name) for name in ("NVIDIA L40S", "NVIDIA A100-SXM4", "A10G")},
     **{f"{gib} of a kind": machine(gib, name="Voodoo 2") for gib in (9, 17, 34, 48, 192)},
 }
+
+
+def with_parts(**parameters: int) -> BaseFacts:
+    """Return the facts of Stable Diffusion 1.5 with other numbers of weights."""
+    facts = sd15_facts()
+    changed: Any = {
+        name: replace(part, parameters=parameters.get(name, part.parameters))
+        for name, part in facts.parts.items()
+    }
+    return replace(facts, parts=changed)
+
+
 SIZES = ((512, 512), (448, 576))
 LARGE_SIZES = ((1024, 1024), (768, 1344), (512, 512))
 FIRST = {name: next(iter(families.family(name).releases)) for name in families.MODULES}
