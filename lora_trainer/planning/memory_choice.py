@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -291,18 +291,17 @@ class MemoryChooser(Evaluator):
             while kind != "none" and most > least and count > plain:
                 full = replace(load, micro_batch=count, streamed_blocks=most)
                 if self.predict(full).fits:
-                    resident = _most(
-                        lambda blocks: (
-                            self.predict(replace(full, streamed_blocks=most - blocks)).fits
-                        ),  # noqa: B023 - called here only
-                        least=0,
-                        most=most - least,
-                    )
+                    fits_beside = partial(self._fits_beside, full)
+                    resident = _most(fits_beside, least=0, most=most - least)
                     fewest = replace(full, streamed_blocks=most - resident)
                     if self.fits(fewest):
                         yield fewest
                 # Halves: neighbours differ little in time, and each costs a search of its own.
                 count //= 2
+
+    def _fits_beside(self, load: Load, resident: int) -> bool:
+        """Say whether the device can hold so many of the streamed blocks."""
+        return self.predict(replace(load, streamed_blocks=load.streamed_blocks - resident)).fits
 
     def _nothing_fits(self, ideal_load: Load) -> MachineError:
         """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""

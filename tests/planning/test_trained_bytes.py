@@ -17,9 +17,8 @@ from lora_trainer.checkpoint.states import LoopValues, TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
-from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.adapter import inject
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, copied_bytes, state_bytes
-from lora_trainer.run.saving import copied
 from lora_trainer.training.optimizers import build_optimizer
 
 PAGED_ELEMENTS = 100_000
@@ -90,20 +89,12 @@ def test_pinned_memory_comes_in_powers_of_two() -> None:
         assert copied_bytes({(elements,): 1}, "lion", pinned=True) == 3 * size
 
 
-def adapted() -> Adapter:
-    network = nn.Sequential(nn.Linear(300, 70), nn.Linear(70, 90)).requires_grad_(False)
-    return inject(
-        {"denoiser": network},
-        modules={"denoiser": ["0", "1"]},
-        settings=AdapterSettings.model_validate({"rank": 16}),
-        alpha=16.0,
-        seed=1,
-    )
-
-
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
-    adapter = adapted()
+    network = nn.Sequential(nn.Linear(300, 70), nn.Linear(70, 90)).requires_grad_(False)
+    plain = AdapterSettings.model_validate({"rank": 16})
+    modules = {"denoiser": ["0", "1"]}
+    adapter = inject({"denoiser": network}, modules=modules, settings=plain, alpha=16.0, seed=1)
     settings = OptimizerSettings.model_validate({"name": name})
     optimizer = build_optimizer(adapter.groups(settings), settings)
     writer = StateWriter(folder=tmp_path, keep=2, events=EventStream())
@@ -114,8 +105,15 @@ def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
         optimizer=optimizer.state_dict(),
         loop=LoopValues(guard={}),
     )
+
+    def exported(copy: Any) -> Any:
+        for key, module in adapter.tensors().items():
+            for part, tensor in module.tensors.items():
+                copy(f"export.{key}.{part}", tensor)
+        return lambda: "a file"
+
     with writer:
-        writer.save(state, export=lambda copy: exported(adapter, copy))
+        writer.save(state, export=exported)
     kept = sum(
         tensor.nbytes
         for key, tensor in writer.copies.buffers.items()
@@ -124,8 +122,3 @@ def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
     tensors = Counter(tuple(parameter.shape) for parameter in adapter.parameters())
     assert copied_bytes(tensors, name, pinned=False) == kept
     assert kept < copied_bytes(tensors, name, pinned=True)
-
-
-def exported(adapter: Adapter, copy: Any) -> Any:
-    copied(adapter.tensors(), copy)
-    return lambda: "a file"
