@@ -149,40 +149,21 @@ class HashMemo:
 
     def sha256(self, path: Path) -> str:
         """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError."""
-        key, stat = _path_key(path), os.stat(path)  # noqa: PTH116 - asked for each of 100,000 files
-        remembered = self._remembered(key, stat)
-        if remembered is not None:
-            return remembered
+        # resolve() would stat every parent of every one of 100,000 files
+        key, stat = os.path.abspath(path), os.stat(path)  # noqa: PTH100, PTH116
+        stamp = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
+        entry = self.table.get(key)
+        if entry is not None and entry.startswith(stamp):
+            return entry.removeprefix(stamp)
         digest = sha256_file(path)
         # A file changed less than 2 s ago may change again within its timestamp's resolution.
         if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
-            self.table.put(key, _stamp(stat) + digest)
+            self.table.put(key, stamp + digest)
         return digest
-
-    def known(self, path: str) -> str | None:
-        """Return the remembered hash of a file with unchanged stat, None for a file that must be read."""
-        try:
-            return self._remembered(_path_key(path), os.stat(path))  # noqa: PTH116 - as above
-        except OSError:
-            return None
 
     def save(self) -> None:
         """Write the hashes; raises MachineError on a disk error."""
         self.table.save()
-
-    def _remembered(self, key: str, stat: os.stat_result) -> str | None:
-        stamp, entry = _stamp(stat), self.table.get(key)
-        if entry is not None and entry.startswith(stamp):
-            return entry.removeprefix(stamp)
-        return None
-
-
-def _path_key(path: Path | str) -> str:
-    return os.path.abspath(path)  # noqa: PTH100 - resolve() would stat every parent of every file
-
-
-def _stamp(stat: os.stat_result) -> str:
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
 
 
 @contextmanager

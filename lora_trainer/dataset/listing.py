@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -186,10 +186,26 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         caption_extensions=extension_names(settings.caption_extensions),
         real_root=os.path.realpath(root),
     )
-    walk.read_root(root)
-    findings = [*walk.findings, *walk.ignored_files()]
-    if not walk.pictures and not any(finding.severity == "error" for finding in findings):
-        remarks = "; ".join(f"{finding.file or ''} {finding.what}".strip() for finding in findings)
+    repeats = settings.of_folder(OWN_FOLDER).repeats
+    walk.read(_Folder(path=root, name=OWN_FOLDER, repeats=repeats), {})
+    unknown = [
+        f"data.folders names {shown(name)!r}, which is no subfolder."
+        f"{did_you_mean(name, walk.folder_names)}"
+        for name in settings.folders
+        if name not in walk.folder_names
+    ]
+    if unknown:
+        raise RequestError(
+            " ".join(unknown), fix="name the folders as they are called, the dataset's own `.`"
+        )
+    findings = walk.findings
+    if walk.ignored:
+        rows = sorted(walk.ignored.items())
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in rows)
+        advice = next((_ADVICE[suffix] for suffix in _ADVICE if suffix in walk.ignored), None)
+        findings += [finding("ignored-files", counts=counts, advice=advice or "nothing to do")]
+    if not walk.pictures and not any(one.severity == "error" for one in findings):
+        remarks = "; ".join(f"{one.file or ''} {one.what}".strip() for one in findings)
         raise InputError(
             f"no images in {shown(str(root))}" + (f" ({remarks})" if remarks else ""),
             fix=f"put in files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}",
@@ -232,55 +248,55 @@ class _Walk:
     """Masks by name, each with the name of the image it is for, without extension."""
     folder_names: set[str] = field(default_factory=lambda: {OWN_FOLDER})
 
-    def read_root(self, root: Path) -> None:
-        """Read the folder and its subfolders."""
-        repeats = self.settings.of_folder(OWN_FOLDER).repeats
-        root_folder = _Folder(path=root, name=OWN_FOLDER, repeats=repeats)
-        subfolders, masks = self._read(root_folder, {})
-        inner = [file for file in subfolders if not self._is_excluded(file.entry)]
-        self._read_subfolders(inner, root_folder, masks)
-        unknown = [
-            f"data.folders names {shown(name)!r}, which is no subfolder."
-            f"{did_you_mean(name, self.folder_names)}"
-            for name in self.settings.folders
-            if name not in self.folder_names
-        ]
-        if unknown:
-            raise RequestError(
-                " ".join(unknown), fix="name the folders as they are called, the dataset's own `.`"
-            )
-
     def _say(self, name: str, file: str, /, **words: object) -> None:
         self.findings.append(finding(name, file, **words))
 
-    def _is_excluded(self, entry: Entry) -> bool:
-        if entry.name.casefold() != EXCLUDED_FOLDER:
-            return False
-        self._say("excluded", f"{entry.name}/")
-        self.excluded = Path(entry.path)
-        return True
-
-    def _read_subfolders(self, files: Sequence[_File], parent: _Folder, masks: Masks) -> None:
-        """Read the subfolders of a folder, down to `MAX_DEPTH`."""
+    def read(self, folder: _Folder, masks_beside: Masks) -> None:
+        """Read a folder and its subfolders, down to `MAX_DEPTH`."""
+        count_before = len(self.pictures)
+        files, masks = self._read_files(folder, masks_beside)
+        count = len(self.pictures) - count_before
+        if count and folder.name != OWN_FOLDER:
+            self._say("subfolder", folder.prefix, count=count, repeats=folder.repeats)
+        depth = 0 if folder.name == OWN_FOLDER else folder.name.count("/") + 1
+        if depth == MAX_DEPTH:
+            for below in files:
+                self._say("deep-folder", below.name, depth=MAX_DEPTH + 1)
+            return
+        if depth == 0:
+            for file in files:
+                if file.entry.name.casefold() == EXCLUDED_FOLDER:
+                    self._say("excluded", f"{file.entry.name}/")
+                    self.excluded = Path(file.entry.path)
+            files = [file for file in files if file.entry.name.casefold() != EXCLUDED_FOLDER]
         is_project = not self.pictures and any(_is_kohya_folder(file.entry) for file in files)
         for file in files:
             if self._is_aside(file.name, in_project=is_project):
                 continue
-            folder = self._subfolder(file, parent)
-            self.folder_names.add(folder.name)
+            match = _REPEATS_FOLDER.fullmatch(file.entry.name)
+            folder_settings = self.settings.folders.get(file.name)
+            outer = self.settings.repeats if depth == 0 else folder.repeats
+            repeats = int(match[1]) if match else outer
+            if folder_settings is not None and folder_settings.repeats is not None:
+                repeats = folder_settings.repeats
+            if not 1 <= repeats <= MAX_REPEATS:
+                name = shown(file.entry.name)
+                raise InputError(
+                    f"folder {name} means {repeats} repeats, allowed: 1 to {MAX_REPEATS}",
+                    fix="rename it; a number and _ at the start of a folder's name mean repeats",
+                )
+            inner = _Folder(
+                path=Path(file.entry.path),
+                name=file.name,
+                repeats=repeats,
+                caption=text_of(match[2]) if match else folder.caption,
+            )
+            self.folder_names.add(inner.name)
             real_path = os.path.realpath(file.entry.path)
             if file.entry.is_symlink() and is_inside(self.real_root, real_path):
-                self._say("not-a-file.own-folder", folder.prefix)
+                self._say("not-a-file.own-folder", inner.prefix)
                 continue
-            count_before = len(self.pictures)
-            deeper, inner_masks = self._read(folder, masks)
-            if count := len(self.pictures) - count_before:
-                self._say("subfolder", folder.prefix, count=count, repeats=folder.repeats)
-            if file.name.count("/") + 1 < MAX_DEPTH:
-                self._read_subfolders(deeper, folder, inner_masks)
-                continue
-            for below in deeper:
-                self._say("deep-folder", below.name, depth=MAX_DEPTH + 1)
+            self.read(inner, masks)
 
     def _is_aside(self, name: str, *, in_project: bool) -> bool:
         """Return whether a subfolder holds no images to learn, by its name; report it.
@@ -298,26 +314,7 @@ class _Walk:
         self._say(f"aside-folder.{kind}", f"{name}/", name=name, project=PROJECT_FOLDER)
         return True
 
-    def _subfolder(self, file: _File, parent: _Folder) -> _Folder:
-        match = _REPEATS_FOLDER.fullmatch(file.entry.name)
-        folder_settings = self.settings.folders.get(file.name)
-        outer = self.settings.repeats if parent.name == OWN_FOLDER else parent.repeats
-        repeats = int(match[1]) if match else outer
-        if folder_settings is not None and folder_settings.repeats is not None:
-            repeats = folder_settings.repeats
-        if not 1 <= repeats <= MAX_REPEATS:
-            raise InputError(
-                f"folder {shown(file.entry.name)} means {repeats} repeats, allowed: 1 to {MAX_REPEATS}",
-                fix="rename it; a number and _ at the start of a folder's name mean repeats",
-            )
-        return _Folder(
-            path=Path(file.entry.path),
-            name=file.name,
-            repeats=repeats,
-            caption=text_of(match[2]) if match else parent.caption,
-        )
-
-    def _read(self, folder: _Folder, masks_beside: Masks) -> tuple[list[_File], Masks]:
+    def _read_files(self, folder: _Folder, masks_beside: Masks) -> tuple[list[_File], Masks]:
         """Add the files of one folder; return its subfolders and masks of their images.
 
         `masks_beside`: masks in a folder beside this one.
@@ -329,13 +326,27 @@ class _Walk:
                 groups[group].append(file)
         own_masks, inner_masks = self._take_masks(folder, groups)
         masks = masks_beside | own_masks
-        self._take_control_images(groups)
+        # OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, are no images to learn.
+        controlled = {file.stem + CONTROL_SUFFIX for file in groups["picture"]}
+        control = [file.name for file in groups["picture"] if file.stem in controlled]
+        groups["picture"] = [file for file in groups["picture"] if file.stem not in controlled]
+        self.findings += finding_of_all("control-images", control)
         stems = {file.stem for file in groups["picture"]}
         images = stems | {file.entry.name for file in groups["picture"]}
         # The caption file of an image that happens to be called `captions.png` is no table.
         tables = [file for file in groups["metadata"] if file.stem not in stems]
         for file in sorted(tables, key=lambda one: TABLE_NAMES.index(one.entry.name.casefold())):
-            self._read_table(file, folder)
+            try:
+                data = Path(file.entry.path).read_bytes()
+                described, problems = read_table(file.entry.name.casefold(), data)
+            except OSError as error:
+                described, problems = {}, [f"cannot be read ({error.strerror or error})"]
+            for problem in problems:
+                self._say("metadata", file.name, problem=problem)
+            new = self.tables.add(
+                described, source=file.name, folder=folder.path, prefix=folder.prefix
+            )
+            self.users.update((key, []) for key in new)
         captions = [file for file in groups["metadata"] if file not in tables]
         for file in groups["caption"]:
             # Many tools leave JSON files in a folder; only one named as an image can be its caption.
@@ -392,13 +403,6 @@ class _Walk:
         self.masks += [(file.name, folder.prefix + stem) for stem, file in own_masks.items()]
         return own_masks, inner_masks
 
-    def _take_control_images(self, groups: Groups) -> None:
-        """Take OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, out of the images."""
-        controlled = {file.stem + CONTROL_SUFFIX for file in groups["picture"]}
-        control = [file.name for file in groups["picture"] if file.stem in controlled]
-        groups["picture"] = [file for file in groups["picture"] if file.stem not in controlled]
-        self.findings += finding_of_all("control-images", control)
-
     def _group(self, file: _File) -> Group:
         if file.extension in IMAGE_EXTENSIONS:
             return "picture"
@@ -421,19 +425,6 @@ class _Walk:
         if entry.is_symlink() and not is_inside(entry.path, self.real_root):
             self._say("outside-link", file.name)
         return True
-
-    def _read_table(self, file: _File, folder: _Folder) -> None:
-        try:
-            data = Path(file.entry.path).read_bytes()
-            captions, problems = read_table(file.entry.name.casefold(), data)
-        except OSError as error:
-            captions, problems = {}, [f"cannot be read ({error.strerror or error})"]
-        for problem in problems:
-            self._say("metadata", file.name, problem=problem)
-        for key in self.tables.add(
-            captions, source=file.name, folder=folder.path, prefix=folder.prefix
-        ):
-            self.users[key] = []
 
     def _add_picture(
         self, file: _File, folder: _Folder, captions: Sequence[_File], masks: Masks
@@ -470,35 +461,24 @@ class _Walk:
             )
         )
 
-    def ignored_files(self) -> Iterator[Finding]:
-        """Yield one note that counts the files of no use here."""
-        if self.ignored:
-            rows = sorted(self.ignored.items())
-            counts = ", ".join(f"{count} {suffix}" for suffix, count in rows)
-            advice = next((_ADVICE[suffix] for suffix in _ADVICE if suffix in self.ignored), None)
-            yield finding("ignored-files", counts=counts, advice=advice or "nothing to do")
-
     def findings_about_captions(self) -> Iterator[Finding]:
         """Yield the caption files that stand for several images, for none, or for one that has another."""
         for source, names in self.users.items():
             if len(names) > 1:
                 yield finding("ambiguous-caption", source, count=len(names), names=named(names))
         stems = {same_name(split_name(image.name)[0]) for image in self.pictures}
-        unused = [
-            source
-            for source, names in self.users.items()
-            if not names and not self._has_image(source, stems)
-        ]
+        unused = []
+        for source in (source for source, names in self.users.items() if not names):
+            # A caption without a use may have an image: with another caption, or taken out of the dataset.
+            if source in self.tables.captions:
+                has_image = self.excluded is not None and holds((self.excluded / source).is_file)
+            else:
+                has_image = same_name(split_name(source)[0]) in stems
+            unused += [] if has_image else [source]
         yield from finding_of_all("unused-caption", unused)
         second = [*self.second_captions, *self.tables.second]
         rows = [f"{name} ({first}, not {other})" for name, first, other in second]
         yield from finding_of_all("two-captions", rows)
-
-    def _has_image(self, source: str, stems: Collection[str]) -> bool:
-        """Say whether a caption that is not used has an image: with another caption, or taken out of the dataset."""
-        if source in self.tables.captions:
-            return self.excluded is not None and holds((self.excluded / source).is_file)
-        return same_name(split_name(source)[0]) in stems
 
     def unused_masks(self) -> list[Finding]:
         """Return one finding about masks nobody asked for, or that have no image; not of images taken out."""

@@ -17,7 +17,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -136,32 +136,18 @@ Inspected = tuple[ImageRecord | None, list[Finding]]
 """The record of an image that can be used, and the findings about it; None and an error for others."""
 
 
-class _NotRememberedError(Exception):
-    """The memo lacks a file's hash or content: it must be read."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Inspector:
-    """Reads the images of a dataset: by its settings, with a memo, into the buckets of a base.
-
-    Without `may_read` it opens no file, and what the memo does not hold is None.
-    """
+    """Reads the images of a dataset: by its settings, with a memo, into the buckets of a base."""
 
     settings: DataSettings
     memo: DatasetMemo
     place_image: Place
-    may_read: bool
 
-    def inspect(self, image: ImageFile) -> Inspected | None:
+    def inspect(self, image: ImageFile) -> Inspected:
         """Hash and, unless these bytes are known, decode one image; read its caption file."""
         try:
-            return self._inspect(image)
-        except _NotRememberedError:
-            return None
-
-    def _inspect(self, image: ImageFile) -> Inspected:
-        try:
-            content_hash = self._hash(image.path)
+            content_hash = self.memo.hashes.sha256(image.path)
             facts = self._facts(image.path, content_hash)
             inside = self._caption_inside(image, content_hash)
         except (ImageDecodeError, OSError) as error:
@@ -171,7 +157,11 @@ class Inspector:
         except (ImageDecodeError, OSError) as error:
             return _refused(BAD_MASK, image.mask_name or image.name, error)
         sidecar = self._sidecar(image)
-        caption = _first_caption(image, sidecar, inside)
+        # The caption that counts is of its file, a table, the text inside the image, or a name.
+        tables = [stand_in for stand_in in image.stand_ins if not stand_in.of_name]
+        names = [stand_in for stand_in in image.stand_ins if stand_in.of_name]
+        captions = (sidecar, *tables, inside, *names)
+        caption = next((one for one in captions if one.text), CaptionText())
         settings = self.settings.of_folder(image.folder)
         several = settings.caption_lines == "one" and caption.lines
         written = caption.lines if several else (caption.text,)
@@ -195,22 +185,18 @@ class Inspector:
             finding(kind, image.name, what=what)
             for kind, _, what in (note.partition(": ") for note in facts.notes)
         ]
-        return record, [*findings, *_caption_findings(image, sidecar, caption, settings)]
-
-    def _must_read(self) -> None:
-        if not self.may_read:
-            raise _NotRememberedError
-
-    def _hash(self, path: Path) -> str:
-        known = self.memo.hashes.known(str(path))
-        if known is None:
-            self._must_read()
-        return known or self.memo.hashes.sha256(path)
+        kind = "caption-text.json" if is_json(sidecar.source) else "caption-text"
+        findings += [finding(kind, sidecar.source, problem=problem) for problem in sidecar.problems]
+        if TRIGGER_PLACEHOLDER in caption.text and not settings.trigger:
+            findings.append(finding("no-trigger", image.name))
+        if caption is sidecar and any(table.text != caption.text for table in tables):
+            words = {"used": caption.source, "unused": tables[0].source}
+            findings.append(finding("two-captions.table", image.name, **words))
+        return record, findings
 
     def _facts(self, path: Path, content_hash: str) -> VerifiedImage:
         facts = self.memo.images.get(content_hash)
         if facts is None or not facts.holds_with(self.settings):
-            self._must_read()
             decoded = decode(path, settings=self.settings, content_hash=content_hash)
             background = "" if decoded.alpha is None else self.settings.alpha_background
             facts = VerifiedImage(
@@ -225,7 +211,6 @@ class Inspector:
             return CaptionText()
         text = self.memo.captions.get(content_hash + _OF_IMAGE)
         if text is None:
-            self._must_read()
             text = read_image_text(image.path, settings=self.settings, content_hash=content_hash)
             self.memo.captions.put(content_hash + _OF_IMAGE, text)
         return text._replace(source=IMAGE_TEXT)
@@ -233,7 +218,8 @@ class Inspector:
     def _mask(self, image: ImageFile, facts: VerifiedImage, content_hash: str) -> Mask | None:
         """Return an image's mask, if it has one; raises OSError and ImageDecodeError for one that cannot be used."""
         if image.mask is not None:
-            mask = Mask(path=image.mask, content_hash=self._hash(image.mask), of_alpha=False)
+            mask_hash = self.memo.hashes.sha256(image.mask)
+            mask = Mask(path=image.mask, content_hash=mask_hash, of_alpha=False)
         elif self.settings.masks == "alpha" and facts.background:
             mask = Mask(path=image.path, content_hash=content_hash, of_alpha=True)
         else:
@@ -241,12 +227,22 @@ class Inspector:
         key = content_hash + " alpha" if mask.of_alpha else mask.content_hash
         size = self.memo.masks.get(key)
         if size is None:
-            self._must_read()
             pixels = decode_mask(mask, settings=self.settings)
             size = (*pixels.size, int(np.asarray(pixels).max()))
             self.memo.masks.put(key, size)
-        _refuse_unfit(mask, size, facts)
-        return mask
+        width_px, height_px, brightest = size
+        allowed = MASK_ASPECT_TOLERANCE + 1 / min(width_px, height_px)
+        if brightest == 0:
+            where = "is transparent" if mask.of_alpha else "is black"
+            reason = f"{where} everywhere: nothing would be learned"
+            fix = "make visible what is to be learned, or remove it"
+        elif abs(math.log(width_px * facts.height_px / (height_px * facts.width_px))) > allowed:
+            shape = f"{facts.width_px}x{facts.height_px}"
+            reason = f"is {width_px}x{height_px}, not of the shape of its image, {shape}"
+            fix = "make it of the image as it is"
+        else:
+            return mask
+        raise ImageDecodeError(mask.path, reason, code="IMG-04", fix=fix)
 
     def _sidecar(self, image: ImageFile) -> CaptionText:
         """Return the text of an image's caption file, an empty one without; its source is the file's name."""
@@ -256,9 +252,8 @@ class Inspector:
         # The same bytes say another thing as JSON than as text.
         ending = JSON_SIDECAR if is_json(source) else ""
         try:
-            text = self.memo.captions.get(self._hash(path) + ending)
+            text = self.memo.captions.get(self.memo.hashes.sha256(path) + ending)
             if text is None:
-                self._must_read()
                 with path.open("rb") as file:
                     data = file.read(MAX_CAPTION_BYTES + 1)
                 text = read_caption_file(source, data)
@@ -269,50 +264,11 @@ class Inspector:
         return text._replace(source=source)
 
 
-def _refuse_unfit(mask: Mask, size: MaskSize, image: VerifiedImage) -> None:
-    """Raise ImageDecodeError for a mask of another shape than its image, or all black."""
-    width_px, height_px, brightest = size
-    allowed = MASK_ASPECT_TOLERANCE + 1 / min(width_px, height_px)
-    if brightest == 0:
-        where = "is transparent" if mask.of_alpha else "is black"
-        reason = f"{where} everywhere: nothing would be learned"
-        fix = "make visible what is to be learned, or remove it"
-    elif abs(math.log(width_px * image.height_px / (height_px * image.width_px))) > allowed:
-        shape = f"{image.width_px}x{image.height_px}"
-        reason = f"is {width_px}x{height_px}, not of the shape of its image, {shape}"
-        fix = "make it of the image as it is"
-    else:
-        return
-    raise ImageDecodeError(mask.path, reason, code="IMG-04", fix=fix)
-
-
 def _refused(kind: str, name: str, error: ImageDecodeError | OSError) -> Inspected:
     if isinstance(error, ImageDecodeError):
         words = {"what": error.reason, "advice": error.fix, "code": error.code}
         return None, [finding(kind, name, **words)]
     return None, [finding(f"{kind}.unreadable", name, reason=error.strerror or error)]
-
-
-def _first_caption(image: ImageFile, sidecar: CaptionText, inside: CaptionText) -> CaptionText:
-    """Return the caption that counts: of its file, a table, the text inside the image, a name, or none."""
-    tables = [stand_in for stand_in in image.stand_ins if not stand_in.of_name]
-    names = [stand_in for stand_in in image.stand_ins if stand_in.of_name]
-    captions = (sidecar, *tables, inside, *names)
-    return next((caption for caption in captions if caption.text), CaptionText())
-
-
-def _caption_findings(
-    image: ImageFile, sidecar: CaptionText, caption: CaptionText, settings: DataSettings
-) -> Iterator[Finding]:
-    kind = "caption-text.json" if is_json(sidecar.source) else "caption-text"
-    for problem in sidecar.problems:
-        yield finding(kind, sidecar.source, problem=problem)
-    if TRIGGER_PLACEHOLDER in caption.text and not settings.trigger:
-        yield finding("no-trigger", image.name)
-    tables = [stand_in for stand_in in image.stand_ins if not stand_in.of_name]
-    if caption is sidecar and any(table.text != caption.text for table in tables):
-        words = {"used": caption.source, "unused": tables[0].source}
-        yield finding("two-captions.table", image.name, **words)
 
 
 def scan(
@@ -341,9 +297,22 @@ def scan(
     if others:
         fingerprint = _joined(fingerprint, *sorted(record.name for record in others))
     if settings.regularisation_dir is not None:
-        elsewhere = _scan_elsewhere(folder, settings, memo, place_image)
-        others += elsewhere.records
-        findings += elsewhere.findings
+        other_folder = Path(settings.regularisation_dir).expanduser()
+        if other_folder.resolve().is_relative_to(folder.resolve()):
+            marking = f"--set data.folders.{other_folder.name}.regularisation=true"
+            raise RequestError(
+                f"data.regularisation_dir={other_folder} lies in the dataset",
+                fix=f"{marking}, or move it elsewhere",
+            )
+        plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
+        elsewhere = _scan_folder(other_folder, plain, memo, place_image)
+        others += (
+            replace(one, name=REGULARISATION + one.name, folder=REGULARISATION + one.folder)
+            for one in elsewhere.records
+        )
+        findings += (
+            replace(one, file=one.file and REGULARISATION + one.file) for one in elsewhere.findings
+        )
         fingerprint = _joined(fingerprint, elsewhere.fingerprint)
     regularisation = _numbered([replace(one, regularisation=True, mask=None) for one in others])
     original = {record.content_hash: record.name for record in learned}
@@ -361,29 +330,6 @@ def scan(
     )
 
 
-def _scan_elsewhere(
-    folder: Path, settings: DataSettings, memo: DatasetMemo, place_image: Place
-) -> Dataset:
-    """Scan `data.regularisation_dir`; names of its images begin with `REGULARISATION`."""
-    other_folder = Path(settings.regularisation_dir or "").expanduser()
-    if other_folder.resolve().is_relative_to(folder.resolve()):
-        raise RequestError(
-            f"data.regularisation_dir={other_folder} lies in the dataset",
-            fix=f"--set data.folders.{other_folder.name}.regularisation=true, or move it elsewhere",
-        )
-    plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
-    dataset = _scan_folder(other_folder, plain, memo, place_image)
-    records = (
-        replace(record, name=REGULARISATION + record.name, folder=REGULARISATION + record.folder)
-        for record in dataset.records
-    )
-    findings = (
-        replace(finding, file=finding.file and REGULARISATION + finding.file)
-        for finding in dataset.findings
-    )
-    return replace(dataset, records=tuple(records), findings=tuple(findings))
-
-
 def _joined(*fingerprints: str) -> str:
     return sha256_bytes(json_bytes(fingerprints))
 
@@ -394,10 +340,28 @@ def _scan_folder(
     background_rgb(settings)
     listing = list_dataset(folder, settings=settings)
     findings, inspected = list(listing.findings), list[ImageRecord]()
-    for record, about_it in _inspected(listing.pictures, settings, memo, place_image):
+    inspector = Inspector(settings=settings, memo=memo, place_image=place_image)
+    # Hashing and decoding release the GIL; only a few images at a time, to bound the memory. Handing over
+    # an image that the memo knows takes as long as the memo's answer, so many are handed over together.
+    together = max(1, min(64, len(listing.pictures) // 16))
+    with gc_disabled(), ThreadPool(min(4, os.cpu_count() or 1)) as pool:
+        results = pool.map(inspector.inspect, listing.pictures, chunksize=together)
+    for record, about_it in results:
         findings += about_it
         inspected += [record] if record else []
-    _refuse_too_many_bad(folder, findings, good=len(inspected), settings=settings)
+    bad = [finding for finding in findings if finding.severity == "error"]
+    total = len(inspected) + len(bad)
+    allowed = int(settings.max_bad_fraction * total + 1e-9)  # 0.29 * 100 is 28.999...
+    if not inspected or len(bad) > allowed:
+        reasons = [f"{shown(one.file or '')} {one.what}: {one.advice}" for one in bad]
+        rest = len(bad) - MAX_REASONS
+        limit = f"data.max_bad_fraction={settings.max_bad_fraction:g} allows {allowed}"
+        raise InputError(
+            f"{len(bad)} of {total} images in {shown(str(folder))} cannot be used, {limit}: "
+            + "; ".join(reasons[:MAX_REASONS])
+            + (f"; and {rest} more" if rest > 0 else ""),
+            fix="replace or remove them, or raise data.max_bad_fraction to go on without them",
+        )
     with gc_disabled():
         records = _numbered(inspected)
         findings += findings_of(records, settings)
@@ -406,40 +370,6 @@ def _scan_folder(
         records=records,
         findings=by_severity(findings),
         fingerprint=_fingerprint(records),
-    )
-
-
-def _inspected(
-    images: Sequence[ImageFile], settings: DataSettings, memo: DatasetMemo, place_image: Place
-) -> list[Inspected]:
-    """Return each image's record and findings, in their order."""
-    inspector = Inspector(settings=settings, memo=memo, place_image=place_image, may_read=False)
-    with gc_disabled():
-        results = [inspector.inspect(image) for image in images]
-    new = [image for image, result in zip(images, results, strict=True) if result is None]
-    reader = replace(inspector, may_read=True)
-    # Hashing and decoding release the GIL; only a few images at a time, to bound the memory.
-    with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        read = iter(pool.map(reader._inspect, new, chunksize=4))
-    return [result or next(read) for result in results]
-
-
-def _refuse_too_many_bad(
-    folder: Path, findings: Sequence[Finding], *, good: int, settings: DataSettings
-) -> None:
-    bad = [finding for finding in findings if finding.severity == "error"]
-    total = good + len(bad)
-    allowed = int(settings.max_bad_fraction * total + 1e-9)  # 0.29 * 100 is 28.999...
-    if good and len(bad) <= allowed:
-        return
-    reasons = [f"{shown(finding.file or '')} {finding.what}: {finding.advice}" for finding in bad]
-    rest = len(bad) - MAX_REASONS
-    limit = f"data.max_bad_fraction={settings.max_bad_fraction:g} allows {allowed}"
-    raise InputError(
-        f"{len(bad)} of {total} images in {shown(str(folder))} cannot be used, {limit}: "
-        + "; ".join(reasons[:MAX_REASONS])
-        + (f"; and {rest} more" if rest > 0 else ""),
-        fix="replace or remove them, or raise data.max_bad_fraction to go on without them",
     )
 
 
