@@ -140,32 +140,14 @@ def class_texts(texts: Iterable[str], *, settings: DataSettings) -> list[str | N
     ]
 
 
-def variant_of(sample_id: str, *, count: int, seed: int, epoch: int) -> int:
-    """Return which of its `count` texts a sample is trained with in `epoch`."""
-    return draw_choice(count, seed, Stream.CAPTION_VARIANT, epoch, sample_id)
-
-
-def is_dropped(sample_id: str, *, settings: DataSettings, seed: int, epoch: int) -> bool:
-    """Say whether a sample is trained with the empty caption in `epoch`, the first of which is 0."""
-    every = settings.caption_dropout_every_epochs
-    if every and (epoch + 1) % every == 0:
-        return True
-    return draw_uniform(seed, Stream.CAPTION_DROPOUT, epoch, sample_id) < settings.caption_dropout
-
-
 def _drawn(written: Sequence[str], settings: DataSettings) -> int:
     """Return how many texts are drawn for training: a multiple of the captions; 0: the plain one is it."""
     captions = len(written)
-    if _is_random(written, settings):
+    texts = (*written, settings.caption_prefix, settings.caption_suffix)
+    has_choices = settings.wildcards and any(map(has_choice, texts))
+    if settings.shuffle_tags or settings.tag_dropout > 0 or has_choices:
         return captions * math.ceil(settings.caption_variants / captions)
     return captions if captions > 1 else 0
-
-
-def _is_random(written: Sequence[str], settings: DataSettings) -> bool:
-    if settings.shuffle_tags or settings.tag_dropout > 0:
-        return True
-    around = (settings.caption_prefix, settings.caption_suffix)
-    return settings.wildcards and any(map(has_choice, (*written, *around)))
 
 
 _Draw = tuple[int, str, int]
@@ -174,29 +156,23 @@ _Draw = tuple[int, str, int]
 
 def _text(caption: str, settings: DataSettings, draw: _Draw | None) -> str:
     """Apply all rules to one caption; without a draw those that are not random."""
-    prefix, text, suffix = (
-        _with_choices(part, words, settings, draw)
-        for part, words in (
-            ("prefix", settings.caption_prefix),
-            ("caption", caption),
-            ("suffix", settings.caption_suffix),
-        )
-    )
-    trigger = (settings.trigger or "").strip()
-    if trigger:
-        text = text.replace(TRIGGER_PLACEHOLDER, trigger)
-    text = _with_tags_arranged(text, trigger, settings, draw)
-    return with_trigger(clean(f"{prefix} {text} {suffix}"), trigger)
 
-
-def _with_choices(part: str, words: str, settings: DataSettings, draw: _Draw | None) -> str:
-    def choose(count: int, position: int) -> int:
+    def choose(part: str, count: int, position: int) -> int:
         if draw is None:
             return 0
         seed, variant = draw[0], draw[1:]
         return draw_choice(count, seed, Stream.WILDCARD, *variant, part, position)
 
-    return with_choices_made(words, choose) if settings.wildcards else words
+    prefix, text, suffix = settings.caption_prefix, caption, settings.caption_suffix
+    if settings.wildcards:
+        prefix = with_choices_made(prefix, partial(choose, "prefix"))
+        text = with_choices_made(text, partial(choose, "caption"))
+        suffix = with_choices_made(suffix, partial(choose, "suffix"))
+    trigger = (settings.trigger or "").strip()
+    if trigger:
+        text = text.replace(TRIGGER_PLACEHOLDER, trigger)
+    text = _with_tags_arranged(text, trigger, settings, draw)
+    return with_trigger(clean(f"{prefix} {text} {suffix}"), trigger)
 
 
 def _with_tags_arranged(text: str, trigger: str, settings: DataSettings, draw: _Draw | None) -> str:
@@ -211,15 +187,21 @@ def _with_tags_arranged(text: str, trigger: str, settings: DataSettings, draw: _
         middle = [tag for place, tag in enumerate(middle) if uniform(place) >= settings.tag_dropout]
         if settings.shuffle_tags:
             middle = shuffled(middle, seed, Stream.TAG_SHUFFLE, *variant)
-    glue = settings.secondary_separator
-    return ", ".join(_separate(tag, glue) for tag in (*front, *middle, *end))
+    tags, glue = [*front, *middle, *end], settings.secondary_separator
+    if glue:  # the tags that it joined are single tags again
+        tags = [", ".join(filter(None, map(str.strip, tag.split(glue)))) for tag in tags]
+    return ", ".join(tags)
 
 
 def _tags(
     text: str, trigger: str, settings: DataSettings
 ) -> tuple[list[str], list[str], list[str]]:
     """Return fixed tags in front, tags that rules may touch, and fixed tags at the end; the trigger's come first."""
-    split = partial(_split, whole_brackets=settings.emphasis)
+
+    def split(part: str) -> list[str]:
+        tags = split_at_commas(part, whole_brackets=settings.emphasis)
+        return [tag for tag in map(str.strip, tags) if tag]
+
     mark = settings.keep_tokens_separator
     if mark and mark in text:
         head, _, rest = text.partition(mark)
@@ -234,22 +216,10 @@ def _tags(
     return tags[:fixed_count], tags[fixed_count:], []
 
 
-def _split(text: str, *, whole_brackets: bool) -> list[str]:
-    parts = (part.strip() for part in split_at_commas(text, whole_brackets=whole_brackets))
-    return [part for part in parts if part]
-
-
 def _with_word_first(tags: Sequence[str], word: str) -> tuple[list[str], list[str]]:
     """Return the tags that contain a word, and the other tags."""
     matching = [tag for tag in tags if word and has_trigger(tag, word)]
     return matching, [tag for tag in tags if tag not in matching]
-
-
-def _separate(tag: str, glue: str | None) -> str:
-    """Return tags that a mark joined as single tags."""
-    if not glue or glue not in tag:
-        return tag
-    return ", ".join(part for part in map(str.strip, tag.split(glue)) if part)
 
 
 # ---- how many tokens the texts have

@@ -344,7 +344,11 @@ def _rows(
         case ".jsonl":
             yield from _jsonl_rows(text, bad_rows)
         case ".csv":
-            yield from _of_columns(_csv_rows(text))
+            text = text.lstrip("\ufeff")
+            # Spreadsheets of half of Europe write semicolons; the heading has no other use for either mark.
+            delimiter = max(",;\t", key=text.partition("\n")[0].count)
+            table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+            yield from _of_columns(table)
         case ".parquet":
             yield from _of_columns(_parquet_rows(name, data))
         case ".json":
@@ -365,13 +369,6 @@ def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str
             else:
                 texts = caption_lines(row.values[row.key])
                 yield row.name, (", ".join(texts),) if row.key in TAG_KEYS else texts
-
-
-def _csv_rows(text: str) -> Iterator[Mapping[str, Any]]:
-    heading = text.lstrip("\ufeff").partition("\n")[0]
-    # Spreadsheets of half of Europe write semicolons; the heading has no other use for either mark.
-    delimiter = max(",;\t", key=heading.count)
-    yield from csv.DictReader(io.StringIO(text.lstrip("\ufeff"), newline=""), delimiter=delimiter)
 
 
 def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:

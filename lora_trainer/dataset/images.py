@@ -60,14 +60,19 @@ class Measures(NamedTuple):
     structure: str
     colours: str
 
-    def crispness_at(self, side_px: float) -> float:
-        """Return the crispness measured nearest to `side_px` squared pixels."""
-        return min(self.crispness, key=lambda pair: abs(math.log(pair[0] / side_px)))[1]
-
 
 def measure(image: Image.Image) -> Measures:
     """Measure an RGB image."""
-    gray = _scaled(image.convert("L"), _MEASURED_SIDE_PX)
+    gray = image.convert("L")
+    factor = _MEASURED_SIDE_PX / math.sqrt(gray.width * gray.height)
+    if factor < 1:
+        size = (max(1, round(gray.width * factor)), max(1, round(gray.height * factor)))
+        gray = gray.resize(size, Image.Resampling.LANCZOS)
+    # A difference hash: is a cell clearly brighter than its left, its upper neighbour?
+    side = _PRINT_SIDE
+    across = np.asarray(gray.resize((side + 1, side), Image.Resampling.BOX), dtype=np.int16)
+    down = np.asarray(gray.resize((side, side + 1), Image.Resampling.BOX), dtype=np.int16)
+    bits = (np.diff(across, axis=1) > _PRINT_MARGIN, np.diff(down, axis=0) > _PRINT_MARGIN)
     crispness = []
     level = gray
     while True:
@@ -81,7 +86,7 @@ def measure(image: Image.Image) -> Measures:
         crispness=tuple(crispness),
         darkest=round(float(darkest), 3),
         brightest=round(float(brightest), 3),
-        structure=_structure(gray),
+        structure=np.packbits(np.concatenate([part.ravel() for part in bits])).tobytes().hex(),
         colours=image.resize((_COLOUR_SIDE, _COLOUR_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
         .tobytes()
         .hex(),
@@ -117,23 +122,6 @@ def same_colours(first: Measures, second: Measures, *, max_colour: float) -> boo
     return difference <= max_colour * len(ours)
 
 
-def _structure(gray: Image.Image) -> str:
-    """Return a difference hash: is a cell clearly brighter than its left, its upper neighbour."""
-    side = _PRINT_SIDE
-    across = np.asarray(gray.resize((side + 1, side), Image.Resampling.BOX), dtype=np.int16)
-    down = np.asarray(gray.resize((side, side + 1), Image.Resampling.BOX), dtype=np.int16)
-    bits = (np.diff(across, axis=1) > _PRINT_MARGIN, np.diff(down, axis=0) > _PRINT_MARGIN)
-    return np.packbits(np.concatenate([part.ravel() for part in bits])).tobytes().hex()
-
-
-def _scaled(gray: Image.Image, side_px: int) -> Image.Image:
-    factor = side_px / math.sqrt(gray.width * gray.height)
-    if factor >= 1:
-        return gray
-    size = (max(1, round(gray.width * factor)), max(1, round(gray.height * factor)))
-    return gray.resize(size, Image.Resampling.LANCZOS)
-
-
 _OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "YCbCr"})
 _ALPHA_MODES = frozenset({"LA", "La", "PA", "RGBA", "RGBa"})
 _REFUSED_MODES = {"F": "floating-point", "I": "32-bit integer", "LAB": "Lab"}
@@ -141,23 +129,31 @@ _REFUSED_MODES = {"F": "floating-point", "I": "32-bit integer", "LAB": "Lab"}
 Rgb = tuple[int, int, int]
 
 
-class PixelFormatError(ValueError):
-    """A pixel format that cannot be turned into RGB without guessing; the message names it."""
-
-
 def _to_rgb(
-    image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[str]
+    image: Image.Image, path: Path, *, raw_mode: str, background: Rgb, notes: list[str]
 ) -> tuple[Image.Image, Image.Image | None]:
     """Return a loaded image as RGB, and how opaque it is as L where some of it is not.
 
     `raw_mode` is the format of the file's own pixels. Appends "kind: sentence" to `notes`; raises
-    PixelFormatError.
+    ImageDecodeError for a pixel format that cannot be turned into RGB without guessing.
     """
     if ";16" in raw_mode:
         notes.append("depth: 16 bits per channel are scaled to 8")
-    _scale_transparent_colour(image, raw_mode)
+    # Pillow leaves a PNG's transparent colour in the file's bit depth, and then no pixel has it.
+    match raw_mode, image.info.get("transparency"):
+        case "RGB;16B", (int(red), int(green), int(blue)):
+            image.info["transparency"] = (red >> 8, green >> 8, blue >> 8)
+        case "L;4", int(gray):
+            image.info["transparency"] = gray * 17
+        case "L;2", int(gray):
+            image.info["transparency"] = gray * 85
     if image.mode.startswith("I;16"):
-        image = _scaled_to_8_bits(image)
+        values, transparent = np.asarray(image), image.info.get("transparency")
+        table = ((np.arange(1 << 16, dtype=np.uint32) + 128) // 257).astype(np.uint8)
+        image = Image.fromarray(table[values])
+        if isinstance(transparent, int):
+            opaque = np.where(values == transparent, 0, 255).astype(np.uint8)
+            image.putalpha(Image.fromarray(opaque))
     if image.mode == "CMYK":
         return _from_cmyk(image, notes), None
     if image.mode in _ALPHA_MODES or image.has_transparency_data:
@@ -171,29 +167,9 @@ def _to_rgb(
         return Image.alpha_composite(canvas, rgba).convert("RGB"), alpha
     if image.mode in _OPAQUE_MODES:
         return image.convert("RGB"), None
-    raise PixelFormatError(f"has {_REFUSED_MODES.get(image.mode, image.mode)} pixels")
-
-
-def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
-    # Pillow leaves a PNG's transparent colour in the file's bit depth, and then no pixel has it.
-    match raw_mode, image.info.get("transparency"):
-        case "RGB;16B", (int(red), int(green), int(blue)):
-            image.info["transparency"] = (red >> 8, green >> 8, blue >> 8)
-        case "L;4", int(gray):
-            image.info["transparency"] = gray * 17
-        case "L;2", int(gray):
-            image.info["transparency"] = gray * 85
-
-
-def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
-    values = np.asarray(image)
-    table = ((np.arange(1 << 16, dtype=np.uint32) + 128) // 257).astype(np.uint8)
-    gray = Image.fromarray(table[values])
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        opaque = np.where(values == transparent, 0, 255).astype(np.uint8)
-        gray.putalpha(Image.fromarray(opaque))
-    return gray
+    reason = f"has {_REFUSED_MODES.get(image.mode, image.mode)} pixels"
+    fix = "save it as RGB or gray with 8 or 16 bits"
+    raise ImageDecodeError(path, reason, code="IMG-05", fix=fix)
 
 
 def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
@@ -263,9 +239,6 @@ def _explain(path: Path, error: Exception, head: bytes, max_megapixels: float) -
             if re.match(pattern, head, re.IGNORECASE | re.DOTALL)
         )
         return ImageDecodeError(path, f"is {what}", code="IMG-02", fix=fix)
-    if isinstance(error, PixelFormatError):
-        fix = "save it as RGB or gray with 8 or 16 bits"
-        return ImageDecodeError(path, str(error), code="IMG-05", fix=fix)
     truncated = "truncated" in str(error).lower()
     what, code = ("ends early", "IMG-01") if truncated else ("is damaged", "IMG-02")
     detail = shown(str(error)) or type(error).__name__
@@ -332,7 +305,7 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
     background = background_rgb(settings)
     notes: list[str] = []
     with loaded(path, settings, content_hash, notes) as (image, raw_mode):
-        rgb, alpha = _to_rgb(image, raw_mode=raw_mode, background=background, notes=notes)
+        rgb, alpha = _to_rgb(image, path, raw_mode=raw_mode, background=background, notes=notes)
         turn = _upright_turn(image, settings, notes)
         if turn is not None:
             rgb, alpha = rgb.transpose(turn), alpha and alpha.transpose(turn)
@@ -414,7 +387,14 @@ def _load(
     file.seek(0)
     with _process_wide_switches(settings) as caught:
         image = Image.open(file, formats=FORMATS)
-        _check_shape(path, image.size)
+        longer_px, shorter_px = max(image.size), min(image.size)
+        size = f"{image.width}x{image.height}"
+        if shorter_px < MIN_SIDE_PX:
+            reason = f"is too small: {size}, each side must have {MIN_SIDE_PX} pixels"
+            raise ImageDecodeError(path, reason, code="IMG-07", fix="remove it")
+        if longer_px > MAX_ASPECT * shorter_px:
+            reason = f"is too long: {size}, one side may be {MAX_ASPECT} times the other"
+            raise ImageDecodeError(path, reason, code="IMG-07", fix="crop it or remove it")
         raw_mode = str(image.tile[0].args) if image.tile else ""
         # The further images of an MPO are previews and depth maps of the first.
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
@@ -433,17 +413,6 @@ def _metadata_notes(caught: list[warnings.WarningMessage]) -> list[str]:
         for warning in caught
         if not issubclass(warning.category, Image.DecompressionBombWarning)
     ]
-
-
-def _check_shape(path: Path, size: tuple[int, int]) -> None:
-    longer_px, shorter_px = max(size), min(size)
-    text = f"{size[0]}x{size[1]}"
-    if shorter_px < MIN_SIDE_PX:
-        reason = f"is too small: {text}, each side must have {MIN_SIDE_PX} pixels"
-        raise ImageDecodeError(path, reason, code="IMG-07", fix="remove it")
-    if longer_px > MAX_ASPECT * shorter_px:
-        reason = f"is too long: {text}, one side may be {MAX_ASPECT} times the other"
-        raise ImageDecodeError(path, reason, code="IMG-07", fix="crop it or remove it")
 
 
 def _upright_turn(
@@ -478,8 +447,10 @@ def read_image_text(path: Path, *, settings: DataSettings, content_hash: str) ->
     """
     # PNG may have its text behind the pixels, so the image is loaded first.
     with loaded(path, settings, content_hash, []) as (image, _):
-        texts = (_prompt_of(text) for text in _texts(image))
-        return caption_of([next(filter(None, texts), "")])
+        # Of the text of a generator its prompt; JSON is none.
+        texts = (clean(_GENERATOR_TAIL.sub("", text)) for text in _texts(image))
+        prompts = (text for text in texts if text and not text.startswith(("{", "[{")))
+        return caption_of([next(prompts, "")])
 
 
 def _texts(image: Image.Image) -> Iterator[str]:
@@ -512,9 +483,3 @@ def _user_comment(value: object) -> str:
     if head == b"JIS\0\0\0\0\0":
         return body.decode("shift_jis", "replace")
     return _plain_text(body if head in (b"ASCII\0\0\0", bytes(8)) else value)
-
-
-def _prompt_of(text: str) -> str:
-    """Return the prompt in the text of a generator, other text as it is, and nothing for JSON."""
-    prompt = clean(_GENERATOR_TAIL.sub("", text))
-    return "" if prompt.startswith(("{", "[{")) else prompt

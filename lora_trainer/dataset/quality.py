@@ -107,9 +107,17 @@ def inspect_images(
     records = dataset.records
     twins = near_duplicates(records)
     own_parts = [_own_parts(record, is_twin=record.name in twins) for record in records]
+    # Images that can be read and are not of one colour all over.
+    broken = sum(
+        finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
+        for finding in dataset.findings
+    )
+    contrasts = [one.measures.brightest - one.measures.darkest for one in records]
+    blank = sum(contrast < BLANK_BELOW for contrast in contrasts)
+    total = len(records) + broken
     means = {name: _mean(parts[name] for parts in own_parts) for name in PICTURE_WEIGHTS}
     parts = {
-        "usable": _usable(dataset),
+        "usable": (total - broken - blank) / total,
         "near_duplicates": means["near_duplicates"],
         "captions": 1 / (1 + UNCAPTIONED_COST * _lack(records, settings)),
         **{name: means[name] for name in WEIGHTS if name != "trigger"},
@@ -117,8 +125,18 @@ def inspect_images(
     }
     score = math.prod(parts[name] for name in FACTORS)
     score *= 1 - sum(_loss(name, parts[name]) for name in WEIGHTS)
-    findings = [*dataset.findings, *more, *_twin_findings(twins, records)]
-    findings += _score_finding(score, parts, least=settings.min_score)
+    contents = {record.name: record.content_hash for record in records}
+    findings = [*dataset.findings, *more]
+    findings += (
+        finding("near-duplicate", name, original=original)
+        for name, original in twins.items()
+        if contents[name] != contents[original]  # identical files are reported by the scan
+    )
+    if score < settings.min_score:
+        lost = sorted(parts, key=lambda name: -_loss(name, parts[name]))
+        worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
+        words = {"least": settings.min_score, "worst": ", ".join(worst)}
+        findings.append(finding("score", score=score, **words))
     for record in records:
         findings += _picture_findings(record)
     return DatasetReport(
@@ -170,18 +188,6 @@ def _own_parts(record: ImageRecord, *, is_twin: bool) -> dict[str, float]:
 def _loss(name: str, part: float) -> float:
     """Return the share of the score, or of its factor, that a part takes off."""
     return WEIGHTS.get(name, 1.0) * (1 - part)
-
-
-def _usable(dataset: Dataset) -> float:
-    """Return the share of a folder's images that can be read and are not of one colour all over."""
-    broken = sum(
-        finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
-        for finding in dataset.findings
-    )
-    contrasts = [one.measures.brightest - one.measures.darkest for one in dataset.records]
-    blank = sum(contrast < BLANK_BELOW for contrast in contrasts)
-    total = len(dataset.records) + broken
-    return (total - broken - blank) / total
 
 
 def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
@@ -258,8 +264,10 @@ def _enlargement(record: ImageRecord) -> float:
 
 
 def _crispness(record: ImageRecord) -> float:
+    """Return the crispness measured nearest to the size of an image's bucket."""
     bucket = record.placement.bucket
-    return record.measures.crispness_at(math.sqrt(bucket.width_px * bucket.height_px))
+    side_px = math.sqrt(bucket.width_px * bucket.height_px)
+    return min(record.measures.crispness, key=lambda pair: abs(math.log(pair[0] / side_px)))[1]
 
 
 def _captioned(record: ImageRecord) -> float:
@@ -279,14 +287,6 @@ def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> fl
     return max(words.values(), default=0) / len(records)
 
 
-def _score_finding(score: float, parts: Mapping[str, float], *, least: float) -> Iterator[Finding]:
-    """Yield a warning for a dataset below the least score, naming the parts that cost it most."""
-    if score < least:
-        lost = sorted(parts, key=lambda name: -_loss(name, parts[name]))
-        worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
-        yield finding("score", score=score, least=least, worst=", ".join(worst))
-
-
 def _picture_findings(record: ImageRecord) -> Iterator[Finding]:
     placement, enlargement = record.placement, _enlargement(record)
     size, bucket = f"{record.width_px}x{record.height_px}", placement.bucket
@@ -300,13 +300,6 @@ def _picture_findings(record: ImageRecord) -> Iterator[Finding]:
         yield finding("blurred", record.name)
     if placement.cropped_fraction > CROPPED_ADVISED:
         yield finding("cropped", record.name, cropped=placement.cropped_fraction, bucket=bucket)
-
-
-def _twin_findings(twins: Mapping[str, str], records: Sequence[ImageRecord]) -> Iterator[Finding]:
-    contents = {record.name: record.content_hash for record in records}
-    for name, original in twins.items():
-        if contents[name] != contents[original]:  # identical files are reported by the scan
-            yield finding("near-duplicate", name, original=original)
 
 
 _STAND_INS = {

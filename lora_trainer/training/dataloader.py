@@ -24,7 +24,6 @@ from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_
 from lora_trainer.config.declare import LossName
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.dataset.caption_rules import is_dropped, variant_of
 from lora_trainer.dataset.records import epoch_order, sample_id
 from lora_trainer.families.facts import Conditioning, Prediction
 from lora_trainer.training.noise import (
@@ -303,11 +302,13 @@ class TrainingDataLoader:
     def _variant(self, source: SampleSource, epoch: int, sample: str) -> int | None:
         """Return which of its texts a sample is trained with; None: the empty one."""
         settings = self.data.of_folder(source.folder)
-        if is_dropped(sample, settings=settings, seed=self.seed, epoch=epoch):
+        every = settings.caption_dropout_every_epochs
+        draw = draw_uniform(self.seed, Stream.CAPTION_DROPOUT, epoch, sample)
+        if (every and (epoch + 1) % every == 0) or draw < settings.caption_dropout:
             return None
         # The first text is the plain caption of validation; training draws among the variants after it.
         drawn = range(len(source.texts))[1:] or range(1)
-        return drawn[variant_of(sample, count=len(drawn), seed=self.seed, epoch=epoch)]
+        return drawn[draw_choice(len(drawn), self.seed, Stream.CAPTION_VARIANT, epoch, sample)]
 
     def _order(self, epoch: int) -> tuple[list[str], dict[str, int]]:
         """Return the samples of an epoch in their order, and the place of each, found once an epoch."""
