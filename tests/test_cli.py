@@ -39,7 +39,7 @@ FLAGS = {
     "bench": f"{PLANNED} --json --only --steps",
     "presets": "",
     "queue": "",
-    "doctor": "--clear-cache --json --set",
+    "doctor": "--clear-cache --fix --json --set",
     "gui": "",
 }
 TOOLS = {"convert", "describe", "extract", "merge", "resize"}

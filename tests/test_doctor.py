@@ -1,14 +1,20 @@
-"""`doctor` speaks in sentences: what the machine is, what trains on it and why."""
+"""`doctor` speaks in sentences: what the machine is, what trains on it and why, what to mend and how."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from lora_trainer.cache.store import Cache, CacheKey, in_use
+from lora_trainer.common.files import CappedFolder
 from lora_trainer.hardware.machine import Hardware
+from lora_trainer.run import run_folder
 from tests.fakes.nvml import GIB, FakeCard
 from tests.fakes.runs import run_cli
 from tests.hardware.test_machine import BUSY, CARD, LARGE, MPS, OLD, with_cards
@@ -17,29 +23,37 @@ Doctor = Callable[..., list[dict[str, str]]]
 
 
 @pytest.fixture
-def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Doctor:
-    """Return the checks that the command prints of a machine."""
+def doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Doctor:
+    """Return the checks that the command prints of a machine, or what `--fix` mended."""
+    folders = [f"data.cache_dir={tmp_path / 'cache'}", f"output.folder={tmp_path / 'runs'}"]
+    words = [word for setting in folders for word in ("--set", setting)]
 
-    def doctor(here: Hardware, offline: str = "") -> list[dict[str, str]]:
-        monkeypatch.setattr("lora_trainer.hardware.machine.detect", lambda: here)
+    def doctor(here: Hardware | None = None, offline: str = "") -> list[dict[str, str]]:
+        if here is not None:
+            monkeypatch.setattr("lora_trainer.hardware.machine.detect", lambda: here)
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
         capsys.readouterr()
-        assert run_cli(["doctor", "--json"]) == 0
-        checks: list[dict[str, str]] = json.loads(capsys.readouterr().out)["checks"]
-        return checks
+        assert run_cli(["doctor", "--json", "--fix", *words]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        found: list[dict[str, str]] = report["repairs" if here is None else "checks"]
+        return found
 
     return doctor
 
 
 def test_doctor_prints_marked_sentences_and_no_fields(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_cli(["doctor"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(["doctor", "--fix", "--set", f"data.cache_dir={tmp_path / 'cache'}"]) == 0
     *lines, last = capsys.readouterr().out.rstrip().split("\n")
     assert len(lines) > 4
     for line in lines:
         assert line.startswith(("ok    ", "warn  ")) and line.endswith("."), line
         assert not any(raw in line for raw in ("gpus", "_bytes", "cpu_threads", "()")), line
+    assert "ok    Nothing had to be mended." in lines
     warnings = sum(line.startswith("warn") for line in lines)
     plural = "" if warnings == 1 else "s"
     assert last == (f"{warnings} warning{plural}, marked warn." if warnings else "No problems.")
@@ -96,3 +110,63 @@ def test_a_machine_without_faults_has_no_warning(
     found = doctor(with_cards(CARD))
     assert {one["mark"] for one in found} == {"ok"}
     assert not any("pinned" in one["sentence"] or "HF_HUB" in one["sentence"] for one in found)
+
+
+def test_fix_removes_what_killed_trainings_left_and_nothing_else(
+    tmp_path: Path, doctor: Doctor
+) -> None:
+    cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
+    store = Cache(folder=cache, on_problem=lambda what, *, fix, file=None, code="": None)
+    keys = [CacheKey.of("text", text=text) for text in "abc"]
+    for key in keys:
+        store.write(key, {"a": np.ones(4, np.float32)})
+    whole, spoilt, aside = map(store.path, keys)
+    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"!")
+    (cache.root / "damaged").mkdir()
+    aside.rename(cache.root / "damaged" / aside.name)
+    leftovers = [
+        whole.with_name(".tmp-1-2-entry"),
+        cache.root / ".in-use-elsewhere-1.lock",
+    ]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    image = tmp_path / "my-images" / ".tmp-1.png"
+    image.parent.mkdir()
+    image.write_bytes(b"an image")
+    run, begun = tmp_path / "runs" / "cat", tmp_path / "runs" / "dog"
+    for folder in (run / "states", begun):
+        folder.mkdir(parents=True)
+    for file in (run / "run.json", run / "events.jsonl", begun / "events.jsonl", begun / ".lock"):
+        file.write_text("{}\n")
+    # The names that a save killed at any moment leaves: not published yet, or being replaced.
+    unfinished, replaced = (
+        run / "states" / ".tmp-step-00000002.1",
+        run / "states" / ".del-step-00000001.1",
+    )
+    for folder in (unfinished, replaced):
+        folder.mkdir()
+        (folder / "state.json").write_text("{}")
+
+    assert [repair["mark"] for repair in doctor()] == ["ok"] * 5
+    assert not [path for path in (*leftovers, spoilt, unfinished, begun) if path.exists()]
+    assert not list((cache.root / "damaged").iterdir())
+    assert store.read(keys[0]) is not None and image.read_bytes() == b"an image"
+    assert replaced.is_dir() and (run / "run.json").is_file()
+    assert [repair["sentence"] for repair in doctor()] == ["Nothing had to be mended."]
+
+
+def test_fix_leaves_alone_what_a_training_uses(tmp_path: Path, doctor: Doctor) -> None:
+    cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
+    cache.create()
+    (cache.root / "text").mkdir(exist_ok=True)
+    unfinished = cache.root / "text" / ".tmp-1-2-entry"
+    unfinished.write_bytes(b"half")
+    run = tmp_path / "runs" / "cat"
+    run.mkdir(parents=True)
+    (run / "events.jsonl").write_text("{}\n")
+    with in_use(cache.root), run_folder.claim(run):
+        (run / ".tmp-1-2-x").write_bytes(b"being written")
+        (repair,) = doctor()
+        assert (run / ".tmp-1-2-x").is_file() and unfinished.is_file()
+    assert repair["mark"] == "warn" and "a training uses the cache" in repair["sentence"]
+    assert repair["fix"] == "wait for it, or stop it first"

@@ -382,10 +382,24 @@ def clear(folder: CappedFolder) -> Cleared:
         raise MachineError(
             f"{root} is no cache of lora-train", fix="name its folder, or do nothing"
         )
+    with unused(root):
+        sizes_bytes = dict(entries(folder))
+        for path in sizes_bytes:
+            path.unlink(missing_ok=True)
+        _forget_removed(folder)
+    return Cleared(folder=root, files=len(sizes_bytes), bytes=sum(sizes_bytes.values()))
+
+
+@contextmanager
+def unused(root: Path) -> Iterator[int]:
+    """Keep trainings from a cache meanwhile; yields how many marks of killed trainings were removed.
+
+    Raises MachineError while a training uses the cache and when the disk refuses.
+    """
     try:
-        # No training begins meanwhile.
         with FileLock(root / _DOOR, timeout=0):
-            for mark in root.glob(_MARKS):
+            marks = list(root.glob(_MARKS))
+            for mark in marks:
                 lock = FileLock(mark)
                 try:
                     lock.acquire(timeout=0)
@@ -395,11 +409,7 @@ def clear(folder: CappedFolder) -> Cleared:
                     ) from None
                 lock.release(force=True)
                 mark.unlink(missing_ok=True)  # its process was killed
-            sizes_bytes = dict(entries(folder))
-            for path in sizes_bytes:
-                path.unlink(missing_ok=True)
-            _forget_removed(folder)
-            return Cleared(folder=root, files=len(sizes_bytes), bytes=sum(sizes_bytes.values()))
+            yield len(marks)
     except Timeout:
         raise MachineError(
             f"{root} is being cleared or used", fix="try again in a minute"

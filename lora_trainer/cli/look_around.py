@@ -113,21 +113,26 @@ def presets() -> Reply:
 def doctor(
     *,
     clear_cache: bool = False,
+    fix: bool = False,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
     """Check this machine: its hardware, the device trainings use and why, and how to fix problems.
 
     :param clear_cache: delete the encoded images and captions of all trainings
+    :param fix: remove what killed trainings left, and damaged cache files
     """
     from lora_trainer.config.config import build_config
     from lora_trainer.dataset.scan import cache_in
 
-    if set_ and not clear_cache:
+    if clear_cache and fix:
+        raise RequestError("--clear-cache and --fix contradict each other", fix="give one of them")
+    if set_ and not clear_cache and not fix:
         raise RequestError(
-            "--set has no effect without --clear-cache", fix="leave --set out, or add that"
+            "--set has no effect without --clear-cache or --fix", fix="leave --set out, or add one"
         )
-    cache = cache_in(build_config(overrides(set_)).data)
+    config = build_config(overrides(set_))
+    cache = cache_in(config.data)
     if clear_cache:
         from lora_trainer.cache.store import clear
 
@@ -140,12 +145,15 @@ def doctor(
         )
     from lora_trainer.hardware.machine import detect
     from lora_trainer.run.machine_report import checks, doctor_json, doctor_text
+    from lora_trainer.run.repairs import mend
 
+    repairs = mend(cache, Path(config.output.folder)) if fix else []
     hardware = detect()
     machine_checks = list(checks(hardware, cache=cache.root, environment=os.environ))
     if json:
-        return {**doctor_json(hardware), "checks": [check._asdict() for check in machine_checks]}
-    return doctor_text(machine_checks)
+        report = {**doctor_json(hardware), "checks": [check._asdict() for check in machine_checks]}
+        return {**report, "repairs": [each._asdict() for each in repairs]} if fix else report
+    return doctor_text([*machine_checks, *repairs])
 
 
 def gui(
