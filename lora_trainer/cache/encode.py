@@ -90,7 +90,13 @@ def fill(
         if texts:
             work.say("loading the text encoders")
             captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
-            _add_texts(texts, work, captions, texts_as=texts_as, settings=settings)
+            fix = "shorten it, most important words first"
+            if settings.caption_tokens in (75, 150):
+                fix += ", or raise data.caption_tokens"
+            for text, key in texts:
+                work.obey()
+                captions.do(partial(_say_if_cut, texts_as.words(text), events=events, fix=fix))
+                work.add(key, captions.do(partial(texts_as.encode, text)), message="captions")
             captions.close()
     return Encoded(latents=len(latents), texts=len(texts), found=cached_count, masks=len(masks))
 
@@ -151,23 +157,6 @@ def _add_images(
             work.add(job.key, encode(job, pixels), message=f"{what}{job.record.name}")
 
 
-def _add_texts(
-    texts: Sequence[tuple[str, CacheKey]],
-    work: _Pass,
-    encoding: _Encoding[TextEncoder],
-    *,
-    texts_as: TextEntries,
-    settings: DataSettings,
-) -> None:
-    fix = "shorten it, most important words first"
-    if settings.caption_tokens in (75, 150):
-        fix += ", or raise data.caption_tokens"
-    for text, key in texts:
-        work.obey()
-        encoding.do(partial(_say_if_cut, texts_as.words(text), events=work.events, fix=fix))
-        work.add(key, encoding.do(partial(texts_as.encode, text)), message="captions")
-
-
 Encoder = TypeVar("Encoder")
 Done = TypeVar("Done")
 
@@ -195,26 +184,23 @@ class _Encoding(Generic[Encoder]):
                 reason = first_line(error)
             # Outside the except block: its traceback would keep the tensors alive that must go.
             self.close()
-            self._move_on(reason)
+            full = self.devices[self._place]
+            self._place += 1
+            if self._place == len(self.devices):
+                raise MachineError(
+                    f"{full} ran out of memory while caching: {reason}",
+                    fix="use a lower data.resolution, or free memory",
+                )
+            self.events.problem(
+                f"caching goes on on {self.devices[self._place]}, slower: {reason}",
+                fix="nothing to do, or free memory on the device",
+                code="TRN-02",
+            )
 
     def close(self) -> None:
         """Let go of the encoder."""
         self._encoder = None
         free_memory()
-
-    def _move_on(self, reason: str) -> None:
-        full = self.devices[self._place]
-        self._place += 1
-        if self._place == len(self.devices):
-            raise MachineError(
-                f"{full} ran out of memory while caching: {reason}",
-                fix="use a lower data.resolution, or free memory",
-            )
-        self.events.problem(
-            f"caching goes on on {self.devices[self._place]}, slower: {reason}",
-            fix="nothing to do, or free memory on the device",
-            code="TRN-02",
-        )
 
 
 def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArray[np.float32], ...]:

@@ -20,7 +20,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,17 +84,6 @@ class CacheKey(NamedTuple):
 
 class Damaged(Exception):
     """The bytes are not a whole entry of the wanted key; the message says how."""
-
-
-def _build(key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return the bytes of an entry; raises TypeError for other arrays than float32 and int64."""
-    wrong = {name: str(array.dtype) for name, array in arrays.items() if array.dtype not in DTYPES}
-    if wrong or not arrays:
-        raise TypeError(f"cache entries are float32 or int64 arrays, got {wrong or 'none'}")
-    # safetensors reads the memory behind a transposed array as if it were in order.
-    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    header = _ENCODER.encode(_header(key, ordered))
-    return build_safetensors(ordered, metadata={_METADATA_KEY: header})
 
 
 def parse(data: bytes, *, digest: str) -> Arrays:
@@ -181,7 +170,13 @@ class Cache:
         except OSError as error:
             problem = f"cannot be read ({error.strerror or error})"
         except Damaged as error:
-            problem = f"is damaged ({error}){self._moved_aside(path)}"
+            problem, aside = f"is damaged ({error})", self.folder.root / DAMAGED_FOLDER / path.name
+            try:
+                aside.parent.mkdir(exist_ok=True)
+                retry_while_open(lambda: path.replace(aside))
+                problem += f", moved to {DAMAGED_FOLDER}/"
+            except OSError as refusal:
+                problem += f" and cannot be moved aside ({refusal.strerror or refusal})"
         else:
             self.touch(key, stat)
             return arrays
@@ -220,7 +215,13 @@ class Cache:
 
     def write(self, key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Store float32 and int64 arrays; raises MachineError, TypeError for another dtype."""
-        data = _build(key, arrays)
+        wrong = {name: str(one.dtype) for name, one in arrays.items() if one.dtype not in DTYPES}
+        if wrong or not arrays:
+            raise TypeError(f"cache entries are float32 or int64 arrays, got {wrong or 'none'}")
+        # safetensors reads the memory behind a transposed array as if it were in order.
+        ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        header = _ENCODER.encode(_header(key, ordered))
+        data = build_safetensors(ordered, metadata={_METADATA_KEY: header})
         path = self.path(key)
         if not path.parent.is_dir():
             self.folder.create()
@@ -253,35 +254,21 @@ class Cache:
 
     def prune(self, keep: Iterable[CacheKey]) -> int:
         """Bring the folder under its limit, sparing entries in `keep`; return the bytes freed."""
-        self._remove_leftovers()
+        # Only a killed run leaves a temporary file this long; the folder's size counts none.
+        is_ours = (self.folder.root / self.folder.marker).exists()
+        for path in self.folder.root.glob(f"*/*/{TEMPORARY_PREFIX}*") if is_ours else ():
+            # Another run finished it, or on Windows still writes it.
+            with suppress(FileNotFoundError, PermissionError):
+                if time.time() - path.stat().st_mtime > _LEFTOVER_AGE_S:
+                    path.unlink()
         freed_bytes = self.folder.prune(self.file(key) for key in keep)
         if freed_bytes:
             _forget_removed(self.folder)
         return freed_bytes
 
-    def _remove_leftovers(self) -> None:
-        # Only a killed run leaves a temporary file this long; the folder's size counts none.
-        if not (self.folder.root / self.folder.marker).exists():
-            return
-        for path in self.folder.root.glob(f"*/*/{TEMPORARY_PREFIX}*"):
-            # Another run finished it, or on Windows still writes it.
-            with suppress(FileNotFoundError, PermissionError):
-                if time.time() - path.stat().st_mtime > _LEFTOVER_AGE_S:
-                    path.unlink()
-
-    def _moved_aside(self, path: Path) -> str:
-        aside = self.folder.root / DAMAGED_FOLDER / path.name
-        try:
-            aside.parent.mkdir(exist_ok=True)
-            retry_while_open(lambda: path.replace(aside))
-        except OSError as error:
-            return f" and cannot be moved aside ({error.strerror or error})"
-        return f", moved to {DAMAGED_FOLDER}/"
-
 
 SETTLED_NS = 60 * 10**9
 """Younger entries may not be on the disk yet: a power cut can still take what was just read."""
-_FEW = 64
 
 
 @gc_disabled()
@@ -302,9 +289,10 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
             cache.touch(key, stat)
         else:
             to_read.append((key, stamp if stat.st_mtime_ns < settled_ns else None))
-    for (key, stamp_if_settled), is_whole in zip(
-        to_read, _verified([key for key, _ in to_read], cache), strict=True
-    ):
+    # Several at a time, as reading and hashing release the GIL.
+    with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
+        whole = pool.map(lambda pair: cache.read(pair[0]) is not None, to_read, chunksize=16)
+    for (key, stamp_if_settled), is_whole in zip(to_read, whole, strict=True):
         if not is_whole:
             absent.add(key.digest)
         elif stamp_if_settled is not None:
@@ -324,14 +312,6 @@ def _whole_entries(folder: CappedFolder) -> MemoTable:
 
 def _forget_removed(folder: CappedFolder) -> None:
     _whole_entries(folder).retain({path.stem for path, _ in entries(folder)})
-
-
-def _verified(keys: Sequence[CacheKey], cache: Cache) -> list[bool]:
-    """Read entries; of many several at a time, as reading and hashing release the GIL."""
-    if len(keys) < _FEW:
-        return [cache.read(key) is not None for key in keys]
-    with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        return pool.map(lambda key: cache.read(key) is not None, keys, chunksize=16)
 
 
 _DOOR = ".in-use.lock"

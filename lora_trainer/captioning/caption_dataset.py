@@ -88,20 +88,6 @@ def look(dataset: Path, request: CaptionRequest) -> tuple[RequestedModel, Chosen
     )
 
 
-def compose(text: str, *, prefix: str = "", suffix: str = "", trigger: str | None = None) -> str:
-    """Return a caption of one line: prefix, the model's words and suffix, as typed, the trigger first.
-
-    The trigger is left out where the words hold it already, and stands where they say `[trigger]`.
-    """
-    description = "".join(sign for sign in clean(text) if sign.isprintable()).strip(" ,;")
-    before, after = clean(prefix), clean(suffix)
-    if after.startswith(","):
-        description = description.rstrip(" .")
-    apart = "" if after.startswith(tuple(",.;:!?")) else " "
-    whole = f"{before} {description}{apart}{after}".strip()
-    return with_trigger(whole, trigger)[:MAX_CAPTION_CHARACTERS].rstrip()
-
-
 @dataclass(kw_only=True)
 class _Work:
     """One call at work: counts as it goes, and tells."""
@@ -175,6 +161,10 @@ class _Work:
     def _write(
         self, index: int, target: Target, description: ModelCaption, journal: CaptionJournal
     ) -> None:
+        """Write one line: prefix, the model's words and suffix, as typed, the trigger first.
+
+        The trigger is left out where the words hold it already, and stands where they say `[trigger]`.
+        """
         if not clean(description.text).strip(" .,;"):
             fix = "take another --model, or a lower --threshold for a tagger"
             self._fail(target.name, "is one that the model says nothing about", fix)
@@ -183,13 +173,14 @@ class _Work:
             fix = "nothing to do, or run it again with --overwrite"
             self._fail(target.name, f"got another caption meanwhile ({target.file.name})", fix)
             return
-        request = self.request
-        text = compose(
-            description.text,
-            prefix=request.prefix,
-            suffix=request.suffix,
-            trigger=request.trigger,
-        )
+        words = "".join(sign for sign in clean(description.text) if sign.isprintable())
+        words = words.strip(" ,;")
+        prefix, suffix = clean(self.request.prefix), clean(self.request.suffix)
+        if suffix.startswith(","):
+            words = words.rstrip(" .")
+        apart = "" if suffix.startswith(tuple(",.;:!?")) else " "
+        text = with_trigger(f"{prefix} {words}{apart}{suffix}".strip(), self.request.trigger)
+        text = text[:MAX_CAPTION_CHARACTERS].rstrip()
         journal.write(target.file, f"{text}\n".encode(), before=target.before)
         self.written += 1
         self.events.emit(

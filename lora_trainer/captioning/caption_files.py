@@ -9,6 +9,7 @@ the captions are missed. Files edited since are left alone.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -68,7 +69,12 @@ def choose(
     chosen = Chosen(findings=sum(finding.severity == "error" for finding in listing.findings))
     owners: dict[Path, str] = {}
     for picture in _selected(listing.pictures, only, dataset):
-        file = _file_for(picture, dataset, output)
+        # The file that training reads: the one that the image has, else NAME.txt beside it.
+        file = picture.path.with_name(split_name(picture.path.name)[0] + EXTENSION)
+        if output is not None:
+            file = output / file.relative_to(dataset)
+        elif picture.sidecar is not None and not is_json(picture.sidecar.name):
+            file = picture.sidecar
         owner = owners.setdefault(file, picture.name)
         before = content_of(file)
         if owner != picture.name:
@@ -106,15 +112,6 @@ def _selected(
             )
         selected_names.add(match.name)
     yield from (picture for picture in by_name.values() if picture.name in selected_names)
-
-
-def _file_for(picture: ImageFile, dataset: Path, output: Path | None) -> Path:
-    """Return the file that training reads for an image: the one it has, else NAME.txt beside it."""
-    sidecar = picture.sidecar
-    if output is None and sidecar is not None and not is_json(sidecar.name):
-        return sidecar
-    beside = picture.path.with_name(split_name(picture.path.name)[0] + EXTENSION)
-    return beside if output is None else output / beside.relative_to(dataset)
 
 
 def content_of(file: Path) -> bytes | None:
@@ -160,8 +157,11 @@ class CaptionJournal:
 
     def write(self, file: Path, text: bytes, *, before: bytes | None) -> None:
         """Write a caption file so that it can be taken back; raises MachineError."""
-        name = self._name(file)
-        old = None if before is None else self._keep(name, before)
+        name, old = self._name(file), None
+        if before is not None:  # is stored under the name of the file, or that with a number
+            names = (f"{name}.{number}" if number else name for number in itertools.count())
+            old = next(one for one in names if not (self.folder / "old" / one).exists())
+            _write(self.folder / "old" / old, before)
         self._append({"file": name, "sha256": sha256_bytes(text), "old": old})
         _write(file, text)
         self.written[name] = sha256_bytes(text)
@@ -169,16 +169,6 @@ class CaptionJournal:
     def finish(self) -> None:
         """Note that the call did all it was asked for: the next one is one of its own."""
         self._append({"finished": True})
-
-    def _keep(self, name: str, content: bytes) -> str:
-        """Store a file's old bytes under its own name, or that with a number; return the name."""
-        for number in range(1, 10_000):
-            copy_name = name if number == 1 else f"{name}.{number}"
-            path = self.folder / "old" / copy_name
-            if not path.exists():
-                break
-        _write(path, content)
-        return copy_name
 
     def _append(self, row: Mapping[str, Any]) -> None:
         file = self.folder / JOURNAL

@@ -61,12 +61,8 @@ class KnownModel:
     memory_gib: float
 
 
-def _known_models() -> tuple[KnownModel, ...]:
-    text = files(__package__).joinpath("catalogue.toml").read_text("utf-8")
-    return tuple(KnownModel(name=name, **row) for name, row in tomllib.loads(text).items())
-
-
-KNOWN = _known_models()
+_CATALOGUE = tomllib.loads(files(__package__).joinpath("catalogue.toml").read_text("utf-8"))
+KNOWN = tuple(KnownModel(name=name, **row) for name, row in _CATALOGUE.items())
 
 
 @Parameter(name="*")
@@ -313,28 +309,26 @@ class Tagger:
         squares = np.stack([_square(picture, self.side_px) for picture in pictures])
         filled = self.fixed_batch or len(squares)
         squares = np.concatenate([squares, squares[:1].repeat(filled - len(squares), axis=0)])
-        probabilities = self._probabilities(squares)
-        if probabilities.shape[0] != filled or any(
-            tag.column >= probabilities.shape[1] for tag in self.tags
-        ):
-            raise UnusableModel(self.name, f"answers {probabilities.shape}, not what its tags need")
-        return [
-            ModelCaption(text=", ".join(self._chosen(row)))
-            for row in probabilities[: len(pictures)]
-        ]
-
-    def _probabilities(self, squares: Any) -> Any:
         try:
-            return self.session.run(None, {self.session.get_inputs()[0].name: squares})[0]
+            feed = {self.session.get_inputs()[0].name: squares}
+            probabilities = self.session.run(None, feed)[0]
         except Exception as error:  # noqa: BLE001 - onnxruntime's errors have no class of their own
             if "allocate memory" in str(error):
                 raise OutOfRoom from None
             raise _not_to_be_run(self.name, error) from None
-
-    def _chosen(self, probabilities: Any) -> list[str]:
-        likely = [tag for tag in self.tags if probabilities[tag.column] >= tag.threshold]
-        likely.sort(key=lambda tag: (not tag.is_character, -probabilities[tag.column], tag.column))
-        return [tag.text for tag in likely]
+        if probabilities.shape[0] != filled or any(
+            tag.column >= probabilities.shape[1] for tag in self.tags
+        ):
+            raise UnusableModel(self.name, f"answers {probabilities.shape}, not what its tags need")
+        captions = []
+        for row in probabilities[: len(pictures)]:
+            likely = sorted(
+                (not tag.is_character, -row[tag.column], tag.column, tag.text)
+                for tag in self.tags
+                if row[tag.column] >= tag.threshold
+            )
+            captions.append(ModelCaption(text=", ".join(text for *_, text in likely)))
+        return captions
 
 
 def load_tagger(folder: Path, request: CaptionRequest) -> Tagger:
@@ -362,9 +356,10 @@ def _read_tags(file: Path, request: CaptionRequest) -> tuple[Tag, ...]:
     except (OSError, ValueError, KeyError, csv.Error) as error:
         problem = f"has no {file.name} that can be read ({error})"
         raise UnusableModel(request.model, problem) from None
+    # With spaces for underscores, but for faces drawn with signs: `^_^` has no two letters side by side.
     return tuple(
         Tag(
-            text=_spelled(tag),
+            text=tag.replace("_", " ") if re.search(r"[^\W_]{2}", tag) else tag,
             column=column,
             is_character=category == CHARACTER,
             threshold=thresholds[category],
@@ -372,14 +367,6 @@ def _read_tags(file: Path, request: CaptionRequest) -> tuple[Tag, ...]:
         for column, (tag, category) in enumerate(rows)
         if category in thresholds
     )
-
-
-def _spelled(tag: str) -> str:
-    """Return a tag with spaces for underscores, but for the faces drawn with signs, such as `^_^`.
-
-    A face has no two letters or digits side by side.
-    """
-    return tag.replace("_", " ") if re.search(r"[^\W_]{2}", tag) else tag
 
 
 def _square(picture: Image.Image, side_px: int) -> Any:

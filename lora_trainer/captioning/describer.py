@@ -84,7 +84,12 @@ class Describer:
 
     @torch.inference_mode()
     def _described(self, pictures: list[Image.Image]) -> list[ModelCaption]:
-        inputs = self._inputs(pictures)
+        if self.text is None:
+            inputs = self.processor(images=pictures, return_tensors="pt")
+        else:
+            nested = [[picture] for picture in pictures] if self.is_chat else pictures
+            texts = [self.text] * len(pictures)
+            inputs = self.processor(images=nested, text=texts, padding=True, return_tensors="pt")
         inputs = inputs.to(self.torch_device, self.dtype)
         tokens = self.model.generate(
             **inputs,
@@ -103,14 +108,6 @@ class Describer:
             for text, row in zip(texts, tokens.cpu(), strict=True)
         ]
 
-    def _inputs(self, pictures: list[Image.Image]) -> Any:
-        if self.text is None:
-            return self.processor(images=pictures, return_tensors="pt")
-        nested = [[picture] for picture in pictures] if self.is_chat else pictures
-        return self.processor(
-            images=nested, text=[self.text] * len(pictures), padding=True, return_tensors="pt"
-        )
-
 
 def load_describer(folder: Path, request: CaptionRequest) -> Describer:
     """Load the model in `folder`.
@@ -120,7 +117,14 @@ def load_describer(folder: Path, request: CaptionRequest) -> Describer:
     """
     name = request.model
     torch_device, dtype = _device(request.device)
-    _refuse_foreign(folder, name)
+    try:
+        kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UnusableModel(name, f"has no config.json that can be read ({error})") from None
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise UnusableModel(
+            name, f"is of type {kind!r}, which transformers does not run without foreign code"
+        )
     with _misfits_named(name):
         processor = _processor(folder)
         text, is_chat = _text_beside(processor, request)
@@ -190,18 +194,6 @@ def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, b
     if prompt is not None:
         raise RequestError(f"{name} takes no request", fix="leave --prompt out")
     return None, False
-
-
-def _refuse_foreign(folder: Path, name: str) -> None:
-    """Raise InputError for a model that transformers has no class for."""
-    try:
-        kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UnusableModel(name, f"has no config.json that can be read ({error})") from None
-    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        raise UnusableModel(
-            name, f"is of type {kind!r}, which transformers does not run without foreign code"
-        )
 
 
 def _refuse_too_large(
