@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lora_trainer.config.config import build_config
-from lora_trainer.config.running import Config
 from lora_trainer.hardware import nvml
 from lora_trainer.training import pace
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 
-SLOW = pace.Slow(
-    factor=2.0,
-    now=pace.Timed(seconds=4.0, wait_s=0.1, latents=64),
-    usual=pace.Timed(seconds=2.0, wait_s=0.1, latents=64),
+SLOW = pace.Slow(2.0, now=pace.Timed(4.0, 0.1), usual=pace.Timed(2.0, 0.1))
+GPU = nvml.Gpu(
+    index=1,
+    name="a GPU",
+    total_bytes=12 * GIB,
+    free_bytes=11 * GIB,
+    compute_capability=(8, 6),
+    driver="",
+    uuid="GPU-b",
 )
+SPILLING = replace(GPU, spills=True)
 US, OTHER = 4711, 4712
 CARD = nvml.CardState(
     total_bytes=12 * GIB,
@@ -28,20 +32,23 @@ CARD = nvml.CardState(
     users=frozenset({US}),
     busy_percent={US: 95},
 )
-QUIET = pace.MachineState(card=CARD, beside_card=True, processors=8)
-
-
-def settings(values: Mapping[str, Any]) -> Config:
-    plain = {"hardware.threads": 8, "memory.streamed_blocks": 0}
-    return build_config({**plain, **values})
+QUIET = pace.MachineState(card=CARD, processors=8)
 
 
 def found(
-    now: pace.MachineState, *, slow: pace.Slow = SLOW, spills: bool = False, **values: Any
+    now: pace.MachineState,
+    *,
+    before: pace.MachineState = QUIET,
+    slow: pace.Slow = SLOW,
+    gpu: nvml.Gpu | None,
+    streamed_blocks: int = 0,
 ) -> list[Any]:
-    config = settings({key.replace("__", "."): value for key, value in values.items()})
-    *likely, unknown = pace.causes(slow, QUIET, now, spills=spills, config=config)
+    plain = {"hardware.threads": 8, "memory.streamed_blocks": streamed_blocks}
+    config: Any = build_config(plain)
+    *likely, unknown = pace.causes(slow, before, now, gpu=gpu, config=config)
     assert unknown.name == "unknown"
+    # Without a GPU nobody is sent to its tools.
+    assert ("nvidia-smi" in unknown.fix) == (gpu is not None)
     return likely
 
 
@@ -50,9 +57,9 @@ def with_card(**changes: Any) -> pace.MachineState:
 
 
 def test_nothing_that_changed_is_no_cause() -> None:
-    assert not found(QUIET, spills=True)
-    assert not found(with_card(celsius=83, held_back=0x4))
-    assert not found(pace.MachineState(processors=8))
+    assert not found(QUIET, gpu=SPILLING)
+    assert not found(with_card(celsius=83, held_back=0x4), gpu=GPU)
+    assert not found(pace.MachineState(processors=8), gpu=None)
 
 
 @pytest.mark.parametrize(
@@ -81,43 +88,32 @@ def test_nothing_that_changed_is_no_cause() -> None:
 def test_each_cause_is_named_with_what_to_do(
     now: pace.MachineState, name: str, said: str, setting: str
 ) -> None:
-    (cause,) = found(now, spills=True)
+    (cause,) = found(now, gpu=SPILLING)
     assert cause.name == name
     assert said in cause.observation
     assert setting in cause.fix
 
 
 def test_waiting_for_data_comes_first() -> None:
-    waits = replace(SLOW, now=replace(SLOW.now, wait_s=1.9))
-    first, second = found(with_card(users=frozenset({US, OTHER})), slow=waits)
+    waits = SLOW._replace(now=pace.Timed(4.0, 1.9))
+    first, second = found(with_card(users=frozenset({US, OTHER})), slow=waits, gpu=GPU)
     assert (first.name, second.name) == ("data", "others")
     assert "48 %" in first.observation
     assert "data.prefetch_steps" in first.fix
 
 
 def test_a_cause_depends_on_driver_device_and_settings() -> None:
-    assert not found(with_card(used_bytes=12 * GIB)), "this driver does not spill"
+    assert not found(with_card(used_bytes=12 * GIB), gpu=GPU), "this driver does not spill"
     busy = replace(QUIET, cores_taken=3.0)
-    assert not found(busy), "the GPU needs few processors"
-    (cause,) = found(replace(busy, beside_card=False))
+    assert not found(busy, gpu=GPU), "the GPU needs few processors"
+    (cause,) = found(busy, gpu=None)
     assert cause.name == "processor"
-    giving_way = replace(QUIET, beside_card=False, cores_taken=0.4, gives_way=True)
-    (cause,) = found(giving_way)
-    assert (cause.name, cause.observation) == (
-        "processor",
-        "the training's threads gave way to other programs",
-    )
-    (again,) = pace.causes(SLOW, giving_way, giving_way, spills=False, config=settings({}))
-    assert again.name == "unknown", "they gave way when steps were fast, too"
-    (cause,) = found(replace(QUIET, swapped_bytes_per_s=3e7), memory__streamed_blocks=20)
+    giving_way = replace(QUIET, cores_taken=0.4, gives_way=True)
+    (cause,) = found(giving_way, gpu=None)
+    assert cause[:2] == ("processor", "the training's threads gave way to other programs")
+    assert not found(giving_way, before=giving_way, gpu=None), "they gave way before, too"
+    (cause,) = found(replace(QUIET, swapped_bytes_per_s=3e7), streamed_blocks=20, gpu=GPU)
     assert "memory.streamed_blocks (now 20)" in cause.fix
-
-
-def test_without_a_gpu_nobody_is_sent_to_its_tools() -> None:
-    for beside_card in (True, False):
-        now = replace(QUIET, beside_card=beside_card)
-        (cause,) = pace.causes(SLOW, QUIET, now, spills=False, config=settings({}))
-        assert ("nvidia-smi" in cause.fix) == beside_card
 
 
 # ---- asking the driver
@@ -131,15 +127,6 @@ BUSY = FakeCard(
     compute_pids=(US,),
     graphics_pids=(OTHER,),
     busy_percent={US: 90},
-)
-GPU = nvml.Gpu(
-    index=1,
-    name="a GPU",
-    total_bytes=12 * GIB,
-    free_bytes=11 * GIB,
-    compute_capability=(8, 6),
-    driver="",
-    uuid="GPU-b",
 )
 
 

@@ -236,7 +236,16 @@ def freeze(state: TrainingState, *, copy: Copy = snapshot) -> Frozen:
 
     This is all of a save that training waits for.
     """
-    _refuse_non_finite(state)
+    # What is not finite makes a sum that is not; one pass, and one answer from a device.
+    sums = [tensor.sum() for tensor in state.adapter.values()]
+    if sums and not bool(torch.stack(sums).isfinite().all()):
+        # Six times as slow as the sums, which can also overflow.
+        for name, tensor in state.adapter.items():
+            if not tensor.isfinite().all():
+                raise NonFiniteAdapter(
+                    f"step {state.step} is not saved: {name} holds values that are not finite numbers",
+                    fix="resume from the last state with a lower optimizer.learning_rate",
+                )
     adapter = {name: copy(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()}
     optimizer, tensors = _pack(state.optimizer, lambda name, it: copy(f"optimizer.{name}", it))
     state = replace(state, adapter=adapter, optimizer={})
@@ -255,9 +264,8 @@ def thaw(frozen: Frozen) -> TrainingState:
 def tensors_digest(frozen: Frozen) -> bytes:
     """Return the SHA-256 of all tensors of a state, which is the same for the same bits only."""
     digest = hashlib.sha256()
-    for tensors in (frozen.state.adapter, frozen.optimizer_tensors):
-        for part in file_parts(tensors):
-            digest.update(part)
+    for part in (*file_parts(frozen.state.adapter), *file_parts(frozen.optimizer_tensors)):
+        digest.update(part)
     return digest.digest()
 
 
@@ -268,20 +276,6 @@ def state_files(frozen: Frozen) -> dict[str, bytes]:
 
 class NonFiniteAdapter(TrainingStopped):
     """The adapter holds values that are not finite numbers; such a state is never kept."""
-
-
-def _refuse_non_finite(state: TrainingState) -> None:
-    # What is not finite makes a sum that is not; one pass, and one answer from a device.
-    sums = [tensor.sum() for tensor in state.adapter.values()]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
-        return
-    # Six times as slow as the sums, which can also overflow.
-    not_finite = [name for name, tensor in state.adapter.items() if not tensor.isfinite().all()]
-    if not_finite:
-        raise NonFiniteAdapter(
-            f"step {state.step} is not saved: {not_finite[0]} holds values that are not finite numbers",
-            fix="resume from the last state with a lower optimizer.learning_rate",
-        )
 
 
 def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
@@ -306,7 +300,14 @@ def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
         if target.exists():
             _discard(target)
         rename_durably(unfinished, target)
-        _prune(folder, newest=target, keep=max(keep, MIN_KEPT))
+        # Remove all but this one and the `keep` - 1 states before it by step.
+        steps = {path: int(match[1]) for path, match in _matching(folder, _PUBLISHED)}
+        steps.pop(target)
+        for path in sorted(steps, key=steps.__getitem__, reverse=True)[max(keep, MIN_KEPT) - 1 :]:
+            _discard(path)
+        for path, match in _matching(folder, _LEFTOVER):
+            if match[1] == "del" and int(match[3]) == os.getpid():
+                remove_tree(path)
     except OSError as error:
         with suppress(OSError):
             remove_tree(unfinished)
@@ -321,10 +322,32 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
     processes left half-written or half-removed is cleaned up. Raises MachineError only when the
     folder itself cannot be listed: starting anew would be worse.
     """
+    state = None
     try:
         if not folder.is_dir():
             return None
-        state = _first_valid(folder, events)
+        # Published states, and states that a dead process was taking away: highest step first, published ones first.
+        candidates = [(int(match[1]), True, path) for path, match in _matching(folder, _PUBLISHED)]
+        for path, match in _matching(folder, _LEFTOVER):
+            if match[1] == "del" and _is_ours(match):
+                candidates.append((int(match[2]), False, path))
+        for step, is_published, path in sorted(candidates, key=lambda each: each[:2], reverse=True):
+            try:
+                state = _read(path, step=step)
+            except _InvalidStateError as error:
+                if is_published:
+                    _report(events, path, f"resume state is not usable: {error}", severity="error")
+                    aside = folder / f"bad-{path.name}"
+                    numbered = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
+                    free = next(name for name in chain([aside], numbered) if not name.exists())
+                    with _tolerating(events, path, "cannot move it aside"):
+                        os.rename(path, free)  # noqa: PTH104
+                continue
+            if not is_published:
+                # Killed between taking an old state of this step away and putting the new one there.
+                with _tolerating(events, path, "cannot restore it"):
+                    rename_durably(path, folder / _folder_name(step))
+            break
         leftovers = [path for path, match in _matching(folder, _LEFTOVER) if _is_ours(match)]
     except OSError as error:
         raise MachineError(
@@ -336,47 +359,8 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
     return state
 
 
-def _first_valid(folder: Path, events: EventStream | None) -> TrainingState | None:
-    for path, step, is_published in _candidates(folder):
-        try:
-            state = _read(path, step=step)
-        except _InvalidStateError as error:
-            if is_published:
-                _report(events, path, f"resume state is not usable: {error}", severity="error")
-                with _tolerating(events, path, "cannot move it aside"):
-                    os.rename(path, _free_name(folder / f"bad-{path.name}"))  # noqa: PTH104
-            continue
-        if not is_published:
-            # Killed between taking an old state of this step away and putting the new one there.
-            with _tolerating(events, path, "cannot restore it"):
-                rename_durably(path, folder / _folder_name(step))
-        return state
-    return None
-
-
-def _candidates(folder: Path) -> list[tuple[Path, int, bool]]:
-    """Return (path, step, is published) of all states, highest step first, published ones first."""
-    published = [(path, int(match[1]), True) for path, match in _matching(folder, _PUBLISHED)]
-    removing = [
-        (path, int(match[2]), False)
-        for path, match in _matching(folder, _LEFTOVER)
-        if match[1] == "del" and _is_ours(match)
-    ]
-    return sorted([*published, *removing], key=lambda found: (-found[1], not found[2]))
-
-
-def _prune(folder: Path, *, newest: Path, keep: int) -> None:
-    """Remove all but `newest` and the `keep` - 1 states before it by step."""
-    steps = {path: int(match[1]) for path, match in _matching(folder, _PUBLISHED) if path != newest}
-    for path in sorted(steps, key=lambda path: -steps[path])[keep - 1 :]:
-        _discard(path)
-    for path, match in _matching(folder, _LEFTOVER):
-        if match[1] == "del" and int(match[3]) == os.getpid():
-            remove_tree(path)
-
-
 def _discard(path: Path) -> None:
-    """Take a state out of the count with one rename; `_prune` removes its files later."""
+    """Take a state out of the count with one rename; its files are removed later."""
     hidden = path.with_name(f".del-{path.name}.{os.getpid()}")
     remove_tree(hidden)
     retry_while_open(lambda: os.rename(path, hidden))  # noqa: PTH104
@@ -465,11 +449,6 @@ def _tolerating(events: EventStream | None, path: Path, what: str) -> Iterator[N
 
 def _folder_name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _free_name(path: Path) -> Path:
-    numbered = (path.with_name(f"{path.name}.{number}") for number in count(2))
-    return next(candidate for candidate in chain([path], numbered) if not candidate.exists())
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:

@@ -187,16 +187,12 @@ class StateWriter:
                 seconds=time.perf_counter() - began,
                 blocked_s=blocked_s,
             )
-        self._count_failure(self._failed, frozen.state.step, last=last)
-
-    def _count_failure(self, error: LoraTrainError | None, step: int, *, last: bool) -> None:
-        self.failures = self.failures + 1 if error is not None else 0
-        if error is not None:
+        self.failures = self.failures + 1 if self._failed is not None else 0
+        if self._failed is not None:
             counted = f"{self.failures} of {MAX_FAILURES} in a row end the run"
+            which = f"step {frozen.state.step} failed ({'the last save' if last else counted})"
             self.events.problem(
-                f"saving at step {step} failed ({'the last save' if last else counted}): {error.found}",
-                fix=error.fix,
-                code="CKP-03",
+                f"saving at {which}: {self._failed.found}", fix=self._failed.fix, code="CKP-03"
             )
 
 

@@ -173,7 +173,14 @@ class Streamed:
         self._host_views = [
             block.views(part) for block, part in zip(self._blocks, self._host, strict=True)
         ]
-        self._move_the_rest(network)
+        # The blocks let go of their weights meanwhile, so that `to` does not move them.
+        for packed in self._blocks:
+            packed.hold(None)
+        try:
+            network.to(device)
+        finally:
+            for packed, host_views in zip(self._blocks, self._host_views, strict=True):
+                packed.hold(host_views)
         self._copies = CopyStream(device)
         largest = max(block.bytes for block in self._blocks)
         self._buffers = []
@@ -260,16 +267,6 @@ class Streamed:
                 f"memory.streamed_blocks needs every block recomputed, and {self.names[index]} is not",
                 fix="use --set memory.gradient_checkpointing=full",
             )
-
-    def _move_the_rest(self, network: nn.Module) -> None:
-        # The blocks let go of their weights meanwhile, so that `to` does not move them.
-        for block in self._blocks:
-            block.hold(None)
-        try:
-            network.to(self.device)
-        finally:
-            for block, views in zip(self._blocks, self._host_views, strict=True):
-                block.hold(views)
 
 
 def offload(network: nn.Module, device: torch.device) -> None:

@@ -64,7 +64,17 @@ class CompiledBlocks:
             (type(block), *((name, value.shape) for name, value in block.named_parameters()))
             for block in self._blocks
         }
-        _expect_graphs(max(1, len(shapes or ())) * len(kinds) * GRAPHS_PER_SHAPE)
+        # torch's limit of compilations of one function; beyond it torch refuses (CompilationFailed).
+        import torch._dynamo.config as dynamo
+
+        count = max(1, len(shapes or ())) * len(kinds) * GRAPHS_PER_SHAPE
+        dynamo.recompile_limit = max(dynamo.recompile_limit, count)
+        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, count)
+        # In deterministic runs inductor must not choose kernels by timing them: another may give other bits.
+        if torch.are_deterministic_algorithms_enabled():
+            import torch._inductor.config as inductor
+
+            inductor.deterministic = True
         # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
         # take longer to compile and gain little.
         self._compiled = [
@@ -104,22 +114,6 @@ def compiler_version(device: torch.device) -> str:
     except OSError:
         return "none"
     return completed.stdout.partition("\n")[0]
-
-
-def _expect_graphs(count: int) -> None:
-    """Raise torch's limit of compilations of one function; beyond it torch refuses (CompilationFailed).
-
-    In deterministic runs, also stop inductor from choosing kernels by timing them, as another kernel may
-    give other bits.
-    """
-    import torch._dynamo.config as config
-
-    if torch.are_deterministic_algorithms_enabled():
-        import torch._inductor.config as inductor
-
-        inductor.deterministic = True
-    config.recompile_limit = max(config.recompile_limit, count)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
 
 
 def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> None:

@@ -43,12 +43,17 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """
     text = str(error)
     # Kernels' libraries answer a full GPU with errors of their own, which mean another fault on one that is not full.
-    return (
-        isinstance(error, torch.OutOfMemoryError)
-        or bool(should_reduce_batch_size(error))
-        or any(message in text for message in _SAYING_SO)
-        or (any(message in text for message in _ON_A_FULL_CARD) and _nearly_full())
-    )
+    if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
+        return True
+    if any(message in text for message in _SAYING_SO):
+        return True
+    if not any(message in text for message in _ON_A_FULL_CARD):
+        return False
+    device = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        return device is not None and free_and_total_bytes(device)[0] < NEARLY_FULL_BYTES
+    except RuntimeError:  # a GPU that cannot answer has a worse fault than lack of memory
+        return False
 
 
 def free_memory() -> None:
@@ -59,17 +64,6 @@ def free_memory() -> None:
     gc.collect()
     clear_device_cache(garbage_collection=False)
     give_back_heap()
-
-
-def _nearly_full() -> bool:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return False
-    try:
-        free_bytes, _ = free_and_total_bytes(device)
-    except RuntimeError:  # a GPU that cannot answer has a worse fault than lack of memory
-        return False
-    return free_bytes < NEARLY_FULL_BYTES
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
@@ -119,12 +113,10 @@ def is_lost(error: BaseException) -> bool:
     text = str(error)
     if any(message in text for message in _LOST):
         return True
-    device = started_device() if isinstance(error, RuntimeError) else None
-    if device is None:
-        return False
     # An unknown message: a lost device fails at the next call as well, an intact one does not.
     try:
-        synchronize(device)
+        if isinstance(error, RuntimeError) and (device := started_device()) is not None:
+            synchronize(device)
     except RuntimeError:
         return True
     return False

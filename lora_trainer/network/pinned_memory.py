@@ -32,15 +32,11 @@ from lora_trainer.hardware.device_calls import (
 from lora_trainer.hardware.devices import PAGE_BYTES, RESERVED_BYTES, pinned_bytes
 from lora_trainer.hardware.machine import GIB
 
-_NOWHERE = torch.device("meta")
-"""The device of traced networks."""
 OnRefusal = Callable[[str], None]
 
 
 def pins_for(device: torch.device, *, in_place: bool = False) -> bool:
     """Say whether host memory is pinned for this device: new memory, or existing memory with `in_place`."""
-    if device == _NOWHERE:
-        return False
     kind = kind_of(device)
     return kind.pins_in_place if in_place else kind.pins
 
@@ -80,7 +76,14 @@ class PinnedMemory:
             return _empty(shape, strides, dtype)
         taken_bytes = pinned_bytes(torch.Size(shape).numel() * dtype.itemsize)
         with self._lock:
-            if self._reused(taken_bytes) or self._has_room(taken_bytes, rare=rare):
+            while self._freed:
+                self._kept[self._freed.popleft()] += 1
+            # Freed memory of this size is used again, and counts no more.
+            is_reused = self._kept[taken_bytes] > 0
+            if is_reused:
+                self._kept[taken_bytes] -= 1
+                self.bytes -= taken_bytes
+            if is_reused or self._has_room(taken_bytes, rare=rare):
                 try:
                     tensor = _pinned_empty(shape, strides, dtype)
                 except RuntimeError as error:
@@ -121,16 +124,6 @@ class PinnedMemory:
             return False
         reserved = RESERVED_BYTES if rare else 0
         return self.limit_bytes is None or self.bytes + size + reserved <= self.limit_bytes
-
-    def _reused(self, size: int) -> bool:
-        """Say whether torch will reuse freed memory of this size; if so, stop counting that memory."""
-        while self._freed:
-            self._kept[self._freed.popleft()] += 1
-        if not self._kept[size]:
-            return False
-        self._kept[size] -= 1
-        self.bytes -= size
-        return True
 
     def _refuse(self, size: int, reason: str) -> None:
         self.refused = True

@@ -26,8 +26,6 @@ Stored = Mapping[str, Tensor]
 """The stored tensors of a weight by name: `codes` and scales."""
 Restore = Callable[[Sequence[Tensor]], Tensor]
 """Returns a frozen weight [out, in] from its stored tensors."""
-_FP8 = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(_FP8).max
 
 
 def quantize(
@@ -152,21 +150,15 @@ class _FrozenLinear(torch.autograd.Function):
 # ---- int8 and fp8: symmetric, one float32 scale per output
 
 
-def _encode_int8(weight: Tensor) -> Stored:
-    scale = _row_scale(weight, INT8_MAX)
-    return {"codes": (weight / scale).round_().to(torch.int8), "scale": scale}
-
-
-def _encode_fp8(weight: Tensor) -> Stored:
-    scale = _row_scale(weight, _FP8_MAX)
-    # A cast of a value above fp8's largest gives NaN, and a quotient may round up to such a value.
-    return {"codes": (weight / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), "scale": scale}
-
-
-def _row_scale(weight: Tensor, largest: float) -> Tensor:
-    """Return the scale of each row, float32 [out, 1]: its largest absolute value / `largest`."""
+def _encode_scaled(weight: Tensor, *, dtype: torch.dtype) -> Stored:
+    """Return codes and the scale of each row, float32 [out, 1]: its largest absolute value over the codes' largest."""
+    largest = INT8_MAX if dtype == torch.int8 else torch.finfo(dtype).max
     scale = weight.abs().amax(dim=1, keepdim=True).float() / largest
-    return torch.where(scale == 0, 1.0, scale)  # a non-finite row keeps a non-finite scale
+    scale = torch.where(scale == 0, 1.0, scale)  # a non-finite row keeps a non-finite scale
+    codes = weight / scale
+    # A cast of a value above fp8's largest gives NaN, and a quotient may round up to such a value.
+    codes = codes.round_() if dtype == torch.int8 else codes.clamp_(-largest, largest)
+    return {"codes": codes.to(dtype), "scale": scale}
 
 
 def _decode_scaled(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -217,7 +209,7 @@ def _decode_nf4(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 _CODECS: Mapping[Quantization, tuple[Callable[[Tensor], Stored], Callable[..., Tensor]]] = {
-    "int8": (_encode_int8, _decode_scaled),
-    "fp8": (_encode_fp8, _decode_scaled),
+    "int8": (partial(_encode_scaled, dtype=torch.int8), _decode_scaled),
+    "fp8": (partial(_encode_scaled, dtype=torch.float8_e4m3fn), _decode_scaled),
     "nf4": (_encode_nf4, _decode_nf4),
 }

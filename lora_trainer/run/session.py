@@ -56,7 +56,7 @@ from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.step import FreezeAfter, OomFallback, PlainWay, Training
+from lora_trainer.training.step import FreezeAfter, OomFallback, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
 PLAIN: Checkpointing = "full"
@@ -205,13 +205,13 @@ def _training(
         device=parts.model.device,
         sharing=job.ranks.dist_env.local_count,
     )
-    plain = plain_way(config, parts, sharing=job.ranks.dist_env.local_count)
+    plain, plain_remedies = plain_way(config, parts, sharing=job.ranks.dist_env.local_count)
     # A resumed run applies again what it had to give up before it was interrupted, in the same order,
     # or its first steps would run out of memory (or fail) once more.
     if start.guard.plain:
-        for change in plain.changes:
+        for change in plain:
             change.apply()
-    for remedy in (plain.remedies if start.guard.plain else fallbacks)[: start.guard.remedies]:
+    for remedy in (plain_remedies if start.guard.plain else fallbacks)[: start.guard.remedies]:
         remedy.apply()
     factor = job.prepared.facts.vae_factor
     images_at_once = {
@@ -249,6 +249,7 @@ def _training(
         images_at_once=images_at_once,
         remedies=fallbacks,
         plain=plain,
+        plain_remedies=plain_remedies,
         restore=restore,
         stages=stages(config, adapter),
         stop_after_validations=config.train.stop_after_validations,
@@ -300,8 +301,10 @@ def fixed_loss_actions(
     return validate, learning
 
 
-def plain_way(config: RunConfig, parts: TrainComponents, *, sharing: int) -> PlainWay:
-    """Return the plain way of a training whose networks are as planned; nothing is applied yet.
+def plain_way(
+    config: RunConfig, parts: TrainComponents, *, sharing: int
+) -> tuple[Sequence[OomFallback], Sequence[OomFallback]]:
+    """Return the changes that lead to the plain way, and its out-of-memory fallbacks; nothing is applied yet.
 
     It undoes memory and speed features: every change gives the same adapter up to rounding and takes no more
     device memory than planned.
@@ -316,8 +319,7 @@ def plain_way(config: RunConfig, parts: TrainComponents, *, sharing: int) -> Pla
         key, apply = "copies of streamed blocks", parts.streamed.copy_when_due
         changes.append(OomFallback(key=key, old="ahead", new="when due", apply=apply))
     planned = config.memory.model_copy(update={"gradient_checkpointing": PLAIN})
-    remedies = oom_fallbacks(denoiser, planned, device=parts.model.device, sharing=sharing)
-    return PlainWay(changes=changes, remedies=remedies)
+    return changes, oom_fallbacks(denoiser, planned, device=parts.model.device, sharing=sharing)
 
 
 def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:

@@ -46,6 +46,11 @@ class Progress:
     ending: bool = False
     stopping: bool = False
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether training is finished. A run that stops half-way must decide as if it had gone on."""
+        return self.ending and not self.stopping
+
 
 class Action(Protocol):
     """Something that runs between steps; `due` is called before the first step and after every step."""
@@ -105,7 +110,7 @@ class ValidateAction:
         return (
             bool(self.fixed.batches)
             and self.every_steps > 0
-            and (progress.step % self.every_steps == 0 or _at_the_end(progress))
+            and (progress.step % self.every_steps == 0 or progress.is_finished)
         )
 
     def __call__(self, progress: Progress) -> GuardState:
@@ -209,14 +214,13 @@ class SaveAction:
         Raises the errors of `StateWriter.save`, and MachineError when the run is to stop and its state
         cannot be written.
         """
-        finished = _at_the_end(progress)
-        export = None if finished else partial(self.export, progress)
+        export = None if progress.is_finished else partial(self.export, progress)
         try:
             self.writer.save(self.state(progress), export=export, last=progress.ending)
         except NonFiniteAdapter as error:
             # The weights are the fault and not the disk: going back to the last good state mends them.
             raise Unstable(error.found, progress.guard) from None
-        if finished:
+        if progress.is_finished:
             self.writer.wait()  # reports a failed write; the final export is still to be made
         elif progress.ending:
             self.writer.wait_for_acknowledgement()
@@ -250,8 +254,3 @@ class CompareAction:
         except NonFiniteAdapter as error:
             raise Unstable(error.found, progress.guard) from None
         self.ranks.require_same(tensors_digest(frozen), step=progress.step)
-
-
-def _at_the_end(progress: Progress) -> bool:
-    """Say whether training is finished. A run that stops half-way must decide as if it had gone on."""
-    return progress.ending and not progress.stopping

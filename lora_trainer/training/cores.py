@@ -17,10 +17,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
@@ -36,8 +35,7 @@ _GRAIN = 2**15  # elements for which torch takes one more thread
 _IDLE_TIMES = ("idle", "iowait", "steal", "guest", "guest_nice")  # guest is part of user already
 
 
-@dataclass(frozen=True, kw_only=True)
-class CpuTimes:
+class CpuTimes(NamedTuple):
     """Seconds of processor time since the start, of all programs on usable processors and of this process."""
 
     at_s: float
@@ -75,21 +73,20 @@ class IdleTeams:
         # The training's own team has `threads` threads, each idle team adds `threads` - 1 beside its leader;
         # together they must exceed the processors by one.
         team_count = math.ceil((processors + 1 - threads) / (threads - 1))
-        self._leaders = [self._team(threads) for _ in range(max(1, team_count))]
-
-    def _team(self, threads: int) -> threading.Thread:
-        """Start a thread whose first operation creates its own OpenMP team."""
-        ready = threading.Event()
+        self._leaders: list[threading.Thread] = []
+        ready = threading.Semaphore(0)
 
         def lead() -> None:
+            # A thread's first operation of this size creates its own OpenMP team.
             torch.ones(_GRAIN * threads, dtype=torch.uint8).add_(1)
-            ready.set()
+            ready.release()
             self._end.wait()
 
-        leader = threading.Thread(target=lead, name="lora-train-idle-team", daemon=True)
-        leader.start()
-        ready.wait()
-        return leader
+        for _ in range(max(1, team_count)):
+            leader = threading.Thread(target=lead, name="lora-train-idle-team", daemon=True)
+            leader.start()
+            ready.acquire()
+            self._leaders.append(leader)
 
     def end(self) -> None:
         """End the teams; libgomp ends a team with its leading thread."""
@@ -115,9 +112,28 @@ def shared_cores(
         return
 
     def watch() -> None:
-        # Without measurements threads spin, libgomp's default.
-        with suppress(OSError, psutil.Error):
-            _watch(events, threads, lambda: done.wait(interval_s), measure)
+        numbers, teams, calm_intervals = usable_processors(), list[IdleTeams](), 0
+        try:
+            before = measure(numbers)
+            while not done.wait(interval_s):
+                now = measure(numbers)
+                taken = cores_taken(before, now, processors=len(numbers))
+                missing = threads - (len(numbers) - taken)
+                calm_intervals = calm_intervals + 1 if missing <= CALM_CORES else 0
+                was_asleep = bool(teams)
+                if not teams and missing > CONTENDED_CORES:
+                    teams.append(IdleTeams(threads=threads, processors=len(numbers)))
+                elif teams and calm_intervals >= CALM_INTERVALS:
+                    teams.pop().end()
+                if was_asleep is not bool(teams):
+                    waiting = "asleep" if teams else "spinning"
+                    events.emit("cores", taken=round(taken, 2), threads=threads, waiting=waiting)
+                before = now
+        except (OSError, psutil.Error):
+            pass  # without measurements threads spin, libgomp's default
+        finally:
+            for team in teams:
+                team.end()
 
     watcher = threading.Thread(target=watch, name="lora-train-cores", daemon=True)
     watcher.start()
@@ -126,40 +142,6 @@ def shared_cores(
     finally:
         done.set()
         watcher.join()
-
-
-def _watch(
-    events: EventStream,
-    threads: int,
-    is_over: Callable[[], bool],
-    measure: Callable[[Sequence[int]], CpuTimes],
-) -> None:
-    numbers = usable_processors()
-    teams: IdleTeams | None = None
-    calm_intervals, before = 0, measure(numbers)
-    try:
-        while not is_over():
-            now = measure(numbers)
-            taken = cores_taken(before, now, processors=len(numbers))
-            missing = threads - (len(numbers) - taken)
-            calm_intervals = calm_intervals + 1 if missing <= CALM_CORES else 0
-            was_asleep = teams is not None
-            if teams is None and missing > CONTENDED_CORES:
-                teams = IdleTeams(threads=threads, processors=len(numbers))
-            elif teams is not None and calm_intervals >= CALM_INTERVALS:
-                teams.end()
-                teams = None
-            if was_asleep is not (teams is not None):
-                events.emit(
-                    "cores",
-                    taken=round(taken, 2),
-                    threads=threads,
-                    waiting="asleep" if teams else "spinning",
-                )
-            before = now
-    finally:
-        if teams is not None:
-            teams.end()
 
 
 def openmp() -> Literal["libgomp", "other"]:

@@ -26,14 +26,7 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.records import epoch_order, sample_id
 from lora_trainer.families.facts import Conditioning, Prediction
-from lora_trainer.training.noise import (
-    TIMESTEPS,
-    Level,
-    Levels,
-    draw_noise,
-    loss_delta,
-    loss_weight,
-)
+from lora_trainer.training.noise import Level, Levels, draw_noise, loss_delta, loss_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,21 +182,15 @@ class TrainingDataLoader:
         mean, std = entry["mean"], entry["std"]
         # The cache holds the VAE's distribution, not a draw: each epoch sees another latent of the image.
         latents = mean + std * self._randn(mean, Stream.LATENT, *here)
-        noise = draw_noise(
-            (mean.shape[0], mean.shape[1], mean.shape[2]),
-            self._generator(Stream.NOISE, *here),
-            offset=objective.noise_offset,
-            octaves=objective.multires_noise_iterations,
-            discount=objective.multires_noise_discount,
-        )
+        noise = draw_noise(mean.shape, self._generator(Stream.NOISE, *here), objective)
         # The input may have more noise than is to be predicted.
         perturbation, input_noise = objective.input_perturbation, None
         if perturbation:
-            input_noise = noise + perturbation * self._randn(
-                noise, Stream.INPUT_PERTURBATION, *here
-            )
+            other_noise = self._randn(noise, Stream.INPUT_PERTURBATION, *here)
+            input_noise = noise + perturbation * other_noise
         level = self.levels.draw(self._uniform(epoch, sample), size_px=source.size_px)
-        weight = self._weight(level) * self.data.weight_of(source.folder)
+        weight = loss_weight(objective, level, self.prediction)
+        weight *= self.data.weight_of(source.folder)
         if source.regularisation:
             weight *= objective.prior_weight
         variant = self._variant(source, epoch, sample)
@@ -220,9 +207,7 @@ class TrainingDataLoader:
                 **self.shared_conditioning,
             },
             loss=objective.loss,
-            delta=loss_delta(
-                objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
-            ),
+            delta=loss_delta(objective, level),
             input_noise=input_noise,
             dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
             mask_weights=self._mask_weights(source.mirrored_mask if flipped else source.mask),
@@ -252,7 +237,7 @@ class TrainingDataLoader:
                         latents=mean,
                         noise=self._randn(mean, Stream.VALIDATION_NOISE, *name),
                         level=level,
-                        weight=self._weight(level),
+                        weight=loss_weight(self.objective, level, self.prediction),
                         conditioning={
                             **self.entries.read(source.texts[0]),
                             **source.geometry,
@@ -270,11 +255,6 @@ class TrainingDataLoader:
         """Return a context whose value iterates over steps first..last-1, as `prefetch_map` says."""
         # One more than are ready is in the works.
         return prefetch_map(self.prepare, range(first, last), threads=1, most_ahead=ahead + 1)
-
-    def _weight(self, level: Level) -> float:
-        return loss_weight(
-            self.objective, signal=level.signal, sigma=level.sigma, prediction=self.prediction
-        )
 
     def _uniform(self, epoch: int, sample: str) -> float:
         """Return the number that becomes the timestep, one in each stratum of samples in a row.

@@ -91,10 +91,9 @@ class GuardState:
 
         Values that only older versions had (`ungraphed`, `trend`, `plateau`, `skipped`) are ignored.
         """
-        groups = {"best": BestValidation, "learning": Learning}
-        nested = {name: group(**values.get(name, {})) for name, group in groups.items()}
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: values[name] for name in names & values.keys()} | nested)
+        current = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        current["best"] = BestValidation(**values.get("best", {}))
+        return cls(**current | {"learning": Learning(**values.get("learning", {}))})
 
     def after_step(self, *, finite: bool, step: int) -> GuardState:
         """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
@@ -120,8 +119,16 @@ class GuardState:
 
     def after_going_back(self, failed: GuardState) -> GuardState:
         """Return the state to continue with from this one, the last whose weights are whole."""
-        facts = {name: getattr(failed, name) for name in _KEPT_ON_GOING_BACK}
-        return replace(self, learning=replace(failed.learning, zero_gradients=0), **facts)
+        # Facts about the machine stay: going back undoes the weights, but the same micro-batch would not fit this
+        # time either.
+        return replace(
+            failed,
+            learning=replace(failed.learning, zero_gradients=0),
+            skipped_in_row=self.skipped_in_row,
+            rollbacks=self.rollbacks,
+            lr_scale=self.lr_scale,
+            best=self.best,
+        )
 
     def after_rollback(self, unstable: Unstable) -> GuardState:
         """Go back to this state and halve the learning rate; raises TrainingStopped after MAX_ROLLBACKS."""
@@ -165,14 +172,6 @@ class GuardState:
         if self.fitting_steps + 1 < self.patience_steps:
             return replace(self, fitting_steps=self.fitting_steps + 1)
         return replace(self, micro_batch=min(planned, 2 * self.micro_batch), fitting_steps=0)
-
-
-_KEPT_ON_GOING_BACK = (
-    *("micro_batch", "remedies", "plain", "uncompiled"),
-    *("fitting_steps", "patience_steps"),
-)
-"""Facts about the machine: going back undoes the weights, but the same micro-batch
-would not fit this time either."""
 
 
 class Unstable(Exception):

@@ -78,11 +78,8 @@ def run(training: Training, start: Progress) -> Progress:
                 raise unstable.stopped() from None
             good = training.restore()
             guard = good.guard.after_rollback(unstable)
-            key, old, new = (
-                "optimizer.learning_rate factor",
-                unstable.state.lr_scale,
-                guard.lr_scale,
-            )
+            key = "optimizer.learning_rate factor"
+            old, new = unstable.state.lr_scale, guard.lr_scale
             reason = f"back to step {good.step}: {unstable.reason}"
             training.tell_change(key, old, new, reason=reason)
             training.events.problem(
@@ -93,31 +90,26 @@ def run(training: Training, start: Progress) -> Progress:
             progress = replace(good, guard=guard, ending=False)
             continue
         except PartialOptimizerStep as error:
-            torn = error.guard, error.reason
+            torn, reason = error.guard, error.reason
         except RuntimeError as error:
             if not is_lost(error):
                 raise
             raise lost_device(training, progress.guard, error) from error
         # Recover outside the except block: inside it the traceback would hold the frames, and with them
         # the gradients whose memory has to be freed.
-        progress = _mended(training, *torn)
-
-
-def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
-    """Apply the next remedy and go back to the last good state after a half-applied optimizer step."""
-    guard = use_less_memory(training, torn, images=torn.micro_batch, reason=reason)
-    if training.restore is None or not training.ranks.is_single:
-        raise TrainingStopped(
-            f"the device ran out of memory in the optimizer: {reason}",
-            fix="run the same command with --resume",
+        guard = use_less_memory(training, torn, images=torn.micro_batch, reason=reason)
+        if training.restore is None or not training.ranks.is_single:
+            raise TrainingStopped(
+                f"the device ran out of memory in the optimizer: {reason}",
+                fix="run the same command with --resume",
+            )
+        good = training.restore()
+        training.events.problem(
+            f"back to step {good.step}: an optimizer step ran out of memory; the steps since then are repeated",
+            fix="nothing if this is rare; else lower hardware.vram_limit_gib",
+            code="TRN-02",
         )
-    good = training.restore()
-    training.events.problem(
-        f"back to step {good.step}: an optimizer step ran out of memory; the steps since then are repeated",
-        fix="nothing if this is rare; else lower hardware.vram_limit_gib",
-        code="TRN-02",
-    )
-    return replace(good, guard=good.guard.after_going_back(guard), ending=False)
+        progress = replace(good, guard=good.guard.after_going_back(guard), ending=False)
 
 
 def _train(training: Training, start: Progress) -> Progress:
@@ -181,7 +173,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 # A state on disk must hold the guards' verdict on every step before it, so actions wait
                 # for the reports that are still pending.
                 progress = _act(training, due, reports.judge(progress))
-                reports.restart_lap()
+                reports.lap_began_s = time.perf_counter()
             if not progress.ending and _has_converged(training, progress):
                 progress = replace(progress, ending=True)
                 progress = _act(training, _due(training, progress, but=due), progress)
@@ -240,9 +232,8 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
     """Run an action; out of memory, run it once more with one image at a time, then leave it out.
 
     Return the guard state afterwards. Leaving an action out does not change the training: an action changes
-    the adapter only through the guard state it returns. After another error the first action of its class is
-    repeated on the plain way (see step.py), but only in a run of one process, as the other processes
-    may have gone on.
+    the adapter only through the guard state it returns. After another error the action is repeated on the plain
+    way (see step.py), but only in a run of one process, as the other processes may have gone on.
     """
     planned = progress.guard.micro_batch
     guard, sizes, reason = progress.guard, [planned, 1], ""
@@ -254,12 +245,10 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 reason = first_line(error)
             elif training.ranks.is_single:
-                firsts = {type(action)}
-                fall_back = fallback_for(training, guard, error, firsts=firsts, images=sizes[0])
+                fall_back = fallback_for(training, guard, error, images=sizes[0])
             else:
                 raise
         else:
-            training.plain.proven.add(type(action))
             # One image at a time was for this action only; steps keep the micro-batch that fits them.
             return guard if judged is None else replace(judged, micro_batch=planned)
         if fall_back is not None:
@@ -281,20 +270,6 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
     return replace(guard, micro_batch=planned)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Report:
-    """A finished step whose loss and gradient norm may still be on their way from the device.
-
-    `reached` is true if at least one parameter had a gradient. `left_zero` is read at step ZERO_STEPS only:
-    1.0 if a parameter that began at zero has changed, else 0.0.
-    """
-
-    fields: dict[str, Any]
-    loss_and_norm: AsyncRead
-    reached: bool
-    left_zero: AsyncRead | None
-
-
 @dataclass(kw_only=True)
 class _Reports:
     """The finished steps that wait for their numbers, oldest first; `judge` logs them and asks the guards.
@@ -305,16 +280,15 @@ class _Reports:
 
     training: Training
     lap_began_s: float = field(default_factory=time.perf_counter)
-    _pending: deque[_Report] = field(default_factory=deque)
-
-    def restart_lap(self) -> None:
-        """Measure the time to the next report from now on."""
-        self.lap_began_s = time.perf_counter()
+    _pending: deque[tuple[dict[str, Any], AsyncRead, bool, AsyncRead | None]] = field(
+        default_factory=deque
+    )
+    """Steps whose loss and gradient norm may still be on their way: their fields, the two numbers, whether a
+    parameter had a gradient, and, at step ZERO_STEPS, 1.0 if a parameter that began at zero has changed."""
 
     def lap_s(self) -> float:
         """Return the time since the last report, and begin the next lap."""
-        began_s = self.lap_began_s
-        self.restart_lap()
+        began_s, self.lap_began_s = self.lap_began_s, time.perf_counter()
         return self.lap_began_s - began_s
 
     def add(
@@ -326,28 +300,33 @@ class _Reports:
             moved = [parameter.detach().any().to(device) for parameter in self.training.from_zero]
             left_zero = AsyncRead(torch.stack(moved).any().float().reshape(1))
         numbers = AsyncRead(torch.stack([loss, grad_norm]))
-        self._pending.append(
-            _Report(fields=fields, loss_and_norm=numbers, reached=reached, left_zero=left_zero)
-        )
+        self._pending.append((fields, numbers, reached, left_zero))
 
     def judge(self, progress: Progress, *, but_last: int = 0) -> Progress:
         """Log the pending steps and let the guards judge them; raises TrainingStopped and Unstable."""
         while len(self._pending) > but_last:
-            guard = judge_step(self, self._pending.popleft(), progress.guard)
+            guard = judge_step(self, progress.guard, *self._pending.popleft())
             progress = replace(progress, guard=guard)
         return progress
 
 
-def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardState:
+def judge_step(
+    reports: _Reports,
+    guard: GuardState,
+    fields: dict[str, Any],
+    loss_and_norm: AsyncRead,
+    reached: bool,
+    left_zero: AsyncRead | None,
+) -> GuardState:
     """Log one finished step and let the guards judge it; raises TrainingStopped and Unstable."""
-    training, step = reports.training, report.fields["step"]
-    loss, norm = report.loss_and_norm.read()
+    training, step, scaler = reports.training, fields["step"], reports.training.scaler
+    loss, norm = loss_and_norm.read()
     seconds = reports.lap_s()  # after the read, which may have waited for the device
     # A loss that is not finite has taken the place of the norm (see `_clip_and_step` in step.py).
     finite = math.isfinite(norm)
     training.events.emit(
         "step",
-        **report.fields,
+        **fields,
         loss=loss if math.isfinite(loss) else None,
         grad_norm=norm if finite else None,
         **device_memory(training.model.device),
@@ -355,7 +334,6 @@ def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardSt
     )
     # torch's scaler starts at a high scale and halves it at each overflow; that search is normal. Below 1 it has
     # failed: the gradients overflow by themselves. A loss is not scaled: no other scale makes it finite.
-    scaler = training.scaler
     overflowed = not finite and math.isfinite(loss) and scaler.is_enabled()
     if overflowed and (scale := scaler.get_scale()) >= 1.0:
         reason = "fp16 gradients overflowed"
@@ -368,23 +346,14 @@ def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardSt
             code="TRN-01",
         )
     guard = guard.after_step(finite=finite, step=step)
-    if finite:
-        guard = _check_learning(training, report, guard, loss=loss, norm=norm)
-    return guard
-
-
-def _check_learning(
-    training: Training, report: _Report, guard: GuardState, *, loss: float, norm: float
-) -> GuardState:
-    """Update the check that the adapter learns at all with a finite step; raises TrainingStopped."""
-    step, learning = report.fields["step"], guard.learning.after_gradient(norm)
-    device, scaler = kind_of(training.model.device).name, training.scaler
+    if not finite:
+        return guard
+    # Whether the adapter learns at all.
+    learning, device = guard.learning.after_gradient(norm), kind_of(training.model.device).name
     if learning.zero_gradients >= ZERO_STEPS:
         loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else None
-        raise no_gradients(
-            step, loss=loss, device=device, loss_scale=loss_scale, reached=report.reached
-        )
-    if report.left_zero is not None and report.left_zero.read() == [0.0]:
+        raise no_gradients(step, loss=loss, device=device, loss_scale=loss_scale, reached=reached)
+    if left_zero is not None and left_zero.read() == [0.0]:
         rates = [training.learning_rate(index) for index in range(training.steps)]
         raise no_movement(step, rate=max(rates), rate_sum=sum(rates[:step]), device=device)
     return replace(guard, learning=learning)

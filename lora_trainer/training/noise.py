@@ -41,98 +41,72 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableLevels:
-    """Levels of a discrete schedule: `signal` is alpha-bar per timestep, `density` draws in [first, last]."""
+class Levels:
+    """The noise levels of a base: random ones for training, evenly spaced ones for validation.
 
-    signal: Sequence[float]
-    density: Callable[[float], float]
-    first: int
-    last: int
-
-    def draw(self, uniform: float, *, size_px: Size) -> Level:
-        """Return the level for a uniform number in [0, 1), by the sampling density of the settings."""
-        count = self.last - self.first + 1
-        # A density below 1 may round to 1.0, and the index would be one past the last timestep.
-        return self._level(self.first + min(int(self.density(uniform) * count), count - 1))
-
-    def at(self, fraction: float) -> Level:
-        """Return the level at a fraction of the timesteps in (0, 1), for validation."""
-        return self._level(int(fraction * len(self.signal)))
-
-    def _level(self, timestep: int) -> Level:
-        # float32 like the tensors that alpha and sigma multiply, so that they equal the scheduler's values.
-        signal = np.float32(self.signal[timestep])
-        return Level(
-            timestep=timestep,
-            alpha=float(np.sqrt(signal)),
-            sigma=float(np.sqrt(np.float32(1) - signal)),
-            signal=self.signal[timestep],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowLevels:
-    """Levels of flow matching: `density` maps a uniform number to t, `shift` an image size to s.
-
-    sigma = s t / (1 + (s - 1) t) (Esser et al. 2024, arXiv 2403.03206, section 5.3.2), then mapped
-    linearly from (0, 1) to (`lowest`, `highest`). s > 1 moves training to higher noise.
+    `draw(uniform, size_px=...)` is the level for a uniform number in [0, 1), by the sampling density and the
+    shift of the settings; `at(fraction)` the one at a fraction of the timesteps in (0, 1).
     """
 
-    density: Callable[[float], float]
-    shift: Callable[[Size], float]
-    lowest: float
-    highest: float
-
-    def draw(self, uniform: float, *, size_px: Size) -> Level:
-        """Return the level for a uniform number in [0, 1), by density and shift of the settings."""
-        time = self.density(uniform)
-        return self._level(
-            self.lowest + (self.highest - self.lowest) * self._shifted(time, size_px)
-        )
-
-    def at(self, fraction: float) -> Level:
-        """Return the level at a fraction of the timesteps in (0, 1), for validation."""
-        return self._level(fraction)
-
-    def _shifted(self, time: float, size_px: Size) -> float:
-        # One shift per size and not per batch: a sample's level must not depend on the images beside it.
-        factor = self.shift(size_px)
-        return factor * time / (1.0 + (factor - 1.0) * time)
-
-    @staticmethod
-    def _level(sigma: float) -> Level:
-        return Level(timestep=TIMESTEPS * sigma, alpha=1.0 - sigma, sigma=sigma, signal=None)
+    draw: Callable[..., Level]
+    at: Callable[[float], Level]
 
 
-Levels = TableLevels | FlowLevels
-"""The noise levels of a base: random ones for training, evenly spaced ones for validation."""
-
-
-def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> TableLevels:
-    """Return the levels of a base with a table of alpha-bar."""
+def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> Levels:
+    """Return the levels of a base with a table of alpha-bar per timestep."""
+    density = _density(settings)
     last = min(settings.max_timestep, len(signal) - 1)
     first = min(settings.min_timestep, last)
-    return TableLevels(signal=signal, density=_density(settings), first=first, last=last)
+    count = last - first + 1
+
+    def level(timestep: int) -> Level:
+        # float32 like the tensors that alpha and sigma multiply, so that they equal the scheduler's values.
+        exact, rounded = signal[timestep], np.float32(signal[timestep])
+        alpha, sigma = float(np.sqrt(rounded)), float(np.sqrt(np.float32(1) - rounded))
+        return Level(timestep=timestep, alpha=alpha, sigma=sigma, signal=exact)
+
+    def draw(uniform: float, *, size_px: Size) -> Level:
+        # A density below 1 may round to 1.0, and the index would be one past the last timestep.
+        return level(first + min(int(density(uniform) * count), count - 1))
+
+    return Levels(draw=draw, at=lambda fraction: level(int(fraction * len(signal))))
 
 
-def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]) -> FlowLevels:
-    """Return the levels of a flow-matching base; `base_shift` is the shift its sampler uses at a size."""
-    fixed = settings.flow_shift
-    return FlowLevels(
-        density=_density(settings),
-        shift=base_shift if fixed == "resolution" else lambda _size: float(fixed),
-        lowest=settings.min_timestep / TIMESTEPS,
-        highest=(settings.max_timestep + 1) / TIMESTEPS,
-    )
+def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]) -> Levels:
+    """Return the levels of a flow-matching base; `base_shift` is the shift s its sampler uses at a size.
+
+    sigma = s t / (1 + (s - 1) t) for a t drawn by the density (Esser et al. 2024, arXiv 2403.03206, section
+    5.3.2), then mapped linearly from (0, 1) to the range of timesteps. s > 1 moves training to higher noise.
+    """
+    density, fixed = _density(settings), settings.flow_shift
+    lowest, highest = settings.min_timestep / TIMESTEPS, (settings.max_timestep + 1) / TIMESTEPS
+
+    def level(sigma: float) -> Level:
+        return Level(timestep=TIMESTEPS * sigma, alpha=1.0 - sigma, sigma=sigma, signal=None)
+
+    def draw(uniform: float, *, size_px: Size) -> Level:
+        # One shift per size and not per batch: a sample's level must not depend on the images beside it.
+        factor = base_shift(size_px) if fixed == "resolution" else float(fixed)
+        time = density(uniform)
+        shifted = factor * time / (1.0 + (factor - 1.0) * time)
+        return level(lowest + (highest - lowest) * shifted)
+
+    return Levels(draw=draw, at=level)
 
 
 def _density(settings: ObjectiveSettings) -> Callable[[float], float]:
     """Return the quantile function that maps a uniform number to t in (0, 1) (Esser et al. 2024, section 3.1)."""
+
+    def mode(uniform: float) -> float:
+        # It falls from 1 to 0.
+        u, scale = _midpoint(uniform), settings.mode_scale
+        return 1.0 - u - scale * (math.cos(0.5 * math.pi * u) ** 2 - 1.0 + u)
+
     match settings.timestep_sampling:
         case "uniform":
             return _midpoint
         case "mode":
-            return lambda uniform: _mode(_midpoint(uniform), scale=settings.mode_scale)
+            return mode
         case "cosmap":
             return lambda uniform: 1.0 - 1.0 / (math.tan(0.5 * math.pi * _midpoint(uniform)) + 1.0)
         case "sigmoid":
@@ -140,11 +114,6 @@ def _density(settings: ObjectiveSettings) -> Callable[[float], float]:
         case "logit_normal":
             normal = NormalDist(settings.logit_mean, settings.logit_std)
     return lambda uniform: 1.0 / (1.0 + math.exp(-normal.inv_cdf(_midpoint(uniform))))
-
-
-def _mode(uniform: float, *, scale: float) -> float:
-    """Return 1 - u - scale (cos^2(pi u / 2) - 1 + u), which falls from 1 to 0."""
-    return 1.0 - uniform - scale * (math.cos(0.5 * math.pi * uniform) ** 2 - 1.0 + uniform)
 
 
 def _midpoint(uniform: float) -> float:
@@ -156,21 +125,17 @@ def _midpoint(uniform: float) -> float:
 
 
 def draw_noise(
-    shape: tuple[int, int, int],
-    generator: torch.Generator,
-    *,
-    offset: float,
-    octaves: int,
-    discount: float,
+    shape: Sequence[int], generator: torch.Generator, settings: ObjectiveSettings
 ) -> Tensor:
     """Draw one sample's float32 noise [C, H, W].
 
-    `offset` adds a constant per channel (Guttenberg 2023, "Diffusion with offset noise"); `octaves`
-    adds coarser noise, each `discount` times weaker, rescaled to unit variance (Whitaker 2023,
-    "Multi-resolution noise"). With both 0 the base noise is the same draw, so runs with and without
-    them can be compared.
+    `noise_offset` adds a constant per channel (Guttenberg 2023, "Diffusion with offset noise");
+    `multires_noise_iterations` add coarser noise, each `multires_noise_discount` times weaker, rescaled to unit
+    variance (Whitaker 2023, "Multi-resolution noise"). With both 0 the base noise is the same draw, so runs with
+    and without them can be compared.
     """
-    channels, height, width = shape
+    (channels, height, width), offset = shape, settings.noise_offset
+    octaves, discount = settings.multires_noise_iterations, settings.multires_noise_discount
     noise = torch.randn(shape, generator=generator)
     for octave in range(1, octaves + 1):
         size = (math.ceil(height / 2**octave), math.ceil(width / 2**octave))
@@ -193,16 +158,15 @@ MIN_WEIGHED_SIGMA = 1e-3
 """Lowest sigma of the weight sigma^-2 (`sigma_sqrt`): that of a sampler's table of 1000 steps."""
 
 
-def loss_weight(
-    settings: ObjectiveSettings, *, signal: float | None, sigma: float, prediction: Prediction
-) -> float:
-    """Return the weight of a sample's loss; `signal` is None for flow matching. Finite at SNR 0 too.
+def loss_weight(settings: ObjectiveSettings, level: Level, prediction: Prediction) -> float:
+    """Return the weight of a sample's loss at its noise level. Finite at SNR 0 too.
 
     min_snr: Hang et al. 2023, arXiv 2303.09556; soft_min_snr: Crowson et al. 2024, arXiv 2401.11605;
     debiased: Yu et al. 2023, arXiv 2310.08442; p2: Choi et al. 2022, arXiv 2204.00227, with k = 1;
     sigma_sqrt and cosmap, for flow matching: Esser et al. 2024, arXiv 2403.03206.
     """
     kind, gamma = settings.chosen_weighting, settings.min_snr_gamma
+    signal, sigma = level.signal, level.sigma
     if kind == "none":
         return 1.0
     if signal is None and kind == "sigma_sqrt":
@@ -228,8 +192,8 @@ def loss_weight(
     return weight * signal if prediction == "v_prediction" else weight
 
 
-def loss_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma: float) -> float:
-    """Return the delta of a sample's error function at a noise level; `time` is in [0, 1].
+def loss_delta(settings: ObjectiveSettings, level: Level) -> float:
+    """Return the delta of a sample's error function at its noise level.
 
     The schedules are those of sd-scripts (Khrapov et al. 2024, arXiv 2403.16728): exponential and snr fall
     from 1 without noise to `huber_delta` at pure noise. Error functions without a delta ignore it.
@@ -239,7 +203,8 @@ def loss_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma:
         case "constant":
             return lowest
         case "exponential":
-            return float(lowest**time)
+            return float(lowest ** (level.timestep / TIMESTEPS))
         case "snr":
             # The paper's 1 / (1 + sigma / alpha), rearranged because alpha is 0 at pure noise.
-            return (1.0 - lowest) * (alpha / (alpha + sigma)) ** 2 + lowest
+            signal_share = level.alpha / (level.alpha + level.sigma)
+            return (1.0 - lowest) * signal_share**2 + lowest

@@ -22,14 +22,12 @@ from torch import nn
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
-from lora_trainer.config.declare import OptimizerName
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.device_calls import kind_of
 
 Group = Mapping[str, Any]
 """`params`, a list of parameters; `lr_scale`, the factor on the learning rate; `lr`, the product; `embedding`,
 true if the parameters are rows of a text encoder's embedding table."""
-Maker = Callable[[Sequence[Group], OptimizerSettings], torch.optim.Optimizer]
 CAME_BETA3 = 0.9999
 """Decay of the instability of updates (Luo et al. 2023, arXiv 2307.02047)."""
 LEARNED_IN_GROUPS = frozenset(
@@ -43,65 +41,58 @@ LEARNED_IN_GROUPS = frozenset(
 them."""
 
 
-def _adam_like(settings: OptimizerSettings) -> dict[str, Any]:
-    return {
-        "lr": settings.learning_rate,
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.epsilon,
-        "weight_decay": settings.weight_decay,
-    }
+def _made(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
+    """Return the optimizer of these settings as its library makes it, before its state is allocated."""
+    device, name = kind_of(groups[0]["params"][0].device), settings.name
+    betas, decay = (settings.beta1, settings.beta2), settings.weight_decay
+    rated: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "weight_decay": decay}
+    like_adam: dict[str, Any] = {**rated, "eps": settings.epsilon}
+    if name == "adamw":
+        return torch.optim.AdamW(list(groups), fused=device.fused_skips, **like_adam)  # type: ignore[arg-type]  # dicts
+    if name in ("adamw8bit", "paged_adamw8bit", "lion", "lion8bit"):
+        # AdamW in 8 bits (Dettmers et al. 2021, arXiv 2110.02861), Lion (Chen et al. 2023, arXiv 2302.06675)
+        from bitsandbytes import optim
 
+        if name in ("lion", "lion8bit"):
+            return (optim.Lion8bit if name == "lion8bit" else optim.Lion)(groups, **rated)
+        # Paging moves state between device and host memory. A device that has no memory of its own keeps all
+        # state in host memory anyway, and the unpaged optimizer computes the same numbers.
+        is_paged = name == "paged_adamw8bit" and device.own_memory
+        return (optim.PagedAdamW8bit if is_paged else optim.AdamW8bit)(groups, **like_adam)
+    if name == "schedulefree_adamw":  # Defazio et al. 2024, arXiv 2405.15682
+        from schedulefree import AdamWScheduleFree
 
-def _adamw(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    fused = kind_of(groups[0]["params"][0].device).fused_skips
-    return torch.optim.AdamW(list(groups), fused=fused, **_adam_like(settings))  # type: ignore[arg-type]  # dicts
+        optimizer = AdamWScheduleFree(groups, **like_adam)
+        optimizer.train()
+        return optimizer
+    if name == "prodigy":
+        # Mishchenko and Defazio 2023, arXiv 2306.06101, as its authors advise for diffusion models. The decay is
+        # set per group, because Prodigy prints it when it is an argument.
+        from prodigyopt import Prodigy
 
+        del like_adam["weight_decay"]
+        return Prodigy(
+            [{**group, "weight_decay": decay} for group in groups],
+            d_coef=settings.prodigy_d_coef,
+            growth_rate=settings.prodigy_growth_rate or float("inf"),
+            use_bias_correction=True,
+            safeguard_warmup=settings.warmup_fraction > 0,
+            **like_adam,
+        )
+    from pytorch_optimizer import CAME, AdaFactor, Muon
 
-def _bitsandbytes(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
-    """AdamW in 8 bits (Dettmers et al. 2021, arXiv 2110.02861) and Lion (Chen et al. 2023, arXiv 2302.06675)."""
-    from bitsandbytes import optim
-
-    arguments = _adam_like(settings)
-    if settings.name in ("lion", "lion8bit"):
-        del arguments["eps"]
-        return (optim.Lion8bit if settings.name == "lion8bit" else optim.Lion)(groups, **arguments)
-    # Paging moves state between device and host memory. A device that has no memory of its own keeps all
-    # state in host memory anyway, and the unpaged optimizer computes the same numbers.
-    is_paged = settings.name == "paged_adamw8bit"
-    beside = kind_of(groups[0]["params"][0].device).own_memory
-    return (optim.PagedAdamW8bit if is_paged and beside else optim.AdamW8bit)(groups, **arguments)
-
-
-def _adafactor(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Shazeer and Stern 2018, arXiv 1804.04235, with the learning rate of the settings and without momentum."""
-    from pytorch_optimizer import AdaFactor
-
-    return AdaFactor(
-        [dict(group) for group in groups],
-        lr=settings.learning_rate,
-        betas=(None, settings.beta2),
-        weight_decay=settings.weight_decay,
-        scale_parameter=False,
-        relative_step=False,
-    )
-
-
-def _came(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Luo et al. 2023, arXiv 2307.02047."""
-    from pytorch_optimizer import CAME
-
-    arguments = _adam_like(settings) | {"betas": (settings.beta1, settings.beta2, CAME_BETA3)}
-    del arguments["eps"]
-    return CAME([dict(group) for group in groups], **arguments)
-
-
-def _muon(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982; AdamW for tensors that are no matrices."""
-    from pytorch_optimizer import Muon
-
+    copies = [dict(group) for group in groups]
+    if name == "came":  # Luo et al. 2023, arXiv 2307.02047
+        return CAME(copies, **{**rated, "betas": (*betas, CAME_BETA3)})
+    if name == "adafactor":
+        # Shazeer and Stern 2018, arXiv 1804.04235, at the learning rate of the settings and without momentum
+        plain = {**rated, "betas": (None, settings.beta2)}
+        return AdaFactor(copies, scale_parameter=False, relative_step=False, **plain)
+    # Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982; AdamW for tensors that are no matrices. Rows of
+    # an embedding table are vectors, each with a meaning of its own.
+    assert name == "muon"
     split = []
     for group in groups:
-        # Rows of an embedding table are vectors, each with a meaning of its own.
         matrices = [t for t in group["params"] if t.dim() == 2 and not group.get("embedding")]
         others = [t for t in group["params"] if t.dim() != 2 or group.get("embedding")]
         for tensors, is_matrix in ((matrices, True), (others, False)):
@@ -110,52 +101,12 @@ def _muon(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.O
     return Muon(
         split,
         momentum=settings.muon_momentum,
-        weight_decay=settings.weight_decay,
+        weight_decay=decay,
         use_adjusted_lr=True,
-        adamw_betas=(settings.beta1, settings.beta2),
+        adamw_betas=betas,
         adamw_eps=settings.epsilon,
-        adamw_wd=settings.weight_decay,
+        adamw_wd=decay,
     )
-
-
-def _prodigy(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
-    """Mishchenko and Defazio 2023, arXiv 2306.06101, as its authors advise for diffusion models."""
-    from prodigyopt import Prodigy
-
-    shared = _adam_like(settings)
-    # Set per group, because Prodigy prints it when it is an argument.
-    decay = shared.pop("weight_decay")
-    return Prodigy(
-        [{**group, "weight_decay": decay} for group in groups],
-        d_coef=settings.prodigy_d_coef,
-        growth_rate=settings.prodigy_growth_rate or float("inf"),
-        use_bias_correction=True,
-        safeguard_warmup=settings.warmup_fraction > 0,
-        **shared,
-    )
-
-
-def _schedule_free(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
-    """Defazio et al. 2024, arXiv 2405.15682."""
-    from schedulefree import AdamWScheduleFree
-
-    optimizer = AdamWScheduleFree(groups, **_adam_like(settings))
-    optimizer.train()
-    return optimizer
-
-
-_MAKERS: Mapping[OptimizerName, Maker] = {
-    "adamw": _adamw,
-    "adamw8bit": _bitsandbytes,
-    "paged_adamw8bit": _bitsandbytes,
-    "lion": _bitsandbytes,
-    "lion8bit": _bitsandbytes,
-    "adafactor": _adafactor,
-    "came": _came,
-    "muon": _muon,
-    "prodigy": _prodigy,
-    "schedulefree_adamw": _schedule_free,
-}
 
 
 LearningRate = Callable[[int], float]
@@ -165,7 +116,7 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
     """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
     rated = [{**group, "lr": settings.learning_rate * group["lr_scale"]} for group in groups]
     try:
-        optimizer = _MAKERS[settings.name](rated, settings)
+        optimizer: torch.optim.Optimizer = _made(rated, settings)
     except BROKEN_PACKAGE as error:
         package = OPTIMIZER_PACKAGES.get(settings.name)
         raise MachineError(
@@ -196,8 +147,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
         for name, tensor in values.items()
         if getattr(tensor, "is_paged", False)
     ]
+    learned = {"params", *LEARNED_IN_GROUPS}
     hyperparameters = [
-        _without(group, {"params", *LEARNED_IN_GROUPS}) for group in optimizer.param_groups
+        {name: value for name, value in group.items() if name not in learned}
+        for group in optimizer.param_groups
     ]
     optimizer.load_state_dict(dict(state))
     for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
@@ -205,10 +158,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     for parameter, name, tensor in paged:
         tensor.copy_(optimizer.state[parameter][name])
         optimizer.state[parameter][name] = tensor
-
-
-def _without(group: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in names}
 
 
 def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
@@ -264,7 +213,7 @@ def _allocate(optimizer: torch.optim.Optimizer) -> None:
 
     Step counts and averages of that step are reset afterwards, so the optimizer is as new.
     """
-    before = [_without(group, {"params"}) for group in optimizer.param_groups]
+    before = [dict(group) for group in optimizer.param_groups]
     set_learning_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -272,8 +221,7 @@ def _allocate(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, values in zip(optimizer.param_groups, before, strict=True):
-        for name in group.keys() - values.keys() - {"params"}:
-            del group[name]
+        group.clear()
         group.update(values)
     for state in optimizer.state.values():
         for name, value in state.items():

@@ -18,11 +18,11 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -37,7 +37,6 @@ BASELINE_STEPS = 15
 WINDOW_STEPS, WINDOW_S = 10, 10.0
 """Slowness is reported once the median of so many steps is slow and they took at least so long together."""
 SLOW, USUAL = 1.5, 1.2
-_SAME_SIZE = math.log(1.25)
 
 BLOCK_STEPS, WARM_UP_BLOCKS, LEAST_BLOCKS, MOST_BLOCKS = 25, 4, 20, 40
 TREND_DEVIATIONS = 6.0
@@ -45,17 +44,14 @@ STILL_GROWING = 0.7
 LEAST_GROWTH_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """Duration of one step, `wait_s` of it spent waiting for the batch, and its latent positions."""
+class Timed(NamedTuple):
+    """Duration of one step, and how much of it was spent waiting for the batch."""
 
     seconds: float
     wait_s: float
-    latents: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slow:
+class Slow(NamedTuple):
     """A finding: steps take `factor` times as long as usual; `now` and `usual` are medians a step."""
 
     factor: float
@@ -63,36 +59,17 @@ class Slow:
     usual: Timed
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Size:
-    """The steps of one size: their count, the steps of the present block, and the median of each full block."""
+    """The steps of one size: their count, the steps of the present block, and the sorted medians of full blocks."""
 
     count: int = 0
     block: list[Timed] = field(default_factory=list)
     blocks: list[Timed] = field(default_factory=list)
 
-    @property
-    def usual(self) -> Timed | None:
-        """The lower quartile of the block medians, None before the first block is full.
-
-        The lowest median could be an accident; the middle one would be too high in a run that began beside
-        another and now has the GPU to itself.
-        """
-        return self.blocks[len(self.blocks) // 4] if self.blocks else None
-
-    def take(self, step: Timed) -> None:
-        self.block.append(step)
-        if len(self.block) == BASELINE_STEPS:
-            bisect.insort(self.blocks, _median(self.block), key=lambda usual: usual.seconds)
-            self.block.clear()
-
 
 def _median(steps: Sequence[Timed]) -> Timed:
-    return Timed(
-        seconds=statistics.median(step.seconds for step in steps),
-        wait_s=statistics.median(step.wait_s for step in steps),
-        latents=steps[0].latents,
-    )
+    return Timed(*map(statistics.median, zip(*steps, strict=True)))
 
 
 @dataclass
@@ -107,7 +84,7 @@ class StepPace:
     @property
     def known(self) -> bool:
         """Whether there are steps to compare with."""
-        return any(size.usual for size in self._sizes.values())
+        return any(size.blocks for size in self._sizes.values())
 
     def skip(self) -> None:
         """Ignore the next step, because an action ran between it and the step before."""
@@ -119,37 +96,37 @@ class StepPace:
         self._window.clear()
         self._slow = False
 
-    def take(self, step: Timed) -> Slow | None:
-        """Add a step; return a finding when the last WINDOW_STEPS have become slow."""
+    def take(self, step: Timed, latents: int) -> Slow | None:
+        """Add a step of so many latent positions; return a finding when the last WINDOW_STEPS have become slow."""
         # Sizes within a factor of 1.25 share a baseline, else every bucket would need its own.
-        key = round(math.log(max(step.latents, 1)) / _SAME_SIZE)
+        key = round(math.log(max(latents, 1)) / math.log(1.25))
         size = self._sizes.setdefault(key, _Size())
         size.count += 1
         # First steps of a size choose kernels and grow the allocator's pools: they are no measure of the others.
         if self._skip or size.count <= WARM_UP_STEPS:
             self._skip = 0
             return None
-        usual = size.usual
-        size.take(step)
-        if usual is None:
-            return None
-        self._window.append((step, usual))
+        # The usual time is the lower quartile of the medians of blocks. The lowest median could be an accident; the
+        # middle one would be too high in a run that began beside another and now has the GPU to itself.
+        if size.blocks:
+            self._window.append((step, size.blocks[len(size.blocks) // 4]))
+        size.block.append(step)
+        if len(size.block) == BASELINE_STEPS:
+            bisect.insort(size.blocks, _median(size.block))
+            size.block.clear()
         if len(self._window) < WINDOW_STEPS:
             return None
         steps, usuals = zip(*self._window, strict=True)
-        factor = statistics.median(
-            step.seconds / usual.seconds for step, usual in zip(steps, usuals, strict=True)
-        )
+        factor = statistics.median(step.seconds / usual.seconds for step, usual in self._window)
         if self._slow or factor < SLOW or sum(step.seconds for step in steps) < WINDOW_S:
             # Between USUAL and SLOW a finding goes on: steps around the limit are reported once, not every few steps.
             self._slow = self._slow and factor >= USUAL
             return None
         self._slow = True
-        return Slow(factor=factor, now=_median(steps), usual=_median(usuals))
+        return Slow(factor, now=_median(steps), usual=_median(usuals))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Growth:
+class Growth(NamedTuple):
     """A finding: memory grows by so many bytes a step, by `so_far_bytes` since the warm-up blocks."""
 
     bytes_per_step: float
@@ -179,28 +156,24 @@ class Creep:
         blocks = self._least[WARM_UP_BLOCKS:][-MOST_BLOCKS:]
         if self._found or len(blocks) < LEAST_BLOCKS:
             return None
+        # Mann and Kendall's score, and its standard deviation for a sequence without a trend.
+        count, grown = len(blocks), blocks[-1] - blocks[0]
+        score = sum((b > a) - (b < a) for a, b in combinations(blocks, 2))
+        deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
         # A cache that fills grows fast, then slowly: the late slopes must still be near the whole one's.
-        grown, late = blocks[-1] - blocks[0], blocks[len(blocks) // 2 :]
-        slope = _slope(blocks)
-        if grown < LEAST_GROWTH_BYTES or _trend(blocks) < TREND_DEVIATIONS:
-            return None
-        if min(_slope(late), _slope(blocks[-LEAST_BLOCKS // 2 :])) < STILL_GROWING * slope:
-            return None
-        self._found = True
-        return Growth(bytes_per_step=slope / BLOCK_STEPS, so_far_bytes=grown)
-
-
-def _trend(values: Sequence[int]) -> float:
-    """Return the Mann-Kendall statistic, in its standard deviations for a sequence without a trend."""
-    count = len(values)
-    score = sum((b > a) - (b < a) for a, b in combinations(values, 2))
-    return (score - 1) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+        slope, *late = map(_slope, (blocks, blocks[count // 2 :], blocks[-LEAST_BLOCKS // 2 :]))
+        self._found = (
+            grown >= LEAST_GROWTH_BYTES
+            and score - 1 >= TREND_DEVIATIONS * deviation
+            and min(late) >= STILL_GROWING * slope
+        )
+        return Growth(slope / BLOCK_STEPS, so_far_bytes=grown) if self._found else None
 
 
 def _slope(values: Sequence[int]) -> float:
-    """Return the Theil-Sen slope: the median of the slopes between all pairs of values."""
-    places = combinations(range(len(values)), 2)
-    return statistics.median((values[b] - values[a]) / (b - a) for a, b in places)
+    """Return Theil and Sen's slope: the median of the slopes between all pairs of values."""
+    pairs = combinations(enumerate(values), 2)
+    return statistics.median((b - a) / (there - here) for (here, a), (there, b) in pairs)
 
 
 _HOT, _BRAKED = 0x20 | 0x40, 0x08 | 0x80
@@ -210,6 +183,7 @@ _BUSY_PERCENT = 10
 _SHARED_CORES = 0.5
 _SWAPPED_BYTES_PER_S = 2**20
 _WATCHED_S = 1.0
+_WAIT = "close them or wait for them; the result stays the same"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,15 +194,13 @@ class MachineState:
     """
 
     card: CardState | None = None
-    beside_card: bool = False
     processors: int = 1
     cores_taken: float = 0.0
     swapped_bytes_per_s: float = 0.0
     gives_way: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cause:
+class Cause(NamedTuple):
     """A cause of slow steps as `observation`, and its `fix`; each `name` is reported once."""
 
     name: str
@@ -249,7 +221,6 @@ def look(gpu: Gpu | None) -> MachineState:
         swapped = (psutil.swap_memory().sout - swapped_before) / (after.at_s - before.at_s)
     return MachineState(
         card=card,
-        beside_card=gpu is not None,
         processors=len(numbers),
         cores_taken=taken,
         swapped_bytes_per_s=swapped,
@@ -257,55 +228,43 @@ def look(gpu: Gpu | None) -> MachineState:
 
 
 def causes(
-    slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: RunConfig
+    slow: Slow, before: MachineState, now: MachineState, *, gpu: Gpu | None, config: RunConfig
 ) -> Iterator[Cause]:
-    """Yield the causes that explain slower steps, the likeliest first, and "unknown" at the end."""
+    """Yield the causes that explain slower steps of a training on `gpu`, the likeliest first, then "unknown"."""
     # The data are the cause only of the time beyond the usual, at least half of which must be waiting.
     waits_s = slow.now.wait_s - slow.usual.wait_s
     longer_s = slow.now.seconds - slow.usual.seconds
     if waits_s > longer_s / 2:
         share = 100 * slow.now.wait_s / slow.now.seconds
-        yield Cause(
-            name="data",
-            observation=f"{share:.0f} % of a step is waiting for prepared batches",
-            fix=f"raise data.prefetch_steps (now {config.data.prefetch_steps}), or put data.cache_dir "
-            "on a faster disk",
+        fix = (
+            f"raise data.prefetch_steps (now {config.data.prefetch_steps}), or put data.cache_dir "
         )
-    if before.card is not None and now.card is not None:
-        yield from _card_causes(before.card, now.card, spills=spills)
+        waiting = f"{share:.0f} % of a step is waiting for prepared batches"
+        yield Cause("data", waiting, f"{fix}on a faster disk")
+    if gpu is not None and before.card is not None and now.card is not None:
+        yield from _card_causes(before.card, now.card, spills=gpu.spills)
     if now.swapped_bytes_per_s > _SWAPPED_BYTES_PER_S:
+        blocks, mib_per_s = config.memory.streamed_blocks, now.swapped_bytes_per_s / 2**20
+        lower = f"a lower memory.streamed_blocks (now {blocks})"
+        change = lower if blocks else "memory.base_precision=int8"
         yield Cause(
-            name="swap",
-            observation=f"the machine is out of memory and swaps {now.swapped_bytes_per_s / 2**20:.0f} MiB/s",
-            fix=_less_host_memory(config),
+            "swap",
+            f"the machine is out of memory and swaps {mib_per_s:.0f} MiB/s",
+            f"close other programs, or continue with --resume and {change}",
         )
     # Beside a GPU one thread launches kernels; the others only prepare batches, which is measured as waiting.
-    threads = 1 if now.beside_card else config.hardware.threads
+    threads = 1 if gpu is not None else config.hardware.threads
     lacks_cores = now.processors - now.cores_taken < threads
     more = now.cores_taken - before.cores_taken > _SHARED_CORES
     if (more and lacks_cores) or (now.gives_way and not before.gives_way):
-        yield Cause(
-            name="processor",
-            observation=f"other programs use {now.cores_taken:.1f} of {now.processors} processors, "
-            f"{before.cores_taken:.1f} before"
-            if more
-            else "the training's threads gave way to other programs",
-            fix="close them or wait for them; the result stays the same",
-        )
-    beside = ", the disk and `nvidia-smi`" if now.beside_card else " and the disk"
-    yield Cause(
-        name="unknown",
-        observation="no cause was found",
-        fix=f"look at other programs{beside}; the result stays the same",
-    )
-
-
-def _less_host_memory(config: RunConfig) -> str:
-    blocks = config.memory.streamed_blocks
-    change = (
-        f"a lower memory.streamed_blocks (now {blocks})" if blocks else "memory.base_precision=int8"
-    )
-    return f"close other programs, or continue with --resume and {change}"
+        taken = f"other programs use {now.cores_taken:.1f} of {now.processors} processors"
+        observation = "the training's threads gave way to other programs"
+        if more:
+            observation = f"{taken}, {before.cores_taken:.1f} before"
+        yield Cause("processor", observation, _WAIT)
+    beside = ", the disk and `nvidia-smi`" if gpu is not None else " and the disk"
+    look_at = f"look at other programs{beside}; the result stays the same"
+    yield Cause("unknown", "no cause was found", look_at)
 
 
 def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator[Cause]:
@@ -315,12 +274,33 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
         # Leave out what other programs have taken since the run began, and half a GiB to spare.
         limit = max(1.0, total - more_bytes / GIB - 0.5)
         yield Cause(
-            name="spill",
-            observation=f"the GPU is full, {used:.1f} of {total:.1f} GiB, and its driver moves memory to the host",
-            fix="close other programs on the GPU, or continue with --resume --set "
+            "spill",
+            f"the GPU is full, {used:.1f} of {total:.1f} GiB, and its driver moves memory to the host",
+            "close other programs on the GPU, or continue with --resume --set "
             f"hardware.vram_limit_gib={limit:.1f}",
         )
-    yield from _clock_causes(before, now)
+    old_mhz, new_mhz = before.clock_mhz, now.clock_mhz
+    if old_mhz is not None and new_mhz is not None and new_mhz < _LOWER_CLOCK * old_mhz:
+        clocks = f"from {old_mhz} to {new_mhz} MHz"
+        heat = "" if now.celsius is None else f" at {now.celsius} degrees Celsius"
+        if now.held_back & _HOT:
+            yield Cause(
+                "heat",
+                f"the GPU is too hot{heat} and has lowered its clock {clocks}",
+                "clean its fans and give it more air, or lower its power limit (nvidia-smi -pl WATTS)",
+            )
+        elif now.held_back & _BRAKED:
+            yield Cause(
+                "power supply",
+                f"the power supply limits the GPU, its clock went {clocks}",
+                "plug the machine in, and check the GPU's power cables and the power supply",
+            )
+        else:
+            yield Cause(
+                "clock",
+                f"the GPU's clock went {clocks}, because of its power limit or its settings",
+                "plug a laptop in, or raise the GPU's power limit (nvidia-smi -pl WATTS)",
+            )
     # In a container the driver gives the host's process numbers, so our own may not be among them: the
     # busiest one before was this training.
     busiest = max(before.busy_percent, key=before.busy_percent.__getitem__, default=None)
@@ -332,44 +312,16 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
     } - {busiest, os.getpid()}
     new = sorted((now.users | now.busy_percent.keys()) - seen_before | busier)
     if new:
-        names = ", ".join(_program(pid) for pid in new[:3])
-        yield Cause(
-            name="others",
-            observation=f"other programs use the GPU: {names}; {used:.1f} of {total:.1f} GiB are in use",
-            fix="close them or wait for them; the result stays the same",
-        )
-
-
-def _clock_causes(before: CardState, now: CardState) -> Iterator[Cause]:
-    if before.clock_mhz is None or now.clock_mhz is None:
-        return
-    if now.clock_mhz >= _LOWER_CLOCK * before.clock_mhz:
-        return
-    clocks = f"from {before.clock_mhz} to {now.clock_mhz} MHz"
-    if now.held_back & _HOT:
-        heat = "" if now.celsius is None else f" at {now.celsius} degrees Celsius"
-        name, why = "heat", f"the GPU is too hot{heat} and has lowered its clock {clocks}"
-        fix = "clean its fans and give it more air, or lower its power limit (nvidia-smi -pl WATTS)"
-    elif now.held_back & _BRAKED:
-        name, why = "power supply", f"the power supply limits the GPU, its clock went {clocks}"
-        fix = "plug the machine in, and check the GPU's power cables and the power supply"
-    else:
-        name = "clock"
-        why = f"the GPU's clock went {clocks}, because of its power limit or its settings"
-        fix = "plug a laptop in, or raise the GPU's power limit (nvidia-smi -pl WATTS)"
-    yield Cause(name=name, observation=why, fix=fix)
-
-
-def _program(pid: int) -> str:
-    with suppress(psutil.Error):
-        return f"{psutil.Process(pid).name()} (process {pid})"
-    return f"process {pid}"
+        names = [f"process {pid}" for pid in new[:3]]
+        for index, pid in enumerate(new[:3]):
+            with suppress(psutil.Error):
+                names[index] = f"{psutil.Process(pid).name()} (process {pid})"
+        programs = f"other programs use the GPU: {', '.join(names)}"
+        yield Cause("others", f"{programs}; {used:.1f} of {total:.1f} GiB are in use", _WAIT)
 
 
 # ---- what is said
 
-_PAUSES = frozenset({"sample", "validation", "learned"})
-_CHANGES = frozenset({"change", "out_of_memory"})
 _FILLED_STEPS = 5000
 """Host memory grows while the first epoch reads cache entries; growth counts after it, or after this step."""
 
@@ -387,9 +339,8 @@ class Notices:
     _pace: StepPace = field(default_factory=StepPace)
     _vram: Creep = field(default_factory=Creep)
     _host: Creep = field(default_factory=Creep)
-    _usual: MachineState | None = None
+    _usual: Future[MachineState] | None = None
     _gives_way: bool = False
-    _asked: bool = False
     _told: set[str] = field(default_factory=set)
     _beside: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lora-train-notices")
@@ -404,9 +355,9 @@ class Notices:
         self._beside.shutdown()
 
     def __call__(self, event: Event) -> None:
-        if event.kind in _PAUSES:
+        if event.kind in ("sample", "validation", "learned"):
             self._pace.skip()
-        elif event.kind in _CHANGES:
+        elif event.kind in ("change", "out_of_memory"):
             self._pace.forget()
         elif event.kind == "cores":
             self._gives_way = event.fields["waiting"] == "asleep"
@@ -415,13 +366,10 @@ class Notices:
 
     def _after_step(self, fields: Mapping[str, Any]) -> None:
         step = int(fields["step"])
-        timed = Timed(
-            seconds=fields["seconds"], wait_s=fields["data_wait_s"], latents=fields["latents"]
-        )
-        slow = self._pace.take(timed)
-        if self._pace.known and not self._asked:
-            self._asked = True
-            self._beside.submit(self._remember)
+        timed = Timed(fields["seconds"], wait_s=fields["data_wait_s"])
+        slow = self._pace.take(timed, fields["latents"])
+        if self._pace.known and self._usual is None:
+            self._usual = self._beside.submit(self._look)
         if slow is not None:
             self._beside.submit(self._explain, slow, step)
         filled = fields["epoch"] >= 1 or step > _FILLED_STEPS
@@ -432,16 +380,13 @@ class Notices:
             free_bytes = gpu.total_bytes - fields["vram_used_bytes"]
             self._tell_growth("the GPU's memory", growth, step, free_bytes=free_bytes)
 
-    def _remember(self) -> None:
-        self._usual = self._look()
-
     def _look(self) -> MachineState:
         return replace(look(self.gpu), gives_way=self._gives_way)
 
     def _explain(self, slow: Slow, step: int) -> None:
-        spills = self.gpu is not None and self.gpu.spills
-        before = self._usual or MachineState()
-        cause = next(causes(slow, before, self._look(), spills=spills, config=self.config))
+        assert self._usual is not None, "it is measured before the first step can be slow"
+        before, now = self._usual.result(), self._look()
+        cause = next(causes(slow, before, now, gpu=self.gpu, config=self.config))
         if cause.name in self._told:
             return
         self._told.add(cause.name)

@@ -11,18 +11,14 @@ off. Out of memory, the micro-batch is halved; at one image the next remedy of t
 
 The plain way is one retry, with every optional feature off, after an error that is not a lack of memory.
 Selective checkpointing, block swap and compiled blocks all give the same result as the plain way, but a GPU,
-a driver or a library version may not support them. So an error in a first pass switches all of them off, for
-the rest of the run and for every run that resumes it. A second error ends the run and names both reasons.
-
-A pass counts as first until this process has finished an optimizer step with a pass of the same key: same
-latent shape, number of images and remedies in force. An action counts as first until it has run once.
-An error after that does not come from an unsupported feature, and ends the run.
+a driver or a library version may not support them. So an error switches all of them off, for the rest of the
+run and for every run that resumes it. A second error ends the run.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,8 +40,6 @@ from lora_trainer.training.guards import GuardState, NoFallbackLeft, Unstable
 from lora_trainer.training.loss import Batch, Model
 from lora_trainer.training.optimizers import LearningRate
 
-First = Hashable
-"""A key that says which passes count as alike, or the class of an action."""
 Fallback = Callable[[], GuardState]
 """Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the
 `except` block, whose traceback keeps alive the tensors that have to be freed."""
@@ -81,22 +75,6 @@ class OomFallback:
     apply: Callable[[], object]
 
 
-@dataclass(kw_only=True)
-class PlainWay:
-    """The plain way to compute the same training, without the features that make it fit and fast.
-
-    `changes` switch those features off; `remedies` are the out-of-memory fallbacks that remain afterwards.
-    `tried` holds the keys of the present step's passes, `proven` the keys that have worked; `first_error`
-    is the error that put the plain way in force in this process, empty before.
-    """
-
-    changes: Sequence[OomFallback] = ()
-    remedies: Sequence[OomFallback] = ()
-    tried: frozenset[First] = frozenset()
-    proven: set[First] = field(default_factory=set)
-    first_error: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Everything the loop needs.
@@ -107,7 +85,8 @@ class Training:
     `stop()` returns a signal number once the run should end, else None.
     `remedies` are applied in order when the device is out of memory; a resumed run begins with the
     remedies it had applied before.
-    `plain` is the plain way that is tried once after another error in a first pass.
+    `plain` are the changes that lead to the plain way, which is tried once after another error, and
+    `plain_remedies` the out-of-memory fallbacks that remain there.
     `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
     it, instability ends the run.
     `stages`: parts of the adapter whose training stops before the last step. `stop_after_validations`: end
@@ -135,7 +114,8 @@ class Training:
     ranks: ProcessGroup = field(default_factory=ProcessGroup)
     images_at_once: Mapping[tuple[int, int], int] = field(default_factory=dict)
     remedies: Sequence[OomFallback] = ()
-    plain: PlainWay = field(default_factory=PlainWay)
+    plain: Sequence[OomFallback] = ()
+    plain_remedies: Sequence[OomFallback] = ()
     restore: Callable[[], Progress] | None = None
     stages: Sequence[FreezeAfter] = ()
     stop_after_validations: int | None = None
@@ -166,7 +146,7 @@ def compute_gradients_with_oom_retry(
 
     Return the loss of this process's samples, detached on the device, and the guard state. The whole
     step is repeated, from zeroed gradients, after out of memory, after compiled code has failed (then without
-    it), and after another error in a first pass (then on the plain way). Raises NoFallbackLeft.
+    it), and after another error (then on the plain way). Raises NoFallbackLeft.
     """
     model = training.model
     # Dropout masks are one per sample of the batch, so the denoiser must then see a batch in one piece.
@@ -178,11 +158,6 @@ def compute_gradients_with_oom_retry(
             images_at_once=training.images_at_once,
             group_key=group_key,
         )
-        # A pass may fail where a pass of another shape, size or fallback has worked.
-        passes = training.plain.tried = frozenset(
-            (*micro_batch[0].shape, len(micro_batch), guard.remedies, guard.plain)
-            for micro_batch in micro_batches
-        )
         try:
             # Summed on the device: reading a loss here would make the host wait for its pass.
             loss = torch.zeros((), device=model.device)
@@ -190,7 +165,7 @@ def compute_gradients_with_oom_retry(
                 loss += forward_backward(training, model.collate(micro_batch))
         except Exception as error:  # noqa: BLE001 - raised again where there is no fallback
             images = max(map(len, micro_batches))
-            fall_back = fallback_for(training, guard, error, firsts=passes, images=images)
+            fall_back = fallback_for(training, guard, error, images=images)
         else:
             larger = guard.after_fitting(planned=training.micro_batch)
             reason = f"{guard.patience_steps} steps in a row fitted"
@@ -210,9 +185,19 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
     """
     model = training.model
     compiled: AbstractContextManager[None] = nullcontext()
-    batch = batch.on(model.device)
-    if training.compiled is not None and _is_planned(training, training.compiled, batch):
-        compiled = training.compiled.used()
+    batch, blocks = batch.on(model.device), training.compiled
+    if blocks is not None and not blocks.is_off:
+        count, _, height, width = batch.latents.shape
+        if blocks.shapes is None or (height, width, count) in blocks.shapes:
+            compiled = blocks.used()
+        elif not blocks.is_told:  # shapes change with every step, the reason does not
+            blocks.is_told = True
+            training.events.problem(
+                f"{_UNCOMPILED.key} is not used for {count} latents of {width}x{height} at once and for "
+                "other shapes that the plan did not include",
+                fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
+                severity="note",
+            )
     # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
     with compiled, model.dropping(batch):
@@ -223,24 +208,6 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
         # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
         training.scaler.scale(loss).backward()
     return loss.detach()
-
-
-def _is_planned(training: Training, blocks: CompiledBlocks, batch: Batch) -> bool:
-    """Say whether a batch runs compiled; emit a note, once a run, for a shape that the plan does not have."""
-    if blocks.is_off:
-        return False
-    count, _, height, width = batch.latents.shape
-    if blocks.shapes is None or (height, width, count) in blocks.shapes:
-        return True
-    if not blocks.is_told:  # shapes change with every step, the reason does not
-        blocks.is_told = True
-        training.events.problem(
-            f"{_UNCOMPILED.key} is not used for {count} latents of {width}x{height} at once and for other "
-            "shapes that the plan did not include",
-            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
-            severity="note",
-        )
-    return False
 
 
 # ---- the second half: the optimizer
@@ -256,7 +223,6 @@ def optimizer_step(training: Training, loss: Tensor, guard: GuardState, *, step:
         norm = _clip_and_step(training, loss)
         for change in training.afterwards:
             change(step)
-        training.plain.proven |= training.plain.tried
         return norm
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -298,35 +264,27 @@ def _clip_and_step(training: Training, loss: Tensor) -> Tensor:
 
 _UNCOMPILED = OomFallback(key="hardware.compile", old="blocks", new="none", apply=lambda: None)
 """The change of the setting when compiled blocks are switched off."""
-_OUR_OWN = (LoraTrainError, PartialOptimizerStep, Unstable)
-"""Errors that this package raises on purpose: another way to compute does not cure them."""
 
 
 def fallback_for(
-    training: Training, guard: GuardState, error: Exception, *, firsts: Set[First], images: int
+    training: Training, guard: GuardState, error: Exception, *, images: int
 ) -> Fallback:
     """Return the answer to an error; raises it again, or NoFallbackLeft, where there is none.
 
-    `firsts` are the keys of the passes, or the class of the action, in which `error` was raised, `images`
-    is the size of the largest pass.
+    `images` is the size of the largest pass.
     """
     if isinstance(error, CompilationFailed):
         return partial(_stop_compiling, training, guard, reason=str(error))
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         return partial(use_less_memory, training, guard, images=images, reason=first_line(error))
-    if isinstance(error, _OUR_OWN):
+    # Another way to compute does not cure errors that this package raises on purpose.
+    if isinstance(error, LoraTrainError | PartialOptimizerStep | Unstable):
         raise error
     if is_lost(error):
         raise lost_device(training, guard, error) from error
-    plain = training.plain
-    if firsts <= plain.proven:
-        raise error
-    if guard.plain:  # without a first error it was saved in the state that a resume began with
-        every_way = f"with every optional feature off: {_line(error)}"
+    if guard.plain:
         raise NoFallbackLeft(
-            f"training failed twice: {plain.first_error}; and {every_way}"
-            if plain.first_error
-            else f"training failed {every_way}",
+            f"training failed with every optional feature off: {_line(error)}",
             fix=f"{RESUME} once the cause is gone; include problems.jsonl if you report it",
             guard=guard,
         ) from error
@@ -355,7 +313,7 @@ def use_less_memory(
     training.events.emit("out_of_memory", images_at_once=images, reason=reason)
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
-    remedies = training.plain.remedies if guard.plain else training.remedies
+    remedies = training.plain_remedies if guard.plain else training.remedies
     smaller = guard.after_out_of_memory(images=images, remedies=len(remedies))
     for remedy in remedies[guard.remedies : smaller.remedies]:
         remedy.apply()
@@ -370,7 +328,7 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
     # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
     # run that needed every remedy to fit needs all of these too.
     all_taken = 0 < len(training.remedies) <= guard.remedies
-    remedies = len(training.plain.remedies) if all_taken else 0
+    remedies = len(training.plain_remedies) if all_taken else 0
     uncompiled = guard.uncompiled or _UNCOMPILED in changes
     guard = replace(guard, plain=True, uncompiled=uncompiled, remedies=remedies)
     if training.compiled is not None:
@@ -378,16 +336,8 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     for change in changes:
-        try:
-            change.apply()
-        except RuntimeError as error:
-            raise NoFallbackLeft(
-                f"{reason}; and {change.key}={typed(change.new)} was not possible: {_line(error)}",
-                fix=f"run the same command with --resume {_settings(changes)}",
-                guard=guard,
-            ) from error
+        change.apply()
         training.tell_change(change.key, change.old, change.new, reason=reason)
-    training.plain.first_error = reason
     training.events.problem(
         f"an error, not for lack of memory: {reason}. It is tried again, and the run continues, with every "
         f"optional feature off: {', '.join(f'{c.key}={typed(c.new)}' for c in changes)}",
@@ -413,7 +363,7 @@ def _changes(training: Training, guard: GuardState) -> Sequence[OomFallback]:
     A change from "none" only adds recomputation. By itself that makes nothing plainer, but it gives the
     memory that the other changes cost.
     """
-    changes = list(training.plain.changes)
+    changes = list(training.plain)
     if training.compiled is not None and not training.compiled.is_off:
         changes.append(_UNCOMPILED)
     return changes if guard.remedies or any(change.old != "none" for change in changes) else []

@@ -120,7 +120,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "CAC-07": Fault(what="entries of another format", parts=(_CACHE,)),
     "TRN-01": Fault(what="not-a-number in losses and gradients", parts=("tests/train/test_guards.py",)),
-    "TRN-02": Fault(what="out of memory anywhere", parts=("tests/train/test_out_of_memory.py",)),
+    "TRN-02": Fault(what="out of memory anywhere", parts=("tests/train/test_loop.py",)),
     "TRN-03": Fault(
         what="sample images that fail",
         decided="Prompts are settings, not a file that is read during a run, so they cannot be edited then.",

@@ -145,12 +145,8 @@ def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
     errors = []
     for fraction in LEVELS:
         level = levels.at(fraction)
-        weight = loss_weight(
-            objective, signal=level.signal, sigma=level.sigma, prediction=prediction
-        )
-        delta = loss_delta(
-            objective, time=level.timestep / 1000, alpha=level.alpha, sigma=level.sigma
-        )
+        weight = loss_weight(objective, level, prediction)
+        delta = loss_delta(objective, level)
         error = ERRORS[objective.loss]
         for difference in DIFFERENCES:
             errors.append(weight * float(error(torch.tensor(difference), torch.tensor(delta))))

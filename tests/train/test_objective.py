@@ -229,21 +229,11 @@ def test_octaves_and_offset_are_added_to_one_draw_of_randn() -> None:
     coarse = torch.randn((1, 4, 32, 32), generator=own)
     mixed = plain + 0.6 * F.interpolate(coarse, size=(64, 64), mode="bilinear")[0]
     torch.testing.assert_close(noise(octaves=1), mixed / mixed.std())
+    assert torch.equal(noise(octaves=10), noise(octaves=6)), "the seventh would be a constant again"
     own = source()
     torch.randn((4, 64, 64), generator=own)
     shift = 0.1 * torch.randn((4, 1, 1), generator=own)  # a constant per channel
     torch.testing.assert_close(noise(offset=0.1), plain + shift)
-
-
-@pytest.mark.parametrize("octaves", [3, 10])
-def test_multires_noise_has_unit_variance_and_is_coarser(octaves: int) -> None:
-    coarse = noise(octaves=octaves)
-    assert float(coarse.std()) == pytest.approx(1.0, abs=1e-5)
-    neighbours = [
-        float((one[:, :, 1:] * one[:, :, :-1]).mean() / one.square().mean())
-        for one in (noise(), coarse)
-    ]
-    assert neighbours[0] == pytest.approx(0.0, abs=0.03) and neighbours[1] > 0.06
 
 
 def weight(signal: float, prediction: Prediction = "epsilon", **values: Any) -> float:

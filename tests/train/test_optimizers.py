@@ -221,17 +221,6 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.Mon
     assert "pip install -U pytorch-optimizer" in caught.value.fix
 
 
-def test_prodigys_rate_is_what_it_has_found() -> None:
-    own = parameters()
-    optimizer = optimizers.build_optimizer(groups(own), settings("prodigy"))
-    first = optimizers.effective_rate(optimizer, 0.5)
-    walk(optimizer, own, range(30), drift=9.0)
-    assert first == pytest.approx(0.5e-6)
-    assert optimizers.effective_rate(optimizer, 0.5) > 2 * first
-    plain = optimizers.build_optimizer(groups(parameters()), settings("adamw"))
-    assert optimizers.effective_rate(plain, 0.5) == 0.5
-
-
 def test_muon_moves_matrices_by_their_singular_vectors_and_the_rest_by_adamw() -> None:
     """The rest are other tensors, and the vectors of new words."""
     own, words = parameters(), parameters()[0]

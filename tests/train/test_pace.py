@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,12 @@ from lora_trainer.training import pace
 MIB = 2**20
 
 
-def timed(seconds: float, *, wait_s: float = 0.0, latents: int = 4096) -> pace.Timed:
-    return pace.Timed(seconds=seconds, wait_s=wait_s, latents=latents)
+def timed(seconds: float, *, wait_s: float = 0.0, latents: int = 4096) -> tuple[pace.Timed, int]:
+    return pace.Timed(seconds, wait_s), latents
 
 
-def said(judge: pace.StepPace, steps: Iterable[pace.Timed]) -> list[pace.Slow]:
-    return [slow for step in steps if (slow := judge.take(step)) is not None]
+def said(judge: pace.StepPace, steps: Iterable[tuple[pace.Timed, int]]) -> list[pace.Slow]:
+    return [slow for step in steps if (slow := judge.take(*step)) is not None]
 
 
 def settled(seconds: float = 2.0, wait_s: float = 0.0) -> pace.StepPace:
@@ -31,7 +32,7 @@ def test_steps_that_stay_slow_are_said_once_until_they_were_as_before() -> None:
     judge = settled(wait_s=0.5)
     (slow,) = said(judge, [timed(3.2, wait_s=1.5)] * 40)
     assert slow.factor == pytest.approx(1.6)
-    assert (slow.now, slow.usual) == (timed(3.2, wait_s=1.5), timed(2.0, wait_s=0.5))
+    assert (slow.now, slow.usual) == ((3.2, 1.5), (2.0, 0.5))
     assert not said(judge, [timed(2.0)] * 20)
     assert len(said(judge, [timed(4.0)] * 20)) == 1
     judge.forget()
@@ -48,7 +49,7 @@ def test_steps_that_stay_slow_are_said_once_until_they_were_as_before() -> None:
         pytest.param([timed(8.0, latents=16384)] * 100, id="larger images take longer"),
     ],
 )
-def test_what_comes_and_goes_is_no_finding(steps: list[pace.Timed]) -> None:
+def test_what_comes_and_goes_is_no_finding(steps: list[Any]) -> None:
     assert not said(settled(), steps)
     assert not said(settled(0.05), [timed(0.2)] * 40), "milliseconds"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,22 +17,14 @@ from lora_trainer.config.layers import read_settings_file
 from lora_trainer.run import prepare
 from lora_trainer.run.train import train
 from lora_trainer.training.distributed import process_group
-from lora_trainer.training.distributed.heartbeat import Activity
+from lora_trainer.training.distributed.heartbeat import PeerMonitor
 from tests.fakes.runs import python
 
-LAUNCHERS = {
-    # accelerate launch, torchrun
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "ACCELERATE_USE_CPU": "true",
-    "ACCELERATE_MIXED_PRECISION": "no",
-    # srun, mpirun
-    "PMI_RANK": "0",
-    "PMI_SIZE": "2",
-    "OMPI_COMM_WORLD_SIZE": "2",
-}
+LAUNCHERS = (
+    "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 ACCELERATE_USE_CPU=true "
+    "ACCELERATE_MIXED_PRECISION=no PMI_RANK=0 PMI_SIZE=2 OMPI_COMM_WORLD_SIZE=2"
+)
+"""Of accelerate launch and torchrun, of srun and mpirun."""
 _PARTIAL_STATE = """
 import torch.distributed as dist
 
@@ -51,8 +43,8 @@ print(PartialState().num_processes)
 
 def test_nothing_of_accelerate_waits_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trackers would: only the first process has them. Real ones: tests/test_processes.py."""
-    for name, value in LAUNCHERS.items():
-        monkeypatch.setenv(name, value)
+    for variable in LAUNCHERS.split():
+        monkeypatch.setenv(*variable.split("="))
     done = python(_PARTIAL_STATE)
     assert done.stdout.split()[-1:] == ["1"], done.stderr[-3000:]
 
@@ -115,13 +107,14 @@ def test_processes_meet_within_the_time_that_the_user_set(
 # ---- whether a process does anything
 
 
-def test_a_process_that_computes_reads_or_writes_is_not_idle() -> None:
+def test_a_process_that_computes_reads_or_writes_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s, processor_s, stored = 0.0, 0.0, 0
-    activity = Activity(clock=lambda: now_s, work=lambda: (processor_s, stored))
-
-    def idle_s() -> float:
-        return activity.idle_s(window_s=120)
-
+    module, store = "lora_trainer.training.distributed.heartbeat", torch.distributed.HashStore()
+    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(f"{module}.work_so_far", lambda: (processor_s, stored))
+    idle_s = PeerMonitor(dist_env=processes.DistEnv(), store=store, timeout_s=120).idle_s
     assert idle_s() == 0
     now_s = 100.0
     assert idle_s() == 100
@@ -133,20 +126,6 @@ def test_a_process_that_computes_reads_or_writes_is_not_idle() -> None:
     assert idle_s() == 120
     stored = 2_000_000
     assert idle_s() == 0
-
-
-@dataclass
-class _Store:
-    """A monitor whose other process has given its GPU already."""
-
-    other: str
-    given: dict[str, str] = field(default_factory=dict)
-
-    def give(self, key: str, value: str) -> None:
-        self.given[key] = value
-
-    def take(self, key: str) -> str:
-        return self.given.get(key, self.other)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +143,10 @@ def test_nccl_joins_processes_only_where_each_has_a_gpu(
     monkeypatch.setattr(
         process_group.dist, "is_backend_available", lambda name: has_nccl or name != "nccl"
     )
-    store: Any = _Store(other)
-    mine = process_group.ProcessGroup(
-        dist_env=processes.DistEnv(rank=0, count=2, local_count=2), monitor=store
-    )
+    store, env = torch.distributed.HashStore(), processes.DistEnv(rank=0, count=2, local_count=2)
+    store.set("gpu/1", other)
+    monitor = PeerMonitor(dist_env=env, store=store, timeout_s=9)
+    mine = process_group.ProcessGroup(dist_env=env, monitor=monitor)
     assert mine._backend(torch.device("cuda", 0)) == backend
     assert mine.share_gpus == (other == "GPU-a")
     assert mine._backend(torch.device("cpu")) == "gloo"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from tests.fakes.training import (
 class Weather:
     """Spoils predictions: at the calls in `storms`, counted from 1 over the whole process."""
 
-    storms: frozenset[int]
+    storms: Sequence[int]
     calls: int = 0
-    spoil: Callable[[Tensor], Tensor] = lambda predicted: predicted * torch.nan
 
     def adapt(self, model: Model) -> Model:
         real = model.predict
@@ -45,7 +44,7 @@ class Weather:
         def predict(*args: Any) -> Tensor:
             self.calls += 1
             predicted = real(*args)
-            return self.spoil(predicted) if self.calls in self.storms else predicted
+            return predicted * torch.nan if self.calls in self.storms else predicted
 
         return replace(model, predict=predict)
 
@@ -92,12 +91,8 @@ def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -
     return Voyage(tiny=tiny, saves=saves(tiny, folder, every_steps=every))
 
 
-def storm(first: int, count: int) -> frozenset[int]:
-    return frozenset(range(first, first + count))
-
-
 def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Path) -> None:
-    found = voyage(tmp_path, Weather(storm(6, 5)))  # steps 6-10; saved at 4 and, skipping, at 8
+    found = voyage(tmp_path, Weather(range(6, 11)))  # steps 6-10; saved at 4 and, skipping, at 8
     end = found.run()
     assert end.step == 12
     assert (end.guard.rollbacks, end.guard.lr_scale) == (1, 0.5)
@@ -111,22 +106,11 @@ def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Pat
     assert found.on_disk().loop.guard["lr_scale"] == 0.5
 
 
-def test_each_time_lower_then_the_end_with_the_last_good_values(tmp_path: Path) -> None:
-    found = voyage(tmp_path, Weather(storm(7, 10_000)), steps=40)
-    with pytest.raises(TrainingStopped, match=r"3 times at ever lower.*last good values") as ended:
-        found.run()
-    assert ended.value.exit_code == 5
-    lowered = [change["new"] for change in found.tiny.of_kind("change")]
-    assert lowered == [0.5, 0.25, 0.125]
-    state = found.on_disk().adapter
-    assert same(found.tiny.weights, [state[name] for name in found.tiny.adapter.state()])
-
-
 def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     """The killed run is resumed from its state on the disk and meets the same weather."""
-    whole = voyage(tmp_path / "whole", Weather(storm(6, 5)))
+    whole = voyage(tmp_path / "whole", Weather(range(6, 11)))
     whole.run()
-    first = voyage(tmp_path / "killed", Weather(storm(6, 5)), steps=12)
+    first = voyage(tmp_path / "killed", Weather(range(6, 11)), steps=12)
 
     @dataclass
     class Kill:
@@ -139,7 +123,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         first.run(actions=[Kill()])
     first.writer.wait()
-    again = voyage(tmp_path / "killed", Weather(storm(1, 2)))  # calls 9 and 10 were bad weather
+    again = voyage(tmp_path / "killed", Weather(range(1, 3)))  # calls 9 and 10 were bad weather
     start = restored(again.tiny, again.on_disk())
     assert (start.step, start.guard.skipped_in_row) == (8, 3)
     again.run(start)
@@ -148,7 +132,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> None:
-    found = voyage(tmp_path, Weather(frozenset()))
+    found = voyage(tmp_path, Weather(()))
     spoilt = []
 
     @dataclass
@@ -198,26 +182,20 @@ class _Infinite(Model):
 
 
 FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")
-STEPS = 5
-
-
-def training() -> TinyTraining:
-    return build_training(build_feeder([SQUARE] * 2, batch_size=1), steps=STEPS)
 
 
 def trained(
-    tiny: TinyTraining,
     folder: Path,
     *,
     stop: Callable[[], int | None] = lambda: None,
     adapt: Callable[[SaveAction], SaveAction] = lambda action: action,
-) -> Progress:
-    """Train and save after every step."""
+) -> list[str]:
+    """Train five steps, save after every one; return the problems."""
+    tiny = build_training(build_feeder([SQUARE] * 2, batch_size=1), steps=5)
     action = saves(tiny, folder, every_steps=1)
     with action.writer:
-        return run(
-            replace(tiny.training, actions=[adapt(action)], stop=stop), at_start(micro_batch=1)
-        )
+        run(replace(tiny.training, actions=[adapt(action)], stop=stop), at_start(micro_batch=1))
+    return [row["what"] for row in tiny.of_kind("problem")]
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, *, refuses: set[int]) -> list[int]:
@@ -237,10 +215,9 @@ def disk(monkeypatch: pytest.MonkeyPatch, *, refuses: set[int]) -> list[int]:
 def test_at_the_end_it_is_tried_and_refused_it_is_no_reason_to_lose_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, tried = training(), disk(monkeypatch, refuses={2, 3, 4, 5})
-    assert trained(tiny, tmp_path).step == STEPS
+    tried = disk(monkeypatch, refuses={2, 3, 4, 5})
+    problems = trained(tmp_path)
     assert tried == [1, 2, 3, 4, 5]
-    problems = [row["what"] for row in tiny.of_kind("problem")]
     assert len(problems) == 4 and "the last save" in problems[-1]
     found = load_newest(tmp_path, events=None)
     assert found is not None and found.step == 1
@@ -249,21 +226,19 @@ def test_at_the_end_it_is_tried_and_refused_it_is_no_reason_to_lose_the_export(
 def test_a_stop_whose_save_is_refused_is_not_called_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = training()
     disk(monkeypatch, refuses={2})
     steps = iter([None, 15])
     with pytest.raises(MachineError, match="No space left"):
-        trained(tiny, tmp_path, stop=lambda: next(steps))
+        trained(tmp_path, stop=lambda: next(steps))
 
 
 def full(times: int) -> Callable[[SaveAction], SaveAction]:
     """Return how saving changes where copying the state finds the device full so many times."""
-    calls: list[int] = []
+    calls = iter(range(1000))
 
     class Full(SaveAction):
         def state(self, progress: Progress) -> Any:
-            calls.append(progress.step)
-            if len(calls) <= times:
+            if next(calls) < times:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return super().state(progress)
 
@@ -275,9 +250,9 @@ def test_a_stop_on_a_full_device_is_tried_again_and_then_no_stop_but_an_error(
 ) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)  # seconds in a long test session
     with pytest.raises(StoppedBySignal, match="the state is saved"):
-        trained(training(), tmp_path / "once", stop=lambda: 15, adapt=full(1))
+        trained(tmp_path / "once", stop=lambda: 15, adapt=full(1))
     found = load_newest(tmp_path / "once", events=None)
     assert found is not None and found.step == 1
     with pytest.raises(TrainingStopped, match="the saved state of step 1 is missing"):
-        trained(training(), tmp_path / "always", stop=lambda: 15, adapt=full(99))
+        trained(tmp_path / "always", stop=lambda: 15, adapt=full(99))
     assert load_newest(tmp_path / "always", events=None) is None

@@ -47,18 +47,6 @@ _WORKING_SHARE = 0.01
 _WORKING_BYTES = 1_000_000
 
 
-def _is_local(event: Event) -> bool:
-    """Say whether a follower's event concerns that process alone, so that the leader has to be sent it.
-
-    Guards decide (TRN-01) by numbers that are the same on all processes: the leader reports those itself.
-    """
-    if event.kind == "problem":
-        return bool(event.fields["code"] != "TRN-01")
-    if event.kind == "change":
-        return str(event.fields["key"]).startswith("memory.")
-    return event.kind == "out_of_memory"
-
-
 def work_so_far() -> tuple[float, int]:
     """Return the processor seconds of all threads but the calling one, and the bytes read and written."""
     try:
@@ -67,43 +55,6 @@ def work_so_far() -> tuple[float, int]:
     except (psutil.Error, OSError, NotImplementedError, AttributeError):  # macOS has no such call
         stored_bytes = 0
     return time.process_time() - time.thread_time(), stored_bytes
-
-
-@dataclass(kw_only=True)
-class Activity:
-    """Measures for how long this process has neither computed nor read nor written.
-
-    A start has no time limit, as downloading or hashing a base may take an hour. A process that waits for
-    something that never comes uses no processor and no disk, and is recognised by that.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    work: Callable[[], tuple[float, int]] = work_so_far
-    _since: tuple[float, float, int] | None = None
-
-    def idle_s(self, *, window_s: float) -> float:
-        """Return the seconds since this process last worked.
-
-        It worked if since then it used a hundredth of `window_s` in processor time, or a megabyte of I/O.
-        """
-        now_s, (processor_s, stored_bytes) = self.clock(), self.work()
-        if self._since is not None:
-            since_s, processor_since_s, bytes_since = self._since
-            computed = processor_s - processor_since_s >= _WORKING_SHARE * window_s
-            if not computed and stored_bytes - bytes_since < _WORKING_BYTES:
-                return now_s - since_s
-        self._since = (now_s, processor_s, stored_bytes)
-        return 0.0
-
-
-def place_of_main_thread() -> str:
-    """Return the line the main thread is at, and the line of this package that called into it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    calls = traceback.extract_stack(frame)[::-1] if frame is not None else []
-    ours = str(Path(lora_trainer.__file__).parent)
-    in_package = [call for call in calls if call.filename.startswith(ours)][:1]
-    places = [f"{Path(c.filename).name}:{c.lineno} ({c.name})" for c in [*calls[:1], *in_package]]
-    return ", called by ".join(dict.fromkeys(places))
 
 
 @dataclass(kw_only=True)
@@ -117,9 +68,9 @@ class PeerMonitor:
     store: Store
     timeout_s: float
     on_end: Callable[[str], None] = lambda reason: None
-    clock: Callable[[], float] = time.monotonic
-    activity: Activity = field(default_factory=Activity)
     _began_s: float = 0.0
+    _worked: tuple[float, float, int] | None = None
+    """When this process last worked while starting, and its work until then."""
     _starting: bool = True
     _waiting: bool = False
     _limit: tuple[str, float] | None = None
@@ -133,7 +84,7 @@ class PeerMonitor:
 
     def start(self) -> None:
         """Publish this process's host, pid and start time, and start the thread."""
-        self._began_s = self.clock()
+        self._began_s = time.monotonic()
         me = psutil.Process()
         about = {"host": socket.gethostname(), "pid": me.pid, "started_s": me.create_time()}
         self.store.set(f"about/{self.dist_env.rank}", json.dumps(about))
@@ -156,18 +107,21 @@ class PeerMonitor:
             self._thread.join()
         with suppress(RuntimeError):
             self.store.set(f"beat/{self.dist_env.rank}", "done")
-            until_s = max(self.clock() + GRACE_S, self._began_s + self.timeout_s)
+            until_s = max(time.monotonic() + GRACE_S, self._began_s + self.timeout_s)
             keeps = self.dist_env.is_main and not self.dist_env.launcher_keeps_store
-            while keeps and self.clock() < until_s and not all(map(self._has_left, self._others())):
-                time.sleep(INTERVAL_S / 10)
+            staying = self._others() if keeps else []
+            while staying and time.monotonic() < until_s:
+                rank = staying[0]
+                # Without a heartbeat the process may still be starting.
+                if self.store.check([f"beat/{rank}"]) and (
+                    self.store.get(f"beat/{rank}") == b"done" or self._is_dead(rank)
+                ):
+                    staying.pop(0)
+                else:
+                    time.sleep(INTERVAL_S / 10)
 
-    def _others(self) -> Iterator[int]:
-        yield from (rank for rank in range(self.dist_env.count) if rank != self.dist_env.rank)
-
-    def _has_left(self, rank: int) -> bool:
-        if not self.store.check([f"beat/{rank}"]):
-            return False  # the process may still be starting
-        return bool(self.store.get(f"beat/{rank}") == b"done") or self._is_dead(rank)
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.dist_env.count) if rank != self.dist_env.rank]
 
     def record(self, events: EventStream) -> None:
         """Emit the events of followers in `events` (only the leader calls this)."""
@@ -178,7 +132,12 @@ class PeerMonitor:
 
         Each event gets a numbered key, because torch's store has no queues on Windows.
         """
-        if _is_local(event):
+        # Guards decide (TRN-01) by numbers that are the same on all processes: the leader reports those itself.
+        if (
+            event.kind == "out_of_memory"
+            or (event.kind == "problem" and event.fields["code"] != "TRN-01")
+            or (event.kind == "change" and str(event.fields["key"]).startswith("memory."))
+        ):
             rank, row = self.dist_env.rank, {"kind": event.kind, "fields": dict(event.fields)}
             self.store.set(f"row/{rank}/{self._rows[rank]}", json.dumps(row))
             self._rows[rank] += 1
@@ -191,7 +150,10 @@ class PeerMonitor:
     @contextmanager
     def limited(self, doing: str, *, advice: str) -> Iterator[None]:
         """End all processes if the block takes longer than `timeout_s`."""
-        self._limit = (f"{doing} takes longer than {self._limit_text()}: {advice}", self.clock())
+        self._limit = (
+            f"{doing} takes longer than {self._limit_text()}: {advice}",
+            time.monotonic(),
+        )
         try:
             yield
         finally:
@@ -226,8 +188,8 @@ class PeerMonitor:
 
     def reason(self) -> str:
         """Return why another process ended, waiting up to GRACE_S / 2 for the reason; empty if unknown."""
-        until_s = self.clock() + GRACE_S / 2
-        while self.clock() < until_s:
+        until_s = time.monotonic() + GRACE_S / 2
+        while time.monotonic() < until_s:
             try:
                 reason = self._failure()
             except RuntimeError:
@@ -245,7 +207,7 @@ class PeerMonitor:
             number += 1
             try:
                 self._beat(number)
-                self._listen()
+                self._relay()
                 reason = self._failure()
                 if not reason and (own_failure := self._overdue()):
                     self.fail(own_failure)
@@ -258,16 +220,15 @@ class PeerMonitor:
     def _beat(self, number: int) -> None:
         self.store.set(f"beat/{self.dist_env.rank}", str(number))
 
-    def _listen(self) -> None:
-        if self._events is None:
-            return
-        for rank in range(1, self.dist_env.count):
+    def _relay(self) -> None:
+        """Emit what followers have sent since the last time, where events are recorded."""
+        for rank in range(1, self.dist_env.count if self._events is not None else 0):
             while self.store.check([key := f"row/{rank}/{self._rows[rank]}"]):
                 row = json.loads(self.store.get(key))
-                fields = dict(row["fields"])
-                for name in {"what", "reason"} & fields.keys():
-                    fields[name] = f"process {rank}: {fields[name]}"
-                self._events.emit(row["kind"], **fields)
+                for name in {"what", "reason"} & row["fields"].keys():
+                    row["fields"][name] = f"process {rank}: {row['fields'][name]}"
+                assert self._events is not None
+                self._events.emit(row["kind"], **row["fields"])
                 self._rows[rank] += 1
 
     def _limit_text(self) -> str:
@@ -277,17 +238,39 @@ class PeerMonitor:
         """Return a sentence if this process hangs in its start, else an empty string."""
         if self._limit is not None:
             sentence, since_s = self._limit
-            return sentence if self.clock() - since_s >= self.timeout_s else ""
+            return sentence if time.monotonic() - since_s >= self.timeout_s else ""
         if self._waiting or not self._starting:
-            self.activity = Activity()  # measured anew afterwards
+            self._worked = None  # measured anew afterwards
             return ""
-        idle_s = self.activity.idle_s(window_s=self.timeout_s)
+        idle_s = self.idle_s()
         if idle_s < self.timeout_s:
             return ""
+        # The line the main thread is at, and the line of this package that called into it.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        calls = traceback.extract_stack(frame)[::-1] if frame is not None else []
+        ours = str(Path(lora_trainer.__file__).parent)
+        named = [*calls[:1], *[call for call in calls if call.filename.startswith(ours)][:1]]
+        places = dict.fromkeys(f"{Path(c.filename).name}:{c.lineno} ({c.name})" for c in named)
         return (
             f"did nothing for {idle_s:.0f} s while starting ({self._limit_text()}); "
-            f"it waits in {place_of_main_thread()}"
+            f"it waits in {', called by '.join(places)}"
         )
+
+    def idle_s(self) -> float:
+        """Return the seconds since this process last worked while starting.
+
+        It worked if since then it used a hundredth of `timeout_s` in processor time, or a megabyte of I/O. A
+        start has no time limit, as downloading or hashing a base may take an hour. A process that waits for
+        something that never comes uses no processor and no disk, and is recognised by that.
+        """
+        now_s, (processor_s, stored_bytes) = time.monotonic(), work_so_far()
+        if self._worked is not None:
+            since_s, processor_since_s, bytes_since = self._worked
+            computed = processor_s - processor_since_s >= _WORKING_SHARE * self.timeout_s
+            if not computed and stored_bytes - bytes_since < _WORKING_BYTES:
+                return now_s - since_s
+        self._worked = (now_s, processor_s, stored_bytes)
+        return 0.0
 
     def _failure(self) -> str:
         if self.store.check(["failed"]):
@@ -297,7 +280,7 @@ class PeerMonitor:
 
     def _missing(self, rank: int) -> str:
         """Return the failure of process `rank`, empty while it is alive."""
-        now_s, name = self.clock(), f"process {rank} of {self.dist_env.count}"
+        now_s, name = time.monotonic(), f"process {rank} of {self.dist_env.count}"
         if not self.store.check([f"beat/{rank}"]):
             late = now_s - self._began_s >= self.timeout_s
             return f"{name} never came within {self._limit_text()}" if late else ""

@@ -140,10 +140,7 @@ class ProcessGroup:
         views = [piece.view_as(like) for piece, like in zip(pieces[:-1], parameters, strict=True)]
         tail = pieces[-1]
         for view, parameter in zip(views, parameters, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
+            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         tail[0] = loss
         flags = torch.tensor(
             [
