@@ -41,6 +41,7 @@ PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
     "lora_trainer/captioning/*.toml",
+    "lora_trainer/config/*.toml",
     "lora_trainer/costs/*.json",
     "lora_trainer/dataset/*.toml",
     "lora_trainer/families/*.json",

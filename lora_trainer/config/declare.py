@@ -8,8 +8,10 @@ in bytes are those of memory plan and network alike, so predicted and stored byt
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Never, get_args
 
@@ -38,28 +40,12 @@ def settled(value: T | Auto) -> T:
     return value
 
 
-PROMPTS: Mapping[str, tuple[str, ...]] = {
-    "any": ("{}", "{}, outdoors in sunlight", "{}, close-up", "{}, at night"),
-    "person": (
-        "{}, portrait, looking at the camera",
-        "{}, standing in a city street, full body",
-        "{}, sitting at a table, side view",
-        "{}, smiling, in a garden",
-    ),
-    "object": (
-        "{}, on a plain white background",
-        "{}, on a wooden table",
-        "{}, outdoors in sunlight",
-        "{}, close-up from the side",
-    ),
-    "style": (
-        "{}, portrait of a woman",
-        "{}, a city street at night",
-        "{}, mountains behind a lake",
-        "{}, a cat on a chair",
-    ),
-}
-"""Sample prompts for images without captions; `{}` stands for the trigger or the class word."""
+@cache
+def concepts() -> Mapping[str, Any]:
+    """Return sample prompts and presets of each kind of subject."""
+    return tomllib.loads(files(__package__).joinpath("concepts.toml").read_text("utf-8"))
+
+
 Precision = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["int8", "fp8", "nf4"]
 BasePrecision = Literal["fp32", "bf16", "fp16", Quantization]

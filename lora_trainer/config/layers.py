@@ -33,6 +33,7 @@ from lora_trainer.config.config import (
     unknown_setting,
     without_retired,
 )
+from lora_trainer.config.declare import concepts
 from lora_trainer.config.running import Config
 
 WRAPPER = "settings"
@@ -107,23 +108,6 @@ RESUMED = "resumed run"
 COMMAND_LINE = "command line"
 BATCH_SIZE = "train.batch_size"
 CONCEPT = "train.concept"
-_BY_NAME = "the subject should appear with its words and not without them"
-CONCEPT_SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
-    "any": {},
-    "person": {
-        "data.flip": (False, "faces are not symmetric"),
-        "data.caption_dropout": (0.0, _BY_NAME),
-    },
-    "object": {
-        "data.flip": (False, "lettering and handed shapes would be learned mirrored"),
-        "data.caption_dropout": (0.0, _BY_NAME),
-    },
-    "style": {
-        "data.flip": (True, "a mirrored image has the same style"),
-        "data.caption_dropout": (0.1, "a style should appear with any words"),
-    },
-}
-"""Presets of the kinds of subject: the settings for which the kind of image itself is a reason (docs/concepts.md)."""
 _FILE_SUFFIXES = (".json", ".toml")
 
 
@@ -209,11 +193,11 @@ def resolve(
         presets = _preset_layers(family, tier, priority)
         # The concept's presets lie below the layer that names the concept, so it is looked up first.
         concept = str(_last(layers, CONCEPT, ""))
-        chosen = CONCEPT_SETTINGS.get(concept, {})  # validation refuses an unknown word later
+        chosen = concepts().get(concept, {"settings": {}})  # validation refuses an unknown word
         concept_layer = _Layer(
-            values={key: value for key, (value, _) in chosen.items()},
+            values={key: row["value"] for key, row in chosen["settings"].items()},
             name=f"concept {concept}",
-            reasons={key: reason for key, (_, reason) in chosen.items()},
+            reasons={key: row["why"] for key, row in chosen["settings"].items()},
         )
         layers = [*presets, concept_layer, *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}

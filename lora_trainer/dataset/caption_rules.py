@@ -38,7 +38,7 @@ from lora_trainer.common.files import sha256_bytes, sha256_file
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, shuffled
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.declare import CHUNK_TOKENS, PROMPTS
+from lora_trainer.config.declare import CHUNK_TOKENS, concepts
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.running import Config, SamplingSettings
 from lora_trainer.dataset.captions import clean
@@ -78,7 +78,8 @@ def sample_prompts(
     # Prompts appear in reports and image files, so secrets are removed; training uses captions unchanged.
     texts = tuple(dict.fromkeys(without_secrets(caption) for caption in captions if caption))
     if subject and set(texts) <= {without_secrets(subject)}:
-        texts = tuple(without_secrets(prompt.format(subject)) for prompt in PROMPTS[concept])
+        prompts = concepts()[concept]["prompts"]
+        texts = tuple(without_secrets(prompt.format(subject)) for prompt in prompts)
     return texts[: sampling.prompts_from_captions] or ("",)
 
 

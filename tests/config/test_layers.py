@@ -17,6 +17,16 @@ from tests.fakes.runs import run_cli, toy
 KEY = "sampling.steps"
 
 
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def written_settings(folder: Path, text: str) -> layers.SettingsFile:
+    return layers.read_settings_file(written(folder, "a.json", text))
+
+
 def resolved(**changes: Any) -> layers.Resolved:
     """Resolve for Stable Diffusion 1.x on a 12 GiB GPU, but for the changes."""
     request: dict[str, Any] = {
@@ -30,50 +40,43 @@ def resolved(**changes: Any) -> layers.Resolved:
     return layers.resolve(**{**request, **changes})
 
 
-@pytest.fixture
-def presets(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """Presets in which every layer sets another value, to be taken away layer by layer."""
-    values: dict[str, dict[str, Any]] = {
-        "base": {KEY: 101},
-        "tier": {KEY: 102},
-        "priority": {KEY: 103},
-        "cell": {KEY: 104},
-    }
+def test_later_layers_win_and_a_cell_that_cannot_work_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer sets another value; they are taken away one by one."""
+    family, tier, priority, cell = ({KEY: number} for number in (101, 102, 103, 104))
     made = layers.FamilyPresets(
         family="sd15",
         title="",
-        base=values["base"],
-        tiers={"10-12": values["tier"], "cpu": {}},
-        priorities={"balanced": values["priority"], "speed": {}},
-        cells={"10-12/balanced": values["cell"]},
+        base=family,
+        tiers={"10-12": tier, "cpu": {}},
+        priorities={"balanced": priority, "speed": {}},
+        cells={"10-12/balanced": cell},
     )
     monkeypatch.setattr(layers, "load_presets", lambda family: made)
-    return values
-
-
-def test_later_layers_win(tmp_path: Path, presets: dict[str, dict[str, Any]]) -> None:
-    preset, config = tmp_path / "mine.json", tmp_path / "run.toml"
-    preset.write_text('{"sampling.steps": 105}')
-    config.write_text("[sampling]\nsteps = 106")
+    preset = written(tmp_path, "mine.json", '{"sampling.steps": 105}')
+    config = written(tmp_path, "run.toml", "[sampling]\nsteps = 106")
     asked: dict[str, Any] = {
         "preset": str(preset),
         "config_file": layers.read_settings_file(config),
         "overrides": {KEY: 107},
     }
-    expected = [
-        (107, "command line", lambda: asked["overrides"].clear()),
+    for value, layer, take_away in (
+        (107, "command line", asked["overrides"].clear),
         (106, f"config {config}", lambda: asked.pop("config_file")),
         (105, f"preset {preset}", lambda: asked.pop("preset")),
-        (104, "cell 10-12/balanced", presets["cell"].clear),
-        (103, "priority balanced", presets["priority"].clear),
-        (102, "preset 10-12", presets["tier"].clear),
-        (101, "family sd15", presets["base"].clear),
-        (25, "default", lambda: None),
-    ]
-    for value, layer, take_away in expected:
+        (104, "cell 10-12/balanced", cell.clear),
+        (103, "priority balanced", priority.clear),
+        (102, "preset 10-12", tier.clear),
+        (101, "family sd15", family.clear),
+        (25, "default", lambda: cell.update(unsupported="it would take days")),
+    ):
         result = resolved(**asked)
         assert (result.config.sampling.steps, result.origins[KEY].layer) == (value, layer)
         take_away()
+    with pytest.raises(RequestError, match="it would take days"):
+        resolved()
+    assert resolved(tier="cpu", priority="speed").tier == "cpu"
 
 
 def test_every_setting_has_an_origin() -> None:
@@ -96,38 +99,14 @@ def test_a_named_preset_replaces_the_tier_of_the_machine() -> None:
         assert result.origins["data.resolution"].layer == sized
 
 
-def test_an_unknown_preset_lists_the_names() -> None:
+def test_a_preset_that_is_unknown_or_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"Did you mean '10-12'\?.*sd15/6-8.*Fix"):
         resolved(preset="10-13")
-
-
-def test_a_preset_of_another_family_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(layers, "preset_families", lambda: ("sd15", "sdxl"))
     with pytest.raises(RequestError, match=r"for sdxl.*--preset sd15/6-8"):
         resolved(preset="sdxl/6-8")
-    file = tmp_path / "shared.json"
-    file.write_text('{"family": "sdxl", "settings": {}}')
+    file = written(tmp_path, "shared.json", '{"family": "sdxl", "settings": {}}')
     with pytest.raises(RequestError, match="for sdxl, the base model is sd15"):
         resolved(preset=str(file))
-
-
-def test_a_cell_that_cannot_work_says_why(presets: dict[str, dict[str, Any]]) -> None:
-    presets["cell"]["unsupported"] = "it would take days"
-    with pytest.raises(RequestError, match="it would take days"):
-        resolved()
-    assert resolved(tier="cpu", priority="speed").tier == "cpu"
-
-
-def written(folder: Path, name: str, text: str) -> Path:
-    file = folder / name
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
-def written_settings(folder: Path, text: str) -> layers.SettingsFile:
-    return layers.read_settings_file(written(folder, "a.json", text))
 
 
 def test_a_bad_value_and_a_contradiction_name_the_file_they_are_from(tmp_path: Path) -> None:
@@ -154,11 +133,16 @@ def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
     assert result.origins["train.steps"].layer == "command line"
 
 
-def test_a_value_of_an_earlier_version_outranks_the_layers_below_it(tmp_path: Path) -> None:
+def test_a_value_of_an_earlier_version_is_read_in_its_layer_or_refused(tmp_path: Path) -> None:
+    """Refused where an older run would end otherwise without it."""
     blocks = written_settings(tmp_path, '{"hardware.compile": "blocks"}')
     typed = resolved(config_file=blocks, overrides={"hardware.compile": "auto"})
     assert typed.config.hardware.compile == "none"
     assert typed.origins["hardware.compile"].layer == "command line"
+    assert resolved(overrides={"adapter.init": "default"}).config == resolved().config
+    for layer in ("overrides", "run_settings"):
+        with pytest.raises(RequestError, match=r"pissa is of an earlier version.*start a new run"):
+            resolved(**{layer: {"adapter.init": "pissa"}})
 
 
 # ---- kinds of concept
@@ -198,9 +182,8 @@ def test_the_command_line_has_a_word_for_the_concept(
 # ---- settings files
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_every_way_to_write_settings_means_the_same(tmp_path: Path) -> None:
+    for name, text in (
         ("mixed.json", '{"train": {"steps": 7}, "optimizer.learning_rate": 0.5}'),
         ("bom.json", '\ufeff{"$schema": "x", "train.steps": 7, "optimizer.learning_rate": 0.5}'),
         (
@@ -210,48 +193,35 @@ def test_the_command_line_has_a_word_for_the_concept(
         ),
         ("dotted.toml", "train.steps = 7\noptimizer.learning_rate = 0.5"),
         ("quoted.toml", '"train.steps" = 7\n"optimizer.learning_rate" = 0.5'),
-        ("wrapped.TOML", "[settings.train]\nsteps = 7\n[settings.optimizer]\nlearning_rate = 0.5"),
-    ],
-)
-def test_every_way_to_write_settings_means_the_same(tmp_path: Path, name: str, text: str) -> None:
-    read = layers.read_settings_file(written(tmp_path, name, text))
-    assert read.values == {"train.steps": 7, "optimizer.learning_rate": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.json", '{"train": {"steps": 7 8}}', "a.json:1:23: not JSON"),
-        ("a.json", '{"train.steps": 1, "train": {"steps": 7}}', "a.json: 'train.steps' is set twice"),
-        ("a.json", '{"train.steps": NaN}', "NaN is not a number"),
-        ("a.json", "[1, 2]", "holds a list"),
-        ("a.toml", "[train]\nstepz = 7", "a.toml: unknown setting 'train.stepz'. Did you mean 'train.steps'?"),
-        ("a.toml", "[train]\nsteps = = 7", "at line 2, column 9"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_named_with_its_file(
-    tmp_path: Path, name: str, text: str, message: str
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        layers.read_settings_file(written(tmp_path, name, text))
-    assert message in str(caught.value)
-
-
-def test_other_files_are_refused_and_all_unknown_keys_named_at_once(tmp_path: Path) -> None:
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00\x80")
-    for name in ("binary.toml", "missing.json"):
-        with pytest.raises(RequestError, match=name):
-            layers.read_settings_file(tmp_path / name)
-    file = written(tmp_path, "a.json", '{"train": {"a": 1},\n "data": {"b": 2}}')
-    with pytest.raises(RequestError, match=r"a\.json: .*'train\.a'.*a\.json: .*'data\.b'"):
-        layers.read_settings_file(file)
-
-
-def test_a_value_without_which_an_older_run_would_end_otherwise_is_refused() -> None:
-    assert resolved(overrides={"adapter.init": "default"}).config == resolved().config
-    for older in (
-        {"overrides": {"adapter.init": "pissa"}},
-        {"run_settings": {"adapter.init": "pissa"}},
+        (
+            "wrapped.TOML",
+            "[settings.train]\nsteps = 7\n[settings.optimizer]\nlearning_rate = 0.5",
+        ),
     ):
-        with pytest.raises(RequestError, match=r"pissa is of an earlier version.*start a new run"):
-            resolved(**older)
+        read = layers.read_settings_file(written(tmp_path, name, text))
+        assert read.values == {"train.steps": 7, "optimizer.learning_rate": 0.5}, name
+
+
+def test_a_mistake_is_named_with_its_file_and_all_unknown_keys_at_once(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00\x80")
+    for name, text, message in (
+        ("binary.toml", "", "cannot read .*binary.toml"),
+        ("missing.json", "", "cannot read .*missing.json"),
+        ("a.json", '{"train": {"steps": 7 8}}', "a.json:1:23: not JSON"),
+        (
+            "b.json",
+            '{"train.steps": 1, "train": {"steps": 7}}',
+            "b.json: 'train.steps' is set twice",
+        ),
+        ("c.json", '{"train.steps": NaN}', "NaN is not a number"),
+        ("d.json", "[1, 2]", "holds a list"),
+        ("e.toml", "[train]\nsteps = = 7", "at line 2, column 9"),
+        (
+            "f.toml",
+            "[train]\nstepz = 7\n[data]\nb = 2",
+            r"f.toml: unknown setting 'train.stepz'. Did you mean 'train.steps'\? f.toml: .*'data.b'",
+        ),
+    ):
+        file = written(tmp_path, name, text) if text else tmp_path / name
+        with pytest.raises(RequestError, match=message.replace("f.toml", ".*f.toml")):
+            layers.read_settings_file(file)

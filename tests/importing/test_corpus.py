@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.config import layers
 from lora_trainer.config.config import build_config
-from lora_trainer.config.layers import read_settings_text
 from lora_trainer.importing import reading
 from scripts.trainers.measured import FILE, Numbers, add_images, different, explained, ours
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import run_cli, write_dataset
 from tests.importing.corpus import ALL, CASES, Case
 
-READINGS = Path(__file__).with_name("readings.json")
+FILE_OF_READINGS = Path(__file__).with_name("readings.json")
+READINGS: dict[str, Any] = json.loads(FILE_OF_READINGS.read_text(encoding="utf-8"))
 FIRST = {(case.trainer, case.version): case.id for case in reversed(ALL) if not case.refused}
 """The case of each usual file that is kept whole."""
 SETTLED = (
@@ -50,12 +51,6 @@ def difference(row: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, An
     return changes | dict.fromkeys(sorted(usual.keys() - row.keys()))
 
 
-@pytest.fixture(scope="module")
-def readings() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(READINGS.read_text(encoding="utf-8"))
-    return loaded
-
-
 NUMBERS: dict[str, Numbers] = {
     name: numbers
     for trainer in json.loads(FILE.read_text(encoding="utf-8")).values()
@@ -64,7 +59,7 @@ NUMBERS: dict[str, Numbers] = {
 
 
 @pytest.mark.parametrize("case", ALL, ids=[case.id for case in ALL])
-def test_a_file_reads_as_expected(case: Case, tmp_path: Path, readings: dict[str, Any]) -> None:
+def test_a_file_reads_as_expected(case: Case, tmp_path: Path) -> None:
     add_images(tmp_path)
     file = case.write(tmp_path)
     if case.refused:
@@ -76,8 +71,8 @@ def test_a_file_reads_as_expected(case: Case, tmp_path: Path, readings: dict[str
     imported = reading.import_file(file)
     assert imported.trainer.partition(" (")[0] == case.trainer
     first = FIRST[case.trainer, case.version]
-    usual = {} if first == case.id else readings[first]
-    assert difference(flat_reading(imported), usual) == readings[case.id]
+    usual = {} if first == case.id else READINGS[first]
+    assert difference(flat_reading(imported), usual) == READINGS[case.id]
     assert "hf_abcdef" not in json.dumps(imported.to_json()), "a token is nobody's setting"
     # Each of its keys is named.
     rows = [*imported.sources.values(), *imported.nearest, *imported.nothing_to_set]
@@ -91,9 +86,11 @@ def test_a_file_reads_as_expected(case: Case, tmp_path: Path, readings: dict[str
     # What is written loads again.
     build_config(imported.settings)
     text = reading.settings_toml(imported)
-    as_toml = read_settings_text(text, name="ours.toml", toml=True).values
+    as_toml = layers.read_settings_text(text, name="ours.toml", toml=True).values
     assert as_toml == json.loads(json.dumps(imported.settings))
-    assert read_settings_text(reading.settings_json(imported), name="a.json").values == as_toml
+    assert (
+        layers.read_settings_text(reading.settings_json(imported), name="a.json").values == as_toml
+    )
     if "train.steps" in imported.settings or "adapter.rank" in imported.settings:
         assert not set(SETTLED) - imported.settings.keys()
     if case.id not in NUMBERS:
@@ -153,7 +150,7 @@ def write_readings() -> None:
     lines = [
         f"{json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in short.items()
     ]
-    READINGS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    FILE_OF_READINGS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
