@@ -62,9 +62,7 @@ class DeviceKind:
         return self.lacks.get(f"{key}={value}", "")
 
 
-_NO_XFORMERS = "xformers has kernels for CUDA and ROCm only"
 _NO_8BIT = "bitsandbytes has no 8-bit optimizer for it"
-_NO_PAGES = "bitsandbytes' paging needs CUDA's managed memory"
 _8BIT = ("adamw8bit", "paged_adamw8bit", "lion8bit")
 
 KINDS: Mapping[KindName, DeviceKind] = {
@@ -110,7 +108,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
                 **{f"optimizer.name={name}": _NO_8BIT for name in (*_8BIT, "lion")},
                 "memory.base_precision=nf4": "bitsandbytes is not installed on macOS",
                 "memory.base_precision=fp8": "MPS has no 8-bit floating point",
-                "memory.attention=xformers": _NO_XFORMERS,
                 "hardware.compile=blocks": "inductor on MPS is a prototype",
             },
         ),
@@ -126,8 +123,7 @@ KINDS: Mapping[KindName, DeviceKind] = {
             collectives="gloo",  # gradients are summed in float64 for exactness, which Arc lacks
             install=f"pip install torch --index-url {_ORDINARY_INDEX}/xpu",
             lacks={
-                "optimizer.name=paged_adamw8bit": _NO_PAGES,
-                "memory.attention=xformers": _NO_XFORMERS,
+                "optimizer.name=paged_adamw8bit": "bitsandbytes' paging needs CUDA's managed memory"
             },
         ),
         DeviceKind(
@@ -142,9 +138,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
             blocks_convolutions=True,  # oneDNN computes in blocks of channels (its "Memory Format Propagation")
             collectives="gloo",
             install="pip install torch",
-            lacks={
-                "memory.attention=xformers": "xformers needs a GPU",
-            },
         ),
     )
 }

@@ -52,7 +52,6 @@ PURPOSES: Mapping[str, str] = {
     "prodigyopt": "optional: the optimizer Prodigy",
     "pytorch-optimizer": "optional: the optimizers Adafactor, CAME and Muon",
     "schedulefree": "optional: the optimizer Schedule-Free AdamW",
-    "xformers": "optional: faster attention on some GPUs",
     "triton": "optional: compiled blocks on a GPU",
     "tensorboard": "optional: curves in TensorBoard",
     "gradio": "optional: the graphical interface",

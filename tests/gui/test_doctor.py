@@ -60,9 +60,9 @@ def test_a_missing_package_comes_with_its_command(here: Hardware) -> None:
     needed = replace(here, packages={**here.packages, "peft": None})
     assert "1 to be mended" in doctor.packages(needed)
     assert "<code>pip install peft</code>" in doctor.packages(needed)
-    optional = replace(here, packages={**here.packages, "xformers": None})
+    optional = replace(here, packages={**here.packages, "prodigyopt": None})
     assert "All that is needed is installed" in doctor.packages(optional)
-    assert "<code>pip install xformers</code>" in doctor.packages(optional)
+    assert "<code>pip install prodigyopt</code>" in doctor.packages(optional)
 
 
 def test_folders_network_and_login_are_told_and_no_token(

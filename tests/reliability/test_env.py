@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import nn
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware import machine
-from lora_trainer.network.compiling import apply_attention
 from lora_trainer.training.optimizers import build_optimizer
 from tests.fakes.runs import STEPS, Toy, events, listing, run_cli, start, toy
 
@@ -166,17 +165,6 @@ def test_env_03_a_broken_bitsandbytes_is_named_with_what_helps(
     assert str(broken) in told.value.found
 
 
-def test_env_03_a_broken_xformers_is_named_with_what_helps() -> None:
-    class Denoiser(nn.Module):
-        attn_processors: Mapping[str, object] = {}
-
-        def enable_xformers_memory_efficient_attention(self) -> None:
-            raise OSError("libcudart.so.13: cannot open shared object file")
-
-    with pytest.raises(MachineError, match=r"libcudart.so.13.*memory.attention=sdpa"):
-        apply_attention(Denoiser(), "xformers")
-
-
 def test_env_03_doctor_says_what_is_wrong_with_each_package() -> None:
     requirements = [
         "torch<2.14,>=2.10",
@@ -187,13 +175,13 @@ def test_env_03_doctor_says_what_is_wrong_with_each_package() -> None:
         "torch": "2.5.1+cu124",
         "peft": "0.22.0",
         "bitsandbytes": "0.51.0",
-        "xformers": None,
+        "prodigyopt": None,
     }
     assert machine.package_notes({**versions, "gradio": "6.31.0"}, requirements=requirements) == {
         "torch": '<2.14,>=2.10 is needed: pip install "torch<2.14,>=2.10"',
         "peft": '<0.22,>=0.21 is needed: pip install "peft<0.22,>=0.21"',
         "bitsandbytes": '<0.51,>=0.49 is needed: pip install "bitsandbytes<0.51,>=0.49"',
-        "xformers": "not installed: pip install xformers",
+        "prodigyopt": "not installed: pip install prodigyopt",
     }
     later = {"torch": "2.13.0+cpu", "peft": "0.21.2.dev0"}
     assert machine.package_notes(later, requirements=requirements) == {}
