@@ -15,24 +15,18 @@ def last(count: int, place: int) -> int:
     return count - 1
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
+def test_choices_and_their_places() -> None:
+    for text, chosen in (
         ("{{a|b}|c}", "c"),
-        ("{a}", "{a}"),
         ("{x {a|b}}", "{x b}"),
-        ("{a|b", "{a|b"),
         ("a|b} {c|d}", "a|b} d"),
         ("{a|{b|c}", "{a|c"),
         (r"\{a\|b\} {c\|d|e\}}", "{a|b} e}"),
         (r"a\(b\) {\\|c}", r"a\(b\) c"),
-    ],
-)
-def test_choices(text: str, found: str) -> None:
-    assert markup.with_choices_made(text, last) == found
-
-
-def test_the_place_of_a_choice_is_where_it_opens() -> None:
+    ):
+        assert markup.with_choices_made(text, last) == chosen
+        assert markup.has_choice(text)
+    assert not any(map(markup.has_choice, ("{a} {b|", r"\{a|b}", "{a|b")))
     asked = []
 
     def choose(count: int, place: int) -> int:
@@ -40,17 +34,11 @@ def test_the_place_of_a_choice_is_where_it_opens() -> None:
         return 0
 
     assert markup.with_choices_made("x{a|{b|c}|d}", choose) == "xa"
-    assert asked == [(2, 4), (3, 1)]
-    assert (
-        markup.has_choice("{a|b}")
-        and not markup.has_choice("{a} {b|")
-        and not markup.has_choice(r"\{a|b}")
-    )
+    assert asked == [(2, 4), (3, 1)], "where each opens"
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
+def test_weights() -> None:
+    for text, parts in (
         ("a (red) hat", [("a ", 1.0), ("red", 1.1), (" hat", 1.0)]),
         ("((a))", [("a", 1.21)]),
         ("[a]", [("a", 1 / 1.1)]),
@@ -62,15 +50,10 @@ def test_the_place_of_a_choice_is_where_it_opens() -> None:
         (r"\\(b)", [("\\", 1.0), ("b", 1.1)]),
         ("a) (b)", [("a) ", 1.0), ("b", 1.1)]),
         ("(a [b)", [("a [b", 1.1)]),
-    ],
-)
-def test_weights(text: str, parts: list[tuple[str, float]]) -> None:
-    found = markup.weighted_parts(text)
-    assert [words for words, _ in found] == [words for words, _ in parts]
-    assert [weight for _, weight in found] == pytest.approx([weight for _, weight in parts])
-
-
-def test_commas_in_brackets_do_not_separate() -> None:
+    ):
+        assert [
+            (words, pytest.approx(weight)) for words, weight in markup.weighted_parts(text)
+        ] == parts
     text = "a, (b, c:1.2), [d, (e, f)], (g, h"
     assert [part.strip() for part in markup.split_at_commas(text, whole_brackets=True)] == [
         "a", "(b, c:1.2)", "[d, (e, f)]", "(g", "h",

@@ -57,26 +57,20 @@ def _check_name(path: Any) -> None:
             raise OSError(errno.EINVAL, why, part)
 
 
-def _held(path: Any) -> bool:
-    """Whether this process has the file open or mapped, or one inside the folder."""
-    real = os.path.realpath(os.fsdecode(path))
+def _refuse_held(*paths: Any) -> None:
+    """Raise PermissionError for a file that this process has open or mapped, or a folder around one."""
     held = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the one that lists them
             held.add(str(descriptor.readlink()))
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         held.add(line[73:])
-    return real in held or any(name.startswith(f"{real}{os.sep}") for name in held)
-
-
-def _refuse_held(*paths: Any) -> None:
     for path in paths:
-        if os.path.lexists(path) and _held(path):
-            raise PermissionError(
-                errno.EACCES,
-                "The process cannot access the file because it is being used by another process",
-                os.fsdecode(path),
-            )
+        real = os.path.realpath(os.fsdecode(path))
+        is_held = real in held or any(name.startswith(f"{real}{os.sep}") for name in held)
+        if os.path.lexists(path) and is_held:
+            why = "The process cannot access the file because it is being used by another process"
+            raise PermissionError(errno.EACCES, why, os.fsdecode(path))
 
 
 class _WindowsSys(ModuleType):
