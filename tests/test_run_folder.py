@@ -17,9 +17,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.run import run_folder
 
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
-PATIENCE = "train.stop_after_validations"
-"""Free by itself, but with it the validations decide something."""
-BEFORE |= {"output.keep_best": False, PATIENCE: None}
+BEFORE |= {"output.keep_best": False}
 OTHERS = (
     set(setting_keys())
     - run_folder.FREE_SETTINGS
@@ -102,7 +100,7 @@ def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
             compared({key: "now", "train.seed": "now"})
 
 
-FREE, ROUNDING = sorted(run_folder.FREE_SETTINGS - {PATIENCE}), sorted(run_folder.ROUNDING_SETTINGS)
+FREE, ROUNDING = sorted(run_folder.FREE_SETTINGS), sorted(run_folder.ROUNDING_SETTINGS)
 
 
 @given(
@@ -136,9 +134,8 @@ def test_a_device_that_is_not_deterministic_never_promises_the_bits() -> None:
     )
 
 
-@pytest.mark.parametrize("watching", ["output.keep_best", PATIENCE])
-def test_when_and_what_is_validated_matters_where_it_decides_something(watching: str) -> None:
-    before = BEFORE | {watching: 3}
+def test_when_and_what_is_validated_matters_where_it_decides_something() -> None:
+    before = BEFORE | {"output.keep_best": True}
     for key in ("train.validate_every_steps", "output.weights"):
         result = run_folder.compare(
             before, before | {key: "now"}, environment=MACHINE, environment_now=MACHINE
