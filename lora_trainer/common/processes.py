@@ -106,11 +106,6 @@ def share(total: int, *, rank: int, count: int) -> range:
     return range(total * rank // count, total * (rank + 1) // count)
 
 
-def full_batch(batch_size: int, *, count: int) -> int:
-    """Round `batch_size` up to a multiple of `count` processes."""
-    return -(-batch_size // count) * count
-
-
 def _contradiction(variables: Mapping[str, str]) -> MachineError:
     assignments = ", ".join(f"{name} {value}" for name, value in variables.items())
     return MachineError(
@@ -121,10 +116,6 @@ def _contradiction(variables: Mapping[str, str]) -> MachineError:
 
 # ---- programs that outlive who started them
 
-_SIGKILL = 9
-_TERMINATED_BY_PSUTIL = 15
-"""What psutil and `os.kill` give Windows as the exit code of a process that they end."""
-_WINDOWS_FAULTS = 0xC0000000
 _WINDOWS_CTRL_C = 0xC000013A
 
 
@@ -161,10 +152,8 @@ def ask_to_end(pid: int) -> None:
 
 def was_killed(code: int) -> bool:
     """Whether an exit code is that of a program which somebody, or the system, ended at once."""
-    on_windows = code == _WINDOWS_CTRL_C or (
-        sys.platform == "win32" and code == _TERMINATED_BY_PSUTIL
-    )
-    return code == -_SIGKILL or on_windows
+    # psutil and `os.kill` give Windows 15 as the exit code of a process that they end.
+    return code in (-9, _WINDOWS_CTRL_C) or (sys.platform == "win32" and code == 15)
 
 
 def end_of(code: int) -> str:
@@ -177,7 +166,7 @@ def end_of(code: int) -> str:
         return f"was ended by signal {-code}{name}"
     if code == _WINDOWS_CTRL_C:
         return "was ended by Ctrl-C or a closed window"
-    if code >= _WINDOWS_FAULTS:  # an NTSTATUS of the severity "error"
+    if code >= 0xC0000000:  # an NTSTATUS of the severity "error"
         return f"crashed (Windows error 0x{code:08X})"
     return "was ended by another program" if was_killed(code) else ""
 
@@ -214,7 +203,7 @@ def made_to_stay() -> Iterator[None]:
             gc.freeze()
 
 
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def give_back_heap() -> None:

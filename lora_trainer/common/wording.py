@@ -115,18 +115,12 @@ def without_secrets(text: str) -> str:
     """Return `text` with all tokens and passwords removed."""
     for pattern, substitute in _FORMS:
         text = pattern.sub(substitute, text)
-    for value in secret_values(os.environ):
-        text = text.replace(value, STRUCK)
+    values = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    # A short secret may be part of a longer one, which must be replaced before it.
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= _MIN_LENGTH:
+            text = text.replace(value, STRUCK)
     return text
-
-
-def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of variables with a secret's name, longest first.
-
-    A short secret may be part of a longer one, which must be replaced before it.
-    """
-    values = (value.strip() for name, value in environment.items() if _SECRET_NAME.search(name))
-    return sorted({value for value in values if len(value) >= _MIN_LENGTH}, key=len, reverse=True)
 
 
 def secret_keys(values: Mapping[str, Any]) -> list[str]:

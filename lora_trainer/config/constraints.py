@@ -201,10 +201,11 @@ def unmet_needs(
     for key, instead in WORKS_ANYWHERE.items():
         value, fix = values[key], ""
         kind, package = "", PACKAGE_NEEDS.get((key, value), "")
-        if key in OF_HOST_MEMORY and value not in ("auto", 0) and gpu is None:
-            kind = "a GPU with memory of its own, but this run is on the processor"
-        elif key in OF_HOST_MEMORY and value not in ("auto", 0) and not gpu.can.own_memory:
-            kind = "a GPU with memory of its own, but this GPU shares the machine's memory"
+        if key in OF_HOST_MEMORY and value not in ("auto", 0):
+            if gpu is None:
+                kind = "a GPU with memory of its own, but this run is on the processor"
+            elif not gpu.can.own_memory:
+                kind = "a GPU with memory of its own, but this GPU shares the machine's memory"
         # The kind of GPU comes first: a package would not help where the GPU cannot run it.
         if gpu is not None and (why := gpu.can.against(key, value)):
             problem, reason = f"does not work on {gpu.can.says}: {why}", why

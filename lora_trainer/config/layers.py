@@ -36,8 +36,6 @@ from lora_trainer.config.config import (
 from lora_trainer.config.declare import concepts
 from lora_trainer.config.running import Config
 
-WRAPPER = "settings"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
@@ -67,7 +65,7 @@ def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsF
         raise RequestError(f"{name}: not TOML: {error}", fix="correct that line") from None
     except RecursionError:
         raise RequestError(f"{name}: nested too deeply", fix="correct the file") from None
-    family, wrapped = data.get("family"), data.get(WRAPPER)
+    family, wrapped = data.get("family"), data.get("settings")
     if isinstance(wrapped, dict):
         settings = {key: _unwrapped(value) for key, value in wrapped.items()}
     else:
@@ -106,9 +104,6 @@ def _pairs(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 TIERS = ("cpu", "6-8", "10-12", "16-24")
 RESUMED = "resumed run"
 COMMAND_LINE = "command line"
-BATCH_SIZE = "train.batch_size"
-CONCEPT = "train.concept"
-_FILE_SUFFIXES = (".json", ".toml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +187,7 @@ def resolve(
             layers.insert(0, _file_layer(read_settings_file(preset_file), "preset", family))
         presets = _preset_layers(family, tier, priority)
         # The concept's presets lie below the layer that names the concept, so it is looked up first.
-        concept = str(_last(layers, CONCEPT, ""))
+        concept = str(_last(layers, "train.concept", ""))
         chosen = concepts().get(concept, {"settings": {}})  # validation refuses an unknown word
         concept_layer = _Layer(
             values={key: row["value"] for key, row in chosen["settings"].items()},
@@ -216,7 +211,7 @@ def resolve(
         tier=tier,
         priority=priority,
         preset=name,
-        preset_batch_size=_last(presets, BATCH_SIZE, 1),
+        preset_batch_size=_last(presets, "train.batch_size", 1),
     )
 
 
@@ -335,7 +330,7 @@ def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
                 fix=f"use --preset {family}/{tier} or another base model",
             )
         return tier, None
-    if Path(preset).suffix.lower() in _FILE_SUFFIXES:
+    if Path(preset).suffix.lower() in (".json", ".toml"):
         return None, Path(preset)
     names = ("auto", *TIERS, *preset_names())
     raise RequestError(

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.common.events import Finding, note, warning
-from lora_trainer.common.processes import full_batch, share
+from lora_trainer.common.processes import share
 from lora_trainer.common.wording import duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.families.facts import FileFormat
@@ -276,7 +276,7 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
         busy = min(batch, processes)
         idle = f"only {busy} have work" if busy < processes else "some wait for the others"
         what = f"train.batch_size={batch} does not divide by {processes} processes: {idle}"
-        full = full_batch(batch, count=processes)
+        full = -(-batch // processes) * processes
         advice = f"train.batch_size={full} would use all of them in every step"
         yield warning("processes", None, what, advice=advice)
     records = (*prepared.trained, *prepared.dataset.regularisation)
