@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer import families  # noqa: E402 - after sys.path
 from lora_trainer.config.inputs import BaseSettings  # noqa: E402 - after sys.path
 from lora_trainer.families.locate import locate  # noqa: E402 - after sys.path
+from lora_trainer.families.sampling import plain_pipeline  # noqa: E402 - after sys.path
 from lora_trainer.training.loss import add_noise, target  # noqa: E402 - after sys.path
 
 EXAMPLE = ROOT / "datasets" / "example"
@@ -82,7 +83,7 @@ class Judge:
         side = self.facts.resolution_px
         image = Image.open(picture).convert("RGB").resize((side, side))
         pixels = torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)[None]
-        encoder = self.family.load_image_encoder(self.facts, device=torch.device("cpu"))
+        encoder = self.family.latents.encoder(self.facts, device=torch.device("cpu"))
         return encoder.encode_images(pixels / 127.5 - 1)[0].mean[None]
 
     def predictions(self, latents: Tensor, text: str, *, seed: int) -> Iterator[tuple[Tensor, ...]]:
@@ -109,7 +110,7 @@ def judge(run: Path) -> Judge:
     """Return the base with the adapter of a run."""
     facts = locate(BaseSettings(model="embedded"))
     family = families.family(facts.family)
-    pipeline: Any = family.plain_pipeline(facts, dtype=torch.float32, device=torch.device("cpu"))
+    pipeline: Any = plain_pipeline(family, facts, dtype=torch.float32, device=torch.device("cpu"))
     pipeline.load_lora_weights(str(run), weight_name=f"{run.name}.safetensors")
     return Judge(family=family, facts=facts, pipeline=pipeline)
 
@@ -167,7 +168,7 @@ def draw_class(folder: Path, *, count: int, first: int) -> None:
         return
     facts = locate(BaseSettings(model="embedded"))
     family = families.family(facts.family)
-    pipeline: Any = family.plain_pipeline(facts, dtype=torch.float32, device=torch.device("cpu"))
+    pipeline: Any = plain_pipeline(family, facts, dtype=torch.float32, device=torch.device("cpu"))
     pipeline.set_progress_bar_config(disable=True)
     folder.mkdir(parents=True)
     captions = [path.read_text() for path in sorted(EXAMPLE.glob("zibbo_*.txt"))]

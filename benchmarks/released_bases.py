@@ -201,7 +201,7 @@ def _index(base: ReleasedBase, scheduler: str) -> dict[str, Any]:
     assert facts is not None
     family: Any = families.family(facts.family)
     return {
-        "_class_name": family.pipeline_class,
+        "_class_name": family.pipeline.class_name,
         "_diffusers_version": "0.19.0.dev0",
         "scheduler": ["diffusers", scheduler],
         **{n: ["transformers", config["architectures"][0]] for n, config in base.texts.items()},

@@ -228,7 +228,7 @@ def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
     family, facts = case.family, case.facts
     varies = BaseCosts(family=family, facts=facts).texts_vary
     tokens = facts.max_tokens // 2 if varies else facts.max_tokens
-    return family.prompt_shapes(facts.architecture, text_tokens=tokens)
+    return family.text.shapes(facts.architecture, text_tokens=tokens)
 
 
 def _levels(case: Case) -> Levels:

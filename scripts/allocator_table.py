@@ -272,7 +272,7 @@ def _prompt(
     count = min(text_tokens or facts.max_tokens, facts.max_tokens)
     if not BaseCosts(family=family, facts=facts).texts_vary:
         count = facts.max_tokens
-    return family.prompt_shapes(facts.architecture, text_tokens=count)
+    return family.text.shapes(facts.architecture, text_tokens=count)
 
 
 def needed(

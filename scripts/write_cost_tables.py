@@ -120,7 +120,7 @@ def defaults(family: Family) -> dict[str, Any]:
     """Return what diffusers takes for the keys that a configuration leaves out; U-Nets' are filled in."""
     if not isinstance(family, FlowFamily):
         return {}
-    parameters = inspect.signature(getattr(diffusers, family.denoiser_class).__init__).parameters
+    parameters = inspect.signature(getattr(diffusers, family.traits.class_name).__init__).parameters
     values = {
         name: parameter.default
         for name, parameter in parameters.items()

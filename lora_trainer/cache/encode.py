@@ -28,8 +28,8 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut, mask_values
 from lora_trainer.dataset.images import decode, decode_mask
-from lora_trainer.families.base import TextEncoder
 from lora_trainer.families.latents import ImageEncoder
+from lora_trainer.families.texts import TextEncoder
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 
 MAX_PIXELS_AHEAD = 64_000_000

@@ -162,7 +162,7 @@ class BaseCosts:
     def _prompt(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the longest encoded prompt."""
         tokens = self.facts.text_tokens
-        return self.family.prompt_shapes(self.facts.architecture, text_tokens=tokens)
+        return self.family.text.shapes(self.facts.architecture, text_tokens=tokens)
 
     @property
     def texts_vary(self) -> bool:

@@ -26,8 +26,8 @@ from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.families.base import Sampler
 from lora_trainer.families.facts import Geometry
+from lora_trainer.families.sampling import Sampler, build_sampler
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
 from lora_trainer.lora_file.base_layers import LayerNames
@@ -141,7 +141,7 @@ class Evaluation:
         self, prompts: Sequence[str], images: Sequence[Image.Image]
     ) -> list[tuple[Sample, ...]]:
         """Return batches as `batches` does, of generated images that are not in the dataset."""
-        encoder = self.plan.family.load_image_encoder(
+        encoder = self.plan.family.latents.encoder(
             self.plan.facts, device=planned_device(self.plan)
         )
         side = self.plan.config.data.resolution
@@ -243,8 +243,8 @@ def build_evaluation(
         dial=dial,
         weights=weights,
         feeder=build_dataloader(job, cache),
-        sampler=plan.family.build_sampler(
-            plan.facts, denoiser=networks.denoiser, device=model.device
+        sampler=build_sampler(
+            plan.family, plan.facts, denoiser=networks.denoiser, device=model.device
         ),
         sources=job.cache_needs.sources,
     )

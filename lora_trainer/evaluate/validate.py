@@ -205,7 +205,7 @@ IMAGE_FEATURES = "latents of the embedded base's VAE"
 def encode_images(images: Sequence[Image.Image]) -> Tensor:
     """Return means and deviations of the embedded VAE's latents over 1, 4 and 16 cells, float32 [N, 168]."""
     facts = locate(BaseSettings(model=EMBEDDED))
-    encoder = families.family(facts.family).load_image_encoder(facts, device=torch.device("cpu"))
+    encoder = families.family(facts.family).latents.encoder(facts, device=torch.device("cpu"))
     squares = (pixels(image, side_px=facts.resolution_px) * 2 - 1 for image in images)
     return torch.stack([pooled(encoder.encode_images(each)[0].mean) for each in squares])
 

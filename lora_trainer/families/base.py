@@ -1,4 +1,4 @@
-"""The interface of a model family: facts, loading, encoding, prediction, names, images.
+"""The interface of a model family: facts, loading, prediction, names.
 
 No module outside this folder names a family of ours (importing/ has the words of other trainers). Importing a
 family does not import torch: facts are plain data, and its methods import the heavy libraries.
@@ -14,200 +14,60 @@ costs/cost_tables.json. docs/adding-a-family.md goes through it with an example.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lora_trainer.common.caption_markup import NewWord, Weighted
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.declare import Targets
-from lora_trainer.families.base_files.base_parts import (
-    elements,
-    load_base_vae,
-    part_file,
-    part_files,
-    part_folder,
-    read_json,
-    tokenizer_of,
+from lora_trainer.families.base_files import base_parts
+from lora_trainer.families.base_files.weight_files import (
+    AGAIN,
+    count_parameters,
+    read_header,
+    read_tensors,
 )
-from lora_trainer.families.base_files.weight_files import AGAIN, count_parameters, read_header
 from lora_trainer.families.facts import (
-    BY_TWO_PASSES,
     DENOISER,
+    PARTS,
+    UNET_CLASS,
     AdapterFormats,
     AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
-    Guidance,
     Header,
     Layout,
     NetworkTraits,
     OtherNames,
     Part,
     PartFacts,
-    TextInputs,
+    PipelineTraits,
     WeightPlace,
 )
-from lora_trainer.families.latents import ImageEncoder, VaeLatents
-from lora_trainer.families.releases import BaseRelease, released
+from lora_trainer.families.latents import VaeLatents
+from lora_trainer.families.releases import BaseRelease, other_names, released
+from lora_trainer.families.text.transformers_encoder import load_tokenizer
+from lora_trainer.families.texts import TextEncoder, TextInputs
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
-    from PIL import Image
     from torch import Tensor, nn
 
 AdapterTargets = Targets | Literal["text_encoder"]
-WEIGHTS = ".weights"
-"""Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix."""
 _TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
 """Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
-
-
-class TextEncoder(ABC):
-    """Tokenizers and text networks on one device, for caching and for training the text encoders."""
-
-    networks: Mapping[str, nn.Module]
-    """Component name ("text_encoder", "text_encoder_2") -> network, in the family's order."""
-
-    @abstractmethod
-    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return token ids (and masks) int64 [B, ...] by name, on the CPU, truncated to the networks' limits."""
-
-    @abstractmethod
-    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """Run the networks on tokens of `tokenize`; with gradients where enabled, result on the device."""
-
-    def learn(self, word: NewWord) -> None:
-        """Tokenize `word` as new tokens from now on; for `new_token_keys` families."""
-        raise AssertionError("these text encoders learn no new words")
-
-    def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
-        """Return a text's token ids by component, without special tokens; for `new_token_keys` families."""
-        raise AssertionError("these text encoders learn no new words")
-
-    def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
-        """Tokenize the joined parts and add each token's prompt weight, float32 [1, ...], under
-        names that end in `WEIGHTS`; for families that `supports_prompt_weights`."""
-        raise AssertionError("these text encoders do not weigh words")
-
-    @abstractmethod
-    def count_tokens(self, prompt: str) -> int:
-        """Return the number of tokens of `prompt` before truncation, without special tokens and template."""
-
-    @abstractmethod
-    def prompt_room(self) -> int:
-        """Return the largest `count_tokens` of a prompt that is not truncated."""
-
-    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
-        """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""
-        return self.encode_tokens(self.tokenize(prompts))
-
-    def encode_tokens(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """Encode tokens of `tokenize` to float32 (masks: int64) tensors on the CPU, without gradients."""
-        import torch
-
-        with torch.no_grad():
-            conditioning = self.embed(tokens)
-        return {
-            name: (tensor.float() if tensor.is_floating_point() else tensor).cpu()
-            for name, tensor in conditioning.items()
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """The base's own pipeline with the denoiser in training, on encoded prompts; the VAE decodes in float32."""
-
-    pipeline: Any
-    denoiser: nn.Module
-    vae: Any
-    device: torch.device
-    family: Family
-
-    def image(
-        self,
-        conditioning: Conditioning,
-        negative: Conditioning,
-        *,
-        seed: int,
-        size_px: tuple[int, int],
-        steps: int,
-        guidance_scale: float,
-    ) -> Image.Image:
-        """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`."""
-        import torch
-        from diffusers.image_processor import VaeImageProcessor
-
-        latents = self.pipeline(
-            **self.family.sampler_arguments(
-                self._moved(conditioning), self._moved(negative), guidance_scale=guidance_scale
-            ),
-            # On the CPU, so that a seed gives the same noise on every device.
-            generator=torch.Generator().manual_seed(seed),
-            width=size_px[0],
-            height=size_px[1],
-            num_inference_steps=steps,
-            output_type="latent",
-        ).images.to(self.device)
-        give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
-        try:
-            vae = self.vae.to(self.device)
-            with torch.no_grad():
-                pixels = self.family.latents.decode(vae, latents, size_px)
-        finally:
-            # Also after an error: training needs the memory, most of all when decoding ran out of it.
-            self.vae.to("cpu")
-        image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
-        return image
-
-    def _moved(self, conditioning: Conditioning) -> Conditioning:
-        dtype = next(self.denoiser.parameters()).dtype
-        return {
-            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in conditioning.items()
-        }
 
 
 class Family(ABC):
     """One model family; instances hold no state."""
 
     name: str
-    pipeline_class: str
-    """diffusers' text-to-image pipeline."""
-    denoiser_class: str
-    """diffusers' class of the denoiser."""
-    denoiser_folder: ClassVar[str]
-    """The denoiser's folder and its name in the pipeline."""
     text: TextInputs
     traits: NetworkTraits
+    pipeline: PipelineTraits
     formats: AdapterFormats
-    metadata: AdapterNames
-    """Names of the family's bases in an adapter's metadata, for a family whose releases share them."""
-    endings: Mapping[Targets, tuple[str, ...]]
-    """Endings of the names of the modules that get an adapter."""
-    unused_in_last_block: tuple[str, ...] = ()
-    """Layers that change nothing there, because the last of `transformer_blocks` drops its text output."""
-    absent_components: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Arguments that switch off the pipeline's optional components."""
-    patch = 1
-    """Side of the square of latents that becomes one token."""
-    negative_prompt = True
-    """Whether the pipeline takes a negative prompt."""
-    text_arguments: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
-    )
-    """Conditioning of a prompt -> the pipeline's argument for it."""
-    scale_argument = "guidance_scale"
-    scale_offset = 0.0
-    """How much less the pipeline's guidance scale is than ours, prompt + (scale - 1) (prompt - negative)."""
-    comfyui_prefix = "transformer."
-    """ComfyUI maps diffusers' own keys of to_q, to_k and to_v to rows of its fused weight."""
     latents = VaeLatents()
     """How the denoiser sees the VAE's latents."""
 
@@ -235,20 +95,21 @@ class Family(ABC):
     ) -> BaseFacts:
         """Return the facts of a release, or of the base in `layout` that is described like one."""
         channels, factor = self.latents.shape(release.vae)
-        resolution_px, step_px = self.sizes_px(release.architecture, factor)
+        native_px, token_px = self.latents.native_side * factor, factor * self.traits.patch
         return BaseFacts(
             family=self.name,
             source=source,
             layout=layout,
-            resolution_px=resolution_px,
-            bucket_step_px=step_px,
+            resolution_px=native_px,
+            # 64 px at a native size of 1024 px, which is sd-scripts' default `bucket_reso_steps`. A finer step
+            # gives more buckets, and with them more images that find no others of their shape for a batch.
+            bucket_step_px=max(token_px, native_px // 16 // token_px * token_px),
             latent_channels=channels,
             vae_factor=factor,
             max_tokens=release.max_tokens,
             prediction=release.prediction,
-            guidance=self.guidance(release.architecture, distilled=release.distilled),
-            patch=self.patch,
-            clip_skips=self.clip_skips(layout),
+            guidance=self.pipeline.guidance(release.architecture, release.distilled),
+            patch=self.traits.patch,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
             architecture=release.architecture,
             scheduler=release.scheduler,
@@ -260,18 +121,6 @@ class Family(ABC):
         )
 
     @abstractmethod
-    def sizes_px(self, architecture: Mapping[str, Any], vae_factor: int) -> tuple[int, int]:
-        """Return the side of a native image and the step of bucket sides."""
-
-    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
-        """Return how a base follows a guidance scale."""
-        return BY_TWO_PASSES
-
-    def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
-        """Return by `base.clip_skip` the layer of the text encoder that it means, counted from the last (1)."""
-        return {1: 1}
-
-    @abstractmethod
     def detect(self, folder: Path) -> bool:
         """Return whether a diffusers folder is of this family, from its JSON files alone."""
 
@@ -281,84 +130,99 @@ class Family(ABC):
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts from configs and safetensors headers; raises InputError naming a missing part."""
-        config = read_json(part_folder(layout, "denoiser", self.denoiser_folder) / "config.json")
+        folder = base_parts.part_folder(layout, "denoiser", self.traits.folder)
         # Files of other programs may leave the class out.
-        architecture = {"_class_name": self.denoiser_class, **config}
+        architecture = {
+            "_class_name": self.traits.class_name,
+            **base_parts.read_json(folder / "config.json"),
+        }
         # Counting opens weights only: a missing configuration would else be noticed when networks are loaded.
         files = self.parts(layout)
         for file in (file for each in files.values() for file in each):
             if not file.is_file():
                 raise InputError(f"base model file {file} is missing", fix=AGAIN)
+        vae_folder = base_parts.part_folder(layout, "vae", "vae")
         plain = BaseRelease(
             ids=(source,),
             architecture=architecture,
-            vae=read_json(part_folder(layout, "vae", "vae") / "config.json"),
-            scheduler=read_json(layout.folder / "scheduler" / "scheduler_config.json"),
-            parameters={
-                "denoiser": self._count(layout, "denoiser", files["denoiser"]),
-                "vae": self._count(layout, "vae", files["vae"]),
-                "text_encoder": self.count_texts(layout),
-            },
+            vae=base_parts.read_json(vae_folder / "config.json"),
+            scheduler=base_parts.read_json(layout.folder / "scheduler" / "scheduler_config.json"),
+            parameters={part: self._count(layout, part) for part in PARTS},
             max_tokens=self.published[0].max_tokens,
         )
-        return self.facts_of(self.described(plain, layout), source=source, layout=layout)
+        facts = self.facts_of(self.described(plain, layout), source=source, layout=layout)
+        if (single := base_parts.part_file(layout, "denoiser")) is not None:
+            base_parts.check_companion(single, facts, self.published)
+        return facts
 
     def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release in a folder with the facts that files and names add; InputError for a relative."""
         return plain
 
-    def _count(self, layout: Layout, part: Part, files: Sequence[Path]) -> int:
-        """Count the parameters in the files of a network, whose last is config.json."""
-        if (single := part_file(layout, part)) is None:
-            return count_parameters(files[:-1])
-        header = read_header(single)
-        if part == "denoiser":
-            return self.count_denoiser(header)
-        return elements(header, self.latents.names(header))
+    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
+        """Return the files of each of `PARTS`; their hash is the part's identity."""
+        files: dict[str, tuple[Path, ...]] = {
+            part: base_parts.part_files(
+                base_parts.part_folder(layout, part, folder), base_parts.part_file(layout, part)
+            )
+            for part, folder in self._folders.items()
+        }
+        encoders = base_parts.encoders_in(layout, self.text)
+        texts = [
+            file
+            for name in encoders
+            for file in base_parts.part_files(
+                layout.folder / name, base_parts.text_file(layout, name)
+            )
+        ]
+        if not self.text.encoder_files:
+            # The order is a part of the identity: weights before configurations, a checkpoint once.
+            texts = sorted(dict.fromkeys(texts), key=lambda file: file.name == "config.json")
+        tokenizers = (layout.folder / base_parts.tokenizer_of(name) for name in encoders)
+        vocabularies = [file for each in tokenizers for file in base_parts.tokenizer_files(each)]
+        return {**files, "text_encoder": (*texts, *vocabularies)}
 
-    @abstractmethod
-    def count_texts(self, layout: Layout) -> int:
-        """Count the used parameters of the text encoders; raises InputError for files that lack some."""
+    @property
+    def _folders(self) -> Mapping[Part, str]:
+        return {"denoiser": self.traits.folder, "vae": "vae"}
+
+    def _count(self, layout: Layout, part: Part) -> int:
+        """Count the parameters of a part."""
+        if part == "text_encoder":
+            encoders = base_parts.encoders_in(layout, self.text)
+            return sum(self._count_text(layout, component) for component in encoders)
+        if (single := base_parts.part_file(layout, part)) is None:
+            folder = base_parts.part_folder(layout, part, self._folders[part])
+            return count_parameters(base_parts.weights(folder))
+        header = read_header(single)
+        names = (
+            self.denoiser_names(header).values()
+            if part == "denoiser"
+            else self.latents.names(header)
+        )
+        return base_parts.elements(header, names)
+
+    def _count_text(self, layout: Layout, component: str) -> int:
+        """Count the used parameters of a text encoder; raises InputError for a file that lacks some."""
+        unread = self.text.unread
+        if (file := base_parts.text_file(layout, component)) is None:
+            return count_parameters(base_parts.weights(layout.folder / component), unread=unread)
+        header = read_header(file)
+        names = base_parts.part_names(header, self.text.prefixes[component]).items()
+        read = (full for name, full in names if not name.startswith(unread))
+        return base_parts.elements(header, read)
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         """Return the release a single file is made like; raises InputError when none has its sizes."""
         return self.published[0]
 
-    @abstractmethod
-    def count_denoiser(self, header: Header) -> int:
-        """Count the parameters of the denoiser in a single file."""
-
-    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        """Return the facts of a single file without its companion: its release's, and its own denoiser's size."""
-        release = self.file_release(file, header)
-        sizes = {**release.parameters, "denoiser": self.count_denoiser(header)}
-        return self.facts_of(replace(release, parameters=sizes), source=release.ids[0])
-
-    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
-        """Return the files of each of `PARTS`; their hash is the part's identity."""
-        folders: dict[Part, str] = {"denoiser": self.denoiser_folder, "vae": "vae"}
-        files: dict[str, tuple[Path, ...]] = {
-            part: part_files(part_folder(layout, part, folder), part_file(layout, part))
-            for part, folder in folders.items()
-        }
-        return {**files, "text_encoder": self.text_files(layout)}
-
-    @abstractmethod
-    def text_files(self, layout: Layout) -> tuple[Path, ...]:
-        """Return the files of the text encoders and tokenizers."""
+    def denoiser_names(self, header: Header) -> Mapping[str, str]:
+        """Return the denoiser's tensors in a single file, name without prefix -> name in the file."""
+        return base_parts.denoiser_names(header)
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
         return {}
-
-    @abstractmethod
-    def prompt_shapes(
-        self, architecture: Mapping[str, Any], *, text_tokens: int
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each conditioning tensor of a text of `text_tokens` tokens, batch 1.
-
-        `text_tokens` counts like `max_tokens`. Names that end in `mask` are int64, all others float.
-        """
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return (fan_in, out) of each module in the text encoders' `lora_targets`, by component."""
@@ -366,35 +230,80 @@ class Family(ABC):
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         """Return the names of this base in an adapter's metadata."""
-        return self.metadata
+        assert self.formats.names is not None
+        return self.formats.names
 
     # ---- networks
 
-    def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
-        """Load the VAE in float32, frozen; in fp16 some overflow."""
-        vae = load_base_vae(facts.located).to(device)
-        return ImageEncoder(vae=vae, latents=self.latents)
-
-    @abstractmethod
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
-        """Load tokenizers and text networks in `dtype`, frozen."""
+        """Load tokenizers and text networks in `dtype`, frozen.
 
-    @abstractmethod
+        The last `clip_skip` - 1 layers are deleted, so the final norm reads an earlier layer's output, as in
+        web user interfaces and kohya's trainers.
+        """
+        layout, text = facts.located, self.text
+        networks: dict[str, nn.Module] = {}
+        tokenizers: dict[str, Any] = {}
+        for component, encoder in base_parts.encoders_in(layout, text).items():
+            network: Any = base_parts.load_text_network(layout, component, text, dtype=dtype)
+            if facts.clip_skip > 1:
+                # transformers 5 dropped `text_model.` from the path, so look for its end.
+                layers = next(
+                    module
+                    for name, module in network.named_modules()
+                    if name.endswith("encoder.layers")
+                )
+                network.config.num_hidden_layers -= facts.clip_skip - 1
+                del layers[network.config.num_hidden_layers :]
+            # Of Qwen2.5-VL the vision tower and the language head are freed here.
+            used = network.get_submodule(text.inner)
+            networks[component] = used.requires_grad_(False).eval().to(device)
+            folder = layout.folder / base_parts.tokenizer_of(component)
+            tokenizers[component] = load_tokenizer(folder, kind=encoder.kind)
+        return text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
+
     def load_denoiser(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> nn.Module:
         """Load the denoiser frozen, in `dtype`."""
+        from accelerate import init_empty_weights
+
+        layout = facts.located
+        # Not under torch.device("meta"): accelerate's context leaves buffers real, and a
+        # buffer that no file holds would stay without values.
+        with init_empty_weights():
+            network: Any = self.empty_denoiser(facts.architecture)
+        if single := base_parts.part_file(layout, "denoiser"):
+            names = self.denoiser_names(read_header(single))
+            base_parts.load_denoiser_file(single, network, names, dtype=dtype)
+        else:
+            folder = base_parts.part_folder(layout, "denoiser", self.traits.folder)
+            tensors: dict[str, Tensor] = {}
+            # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
+            for file in base_parts.weights(folder):
+                own_names = {name: name for name in read_header(file)}
+                tensors |= read_tensors(file, own_names, dtype=dtype)
+            network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
+            if (
+                self.traits.class_name != UNET_CLASS
+            ):  # diffusers leaves tensors out that it does not know
+                tensors = {name: tensors[name] for name in network.state_dict() if name in tensors}
+            base_parts.fill(
+                network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
+            )
+        loaded: nn.Module = network.eval().requires_grad_(False).to(device)
+        return loaded
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
         """Build the denoiser from its configuration, weights undefined; call under a `meta` device."""
-        kind = of_diffusers(self.denoiser_class)
-        return self.built(lambda: kind.from_config(dict(architecture)))
+        import diffusers
 
-    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return the denoiser that `build` makes; for families whose network needs something around it."""
-        return build()
+        network: nn.Module = getattr(diffusers, self.traits.class_name).from_config(
+            dict(architecture)
+        )
+        return network
 
     # ---- training
 
@@ -413,10 +322,10 @@ class Family(ABC):
         `network` is the denoiser, or with `targets` "text_encoder" a text network of a family that trains them.
         """
         assert targets != "text_encoder", f"{self.name} does not train its text encoders"
-        endings = tuple(f".{ending}" for ending in self.endings[targets])
+        endings = tuple(f".{ending}" for ending in self.traits.endings[targets])
         unused = [
             f"transformer_blocks.{cast(Any, network).config['num_layers'] - 1}.{ending}"
-            for ending in self.unused_in_last_block
+            for ending in self.traits.unused_in_last_block
         ]
         return [
             name
@@ -439,112 +348,12 @@ class Family(ABC):
             return _text_key(format, component, module, roles=self.text.roles, number=number)
         if format == "kohya":
             return f"lora_unet_{module}".replace(".", "_")
-        prefix = self.comfyui_prefix if format == "comfyui" else f"{self.denoiser_folder}."
+        prefix = self.formats.comfyui_prefix if format == "comfyui" else f"{self.traits.folder}."
         return prefix + module
 
-    @abstractmethod
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         """Return the other names of denoiser layers of these shapes [out, in, ...]; () where unknown."""
-
-    # ---- images
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
-        arguments: dict[str, Any] = {self.scale_argument: guidance_scale - self.scale_offset}
-        # Some pipelines warn of a negative prompt that a scale up to 1 leaves unused.
-        texts = {"": conditioning, "negative_": negative if guidance_scale > 1 else {}}
-        for prefix, tensors in texts.items():
-            for name, argument in self.text_arguments.items():
-                if name in tensors:
-                    arguments[prefix + argument] = tensors[name]
-        return arguments
-
-    def build_pipeline(self, facts: BaseFacts, **components: Any) -> Any:
-        """Return diffusers' pipeline with the base's scheduler and these components, the others of its folder."""
-        return of_diffusers(self.pipeline_class).from_pretrained(
-            facts.located.folder,
-            scheduler=self.sampling_scheduler(facts),
-            use_safetensors=True,
-            **self.absent_components,
-            **components,
-        )
-
-    def sampling_scheduler(self, facts: BaseFacts) -> Any:
-        """Return the base's own sampler."""
-        kind = of_diffusers(str(facts.scheduler["_class_name"]))
-        return kind.from_config(dict(facts.scheduler))
-
-    def build_sampler(
-        self,
-        facts: BaseFacts,
-        *,
-        denoiser: nn.Module,
-        device: torch.device,
-    ) -> Sampler:
-        """Return a sampler around a denoiser that is on `device`, to which the VAE moves only while it decodes."""
-        # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
-        # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
-        texts = self.text.roles
-        absent = dict.fromkeys((*texts, *map(tokenizer_of, texts), "vae"))
-        pipeline = self.build_pipeline(facts, **{self.denoiser_folder: denoiser}, **absent)
-        # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
-        pipeline.vae_scale_factor = facts.vae_factor
-        pipeline.set_progress_bar_config(disable=True)
-        return Sampler(
-            pipeline=pipeline,
-            denoiser=denoiser,
-            vae=load_base_vae(facts.located),
-            device=device,
-            family=self,
-        )
-
-    def pipeline_arguments(
-        self,
-        pipeline: DiffusionPipeline,
-        facts: BaseFacts,
-        prompt: str,
-        negative: str,
-        *,
-        guidance_scale: float,
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments that reproduce the sampler's images.
-
-        Prompts are encoded here where `facts` reads them in chunks.
-        """
-        arguments = {"prompt": prompt, self.scale_argument: guidance_scale - self.scale_offset}
-        unused = not self.negative_prompt or guidance_scale <= 1
-        return arguments if unused else {**arguments, "negative_prompt": negative}
-
-    def plain_pipeline(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> DiffusionPipeline:
-        """Return diffusers' own text-to-image pipeline with networks in `dtype` and the VAE in float32."""
-        import torch
-
-        cpu, names = torch.device("cpu"), self.text.roles
-        text: Any = self.load_text_encoder(facts, dtype=dtype, device=cpu)
-        tokenizers = {tokenizer_of(name): each for name, each in text.tokenizers.items()}
-        vae = load_base_vae(facts.located)
-        decode = vae.decode
-        # Pipelines pass latents in the dtype of the networks.
-        vae.decode = lambda latents, *args, **options: decode(latents.float(), *args, **options)
-        pipeline: DiffusionPipeline = self.build_pipeline(
-            facts,
-            **{self.denoiser_folder: self.load_denoiser(facts, dtype=dtype, device=cpu)},
-            vae=vae,
-            # A base without one of its encoders (Stable Diffusion 3 without T5) has None in its place.
-            **{**dict.fromkeys((*names, *map(tokenizer_of, names))), **text.networks, **tokenizers},
-        )
-        return pipeline.to(device)
-
-
-def of_diffusers(name: str) -> Any:
-    """Return diffusers' class of that name; importing diffusers takes seconds."""
-    import diffusers
-
-    return getattr(diffusers, name)
+        return other_names(self.name, shapes, swapped=self.traits.swapped_layers)
 
 
 def _text_key(

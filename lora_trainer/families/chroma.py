@@ -7,20 +7,23 @@ was trained with all further padding masked out, so no further padding is passed
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.facts import AdapterNames, BaseFacts, Conditioning
-from lora_trainer.families.flow import FlowFamily, position_ids
+from lora_trainer.families.facts import AdapterNames, Conditioning, PipelineTraits
+from lora_trainer.families.flow import (
+    FlowFamily,
+    TransformerFormats,
+    TransformerTraits,
+    encoders,
+    position_ids,
+)
 from lora_trainer.families.flux import ENDINGS
 from lora_trainer.families.latents import PackedLatents, pack, unpack
 from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:
-    import torch
-    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
 
@@ -46,30 +49,52 @@ class ChromaTextEncoder(TransformersEncoder):
         return {"text": states * visible[..., None], "text_mask": visible.long()}
 
 
+def _mask_by_booleans(pipeline: Any) -> None:
+    """Give diffusers' pipeline a boolean attention mask.
+
+    diffusers 0.42.1 makes the mask of floats, which attention adds to the scores instead of masking
+    (diffusers issue 12116): padding then dilutes short prompts, unlike in training and other programs.
+    """
+    prepare = pipeline._prepare_attention_mask
+
+    def as_booleans(*, attention_mask: Tensor | None = None, **other: Any) -> Tensor | None:
+        mask = None if attention_mask is None else attention_mask.bool()
+        prepared: Tensor | None = prepare(attention_mask=mask, **other)
+        return prepared
+
+    pipeline._prepare_attention_mask = as_booleans
+
+
 class Chroma(FlowFamily):
     """The family of Chroma1-HD, Chroma1-Base and everything fine-tuned from them."""
 
     name = "chroma"
-    pipeline_class = "ChromaPipeline"
-    denoiser_class = "ChromaTransformer2DModel"
-    text_networks = (BY_ROLE["t5xxl"],)
-    text_encoder_class = ChromaTextEncoder
-    masked_text = True
-    text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_attention_mask"}
-    one_text_length = True  # `predict` runs one pass per text length, so samples are batched by it
-    endings = ENDINGS
-    latents = PackedLatents()
-    traits = replace(
-        FlowFamily.traits,
+    text = encoders(
+        BY_ROLE["t5xxl"],
+        encoder=ChromaTextEncoder,
+        masked=True,
+        one_length=True,  # `predict` runs one pass per text length, so samples are batched by it
+    )
+    traits = TransformerTraits(
+        class_name="ChromaTransformer2DModel",
+        endings=ENDINGS,
         quantization_skip=("distilled_guidance_layer",),  # it makes the modulation of all blocks
     )
-    metadata = AdapterNames(kohya="chroma", modelspec="chroma/lora")
+    pipeline = PipelineTraits(
+        class_name="ChromaPipeline",
+        text_arguments={"text": "prompt_embeds", "text_mask": "prompt_attention_mask"},
+        # Integers would be added to the scores instead of masking (see `_mask_by_booleans`).
+        as_read=lambda *texts: [{**each, "text_mask": each["text_mask"].bool()} for each in texts],
+        mend=_mask_by_booleans,
+    )
+    formats = TransformerFormats(names=AdapterNames(kohya="chroma", modelspec="chroma/lora"))
+    latents = PackedLatents()
 
-    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
         # diffusers 0.42.1 builds this network with a class that diffusers itself deprecated.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")
-            return build()
+            return super().empty_denoiser(architecture)
 
     # ---- training
 
@@ -101,36 +126,6 @@ class Chroma(FlowFamily):
         order = torch.tensor([row for rows in groups.values() for row in rows])
         # `order` lists the batch's rows as grouped by length; its argsort puts them back.
         return torch.cat(parts)[order.argsort().to(noisy.device)]
-
-    # ---- images
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        # Integers would be added to the scores instead of masking (see `plain_pipeline`).
-        texts = [
-            {**each, "text_mask": each["text_mask"].bool()} for each in (conditioning, negative)
-        ]
-        return super().sampler_arguments(*texts, guidance_scale=guidance_scale)
-
-    def plain_pipeline(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> DiffusionPipeline:
-        """Return diffusers' pipeline with a boolean attention mask.
-
-        diffusers 0.42.1 makes the mask of floats, which attention adds to the scores instead of masking
-        (diffusers issue 12116): padding then dilutes short prompts, unlike in training and other programs.
-        """
-        pipeline = super().plain_pipeline(facts, dtype=dtype, device=device)
-        prepare = pipeline._prepare_attention_mask
-
-        def as_booleans(*, attention_mask: Tensor | None = None, **other: Any) -> Tensor | None:
-            mask = None if attention_mask is None else attention_mask.bool()
-            prepared: Tensor | None = prepare(attention_mask=mask, **other)
-            return prepared
-
-        pipeline._prepare_attention_mask = as_booleans
-        return pipeline
 
 
 FAMILY = Chroma()

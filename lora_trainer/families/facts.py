@@ -7,13 +7,13 @@ The methods of `BaseFacts` that return tensors import torch and diffusers when t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.declare import Precision
+from lora_trainer.config.declare import Precision, Targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +25,16 @@ PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
 DENOISER = "denoiser"
 """Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`."""
 
-
 AROUND = 2
 """Tokens around each chunk of a prompt that CLIP reads: its begin and its end."""
+
+
+Conditioning = Mapping[str, "Tensor"]
+"""Named tensors beside the noisy latents; each tensor's first dimension is the batch.
+
+A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones
+[1, length]; a batch is padded with zeros on dimension 1 to its longest text.
+"""
 
 
 # ---- what a family states
@@ -47,34 +54,6 @@ class VaePeak:
 
 
 AUTOENCODER_KL = VaePeak(encoding=640, decoding=768, blocked=(640, 960))  # 5 and 6 maps of 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextInputs:
-    """A family's text encoders: their layers, their names in files, and how they read prompts.
-
-    `layers`: by component the weights' shapes [out, in] of each layer in the public releases, which adapter
-    files of any trainer may contain. `roles`: component -> ComfyUI's name of the encoder ("clip_l", "t5xxl").
-    `multiple`: the network pads texts to a multiple of this many tokens. `one_length`: the texts of one
-    forward pass must have one length. `encoder_files`: single encoders can be read from files of their own
-    (`Layout.text`). A setting that needs a field which is False or empty is refused: `trainable` encoders,
-    prompt weights as in `(word:1.2)`, prompts above the limit read in `chunks`, and new words
-    (`new_token_keys`: component -> key of its vectors in embedding files).
-    """
-
-    layers: Mapping[str, Mapping[str, tuple[int, ...]]]
-    roles: Mapping[str, str]
-    multiple: int
-    one_length: bool
-    encoder_files: bool
-    trainable: bool = False
-    prompt_weights: bool = False
-    chunks: bool = False
-    new_token_keys: Mapping[str, str] = field(default_factory=dict)
-
-    def batch_group_key(self, conditioning: Mapping[str, Tensor]) -> int:
-        """Return the key that the samples of one forward pass must share: their text's length, or 0."""
-        return int(conditioning["text_mask"].sum()) if self.one_length else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,29 +79,88 @@ BY_TWO_PASSES = Guidance(two_passes=True, embedded=False)
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkTraits:
-    """Facts of a family's networks that planning and quantization read.
+    """Facts of a family's denoiser and VAE.
 
-    `precisions`: dtypes in which its denoiser can be trained, the best first; its activations overflow in others.
-    `block_pattern` matches the name of the repeated block at the start of a layer's name;
-    `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in full precision.
+    `class_name` is diffusers' class of the denoiser, `folder` its folder and its name in the pipeline.
+    `endings` are those of the names of the modules that get an adapter; of these `unused_in_last_block` change
+    nothing there, because the last of `transformer_blocks` drops its text output. `patch` is the side of the
+    square of latents that becomes one token. `precisions`: dtypes in which the denoiser can be trained, the best
+    first; its activations overflow in others. `block_pattern` matches the name of the repeated block at the start
+    of a layer's name; `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in
+    full precision. `swapped_layers`: layers whose original code has shift before scale, where diffusers has the
+    reverse.
     """
 
+    class_name: str
+    folder: str
+    endings: Mapping[Targets, tuple[str, ...]]
+    unused_in_last_block: tuple[str, ...] = ()
+    patch: int
     precisions: tuple[Precision, ...]
     block_pattern: str
-    quantization_skip: tuple[str, ...]
-    vae_peak: VaePeak
+    quantization_skip: tuple[str, ...] = ()
+    swapped_layers: frozenset[str] = frozenset()
+    vae_peak: VaePeak = AUTOENCODER_KL
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTraits:
+    """Facts of diffusers' text-to-image pipeline of a family.
+
+    `absent`: arguments that switch off its optional components. `text_arguments`: conditioning of a prompt -> the
+    pipeline's argument for it, of texts as `as_read` returns the prompt's and the negative prompt's.
+    `scale_argument`: its guidance scale, which is `scale_offset` less than ours, prompt + (scale - 1) (prompt -
+    negative). `takes_negative`: whether it takes a negative prompt, before which `negative_prefix` has to be put.
+    `guidance`: how a base of this architecture, distilled or not, follows a guidance scale.
+    `reads_vae`: it reads the VAE's statistics also for latents, and counts them before they are folded to squares.
+    `mend` changes a whole pipeline.
+    """
+
+    class_name: str
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    text_arguments: Mapping[str, str] = field(
+        default_factory=lambda: {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+    )
+    as_read: Callable[[Conditioning, Conditioning], Iterable[Mapping[str, Any]]] = (
+        lambda prompt, negative: (prompt, negative)
+    )
+    scale_argument: str = "guidance_scale"
+    scale_offset: float = 0.0
+    takes_negative: bool = True
+    negative_prefix: str = ""
+    guidance: Callable[[Mapping[str, Any], bool], Guidance] = lambda architecture, distilled: (
+        BY_TWO_PASSES
+    )
+    reads_vae: bool = False
+    mend: Callable[[Any], None] = lambda pipeline: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterNames:
+    """Names of the base in an adapter's metadata.
+
+    `kohya` is `ss_base_model_version`, which A1111, Forge and model managers read; `modelspec` is
+    `modelspec.architecture` (ModelSpec 1.0.1).
+    """
+
+    kohya: str
+    modelspec: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFormats:
-    """Key formats of a family's adapter files; together the two are all formats.
+    """Key formats of a family's adapter files; `written` and `refused` together are all formats.
 
     `written`: the most widely read first (`output.format=auto`). `refused`: why each other format is
-    refused, that is the programs that could not read it, and the format to use.
+    refused, that is the programs that could not read it, and the format to use. `names` are those of a family
+    whose releases share them. ComfyUI maps diffusers' own keys of to_q, to_k and to_v, behind `comfyui_prefix`,
+    to rows of its fused weight.
     """
 
     written: tuple[FileFormat, ...]
     refused: Mapping[FileFormat, str]
+    names: AdapterNames | None = None
+    comfyui_prefix: str = "transformer."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,18 +174,6 @@ class OtherNames:
 
     layers: Mapping[str, tuple[str, ...]]
     swapped: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterNames:
-    """Names of the base in an adapter's metadata.
-
-    `kohya` is `ss_base_model_version`, which A1111, Forge and model managers read; `modelspec` is
-    `modelspec.architecture` (ModelSpec 1.0.1).
-    """
-
-    kohya: str
-    modelspec: str
 
 
 # ---- where a base lies, and what it is
@@ -219,14 +245,6 @@ class Geometry:
     original_px: tuple[int, int]
     corner_px: tuple[int, int]
     target_px: tuple[int, int]
-
-
-Conditioning = Mapping[str, "Tensor"]
-"""Named tensors beside the noisy latents; each tensor's first dimension is the batch.
-
-A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones
-[1, length]; a batch is padded with zeros on dimension 1 to its longest text.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +353,26 @@ class BaseFacts:
             "rescale_betas_zero_snr": self.zero_terminal_snr,
         }
         return {**config, "timestep_spacing": "trailing"} if self.zero_terminal_snr else config
+
+    def sampling_scheduler(self) -> Any:
+        """Return the base's own sampler, or DDIM where the base's sampler cannot start from pure noise."""
+        import diffusers
+
+        if self.prediction == "flow":
+            return getattr(diffusers, self.scheduler["_class_name"]).from_config(self.scheduler)
+        # A base may name a scheduler that this diffusers does not have.
+        kind: Any = getattr(
+            diffusers, str(self.scheduler.get("_class_name", "")), diffusers.DDIMScheduler
+        )
+        config = self.scheduler_config()
+        if "rescale_betas_zero_snr" not in kind._get_init_keys(kind):
+            # A class without the parameter (PNDM, Stable Diffusion 1's) would warn and start from a level with
+            # signal in it. DDIM can, and is the sampler of Lin et al. 2023 (arXiv 2305.08891).
+            if self.zero_terminal_snr:
+                kind = diffusers.DDIMScheduler
+            else:
+                config.pop("rescale_betas_zero_snr")
+        return kind.from_config(config)
 
     def alphas_cumprod(self) -> Tensor:
         """Return the cumulative signal level of every training timestep, float64 [timesteps]; not for flow."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_parts import denoiser_names, part_file
@@ -24,11 +24,14 @@ from lora_trainer.families.facts import (
     Guidance,
     Header,
     Layout,
+    PipelineTraits,
 )
 from lora_trainer.families.flow import (
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
     FlowFamily,
+    TransformerTraits,
+    encoders,
     position_ids,
     target_endings,
 )
@@ -66,15 +69,22 @@ class Flux(FlowFamily):
     """The family of FLUX.1 dev, schnell, and everything fine-tuned from them."""
 
     name = "flux"
-    pipeline_class = "FluxPipeline"
-    denoiser_class = "FluxTransformer2DModel"
-    text_networks = (BY_ROLE["clip_l"], BY_ROLE["t5xxl"])
-    text_encoder_class = PooledT5Encoder
-    endings = ENDINGS
+    text = encoders(BY_ROLE["clip_l"], BY_ROLE["t5xxl"], encoder=PooledT5Encoder)
+    traits = TransformerTraits(
+        class_name="FluxTransformer2DModel",
+        endings=ENDINGS,
+        # The last norm: diffusers has scale before shift, the original code the reverse.
+        swapped_layers=frozenset({"norm_out.linear"}),
+    )
+    pipeline = PipelineTraits(
+        class_name="FluxPipeline",
+        takes_negative=False,  # a guidance-distilled base takes none
+        # The embedded scale of dev; schnell has no guidance.
+        guidance=lambda architecture, distilled: Guidance(
+            two_passes=False, embedded=bool(architecture.get("guidance_embeds", False))
+        ),
+    )
     latents = PackedLatents()
-    negative_prompt = False  # a guidance-distilled base takes none
-    # The last norm: diffusers has scale before shift, the original code the reverse.
-    swapped_layers = frozenset({"norm_out.linear"})
 
     # ---- facts
 
@@ -105,10 +115,6 @@ class Flux(FlowFamily):
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.variant}/lora")
-
-    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
-        """Return the embedded scale of dev; schnell has no guidance."""
-        return Guidance(two_passes=False, embedded=bool(architecture.get("guidance_embeds", False)))
 
     # ---- training
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Sampler
 from lora_trainer.families.base_files.base_parts import (
     denoiser_names,
     part_file,
@@ -26,14 +24,20 @@ from lora_trainer.families.facts import (
     Guidance,
     Header,
     Layout,
+    PipelineTraits,
 )
-from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
+from lora_trainer.families.flow import (
+    JOINT_ATTENTION,
+    FlowFamily,
+    TransformerTraits,
+    encoders,
+    target_endings,
+)
 from lora_trainer.families.latents import VaeLatents
 from lora_trainer.families.releases import BY_ROLE, BaseRelease
 from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
@@ -56,6 +60,9 @@ class KleinEncoder(Qwen3Encoder):
 class SquareLatents(VaeLatents):
     """Squares of latents folded into channels, normalised by the mean and deviation of the VAE's batch norm."""
 
+    native_side = 64
+    in_files = False
+
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         channels, factor = super().shape(config)
         return 4 * channels, 2 * factor
@@ -77,36 +84,35 @@ class Flux2(FlowFamily):
     """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
     name = "flux2"
-    pipeline_class = "Flux2KleinPipeline"
-    denoiser_class = "Flux2Transformer2DModel"
-    text_networks = (BY_ROLE["qwen3_4b"],)
-    text_encoder_class = KleinEncoder
-    unread_text = QWEN3_UNREAD
-    native_latents = 64
+    text = encoders(BY_ROLE["qwen3_4b"], encoder=KleinEncoder, unread=QWEN3_UNREAD)
+    traits = TransformerTraits(
+        class_name="Flux2Transformer2DModel",
+        # `SquareLatents` folds the squares into channels: the denoiser has one token per latent.
+        patch=1,
+        endings=target_endings(
+            # Single-stream blocks: one matrix joins q, k, v and the MLP's input, another both outputs.
+            (*JOINT_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out"),
+            transformer=tuple(
+                f"{stream}.{name}"
+                for stream in ("ff", "ff_context")
+                for name in ("linear_in", "linear_out")
+            ),  # the modulation lies outside the blocks
+        ),
+        # The last norm: diffusers has scale before shift, the original code the reverse.
+        swapped_layers=frozenset({"norm_out.linear"}),
+    )
+    pipeline = PipelineTraits(
+        class_name="Flux2KleinPipeline",
+        takes_negative=False,  # the pipeline guides against the empty prompt
+        # Distilled releases ignore the guidance scale; an embedded one is diffusers' own default.
+        guidance=lambda architecture, distilled: Guidance(
+            two_passes=not distilled, embedded=bool(architecture.get("guidance_embeds", True))
+        ),
+        reads_vae=True,
+    )
     latents = SquareLatents()
-    patch = (
-        1  # `SquareLatents` folds the squares into channels: the denoiser has one token per latent
-    )
-    endings = target_endings(
-        # Single-stream blocks: one matrix joins q, k, v and the MLP's input, another both outputs.
-        (*JOINT_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out"),
-        transformer=tuple(
-            f"{stream}.{name}"
-            for stream in ("ff", "ff_context")
-            for name in ("linear_in", "linear_out")
-        ),  # the modulation lies outside the blocks
-    )
-    vae_files = False
-    negative_prompt = False  # the pipeline guides against the empty prompt
-    # The last norm: diffusers has scale before shift, the original code the reverse.
-    swapped_layers = frozenset({"norm_out.linear"})
 
     # ---- facts
-
-    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
-        """Return two passes for the undistilled: distilled releases ignore the guidance scale."""
-        embedded = bool(architecture.get("guidance_embeds", True))  # diffusers' own default
-        return Guidance(two_passes=not distilled, embedded=embedded)
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         names = denoiser_names(header)
@@ -181,22 +187,6 @@ class Flux2(FlowFamily):
         )[0]
         unpacked: Tensor = velocity.transpose(1, 2).reshape(noisy.shape)
         return unpacked
-
-    # ---- images
-
-    def build_sampler(
-        self,
-        facts: BaseFacts,
-        *,
-        denoiser: nn.Module,
-        device: torch.device,
-    ) -> Sampler:
-        sampler = super().build_sampler(facts, denoiser=denoiser, device=device)
-        # The pipeline reads the VAE's statistics even with output_type="latent", so it gets these without
-        # the network; its own factor counts latents before they are folded to squares.
-        sampler.pipeline.vae = SimpleNamespace(bn=sampler.vae.bn, config=sampler.vae.config)
-        sampler.pipeline.vae_scale_factor = facts.vae_factor // 2
-        return sampler
 
 
 FAMILY = Flux2()

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import level_count, vae_names, whole_number
-from lora_trainer.families.facts import Header
+from lora_trainer.families.base_files.base_parts import (
+    level_count,
+    load_base_vae,
+    vae_names,
+    whole_number,
+)
+from lora_trainer.families.facts import BaseFacts, Header
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -27,6 +33,15 @@ class Latents:
 
 class VaeLatents:
     """Latents of an image VAE, [B, C, H, W], scaled by one shift and one factor."""
+
+    native_side = 128
+    """Side of an image of the native resolution, in latents: 128 for 1024 px at 8 px per latent."""
+    in_files = True
+    """Whether the VAE is read from single files."""
+
+    def encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
+        """Load the VAE in float32, frozen; in fp16 some overflow."""
+        return ImageEncoder(vae=load_base_vae(facts.located).to(device), latents=self)
 
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         """Return (channels, pixels per latent) of `predict`'s latents, from the VAE's configuration."""

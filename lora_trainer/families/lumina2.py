@@ -7,13 +7,13 @@ velocity towards the image; `predict` converts both to timestep = 1000 sigma, ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.facts import AdapterFormats, AdapterNames, BaseFacts, Conditioning
-from lora_trainer.families.flow import FlowFamily, target_endings
+from lora_trainer.families.facts import AdapterFormats, AdapterNames, Conditioning, PipelineTraits
+from lora_trainer.families.flow import FlowFamily, TransformerTraits, encoders, target_endings
 from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import MaskedEncoder
 
@@ -48,11 +48,26 @@ class Gemma2Encoder(MaskedEncoder):
         return {"text": states[-2] * mask[..., None], "text_mask": mask}
 
 
+def _of_one_length(*texts: Conditioning) -> list[Conditioning]:
+    """Pad the shorter text: both must have one length."""
+    from torch.nn.functional import pad
+
+    longest = max(each["text"].shape[1] for each in texts)
+    return [
+        {
+            "text": pad(each["text"], (0, 0, 0, longest - each["text"].shape[1])),
+            "text_mask": pad(each["text_mask"], (0, longest - each["text"].shape[1])),
+        }
+        for each in texts
+    ]
+
+
 class Lumina2(FlowFamily):
     """The family of Lumina-Image 2.0 and its fine-tunes."""
 
     name = "lumina2"
     formats = AdapterFormats(
+        names=AdapterNames(kohya="lumina2", modelspec="lumina-2/lora"),  # as sd-scripts writes it
         written=("diffusers",),
         refused=dict.fromkeys(
             ("kohya", "comfyui"),
@@ -60,23 +75,30 @@ class Lumina2(FlowFamily):
             "where they are equal (Z-Image); use output.format=diffusers, which diffusers reads",
         ),
     )
-    pipeline_class = "Lumina2Pipeline"
-    denoiser_class = "Lumina2Transformer2DModel"
-    text_networks = (BY_ROLE["gemma2_2b"],)
-    text_encoder_class = Gemma2Encoder
-    unread_text = ("spiece_model",)  # ComfyUI's files bring the tokenizer as a tensor of bytes
-    text_width = "cap_feat_dim"
-    masked_text = True
-    text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_attention_mask"}
-    endings = target_endings(
-        tuple(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-        transformer=tuple(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
-        modulation=("norm1.linear",),
+    text = encoders(
+        BY_ROLE["gemma2_2b"],
+        encoder=Gemma2Encoder,
+        unread=("spiece_model",),  # ComfyUI's files bring the tokenizer as a tensor of bytes
+        width="cap_feat_dim",
+        masked=True,
     )
-    metadata = AdapterNames(kohya="lumina2", modelspec="lumina-2/lora")  # as sd-scripts writes it
+    traits = TransformerTraits(
+        class_name="Lumina2Transformer2DModel",
+        endings=target_endings(
+            tuple(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+            transformer=tuple(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
+            modulation=("norm1.linear",),
+        ),
+    )
+    pipeline = PipelineTraits(
+        class_name="Lumina2Pipeline",
+        text_arguments={"text": "prompt_embeds", "text_mask": "prompt_attention_mask"},
+        as_read=_of_one_length,
+        negative_prefix=SYSTEM_PROMPT,  # the pipeline puts it before the prompt only
+    )
 
-    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
-        return _recomputing_refiners(build())
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        return _recomputing_refiners(super().empty_denoiser(architecture))
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -89,34 +111,6 @@ class Lumina2(FlowFamily):
             return_dict=False,
         )[0]
         return -towards_image
-
-    # ---- images
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments: both texts must have one length, so the shorter is padded."""
-        from torch.nn.functional import pad
-
-        longest = max(texts["text"].shape[1] for texts in (conditioning, negative))
-
-        def padded(texts: Conditioning) -> Conditioning:
-            text, mask = texts["text"], texts["text_mask"]
-            missing = longest - text.shape[1]
-            return {"text": pad(text, (0, 0, 0, missing)), "text_mask": pad(mask, (0, missing))}
-
-        return super().sampler_arguments(
-            padded(conditioning), padded(negative), guidance_scale=guidance_scale
-        )
-
-    def pipeline_arguments(
-        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments; it puts no system prompt before a negative prompt."""
-        negative = SYSTEM_PROMPT + negative if negative else ""
-        return super().pipeline_arguments(
-            pipeline, facts, prompt, negative, guidance_scale=guidance_scale
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,16 +23,22 @@ from lora_trainer.families.facts import (
     Header,
     Layout,
     Part,
+    PipelineTraits,
     VaePeak,
 )
-from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
+from lora_trainer.families.flow import (
+    JOINT_ATTENTION,
+    FlowFamily,
+    TransformerTraits,
+    encoders,
+    target_endings,
+)
 from lora_trainer.families.latents import PackedLatents, pack, unpack
 from lora_trainer.families.recognise import fits, signature_tables
 from lora_trainer.families.releases import BY_ROLE, BaseRelease
 from lora_trainer.families.text.transformers_encoder import MaskedEncoder, text_config
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 TEMPLATE = (
@@ -69,6 +75,8 @@ class QwenVLEncoder(MaskedEncoder):
 class FrameLatents(PackedLatents):
     """Latents of a video VAE, standardised by channel; an image is a video of one frame, [B, C, 1, H, W]."""
 
+    in_files = False  # not in the names that other families' VAEs have: see `QwenImage.detect_file`
+
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         # diffusers spells the key so. It has an entry for each halving of the image's
         # sides, True where the number of frames is halved too.
@@ -94,48 +102,55 @@ class QwenImage(FlowFamily):
     """The family of Qwen-Image's text-to-image releases."""
 
     name = "qwen"
-    pipeline_class = "QwenImagePipeline"
-    denoiser_class = "QwenImageTransformer2DModel"
-    text_networks = (BY_ROLE["qwen25_7b"],)
-    text_encoder_class = QwenVLEncoder
-    unread_text = UNREAD
-    masked_text = True
-    text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_embeds_mask"}
-    scale_argument = "true_cfg_scale"  # the pipeline ignores `guidance_scale`
-    latents = FrameLatents()
-    endings = target_endings(
-        JOINT_ATTENTION,
-        transformer=("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
-        modulation=("img_mod.1", "txt_mod.1"),
+    text = encoders(
+        BY_ROLE["qwen25_7b"],
+        encoder=QwenVLEncoder,
+        unread=UNREAD,
+        inner="model.language_model",
+        masked=True,
     )
-    # The last block drops its text output: these layers change nothing and would get no gradient.
-    unused_in_last_block = (
-        "attn.add_q_proj",
-        "attn.to_add_out",
-        "txt_mlp.net.0.proj",
-        "txt_mlp.net.2",
-    )
-    vae_files = False  # not in the names that other families' VAEs have: see `detect_file`
-    comfyui_prefix = "diffusion_model."
-    traits = replace(
-        FlowFamily.traits,
+    traits = TransformerTraits(
+        class_name="QwenImageTransformer2DModel",
+        endings=target_endings(
+            JOINT_ATTENTION,
+            transformer=(
+                *("img_mlp.net.0.proj", "img_mlp.net.2"),
+                *("txt_mlp.net.0.proj", "txt_mlp.net.2"),
+            ),
+            modulation=("img_mod.1", "txt_mod.1"),
+        ),
+        # The last block drops its text output: these layers change nothing and would get no gradient.
+        unused_in_last_block=(
+            *("attn.add_q_proj", "attn.to_add_out"),
+            *("txt_mlp.net.0.proj", "txt_mlp.net.2"),
+        ),
         # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
         vae_peak=VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026)),
     )
+    pipeline = PipelineTraits(
+        class_name="QwenImagePipeline",
+        text_arguments={"text": "prompt_embeds", "text_mask": "prompt_embeds_mask"},
+        scale_argument="true_cfg_scale",  # the pipeline ignores `guidance_scale`
+    )
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
-    formats = AdapterFormats(written=("diffusers", "kohya", "comfyui"), refused={})
-    metadata = AdapterNames(kohya="qwen_image", modelspec="Qwen-Image/lora")
+    formats = AdapterFormats(
+        written=("diffusers", "kohya", "comfyui"),
+        refused={},
+        names=AdapterNames(kohya="qwen_image", modelspec="Qwen-Image/lora"),
+        comfyui_prefix="diffusion_model.",
+    )
+    latents = FrameLatents()
 
     # ---- facts
 
     def detect(self, folder: Path) -> bool:
         """Return whether a folder is a text-to-image base; raises InputError for an editing model."""
         classes = components(folder)
-        if classes.get("") == self.pipeline_class:
+        if classes.get("") == self.pipeline.class_name:
             return True
-        if classes.get("transformer") == self.denoiser_class:
+        if classes.get("transformer") == self.traits.class_name:
             raise InputError(
-                f"{folder} is for {classes['']}, allowed is {self.pipeline_class}",
+                f"{folder} is for {classes['']}, allowed is {self.pipeline.class_name}",
                 fix="give a text-to-image release such as Qwen/Qwen-Image, no editing or layered one",
             )
         return False
@@ -158,19 +173,6 @@ class QwenImage(FlowFamily):
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         return _as_deep(self.published[0], header)
-
-    # ---- networks
-
-    def load_text_network(
-        self, layout: Layout, component: str, *, dtype: torch.dtype, device: torch.device
-    ) -> nn.Module:
-        import torch
-
-        cpu = torch.device("cpu")
-        whole: Any = super().load_text_network(layout, component, dtype=dtype, device=cpu)
-        # Keep the language model only: the vision tower and the language head are freed here.
-        network: nn.Module = whole.model.language_model
-        return network.to(device)
 
     # ---- training
 

@@ -6,9 +6,11 @@ therefore read from the base's own configs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lora_trainer.families.base_files.unet_file import UNetTraits
 from lora_trainer.families.facts import AdapterNames
-from lora_trainer.families.text.clip import ClipPart
+from lora_trainer.families.text.clip import ClipEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
 
 
@@ -16,8 +18,11 @@ class StableDiffusion1(UNetFamily):
     """The family of Stable Diffusion 1.1 to 1.5 and everything fine-tuned from them."""
 
     name = "sd15"
-    texts = (ClipPart(role="clip_l", checkpoint="cond_stage_model.transformer."),)
-    metadata = AdapterNames(kohya="sd_v1", modelspec="stable-diffusion-v1/lora")
+    text = clip_encoders(ClipEncoder, {"clip_l": "cond_stage_model.transformer."})
+    formats = replace(
+        UNetFamily.formats,
+        names=AdapterNames(kohya="sd_v1", modelspec="stable-diffusion-v1/lora"),
+    )
 
     def owns(self, traits: UNetTraits) -> bool:
         """Return whether projections around attention are convolutions; miniature bases have any text width."""

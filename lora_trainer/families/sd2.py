@@ -23,7 +23,7 @@ from lora_trainer.families.facts import (
     Prediction,
 )
 from lora_trainer.families.releases import BaseRelease
-from lora_trainer.families.text.clip import ClipPart
+from lora_trainer.families.text.clip import ClipEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
 
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
@@ -38,7 +38,7 @@ class StableDiffusion2(UNetFamily):
     """The family of Stable Diffusion 2.0 and 2.1 and everything fine-tuned from them."""
 
     name = "sd2"
-    texts = (ClipPart(role="clip_h", checkpoint="cond_stage_model.model."),)
+    text = clip_encoders(ClipEncoder, {"clip_h": "cond_stage_model.model."})
 
     def owns(self, traits: UNetTraits) -> bool:
         """Return whether projections around attention are linear and no vector stands beside the timestep."""

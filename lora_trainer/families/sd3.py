@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import TextEncoder
 from lora_trainer.families.base_files.base_parts import (
-    ENCODER_PREFIX,
-    components,
-    denoiser_parameters,
+    denoiser_names,
+    elements,
+    encoders_in,
     holds_vae,
     part_file,
-    text_file,
 )
 from lora_trainer.families.facts import (
     AdapterNames,
@@ -31,37 +29,33 @@ from lora_trainer.families.facts import (
     Layout,
     OtherNames,
     Part,
+    PipelineTraits,
 )
 from lora_trainer.families.flow import (
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
     FlowFamily,
+    TransformerTraits,
+    encoders,
     target_endings,
 )
-from lora_trainer.families.releases import BY_ROLE, CLIP_L_PROJECTED, BaseRelease, TextNetwork
-from lora_trainer.families.text.clip import read_padding_as_text
+from lora_trainer.families.releases import BY_ROLE, CLIP_L_PROJECTED, BaseRelease
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 CLIP_TOKENS = 77
 T5 = "text_encoder_3"
 T5_TOKENS = 256
 LATENT_CHANNELS = 16
-TEXT_NETWORKS = (CLIP_L_PROJECTED, BY_ROLE["clip_g"], BY_ROLE["t5xxl"])
-"""CLIP-L's projection is the identity, which files of it leave out."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SD3TextEncoder(TransformersEncoder):
     """CLIP-L and bigG side by side, then T5 along the sequence (Esser et al. 2024, figure 2).
 
     A folder whose model_index.json has `text_encoder_3: [null, null]` is used without T5: its 256 tokens are zeros.
     """
-
-    width: int = BY_ROLE["t5xxl"].width
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, 77 + 256, width of T5] and `pooled` [B, widths of both CLIPs]."""
@@ -74,7 +68,8 @@ class SD3TextEncoder(TransformersEncoder):
         ]
         clip = torch.cat([output.hidden_states[-2] for output in clips], dim=-1)
         # Zeros as StableDiffusion3Pipeline._get_t5_prompt_embeds has them without a third encoder.
-        t5 = clip.new_zeros((len(clip), T5_TOKENS, self.width))
+        width = self.facts.architecture["joint_attention_dim"]
+        t5 = clip.new_zeros((len(clip), T5_TOKENS, width))
         if T5 in self.networks:  # without a mask: the base was trained on unmasked padding
             t5 = self.run(T5, tokens[T5])[0]
         # CLIP's 768 + 1280 channels get zeros up to the 4096 of T5, so that both are tokens of one sequence.
@@ -86,22 +81,26 @@ class StableDiffusion3(FlowFamily):
     """The family of Stable Diffusion 3 and 3.5."""
 
     name = "sd3"
-    pipeline_class = "StableDiffusion3Pipeline"
-    denoiser_class = "SD3Transformer2DModel"
-    text_networks = TEXT_NETWORKS
-    text_encoder_class = SD3TextEncoder
-    endings = target_endings(
-        (*JOINT_ATTENTION, *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))),
-        transformer=JOINT_FEED_FORWARD,
-        modulation=("norm1.linear", "norm1_context.linear"),
+    text = encoders(
+        # CLIP-L's projection is the identity, which files of it leave out.
+        *(CLIP_L_PROJECTED, BY_ROLE["clip_g"], BY_ROLE["t5xxl"]),
+        encoder=SD3TextEncoder,
+        optional=T5,
+        tokens=CLIP_TOKENS + T5_TOKENS,  # each text is padded to the limits of its encoders
     )
-    # The last block drops its text output. Its text query therefore changes nothing, and ComfyUI stores shift
-    # and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
-    unused_in_last_block = ("attn.add_q_proj", "norm1_context.linear")
-    traits = replace(
-        FlowFamily.traits,
+    traits = TransformerTraits(
+        class_name="SD3Transformer2DModel",
+        endings=target_endings(
+            (*JOINT_ATTENTION, *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))),
+            transformer=JOINT_FEED_FORWARD,
+            modulation=("norm1.linear", "norm1_context.linear"),
+        ),
+        # The last block drops its text output. Its text query therefore changes nothing, and ComfyUI stores shift
+        # and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
+        unused_in_last_block=("attn.add_q_proj", "norm1_context.linear"),
         precisions=("bf16", "fp16", "fp32"),  # ComfyUI runs it in fp16 as it is, without a clamp
     )
+    pipeline = PipelineTraits(class_name="StableDiffusion3Pipeline")
 
     # ---- facts
 
@@ -125,7 +124,7 @@ class StableDiffusion3(FlowFamily):
         variant = "medium" if architecture.get("dual_attention_layers") else "large"
         if architecture.get("qk_norm") is None:
             variant = "3-medium"
-        turbo, with_t5 = "turbo" in Path(source).name.lower(), T5 in self.encoders(layout)
+        turbo, with_t5 = "turbo" in Path(source).name.lower(), T5 in encoders_in(layout, self.text)
         return replace(
             plain,
             architecture=architecture,
@@ -134,12 +133,6 @@ class StableDiffusion3(FlowFamily):
             variant=variant + ("-turbo" if turbo else "") + ("" if with_t5 else " without T5"),
             distilled=turbo,
         )
-
-    def prompt_shapes(
-        self, architecture: Mapping[str, Any], *, text_tokens: int
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of `text` and `pooled`: each text is padded to the limits of its encoders."""
-        return super().prompt_shapes(architecture, text_tokens=CLIP_TOKENS + T5_TOKENS)
 
     def _nearest(self, parameters: int) -> BaseRelease:
         """Return the release whose denoiser has about as many parameters."""
@@ -153,20 +146,13 @@ class StableDiffusion3(FlowFamily):
         ):
             parts.discard("vae")
         # A checkpoint without T5 uses its companion's encoders.
-        prefixes = [ENCODER_PREFIX.format(role=network.role) for network in TEXT_NETWORKS]
+        prefixes = self.text.prefixes.values()
         if all(any(name.startswith(prefix) for name in header) for prefix in prefixes):
             parts.add("text_encoder")
         return frozenset(parts)
 
-    def encoders(self, layout: Layout) -> Mapping[str, TextNetwork]:
-        """Return the encoders of a base; a folder whose model_index.json has no T5 gives the two CLIPs."""
-        has_t5 = text_file(layout, T5) or T5 in components(layout.folder)
-        return {
-            name: network for name, network in self.text_folders.items() if has_t5 or name != T5
-        }
-
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        variant = self._nearest(denoiser_parameters(header)).variant
+        variant = self._nearest(elements(header, denoiser_names(header).values())).variant
         turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
         return next(each for each in self.published if each.variant == variant + turbo)
 
@@ -177,17 +163,6 @@ class StableDiffusion3(FlowFamily):
         return AdapterNames(
             kohya=version, modelspec=f"stable-diffusion-3-{version.removeprefix('3-')}/lora"
         )
-
-    # ---- networks
-
-    def load_text_encoder(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> TextEncoder:
-        encoder = super().load_text_encoder(facts, dtype=dtype, device=device)
-        assert isinstance(encoder, SD3TextEncoder)
-        for component in ("text_encoder", "text_encoder_2"):
-            read_padding_as_text(encoder.tokenizers[component])
-        return replace(encoder, width=int(facts.architecture["joint_attention_dim"]))
 
     # ---- training and files
 

@@ -6,13 +6,10 @@ some predict velocity. Conditioning is `text`, `pooled` and `time_ids`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import AdapterTargets
 from lora_trainer.families.base_files.base_parts import components
 from lora_trainer.families.base_files.unet_file import UNetTraits, ldm_module
 from lora_trainer.families.facts import (
@@ -21,14 +18,12 @@ from lora_trainer.families.facts import (
     BaseFacts,
     FileFormat,
     Layout,
+    PipelineTraits,
     unet_numbers,
 )
 from lora_trainer.families.releases import BaseRelease
-from lora_trainer.families.text import clip
+from lora_trainer.families.text.clip import ClipPairEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
-
-if TYPE_CHECKING:
-    from torch import nn
 
 BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 REFINER_TRAITS = UNetTraits(
@@ -40,21 +35,25 @@ class StableDiffusionXL(UNetFamily):
     """The family of SDXL 1.0 and everything fine-tuned from it, without the refiner."""
 
     name = "sdxl"
-    pipeline_class = "StableDiffusionXLPipeline"
-    absent_components = {"feature_extractor": None, "image_encoder": None, "add_watermarker": False}
-    metadata = AdapterNames(
-        kohya="sdxl_base_v1-0",  # A1111 recognises SDXL LoRAs by the start "sdxl_"
-        modelspec="stable-diffusion-xl-v1-base/lora",
+    text = clip_encoders(
+        ClipPairEncoder,
+        {
+            "clip_l": "conditioner.embedders.0.transformer.",
+            "clip_g": "conditioner.embedders.1.model.",
+        },
+        penultimate=True,
     )
-    texts = (
-        clip.ClipPart(role="clip_l", checkpoint="conditioner.embedders.0.transformer."),
-        clip.ClipPart(
-            role="clip_g",
-            checkpoint="conditioner.embedders.1.model.",
-            component="text_encoder_2",
+    pipeline = PipelineTraits(
+        class_name="StableDiffusionXLPipeline",
+        absent={"feature_extractor": None, "image_encoder": None, "add_watermarker": False},
+    )
+    formats = replace(
+        UNetFamily.formats,
+        names=AdapterNames(
+            kohya="sdxl_base_v1-0",  # A1111 recognises SDXL LoRAs by the start "sdxl_"
+            modelspec="stable-diffusion-xl-v1-base/lora",
         ),
     )
-    text_encoder_class = clip.ClipPairEncoder
 
     def owns(self, traits: UNetTraits) -> bool:
         """Return whether sizes and pooled text stand beside the timestep; miniature bases have any width."""
@@ -91,37 +90,12 @@ class StableDiffusionXL(UNetFamily):
                 fix=f"use SDXL or a fine-tune of it, such as {BASE}",
             )
         # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
-        published = self.releases.get(source)
+        published = next((each for each in self.published if source in each.ids), None)
         if published is None or published.prediction == "epsilon":
             return release
         return replace(
             release, prediction=published.prediction, zero_terminal_snr=published.zero_terminal_snr
         )
-
-    def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
-        """Return one layer: SDXL always reads the layer before the last, which 2 means in other programs."""
-        return {1: 1, 2: 1}
-
-    def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
-        """Return the size without the last layer that `lora_targets` leaves out."""
-        size = super().trained_size(part, facts)
-        whole = part is self.texts[-1]
-        return size if whole else replace(size, layers=size.layers - 1)
-
-    # ---- training
-
-    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
-        """Return the layers that get an adapter, in text encoders those that get a gradient.
-
-        The U-Net reads both encoders one layer before the last, so the first encoder's last layer gets no
-        gradient; the second encoder's last layer gets one through `pooled`.
-        """
-        names = super().lora_targets(network, targets)
-        if targets != "text_encoder" or hasattr(network, "text_projection"):
-            return names
-        layers: Any = network.config
-        unread = f"layers.{layers.num_hidden_layers - 1}."
-        return [name for name in names if unread not in name]
 
     # ---- files
 

@@ -24,7 +24,7 @@ from lora_trainer.common.errors import InputError, MachineError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, user_cache_folder
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import Family
-from lora_trainer.families.base_files.base_parts import ENCODER_PREFIX, read_json, tokenizer_of
+from lora_trainer.families.base_files.base_parts import elements, read_json, tokenizer_of
 from lora_trainer.families.base_files.weight_files import SUFFIXES, read_header, refuse_quantised
 from lora_trainer.families.facts import BaseFacts, Header, Part
 from lora_trainer.families.hub_files import ALL_ENCODERS, TEXT_SUFFIXES, fetch
@@ -53,17 +53,21 @@ class Checkpoint:
     @cached_property
     def own_facts(self) -> BaseFacts:
         """Facts of the release that the checkpoint is made like, with its own denoiser's size."""
-        return self.family.facts_from_file(self.file, self.header)
+        release = self.family.file_release(self.file, self.header)
+        count = elements(self.header, self.family.denoiser_names(self.header).values())
+        sizes = {**release.parameters, "denoiser": count}
+        return self.family.facts_of(replace(release, parameters=sizes), source=release.ids[0])
 
     @cached_property
     def companion(self) -> str:
         """Source of the missing parts; auto: the default release where its encoders fit."""
         if self.settings.companion != "auto":
             return self.settings.companion
-        default = next(iter(self.family.releases.values()))
+        default = self.family.published[0]
         # Equal encoders need one companion for all releases: it is downloaded once.
-        fits = default.parts["text_encoder"] == self.own_facts.parts["text_encoder"]
-        return (default if fits else self.own_facts).source
+        parameters = self.own_facts.parts["text_encoder"].parameters
+        fits = default.parameters["text_encoder"] == parameters
+        return default.ids[0] if fits else self.own_facts.source
 
     @cached_property
     def present(self) -> frozenset[str]:
@@ -150,8 +154,7 @@ def encoder_files(
                 fix="leave base.text_encoders out, or name a folder with the encoders in base.companion",
             )
         return text
-    for component, role in family.text.roles.items():
-        prefix = ENCODER_PREFIX.format(role=role)
+    for component, prefix in family.text.prefixes.items():
         if file is not None and any(name.startswith(prefix) for name in header):
             text[component] = file
     for name in settings.text_encoders:

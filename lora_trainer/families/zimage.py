@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.families.base_files.base_parts import part_file
 from lora_trainer.families.facts import (
@@ -19,8 +19,15 @@ from lora_trainer.families.facts import (
     Conditioning,
     Header,
     Layout,
+    PipelineTraits,
 )
-from lora_trainer.families.flow import FlowFamily, target_endings
+from lora_trainer.families.flow import (
+    FlowFamily,
+    TransformerFormats,
+    TransformerTraits,
+    encoders,
+    target_endings,
+)
 from lora_trainer.families.releases import BY_ROLE, BaseRelease
 from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
@@ -53,23 +60,34 @@ class ZImage(FlowFamily):
     """The family of Z-Image (Z-Image team 2025, arXiv 2511.22699) and its fine-tunes."""
 
     name = "zimage"
-    pipeline_class = "ZImagePipeline"
-    denoiser_class = "ZImageTransformer2DModel"
-    text_networks = (BY_ROLE["qwen3_4b"],)
-    text_encoder_class = ZImageEncoder
-    unread_text = QWEN3_UNREAD
-    text_width = "cap_feat_dim"
-    masked_text = True
-    text_arguments = {"text": "prompt_embeds"}
-    scale_offset = 1.0  # prompt + scale (prompt - negative)
-    text_multiple = 32  # diffusers' SEQ_MULTI_OF
-    endings = target_endings(
-        tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-        transformer=tuple(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
-        modulation=("adaLN_modulation.0",),
+    text = encoders(
+        BY_ROLE["qwen3_4b"],
+        encoder=ZImageEncoder,
+        unread=QWEN3_UNREAD,
+        width="cap_feat_dim",
+        masked=True,
+        multiple=32,  # diffusers' SEQ_MULTI_OF
     )
-    comfyui_prefix = "diffusion_model."
-    metadata = AdapterNames(kohya="zimage", modelspec="Z-Image/lora")
+    traits = TransformerTraits(
+        class_name="ZImageTransformer2DModel",
+        endings=target_endings(
+            tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+            transformer=tuple(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+            modulation=("adaLN_modulation.0",),
+        ),
+    )
+    pipeline = PipelineTraits(
+        class_name="ZImagePipeline",
+        text_arguments={"text": "prompt_embeds"},
+        as_read=lambda *texts: [
+            {"text": unpadded(each["text"], each["text_mask"])} for each in texts
+        ],
+        scale_offset=1.0,  # prompt + scale (prompt - negative)
+    )
+    formats = TransformerFormats(
+        names=AdapterNames(kohya="zimage", modelspec="Z-Image/lora"),
+        comfyui_prefix="diffusion_model.",
+    )
 
     # ---- facts
 
@@ -123,16 +141,6 @@ class ZImage(FlowFamily):
             return_dict=False,
         )[0]
         return -torch.stack(images).squeeze(2)  # towards the image -> noise - image
-
-    # ---- images
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        texts: list[Any] = [
-            {"text": unpadded(each["text"], each["text_mask"])} for each in (conditioning, negative)
-        ]
-        return super().sampler_arguments(*texts, guidance_scale=guidance_scale)
 
 
 def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:

@@ -27,8 +27,8 @@ from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE, BasePrecis
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.scan import cache_in
-from lora_trainer.families.base import WEIGHTS, TextEncoder
 from lora_trainer.families.facts import DENOISER, Conditioning
+from lora_trainer.families.texts import WEIGHTS, TextEncoder
 from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES
@@ -106,7 +106,7 @@ def encoder_arguments(prepared: Prepared) -> dict[str, Any]:
 
     return {
         "settings": prepared.config.data,
-        "load_image_encoder": lambda place: family.load_image_encoder(facts, device=place),
+        "load_image_encoder": lambda place: family.latents.encoder(facts, device=place),
         "load_text_encoder": load_text_encoder,
         "texts_as": texts_as(prepared),
     }

@@ -46,9 +46,15 @@ from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.config.running import Config, SamplingSettings
-from lora_trainer.families.base import Family, Sampler
+from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts, Conditioning
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
+from lora_trainer.families.sampling import (
+    Sampler,
+    build_sampler,
+    pipeline_arguments,
+    plain_pipeline,
+)
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.embedding import trained_vectors, trained_words
@@ -90,7 +96,8 @@ class SampleAction:
     @cached_property
     def sampler(self) -> Sampler:
         """The family's sampler on the networks in training, built when the first images are made."""
-        return self.job.prepared.family.build_sampler(
+        return build_sampler(
+            self.job.prepared.family,
             self.job.prepared.facts,
             denoiser=self.parts.model.denoiser,
             device=self.parts.model.device,
@@ -270,7 +277,8 @@ class LoadedAdapter:
         _refuse_not_finite([strength])
         pipeline = self.pipeline
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
-        arguments = self.family.pipeline_arguments(
+        arguments = pipeline_arguments(
+            self.family,
             pipeline,
             self.facts,
             self.with_word(prompt),
@@ -312,7 +320,7 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
     precision: Precision = "fp32"
     if device.type != "cpu":
         precision = next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
-    pipeline = family.plain_pipeline(facts, dtype=DTYPES[precision], device=device)
+    pipeline = plain_pipeline(family, facts, dtype=DTYPES[precision], device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     trained_px = config.data.resolution if config else "auto"
     return LoadedAdapter(

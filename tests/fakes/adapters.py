@@ -271,7 +271,7 @@ def adapter_of(
 
 def checkpoint(path: Path, name: str, base: Path | None = None, **options: Any) -> Path:
     """Write a tiny base, or another folder of its family, as a checkpoint in one file."""
-    return write_checkpoint(base or base_of(name), path, families.family(name).texts, **options)
+    return write_checkpoint(base or base_of(name), path, families.family(name).text, **options)
 
 
 def entries_of(file: Path | str) -> dict[str, str]:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.families.base import Family, TextEncoder
+from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry, Layout
+from lora_trainer.families.sampling import plain_pipeline
+from lora_trainer.families.texts import TextEncoder
 from lora_trainer.training.loss import padded_alike
 
 CPU = torch.device("cpu")
@@ -70,12 +72,12 @@ def encoder_of(facts: BaseFacts) -> TextEncoder:
 
 def image_encoder_of(facts: BaseFacts) -> Any:
     """Load the VAE of a base for encoding."""
-    return families.family(facts.family).load_image_encoder(facts, device=CPU)
+    return families.family(facts.family).latents.encoder(facts, device=CPU)
 
 
 def pipeline_of(facts: BaseFacts, dtype: torch.dtype = torch.float32) -> Any:
     """Return diffusers' own pipeline of a base, which draws no bars."""
-    pipeline = families.family(facts.family).plain_pipeline(facts, dtype=dtype, device=CPU)
+    pipeline = plain_pipeline(families.family(facts.family), facts, dtype=dtype, device=CPU)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -48,7 +48,7 @@ OPEN_CLIP_RULES = (
 def write_checkpoint(
     base: Path,
     file: Path,
-    texts: Iterable[Any],
+    text: Any,
     *,
     parts: Iterable[str] = PARTS,
     dtype: torch.dtype = torch.float32,
@@ -64,8 +64,8 @@ def write_checkpoint(
     if "vae" in parts:
         found |= {f"first_stage_model.{name}": value for name, value in vae_tensors(base).items()}
     if "text_encoder" in parts:
-        for text in texts:
-            found |= text_tensors(base, text)
+        for component, prefix in text.prefixes.items():
+            found |= text_tensors(base, component, prefix)
     found = {name: value.to(dtype).contiguous() for name, value in found.items()}
     found |= {name: torch.tensor([]) for name in marks}
     save_file(found, file)
@@ -93,13 +93,13 @@ def vae_tensors(base: Path) -> dict[str, Tensor]:
     return found
 
 
-def text_tensors(base: Path, part: Any) -> dict[str, Tensor]:
+def text_tensors(base: Path, component: str, prefix: str) -> dict[str, Tensor]:
     """Return a text encoder's tensors by their names in a checkpoint, with those nobody reads."""
     weights = {
         name.removeprefix("text_model."): value
-        for name, value in load_file(base / part.component / "model.safetensors").items()
+        for name, value in load_file(base / component / "model.safetensors").items()
     }
-    if not part.checkpoint.endswith(".model."):
+    if not prefix.endswith(".model."):
         projection = weights.pop("text_projection.weight", None)
         found = {f"text_model.{name}": value for name, value in weights.items()}
         found["text_model.embeddings.position_ids"] = torch.arange(77)[None]
@@ -107,7 +107,7 @@ def text_tensors(base: Path, part: Any) -> dict[str, Tensor]:
             found["text_projection.weight"] = projection
     else:
         found = _open_clip(weights)
-    return {part.checkpoint + name: value for name, value in found.items()}
+    return {prefix + name: value for name, value in found.items()}
 
 
 def _open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,9 +26,9 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.scan import scan
-from lora_trainer.families.base import TextEncoder
 from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry, Layout
 from lora_trainer.families.locate import identified
+from lora_trainer.families.texts import TextEncoder
 from tests.fakes.training import CPU, tiny_base
 
 SIZES = ((20, 20), (40, 20), (20, 34))
@@ -83,7 +83,7 @@ def facts_of(base: Path) -> BaseFacts:
 @cache
 def image_encoder(base: Path) -> Any:
     """Return the image encoder of a base, loaded once for all tests of the process."""
-    return families.detect(base).load_image_encoder(facts_of(base), device=CPU)
+    return families.detect(base).latents.encoder(facts_of(base), device=CPU)
 
 
 @cache

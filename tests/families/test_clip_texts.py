@@ -52,8 +52,7 @@ def encoder_of(name: str, *, other_padding: bool = False, **changes: Any) -> Any
 
 def network_of(name: str, facts: BaseFacts, component: str) -> Any:
     """Return a network as transformers loads it, whole."""
-    part = next(part for part in family_of(name).texts if part.component == component)
-    kind = getattr(transformers, part.network)
+    kind = getattr(transformers, family_of(name).text.networks[component].network)
     return kind.from_pretrained(facts.located.folder / component).eval()
 
 
@@ -238,7 +237,7 @@ class GivenStates(nn.Module):
 
 def test_a_mean_of_nothing_restores_nothing() -> None:
     encoder = encoder_of("sd15")
-    encoder.chunks = replace(encoder.chunks, width=2)
+    encoder.facts = replace(encoder.facts, max_tokens=2)
 
     def weighed(states: list[Any], weights: list[Any]) -> tuple[GivenStates, Tensor]:
         network = GivenStates(torch.tensor(states))

@@ -21,6 +21,7 @@ from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.sampling import pipeline_arguments
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import halves
 from lora_trainer.training.loss import add_noise, sample_losses, target
@@ -187,9 +188,9 @@ def test_the_exported_file_gives_the_live_output_in_a_fresh_pipeline(
     adapter.load_state(state.adapter)
     pipeline = pipeline_of(facts)
     with torch.no_grad():
-        base = losses(name, getattr(pipeline, family.denoiser_folder))
+        base = losses(name, getattr(pipeline, family.traits.folder))
         pipeline.load_lora_weights(str(run), weight_name="whole.safetensors")
-        loaded = losses(name, getattr(pipeline, family.denoiser_folder))
+        loaded = losses(name, getattr(pipeline, family.traits.folder))
         expected = losses(name, denoiser)
     torch.testing.assert_close(loaded, expected, rtol=1e-4, atol=1e-5)
     assert float((expected - base).abs().max()) > 1e-3, "or a file that does nothing would pass"
@@ -197,7 +198,7 @@ def test_the_exported_file_gives_the_live_output_in_a_fresh_pipeline(
     (image,) = row["images"]
     side = side_of(facts)
     drawn = pipeline(
-        **family.pipeline_arguments(pipeline, facts, image["prompt"], "", guidance_scale=3.0),
+        **pipeline_arguments(family, pipeline, facts, image["prompt"], "", guidance_scale=3.0),
         generator=torch.Generator().manual_seed(image["seed"]),
         num_inference_steps=2,
         width=side,

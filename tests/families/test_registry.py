@@ -20,9 +20,11 @@ from lora_trainer.config.declare import TARGETS
 from lora_trainer.config.layers import preset_families
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.base import Family, TextEncoder
+from lora_trainer.families.base import Family
 from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import DENOISER, BaseFacts, Conditioning
+from lora_trainer.families.sampling import build_sampler, pipeline_arguments
+from lora_trainer.families.texts import TextEncoder
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import adapter_tensors, total_elements
 from tests.fakes.family_bases import (
@@ -135,7 +137,7 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
     family, facts = families.family(name), facts_of(name)
     texts = encoder_of(facts)
     prompt, negative = (texts.encode_prompts([text]) for text in ("a toy", ""))
-    sampler = family.build_sampler(facts, denoiser=denoiser_of(name), device=CPU)
+    sampler = build_sampler(family, facts, denoiser=denoiser_of(name), device=CPU)
     pipeline = pipeline_of(facts)
     side, drawn = side_of(facts), []
     for scale in (1.0, 9.0):
@@ -143,7 +145,7 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
             prompt, negative, seed=3, size_px=(side, side), steps=3, guidance_scale=scale
         )
         plain: Any = pipeline(
-            **family.pipeline_arguments(pipeline, facts, "a toy", "", guidance_scale=scale),
+            **pipeline_arguments(family, pipeline, facts, "a toy", "", guidance_scale=scale),
             generator=torch.Generator().manual_seed(3),
             num_inference_steps=3,
             width=side,
@@ -198,7 +200,7 @@ def test_names_of_every_format_are_read_by_the_pipeline(
     """Of all layers that can be trained, convolutions and text encoders too, in every written format."""
     family, facts = families.family(name), facts_of(name)
     merged, loaded = pipeline_of(facts), pipeline_of(facts)
-    networks = {DENOISER: getattr(merged, family.denoiser_folder)}
+    networks = {DENOISER: getattr(merged, family.traits.folder)}
     if family.text.trainable:
         networks |= {component: getattr(merged, component) for component in family.text.roles}
     tensors: dict[str, Tensor] = {}
@@ -243,7 +245,7 @@ def outputs(pipeline: Any, family: Family, facts: BaseFacts, told: Conditioning)
             output = getattr(pipeline, component)(torch.arange(77)[None], output_hidden_states=True)
             # SDXL reads the layer before the last, the others the last.
             states += [output[0], *output.hidden_states[-2:-1][: len(output.hidden_states) - 2]]
-        denoiser = getattr(pipeline, family.denoiser_folder)
+        denoiser = getattr(pipeline, family.traits.folder)
         return [*states, family.predict(denoiser, *noisy_of(facts), told)]
 
 
@@ -264,7 +266,7 @@ def test_every_target_learns_and_lies_in_a_block(name: str) -> None:
     family.predict(denoiser, *noisy_of(facts), told).square().mean().backward()
     grads = {module: denoiser.get_submodule(module).weight.grad for module in modules}
     assert not [module for module, grad in grads.items() if grad is None or not grad.any()]
-    if family.denoiser_folder == "transformer":
+    if family.traits.folder == "transformer":
         assert all(re.match(family.traits.block_pattern, module) for module in modules)
 
 
@@ -277,7 +279,7 @@ def test_a_file_in_diffusers_names_is_of_one_family_and_holds_the_denoiser(
 ) -> None:
     """Checkpoints of U-Nets have the original names behind a prefix, and diffusers' names without."""
     family, facts, network = families.family(name), facts_of(name), denoiser_of(name)
-    prefix = "" if family.denoiser_folder == "unet" else "diffusion_model."
+    prefix = "" if family.traits.folder == "unet" else "diffusion_model."
     file = tmp_path / f"{name}-base.safetensors"
     save_file({f"{prefix}{key}": value for key, value in network.state_dict().items()}, file)
     found = families.detect_file(read_header(file))

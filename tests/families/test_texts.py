@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.families.base import TextEncoder
+from lora_trainer.families.texts import TextEncoder
 from lora_trainer.training.loss import padded_alike
 from tests.fakes.family_bases import CPU, base_of, facts_of
 from tests.fakes.family_bases import encoder_of as tiny_encoder
@@ -78,7 +78,9 @@ def encoder_of(name: str) -> TextEncoder:
 @cache
 def pipeline_of(name: str) -> Any:
     """Return the pipeline as diffusers itself loads the base's folder."""
-    return getattr(diffusers, families.family(name).pipeline_class).from_pretrained(base_of(name))
+    return getattr(diffusers, families.family(name).pipeline.class_name).from_pretrained(
+        base_of(name)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own
@@ -91,7 +93,7 @@ def test_a_prompt_is_encoded_as_the_pipeline_does(name: str, prompt: str) -> Non
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, atol=1e-5, rtol=1e-5)
     length = ours["text"].shape[1]
-    shapes = families.family(name).prompt_shapes(facts_of(name).architecture, text_tokens=length)
+    shapes = families.family(name).text.shapes(facts_of(name).architecture, text_tokens=length)
     assert {key: tuple(tensor.shape) for key, tensor in ours.items()} == shapes
     assert "text_mask" not in ours or ours["text_mask"].tolist() == [[1] * length]
 

@@ -22,6 +22,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.locate import describe
+from lora_trainer.families.sampling import build_sampler
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -156,8 +157,8 @@ def test_schnell_is_told_from_dev_by_its_guidance(
         assert facts.guidance.conditioning(3.5) == {}
     loaded = network_of(dev_file).state_dict()
     assert loaded.keys() == denoiser_of("flux").state_dict().keys()
-    sampler: Any = families.family("flux").build_sampler(
-        fast_file, denoiser=network_of(schnell), device=CPU
+    sampler: Any = build_sampler(
+        families.family("flux"), fast_file, denoiser=network_of(schnell), device=CPU
     )
     assert sampler.pipeline.scheduler.config.shift == 1.0
 
@@ -200,8 +201,8 @@ def test_name_and_shift_tell_a_turbo_and_a_file_has_the_scheduler_of_its_release
     facts = facts_at(base, source=name, **files)
     assert (facts.variant, facts.distilled) == (release, release == "turbo")
     assert facts.flow_shift(width_px=64, height_px=64) == own_shift
-    sampler: Any = families.family("zimage").build_sampler(
-        facts, denoiser=denoiser_of("zimage"), device=CPU
+    sampler: Any = build_sampler(
+        families.family("zimage"), facts, denoiser=denoiser_of("zimage"), device=CPU
     )
     assert sampler.pipeline.scheduler.config.shift == own_shift
     assert (facts.assumed is None) == (not name.startswith("my_mix"))
@@ -239,7 +240,7 @@ def test_a_base_without_t5_has_zeros_in_its_place(tmp_path: Path) -> None:
     prompt, negative = (encoder_of(facts).encode_prompts([p]) for p in (PROMPTS[0], ""))
     assert prompt["text"][:, :77].any() and not prompt["text"][:, 77:].any()
     torch.testing.assert_close(prompt["text"], text)
-    sampler = family.build_sampler(facts, denoiser=network_of(facts), device=CPU)
+    sampler = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
     drawn = sampler.image(prompt, negative, seed=5, size_px=(48, 32), steps=2, guidance_scale=2.0)
     assert drawn.size == (48, 32)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.facts import Geometry
+from lora_trainer.families.sampling import build_sampler
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import (
     CPU,
@@ -82,13 +83,13 @@ def test_a_fine_tune_known_to_predict_velocity_does() -> None:
 )
 def test_samplers_follow_the_facts(kind: str) -> None:
     """One that knows no terminal noise (PNDM) is only replaced when there is some, one of a later version always."""
-    family, facts = families.family("sd15"), replace(facts_of("sd15"), prediction="v_prediction")
+    facts = replace(facts_of("sd15"), prediction="v_prediction")
     facts = replace(facts, scheduler={**facts.scheduler, "_class_name": kind})
-    plain = family.sampling_scheduler(facts)
+    plain = facts.sampling_scheduler()
     assert type(plain).__name__ == ("DDIMScheduler" if kind == "Nobody" else kind)
     assert plain.config.prediction_type == "v_prediction"
     assert plain.config.timestep_spacing == "leading"
-    terminal = family.sampling_scheduler(replace(facts, zero_terminal_snr=True))
+    terminal = replace(facts, zero_terminal_snr=True).sampling_scheduler()
     replaced = kind.startswith(("PNDM", "Nobody"))
     assert type(terminal).__name__ == ("DDIMScheduler" if replaced else kind)
     assert terminal.config.timestep_spacing == "trailing"
@@ -116,7 +117,7 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
 ) -> None:
     """It wins over the companion's scheduler, whose native size is then of the other kind too."""
     family, file = families.family("sd2"), tmp_path / "file.safetensors"
-    write_checkpoint(base_of("sd2"), file, family.texts)  # type: ignore[attr-defined]  # a U-Net family's
+    write_checkpoint(base_of("sd2"), file, family.text)
     tensors, bare = load_file(file), TELLING_WEIGHT.removeprefix("model.diffusion_model.")
     if deviation is not None:
         values = draw(320)
@@ -127,7 +128,7 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
     assert (facts.assumed is None) == (deviation is not None)
     if deviation is not None:
         save_file({TELLING_WEIGHT: tensors[bare]}, file)
-        alone = family.facts_from_file(file, {})
+        alone = family.file_release(file, {})
         assert (alone.prediction, alone.assumed) == (prediction, None)
 
 
@@ -214,8 +215,8 @@ def test_every_trained_text_layer_is_planned_and_gets_a_gradient(name: str) -> N
 def test_the_sampler_is_where_the_denoiser_is() -> None:
     """diffusers takes a pipeline's device from its first module, which must not be a VAE on the CPU."""
     facts, meta = facts_of("sdxl"), torch.device("meta")
-    sampler: Any = families.family("sdxl").build_sampler(
-        facts, denoiser=denoiser_of("sdxl").to("meta"), device=meta
+    sampler: Any = build_sampler(
+        families.family("sdxl"), facts, denoiser=denoiser_of("sdxl").to("meta"), device=meta
     )
     assert sampler.pipeline.device.type == "meta" and sampler.vae.device == CPU
     assert sampler.pipeline.vae_scale_factor == facts.vae_factor
@@ -226,8 +227,8 @@ def test_the_vae_is_on_the_device_for_an_image_also_when_that_is_full(
 ) -> None:
     """On a full GPU a VAE that stayed would make every later step run out of memory too."""
     facts, device, moves = facts_of("sd15"), torch.device("cpu", 0), list[str]()
-    sampler = families.family("sd15").build_sampler(
-        facts, denoiser=denoiser_of("sd15"), device=device
+    sampler = build_sampler(
+        families.family("sd15"), facts, denoiser=denoiser_of("sd15"), device=device
     )
     prompt, vae, to = encoder_of(facts).encode_prompts(["a toy"]), sampler.vae, sampler.vae.to
     full = set[str]()

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from lora_trainer import families
 from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
-from lora_trainer.families.base import TextEncoder
+from lora_trainer.families.sampling import plain_pipeline
+from lora_trainer.families.texts import TextEncoder
 from lora_trainer.lora.adapter import add_new_tokens
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, write_embedding
 from tests.fakes.family_bases import CPU, facts_of
@@ -114,7 +115,7 @@ def written(name: str, folder: Path, *, tokens: int) -> tuple[TextEncoder, Path]
 def test_diffusers_reads_the_file_as_it_was_trained(name: str, tmp_path: Path) -> None:
     text, path = written(name, tmp_path, tokens=2)
     family = families.family(name)
-    pipeline = family.plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
+    pipeline = plain_pipeline(family, facts_of(name), dtype=torch.float32, device=CPU)
     if len(family.text.new_token_keys) == 1:
         pipeline.load_textual_inversion(str(path.parent), weight_name=path.name, token="<t>")
     else:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.families.sampling import plain_pipeline
 from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.write import prune_exports
 from tests.fakes.adapters import (
@@ -316,8 +317,8 @@ def test_diffusers_gives_each_layer_the_update_that_was_trained(
     if kind != "lora":
         tensors = dict(list(tensors.items())[::4])
     file.write_bytes(exported(tensors, name=name, format=format))
-    pipeline: Any = families.family(name).plain_pipeline(
-        facts_of(name), dtype=torch.float32, device=CPU
+    pipeline: Any = plain_pipeline(
+        families.family(name), facts_of(name), dtype=torch.float32, device=CPU
     )
     pipeline.load_lora_weights(tmp_path, weight_name=file.name)
     for key, module in tensors.items():

@@ -213,7 +213,7 @@ def test_mod_05_a_vae_that_overflows_in_fp16_gives_finite_latents(tmp_path: Path
     tensors["quant_conv.weight"] = tensors["quant_conv.weight"] * 1e6
     save_file(tensors, file, metadata={"format": "pt"})
     facts: BaseFacts = locate(BaseSettings(model=str(folder)))
-    encoder = families.family(facts.family).load_image_encoder(facts, device=CPU)
+    encoder = families.family(facts.family).latents.encoder(facts, device=CPU)
     (latent,) = encoder.encode_images(torch.rand(1, 3, 32, 32) * 2 - 1)
     assert latent.mean.isfinite().all()
     assert latent.mean.abs().max() > 65504, "it would have overflowed"

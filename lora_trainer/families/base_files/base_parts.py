@@ -14,12 +14,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.weight_files import AGAIN, read_header, read_tensors
-from lora_trainer.families.facts import Header, Layout, Part
-from lora_trainer.families.releases import BaseRelease
+from lora_trainer.families.facts import UNET_CLASS, BaseFacts, Header, Layout, Part
+from lora_trainer.families.releases import BaseRelease, TextNetwork
+from lora_trainer.families.texts import TextInputs
 
 if TYPE_CHECKING:
     import torch
@@ -342,15 +344,15 @@ def denoiser_parameters(header: Header) -> int:
     return elements(header, denoiser_names(header).values())
 
 
-def check_companion(file: Path, config: Mapping[str, Any], releases: Iterable[BaseRelease]) -> None:
+def check_companion(file: Path, facts: BaseFacts, releases: Iterable[BaseRelease]) -> None:
     """Compare the size of a file's denoiser with its companion's, where that is a release's.
 
     Raises InputError for another size; a companion of no release is compared when weights are loaded.
     """
-    count = denoiser_parameters(read_header(file))
+    count = facts.parts["denoiser"].parameters
     for release in releases:
         companion_count = release.parameters["denoiser"]
-        if release.architecture.items() <= config.items() and not math.isclose(
+        if release.architecture.items() <= facts.architecture.items() and not math.isclose(
             count, companion_count, rel_tol=0.02
         ):
             raise InputError(
@@ -360,31 +362,50 @@ def check_companion(file: Path, config: Mapping[str, Any], releases: Iterable[Ba
             )
 
 
-def load_encoder_file(
-    kind: Any, file: Path, folder: Path, *, role: str, unread: tuple[str, ...], dtype: torch.dtype
+def encoders_in(layout: Layout, text: TextInputs) -> Mapping[str, TextNetwork]:
+    """Return the text encoders that a base has, by component; one that is optional may be in no file."""
+    return {
+        name: network
+        for name, network in text.networks.items()
+        if name != text.optional or text_file(layout, name) or name in components(layout.folder)
+    }
+
+
+def load_text_network(
+    layout: Layout, component: str, text: TextInputs, *, dtype: torch.dtype
 ) -> nn.Module:
-    """Build a text encoder of transformers' class `kind` from its file and the configuration in `folder`.
+    """Load a text encoder of transformers from the file that holds it, or else from its folder, on the CPU.
 
     Raises InputError when tensors are missing or have other shapes.
     """
     import torch
+    import transformers
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
+    encoder, unread, prefix = text.networks[component], text.unread, text.prefixes[component]
+    folder, file = layout.folder / component, text_file(layout, component)
+    kind = getattr(transformers, encoder.network)
+    if file is None:
+        return whole(kind, folder, dtype=dtype)
     config = kind.config_class.from_pretrained(folder, local_files_only=True)
-    names = part_names(read_header(file), ENCODER_PREFIX.format(role=role))
     names = {
         name: full
-        for name, full in names.items()
+        for name, full in part_names(read_header(file), prefix).items()
         if name.startswith("visual.") or not name.startswith(unread)
     }
     state = read_tensors(file, names, dtype=dtype)
+    if prefix.endswith(".model."):
+        full, sizes = {prefix + name: state[name] for name in state}, SimpleNamespace(config=config)
+        state = converted(file, lambda: convert_open_clip_checkpoint(sizes, full, prefix=prefix))
     # CLIP-L's pooled vector is used unprojected and its files have no projection: insert the identity.
-    if kind.__name__ == "CLIPTextModelWithProjection" and role == "clip_l":
+    if kind.__name__ == "CLIPTextModelWithProjection" and encoder.role == "clip_l":
         state.setdefault("text_projection.weight", torch.eye(config.hidden_size, dtype=dtype))
     if "shared.weight" in state and "encoder.embed_tokens.weight" not in state:
         state["encoder.embed_tokens.weight"] = state["shared.weight"]  # one table, stored once
     try:
-        network: nn.Module
-        network, report = kind.from_pretrained(
+        loaded: nn.Module
+        # Files also hold layers beyond the configured number, projections and position ids: unused here.
+        loaded, report = kind.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
     except RuntimeError as error:
@@ -400,25 +421,27 @@ def load_encoder_file(
             f"the text encoder in {file} lacks tensors of {folder / 'config.json'}, first {first}",
             fix=COMPANION,
         )
-    return network
+    return loaded
 
 
 def load_denoiser_file(
-    file: Path, network: Any, names: Mapping[str, str], *, dtype: torch.dtype, prefix: str = ""
+    file: Path, network: Any, names: Mapping[str, str], *, dtype: torch.dtype
 ) -> nn.Module:
     """Fill a network of diffusers on `meta` with the tensors `names` of a file, in `dtype`, on the CPU.
 
-    diffusers' own conversion renames and splits the tensors of the original layout; it reads the names with
-    `prefix`.
+    diffusers' own conversion renames and splits the tensors of the original layout.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     state = read_tensors(file, names, dtype=dtype)
+    kind = type(network).__name__
+    is_unet = kind == UNET_CLASS
     # A file in diffusers' own names is not converted; the strict loading says which tensors it lacks, and of
-    # a U-Net which ones are foreign. Only U-Nets have a prefix.
-    is_original = not prefix or "input_blocks.0.0.weight" in state
+    # a U-Net which ones are foreign.
+    is_original = not is_unet or "input_blocks.0.0.weight" in state
     if is_original and not state.keys() <= network.state_dict().keys():
-        convert = SINGLE_FILE_LOADABLE_CLASSES[type(network).__name__]["checkpoint_mapping_fn"]
+        convert = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+        prefix = DENOISER_PREFIXES[0] if is_unet else ""  # which that conversion reads
         # The conversions take out what they copy, so that no tensor lies in memory twice: hold none beside them.
         full = {prefix + name: state.pop(name) for name in list(state)}
         state = converted(

@@ -24,11 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files import base_parts
-from lora_trainer.families.base_files.weight_files import (
-    AGAIN,
-    count_parameters,
-    read_header,
-)
+from lora_trainer.families.base_files.weight_files import AGAIN, read_header
 from lora_trainer.families.facts import (
     DEFAULTS,
     DENOISER,
@@ -39,7 +35,7 @@ from lora_trainer.families.facts import (
     unet_numbers,
 )
 from lora_trainer.families.releases import BaseRelease, text_layers
-from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart, ClipSize
+from lora_trainer.families.texts import TextInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -205,27 +201,25 @@ def _check_scale(
         )
 
 
-def count_text(layout: Layout, part: ClipPart) -> int:
+def count_text(layout: Layout, component: str, text: TextInputs, *, single: Path) -> int:
     """Count a text encoder's used parameters; a checkpoint may hold more layers, not fewer."""
-    single, folder = base_parts.part_file(layout, "text_encoder"), layout.folder / part.component
-    if single is None:
-        return count_parameters(base_parts.weights(folder))
-    header, config = read_header(single), base_parts.read_json(folder / "config.json")
-    size = clip_size(layout, part)
-    layers = text_layers("clip", layers=size.layers, width=size.width, inner=size.inner)
+    header = read_header(single)
+    config = base_parts.read_json(layout.folder / component / "config.json")
+    encoder, sizes = text.networks[component], clip_sizes(layout, component, text)
     positions = int(config["vocab_size"]) + int(config["max_position_embeddings"])
-    needed_count = positions * size.width
+    needed_count = positions * sizes["width"]
     # All layers have a bias for each of their rows but the embeddings and the projection.
     needed_count += sum(
-        math.prod(shape) + shape[0] for name, shape in layers.items() if name != "text_projection"
+        math.prod(shape) + shape[0]
+        for name, shape in text_layers("clip", **sizes).items()
+        if name != "text_projection"
     )
-    if "Projection" in part.network:
-        needed_count += size.width * int(config["projection_dim"])
-    count = base_parts.elements(
-        header, (name for name in header if name.startswith(part.checkpoint))
-    )
+    if "Projection" in encoder.network:
+        needed_count += sizes["width"] * int(config["projection_dim"])
+    prefix = text.prefixes[component]
+    count = base_parts.elements(header, (name for name in header if name.startswith(prefix)))
     if count < needed_count:
-        raise _unlike(part.component, single, count, layout.folder, needed_count)
+        raise _unlike(component, single, count, layout.folder, needed_count)
     return needed_count
 
 
@@ -237,25 +231,28 @@ def _unlike(part: str, file: Path, count: int, folder: Path, companion_count: in
     )
 
 
-def clip_size(layout: Layout | None, part: ClipPart) -> ClipSize:
-    """Return the size of a text encoder; the releases' size where the base is not downloaded."""
+def clip_sizes(layout: Layout | None, component: str, text: TextInputs) -> dict[str, int]:
+    """Return the numbers that fix the shapes of an encoder: layers, their width, and the width of their MLP.
+
+    Those of the releases where the base is not downloaded.
+    """
     if layout is None:
-        return part.released
-    config = base_parts.read_json(layout.folder / part.component / "config.json")
-    return ClipSize(
-        layers=int(config["num_hidden_layers"]),
-        width=int(config["hidden_size"]),
-        inner=int(config["intermediate_size"]),
-    )
+        return {"width": text.networks[component].width, **text.networks[component].sizes}
+    config = base_parts.read_json(layout.folder / component / "config.json")
+    return {
+        "layers": int(config["num_hidden_layers"]),
+        "width": int(config["hidden_size"]),
+        "inner": int(config["intermediate_size"]),
+    }
 
 
 # ---- where a checkpoint keeps its weights
 
-WEIGHT = ".weight"
+WEIGHT, TEXT_MODEL = ".weight", "text_model."
 _DOWNSAMPLER = re.compile(r"input_blocks\.(\d+)\.0\.op\.weight")
 
 
-def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, WeightPlace]:
+def weight_places(header: Header, prefixes: Mapping[str, str]) -> dict[str, WeightPlace]:
     """Return the place of each weight of the U-Net and the text encoders in a checkpoint, norms included.
 
     diffusers' own conversions rename, and split, tensors of numbered rows. Raises InputError for a
@@ -305,18 +302,16 @@ def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, Weight
         prefixed = {UNET + name: rows for name, rows in unet.items()}
         unet = base_parts.converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, config))
     add(DENOISER, "", unet)
-    for text in texts:
-        rows = numbered({name: name for name in header if name.startswith(text.checkpoint)})
-        if text.checkpoint.endswith(".model."):
+    for component, prefix in prefixes.items():
+        rows = numbered({name: name for name in header if name.startswith(prefix)})
+        if prefix.endswith(".model."):
             # OpenCLIP keeps query, key and value of a layer in one matrix; its projection is not used here.
-            rows.pop(f"{text.checkpoint}text_projection", None)
-            width = header.get(
-                f"{text.checkpoint}ln_final.weight", TensorInfo(dtype="", shape=(0,))
-            )
+            rows.pop(f"{prefix}text_projection", None)
+            width = header.get(f"{prefix}ln_final.weight", TensorInfo(dtype="", shape=(0,)))
             encoder = SimpleNamespace(config=SimpleNamespace(hidden_size=width.shape[0]))
-            convert = partial(convert_open_clip_checkpoint, encoder, rows, prefix=text.checkpoint)
+            convert = partial(convert_open_clip_checkpoint, encoder, rows, prefix=prefix)
             rows = base_parts.converted(file, convert)
-        add(text.component, text.checkpoint, rows)
+        add(component, prefix, rows)
     return places
 
 

@@ -1,6 +1,6 @@
-"""CLIP text encoders: tokenizing, embedding with gradients, prompt weights, loading from folders and files.
+"""CLIP text encoders: tokenizing, embedding with gradients, prompt weights.
 
-A `ClipPart` states the place and the names of one encoder in files. Output is `text`, the hidden states
+Output is `text`, the hidden states
 that the U-Net attends to; a pair of encoders also returns `pooled`.
 
 Prompt weights act on the hidden states h as in Stable Diffusion web UI and kohya's trainers: a token i of
@@ -18,27 +18,17 @@ and end. Torch-free to import.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lora_trainer.common.caption_markup import NewWord, Weighted, words_of
-from lora_trainer.families.base import WEIGHTS, TextEncoder
-from lora_trainer.families.base_files.base_parts import (
-    converted,
-    fill,
-    part_file,
-    tokenizer_of,
-    whole,
-)
-from lora_trainer.families.base_files.weight_files import read_header, read_tensors
-from lora_trainer.families.facts import AROUND, Conditioning, Layout
+from lora_trainer.families.facts import BaseFacts, Conditioning
 from lora_trainer.families.releases import BY_ROLE, text_layers
+from lora_trainer.families.texts import WEIGHTS, TextEncoder, TextInputs
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
-    from transformers import CLIPTokenizer, PreTrainedTokenizerBase
+    from transformers import CLIPTokenizer
 
 Value = TypeVar("Value")
 NEGLIGIBLE = 0.02
@@ -46,55 +36,10 @@ NEGLIGIBLE = 0.02
 close to zero, and a ratio of two such means says nothing about strength."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunks:
-    """`count` chunks of `width` tokens, begin and end included; a longer prompt is truncated."""
-
-    count: int
-    width: int
-
-    @property
-    def room(self) -> int:
-        """Largest number of prompt tokens that all chunks hold, begin and end excluded."""
-        return self.count * (self.width - AROUND)
-
-    def row(
-        self, values: Sequence[Value], *, begin: Value, end: Value, padding: Value
-    ) -> list[Value]:
-        """Return the `count` * `width` values of a prompt's tokens laid out in chunks.
-
-        `values` has one entry per prompt token. A chunk behind the prompt's end equals the chunk of an
-        empty prompt.
-        """
-        room, row = self.width - AROUND, list[Value]()
-        # All chunks, also those behind the prompt's end: the rows of a batch have one length.
-        for first in range(0, self.room, room):
-            part = values[first : min(first + room, self.room)]
-            row += [begin, *part, end, *[padding] * (room - len(part))]
-        return row
-
-    def apart(self, tokens: Tensor) -> Tensor:
-        """Split tokens [B, count * width] into the encoder's rows [B * count, width]."""
-        return tokens.reshape(-1, self.width)
-
-    def joined(self, states: Tensor) -> Tensor:
-        """Join hidden states [B * count, width, C] to those of whole prompts, [B, room + 2, C]."""
-        import torch
-
-        if self.count == 1:
-            return states
-        texts = states.unflatten(0, (-1, self.count))
-        # texts: [B, count, width, C]; leave out the begin and the end of every chunk.
-        inner = texts[:, :, 1:-1].flatten(1, 2)
-        return torch.cat([texts[:, 0, :1], inner, texts[:, -1, -1:]], dim=1)
-
-
-def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
-    """Apply weights [B, tokens] to hidden states [B, tokens, width]; None returns the states unchanged."""
+def emphasised(hidden: Tensor, weights: Tensor) -> Tensor:
+    """Apply weights [B, tokens] to hidden states [B, tokens, width]."""
     import torch
 
-    if weights is None:
-        return hidden
     states = hidden.float()
     weighted = states * weights.to(states.device, states.dtype).unsqueeze(-1)
     before, after = (values.mean(dim=(1, 2), keepdim=True) for values in (states, weighted))
@@ -108,48 +53,44 @@ def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
     return (weighted * scale).to(hidden.dtype)
 
 
-TEXT_MODEL = "text_model."
 MAX_LAYERS = 32
 """Layers of the largest CLIP text encoder in use, OpenCLIP's bigG."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "mlp.fc1", "mlp.fc2")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClipSize:
-    """The numbers that fix the shapes of an encoder: layers, their width, and the width of their MLP."""
+def clip_encoders(
+    encoder: type[ClipEncoder], checkpoint: Mapping[str, str], *, penultimate: bool = False
+) -> TextInputs:
+    """Return CLIP encoders in the order of the pipeline; `checkpoint` has by role the prefix of the weights in files.
 
-    layers: int
-    width: int
-    inner: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipPart:
-    """One CLIP text encoder of a family.
-
-    `role` is ComfyUI's name of it, `component` its folder and its name in adapter keys, `checkpoint` the
-    prefix of its weights in single-file checkpoints; a prefix that ends with `model.` means OpenCLIP's layout,
-    with `transformer.` transformers'.
+    Layers go up to the largest encoder's number, because miniature bases have other numbers.
     """
-
-    role: str
-    checkpoint: str
-    component: str = "text_encoder"
-
-    @property
-    def network(self) -> str:
-        """The class of transformers."""
-        return BY_ROLE[self.role].network
-
-    @property
-    def released(self) -> ClipSize:
-        """The size of the public releases' encoder."""
-        return ClipSize(width=BY_ROLE[self.role].width, **BY_ROLE[self.role].sizes)
-
-    @property
-    def tokenizer(self) -> str:
-        """The tokenizer's folder."""
-        return tokenizer_of(self.component)
+    networks = {
+        f"text_encoder_{number}" if number > 1 else "text_encoder": replace(
+            BY_ROLE[role],
+            layers=text_layers(
+                "clip",
+                layers=MAX_LAYERS,
+                width=BY_ROLE[role].width,
+                inner=BY_ROLE[role].sizes["inner"],
+            ),
+        )
+        for number, role in enumerate(checkpoint, start=1)
+    }
+    return TextInputs(
+        networks=networks,
+        prefixes=dict(zip(networks, checkpoint.values(), strict=True)),
+        encoder=encoder,
+        width="cross_attention_dim",
+        penultimate=penultimate,
+        trainable=True,
+        prompt_weights=True,
+        chunks=True,
+        new_token_keys={
+            component: network.role if len(networks) > 1 else "emb_params"
+            for component, network in networks.items()
+        },
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -158,7 +99,7 @@ class ClipEncoder(TextEncoder):
 
     networks: Mapping[str, nn.Module]
     tokenizers: Mapping[str, CLIPTokenizer]
-    chunks: Chunks
+    facts: BaseFacts
     word: NewWord | None = None
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -177,12 +118,27 @@ class ClipEncoder(TextEncoder):
             for component, tokenizer in self.tokenizers.items()
         }
 
+    def _row(
+        self, values: Sequence[Value], *, begin: Value, end: Value, padding: Value
+    ) -> list[Value]:
+        """Return the values of a prompt's tokens laid out in chunks of `max_tokens`, begin and end included.
+
+        `values` has one entry per prompt token. A chunk behind the prompt's end equals the chunk of an
+        empty prompt.
+        """
+        room, row = self.facts.chunk_room, list[Value]()
+        # All chunks, also those behind the prompt's end: the rows of a batch have one length.
+        for first in range(0, self.prompt_room(), room):
+            part = values[first : min(first + room, self.prompt_room())]
+            row += [begin, *part, end, *[padding] * (room - len(part))]
+        return row
+
     def _numbers_of(self, prompts: Sequence[str], tokenizer: CLIPTokenizer) -> Tensor:
         import torch
 
         begin, *_, end = tokenizer("").input_ids  # an empty prompt has special tokens only
         rows = [
-            self.chunks.row(
+            self._row(
                 [number for number, _ in self._read([(prompt, 1.0)], tokenizer)],
                 begin=begin,
                 end=end,
@@ -217,9 +173,7 @@ class ClipEncoder(TextEncoder):
         tokens = dict(self.tokenize([words_of(parts)]))
         for component, tokenizer in self.tokenizers.items():
             weights = [weight for _, weight in self._read(parts, tokenizer)]
-            row = self.chunks.row(
-                weights, begin=1.0, end=1.0, padding=1.0
-            )  # special tokens weigh 1
+            row = self._row(weights, begin=1.0, end=1.0, padding=1.0)  # special tokens weigh 1
             tokens[component + WEIGHTS] = torch.tensor([row])
         return tokens
 
@@ -232,19 +186,28 @@ class ClipEncoder(TextEncoder):
         """Run one network on all chunks of all texts at once."""
         network = self.networks[component]
         device = next(network.parameters()).device
-        return network(self.chunks.apart(tokens[component]).to(device), **options)
+        rows = tokens[component].reshape(-1, self.facts.max_tokens)
+        return network(rows.to(device), **options)
 
     def _text(self, tokens: Mapping[str, Tensor], component: str, states: Tensor) -> Tensor:
-        """Apply prompt weights to the hidden states of all chunks and join the chunks to whole prompts."""
-        weights = tokens.get(component + WEIGHTS)
-        apart = None if weights is None else self.chunks.apart(weights)
-        return self.chunks.joined(emphasised(states, apart))
+        """Apply prompt weights to the hidden states [B * chunks, max_tokens, width]; join the chunks of a prompt."""
+        import torch
+
+        weights, count = tokens.get(component + WEIGHTS), self.facts.chunks
+        if weights is not None:
+            states = emphasised(states, weights.reshape(-1, self.facts.max_tokens))
+        if count == 1:
+            return states
+        texts = states.unflatten(0, (-1, count))
+        # texts: [B, chunks, max_tokens, width]; leave out the begin and the end of every chunk.
+        inner = texts[:, :, 1:-1].flatten(1, 2)
+        return torch.cat([texts[:, 0, :1], inner, texts[:, -1, -1:]], dim=1)
 
     def count_tokens(self, prompt: str) -> int:
         return len(self._read([(prompt, 1.0)], next(iter(self.tokenizers.values()))))
 
     def prompt_room(self) -> int:
-        return self.chunks.room
+        return self.facts.chunks * self.facts.chunk_room
 
 
 class ClipPairEncoder(ClipEncoder):
@@ -271,108 +234,28 @@ class ClipPairEncoder(ClipEncoder):
             for component, output in zip(self.networks, outputs, strict=True)
         ]
         # The rows of a prompt's chunks follow each other, so every count-th row is a first chunk.
-        pooled = outputs[-1].text_embeds[:: self.chunks.count]
+        pooled = outputs[-1].text_embeds[:: self.facts.chunks]
         return {"text": torch.cat(states, dim=-1), "pooled": pooled}
 
 
-def load_network(
-    layout: Layout,
-    part: ClipPart,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    clip_skip: int = 1,
-) -> nn.Module:
-    """Load one encoder frozen, from the checkpoint that holds it or else from its folder.
+def text_targets(network: Any, *, penultimate: bool) -> list[str]:
+    """Return the linear layers of attention and MLP that get a gradient, in module order.
 
-    The last `clip_skip` - 1 layers are deleted, so the final norm reads an earlier layer's output, as in
-    web user interfaces and kohya's trainers.
+    Of an encoder that is read one layer before the last, the last layer gets one through `pooled` only.
     """
-    import transformers
-
-    kind, folder = getattr(transformers, part.network), layout.folder / part.component
-    single = part_file(layout, "text_encoder")
-    if single is None:
-        network = whole(kind, folder, dtype=dtype)
-    else:
-        config = kind.config_class.from_pretrained(folder, local_files_only=True)
-        network = _load_from_file(single, kind, config, prefix=part.checkpoint, dtype=dtype)
-    if clip_skip > 1:
-        _drop_last_layers(network, clip_skip - 1)
-    return network.requires_grad_(False).eval().to(device)
-
-
-def _load_from_file(
-    file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.dtype
-) -> nn.Module:
-    """Build a CLIP encoder from the tensors of a file that start with `prefix`."""
-    from accelerate import init_empty_weights
-    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
-
-    # accelerate's context leaves buffers real: CLIP's position ids are in no file and would stay on `meta`.
-    with init_empty_weights():
-        network: nn.Module = kind(config)
-    names = {name: name for name in read_header(file) if name.startswith(prefix)}
-    tensors = read_tensors(file, names, dtype=dtype)
-    if prefix.endswith(".model."):
-        full = tensors
-        tensors = converted(
-            file, lambda: convert_open_clip_checkpoint(network, full, prefix=prefix)
-        )
-    bare = {name.removeprefix(prefix).removeprefix(TEXT_MODEL): tensors[name] for name in tensors}
-    short_names = {name: name.removeprefix(TEXT_MODEL) for name in network.state_dict()}
-    # Files also hold layers beyond the configured number, projections and position ids: all unused here.
-    return fill(
-        network,
-        {name: bare[short] for name, short in short_names.items() if short in bare},
-        file=file,
-        part="text_encoder",
-    )
-
-
-def _drop_last_layers(network: Any, count: int) -> None:
-    # transformers 5 dropped `text_model.` from the path, so look for its end.
-    layers = next(
-        module for name, module in network.named_modules() if name.endswith("encoder.layers")
-    )
-    network.config.num_hidden_layers -= count
-    del layers[network.config.num_hidden_layers :]
-
-
-def load_clip_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Load a tokenizer in which the character that it pads with is text in captions."""
-    from transformers import CLIPTokenizer
-
-    tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder)
-    read_padding_as_text(tokenizer)
-    return tokenizer
-
-
-def read_padding_as_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make a tokenizer that pads with an ordinary character tokenize that character in captions normally.
-
-    OpenCLIP pads with token 0, which is "!"; the configurations of Stable Diffusion 2 and of bigG therefore
-    name "!" as a special token. transformers then tokenizes "wow!" with token 0 for "!" instead of token
-    256 ("!" at the end of a word), which OpenCLIP, ComfyUI, A1111 and sd-scripts use.
-    """
-    if tokenizer.pad_token not in (tokenizer.bos_token, tokenizer.eos_token):
-        tokenizer.split_special_tokens = True
-
-
-def text_targets(network: nn.Module) -> list[str]:
-    """Return the linear layers of attention and MLP, in module order."""
+    is_cut = penultimate and not hasattr(network, "text_projection")
+    unread = f"layers.{network.config.num_hidden_layers - 1}." if is_cut else "?"
     return [
         name
         for name, _ in network.named_modules()
-        if "encoder.layers." in name and name.endswith(TARGETS)
+        if "encoder.layers." in name and name.endswith(TARGETS) and unread not in name
     ]
 
 
-def target_shapes(size: ClipSize) -> dict[str, tuple[int, int]]:
+def target_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Return (fan_in, out) of each layer of `text_targets`."""
-    layers = text_layers("clip", layers=size.layers, width=size.width, inner=size.inner)
     return {
         name: (shape[1], shape[0])
-        for name, shape in layers.items()
+        for name, shape in text_layers("clip", **sizes).items()
         if name.startswith("encoder.") and name.endswith(TARGETS)
     }

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import TextEncoder
 from lora_trainer.families.base_files.base_parts import check_chat_template, read_json
 from lora_trainer.families.base_files.weight_files import AGAIN
-from lora_trainer.families.facts import Conditioning
+from lora_trainer.families.facts import BaseFacts, Conditioning
+from lora_trainer.families.texts import TextEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,10 +32,21 @@ QWEN3_UNREAD = ("lm_head.",)
 """The language head, which scores words: 0.6 of the 8.2 billion parameters of Qwen3-8B."""
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer of the class that its own files declare, without network access."""
-    from transformers import AutoTokenizer
+def load_tokenizer(folder: Path, *, kind: str) -> PreTrainedTokenizerBase:
+    """Load CLIP's tokenizer, or one of the class that its own files declare, without network access.
 
+    OpenCLIP pads with token 0, which is "!"; the configurations of Stable Diffusion 2 and of bigG therefore
+    name "!" as a special token. transformers then tokenizes "wow!" with token 0 for "!" instead of token
+    256 ("!" at the end of a word), which OpenCLIP, ComfyUI, A1111 and sd-scripts use.
+    """
+    from transformers import AutoTokenizer, CLIPTokenizer
+
+    if kind == "clip":
+        clip: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder)
+        # The character that it pads with is text in captions.
+        if clip.pad_token not in (clip.bos_token, clip.eos_token):
+            clip.split_special_tokens = True
+        return clip
     # As in Chroma's releases.
     if (folder / SPIECE).is_file() and not (folder / "tokenizer.json").is_file():
         return load_spiece_tokenizer(folder)
@@ -51,8 +62,7 @@ class TransformersEncoder(TextEncoder):
 
     networks: Mapping[str, nn.Module]
     tokenizers: Mapping[str, PreTrainedTokenizerBase]
-    max_tokens: int
-    """Tokens of a text that the last network reads, special tokens and template included."""
+    facts: BaseFacts
     free_tokens: ClassVar[int] = 0
     """Tokens of the template that do not count among `max_tokens`."""
     padding_side: ClassVar[str | None] = None
@@ -61,6 +71,11 @@ class TransformersEncoder(TextEncoder):
     def template(self, prompt: str) -> str:
         """Return the text that is tokenized for a prompt."""
         return prompt
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a text that the last network reads, special tokens and template included."""
+        return self.facts.max_tokens
 
     @property
     def last(self) -> str:
