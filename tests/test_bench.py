@@ -73,11 +73,3 @@ def test_rows_are_what_trainings_of_their_own_measured(
     assert single["cached_images_per_s"] is None, "the second finds them"
     assert broken["seconds_per_step"] is None and "adapter.rank" in broken["failure"]
     assert sorted(path.name for path in place.folder.iterdir()) == before, "nothing is left"
-
-
-def test_what_cannot_be_measured_is_refused(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(arguments(place, steps=0)) == 2
-    assert "--steps 0 is not allowed" in capsys.readouterr().err
-    assert main.run(arguments(place, "--only", "adapter.rank")) == 2
-    refused = capsys.readouterr().err
-    assert "does not vary adapter.rank" in refused and "data.resolution" in refused

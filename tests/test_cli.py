@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import setting_keys
+from tests.fakes.lora_library import lora
 from tests.fakes.runs import Toy, python, run_cli, start, toy
 
 PLANNED = "--base --config --preset --priority --set"
@@ -64,17 +62,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def lora_file(path: Path) -> Path:
-    name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
-    tensors = {
-        f"{name}.alpha": np.array(4, dtype=np.float32),
-        f"{name}.lora_down.weight": np.ones((8, 320), dtype=np.float32),
-        f"{name}.lora_up.weight": np.ones((320, 8), dtype=np.float32),
-    }
-    save_file(tensors, path)
-    return path
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -145,7 +132,7 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
         ["queue", "list"],
         ["plan", dataset, "--vram", "12", *cache],
         ["check", dataset, *cache],
-        ["inspect", str(lora_file(tmp_path / "lora.safetensors"))],
+        ["inspect", str(lora(tmp_path / "lora.safetensors"))],
         *([tool, "--help"] for tool in sorted(TOOLS)),
         [dataset, "--dry-run", *cache],
     ]
@@ -197,100 +184,57 @@ def test_check_json_has_the_keys_scripts_rely_on(
         assert finding.keys() == {"kind", "severity", "file", "advice"} | {"what", "code"}
 
 
-def test_inspect_json_has_the_keys_scripts_rely_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = answer(capsys, "inspect", lora_file(tmp_path / "lora.safetensors"), "--json")
-    assert found.keys() == {
-        "family", "format", "kinds", "rank", "alpha", "modules", "norms", "metadata", "problems",
-    }  # fmt: skip
-    assert found["kinds"] == ["lora"]
-    assert all(norm >= 0 for norm in found["norms"].values())
-    assert found["norms"], "one block at least"
-    assert (found["format"], found["rank"], found["alpha"], found["modules"]) == ("kohya", 8, 4, 1)
-
-
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("--set adapter.rnk=5", "'adapter.rank'"),
-        ("--set train.steps=0", "train.steps"),
-        ("--set train.steps", "'='"),
-        ("--stepz 5", "--stepz"),
-        ("--steps many", "many"),
-        ("--priority fast", "fast"),
-        ("--preset nonsense", "nonsense"),
-        ("--config missing.toml", "missing.toml"),
-        ("--set train.steps=5 --set train.steps=6", "train.steps is given twice: 5 and 6"),
-        ("--steps 5 --set train.steps=6", "train.steps is given twice: 5 and 6"),
-    ],
-)
-def test_an_argument_or_setting_that_cannot_be_is_exit_code_2(
-    arguments: str, named: str, place: Toy, capsys: pytest.CaptureFixture[str]
+REFUSED: dict[str, tuple[int, str]] = {
+    "DATASET --dry-run --set adapter.rnk=5": (2, "'adapter.rank'"),
+    "DATASET --dry-run --set train.steps": (2, "'='"),
+    "DATASET --dry-run --stepz 5": (2, "--stepz"),
+    "DATASET --dry-run --priority fast": (2, "fast"),
+    "DATASET --dry-run --config missing.toml": (2, "missing.toml"),
+    "DATASET --dry-run --set train.steps=5 --set train.steps=6": (2, "given twice: 5 and 6"),
+    "DATASET --dry-run --steps 5 --set train.steps=6": (2, "train.steps is given twice: 5 and 6"),
+    "plan DATASET --vram 0": (2, "--vram 0"),
+    "plan DATASET --vram nan": (2, "--vram nan"),
+    "plan DATASET --processes 0": (2, "--processes 0"),
+    "profile DATASET --steps 0": (2, "--steps 0 is not allowed"),
+    "bench DATASET --steps 0": (2, "--steps 0 is not allowed"),
+    "bench DATASET --only adapter.rank": (2, "does not vary adapter.rank"),
+    "plan absent": (3, "absent"),
+    "check empty": (3, "empty"),
+    "check DATASET --set data.cache_dir=file": (4, "file"),  # a file stops root too
+}
+LAUNCHERS: dict[str, tuple[str, int, str]] = {
+    "WORLD_SIZE=2": ("", 4, "accelerate launch"),
+    "WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2": ("", 4, "accelerate launch"),
+    "WORLD_SIZE=two": ("", 4, "accelerate launch"),
+    "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1": (
+        "profile", 2, "the launcher started 2",
+    ),
+}  # fmt: skip
+"""What a launcher sets that contradicts itself, and of profile, which is of one process."""
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_is_one_line_with_the_exit_code(
+    line: str, place: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, error = refused(capsys, place.dataset, "--dry-run", *arguments.split())
-    assert code == 2
-    assert named in error
-    assert "--set" not in arguments or "Fix: " in error
+    Path("empty").mkdir()
+    Path("file").touch()
+    words = [str(place.dataset) if word == "DATASET" else word for word in line.split()]
+    code, error = refused(capsys, *words)
+    assert (code, REFUSED[line][1] in error) == (REFUSED[line][0], True), error
+    assert "--set" not in words or "Fix: " in error
 
 
-def test_a_card_of_no_size_is_exit_code_2_and_a_setting_given_twice_alike_is_given_once(
-    place: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for wrong in ("--vram 0", "--vram -3", "--vram nan", "--processes 0"):
-        assert refused(capsys, "plan", place.dataset, *wrong.split())[0] == 2
-    same = ["--steps", "5", "--set", "train.steps=5"]
-    assert said(capsys, place.dataset, "--dry-run", *same)[0] == 0
-
-
-def test_a_dataset_that_is_not_there_or_empty_is_exit_code_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    for command, folder in (("plan", tmp_path / "absent"), ("check", tmp_path / "empty")):
-        code, error = refused(capsys, command, folder)
-        assert code == 3
-        assert folder.name in error
-
-
-def test_a_cache_folder_that_cannot_be_is_exit_code_4(
-    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()  # a file stops root too
-    code, error = refused(capsys, "check", place.dataset, "--set", f"data.cache_dir={in_the_way}")
-    assert code == 4
-    assert str(in_the_way) in error
-
-
-@pytest.mark.parametrize(
-    ("launcher", "command", "code", "named"),
-    [
-        ("WORLD_SIZE=2", "", 4, "accelerate launch"),
-        ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2", "", 4, "accelerate launch"),
-        ("WORLD_SIZE=two", "", 4, "accelerate launch"),
-        (
-            "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1",
-            "profile",
-            2,
-            "the launcher started 2",
-        ),
-    ],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_that_contradicts_itself_is_refused_and_one_process_profiled(
-    launcher: str,
-    command: str,
-    code: int,
-    named: str,
-    place: Toy,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    launcher: str, place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for word in launcher.split():
         monkeypatch.setenv(*word.split("="))
+    command, code, named = LAUNCHERS[launcher]
     ended, error = refused(capsys, *command.split(), place.dataset, "--output", "runs")
     assert ended == code and named in error
     assert not Path("runs").exists()
@@ -300,26 +244,6 @@ def test_the_process_ends_with_the_exit_code_and_one_line() -> None:
     process = start("plan", "absent")
     out, error = process.communicate(timeout=60)
     assert (process.returncode, out, error.count("\n")) == (3, "", 1)
-
-
-# ---- layers
-
-
-def test_the_command_line_outranks_the_config_file_setting_by_setting(
-    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "mine.toml"
-    config.write_text(
-        "[train]\nsteps = 7\nseed = 8\n[data.folders.more]\nrepeats = 3\nweight = 0.5\n"
-    )
-    more = tmp_path / "toy" / "more"
-    shutil.copytree(place.dataset, more)
-    typed = ["--set", "train.steps=9", "--set", "data.folders.more.repeats=5"]
-    settings = answer(capsys, "plan", more.parent, "--json", "--config", config, *typed)["settings"]
-    assert settings["train.steps"]["value"] == 9
-    seed = {"value": 8, "origin": f"config {config}", "reason": ""}
-    assert settings["train.seed"] == seed
-    assert settings["data.folders"]["value"] == {"more": {"repeats": 5, "weight": 0.5}}
 
 
 def test_a_flag_is_a_short_name_of_its_setting(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,8 +256,11 @@ def test_a_flag_is_a_short_name_of_its_setting(place: Toy, monkeypatch: pytest.M
     assert asked == [{key: f"my-{flag}" for flag, key in flags.items()}]
 
 
-def test_a_dry_run_makes_no_folder(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, place.dataset, "--dry-run")
+def test_a_dry_run_makes_no_folder_and_a_setting_given_twice_alike_is_given_once(
+    place: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = ["--steps", "5", "--set", "train.steps=5"]
+    code, out, _ = said(capsys, place.dataset, "--dry-run", *same)
     assert code == 0
     assert "predicted peak" in out
     assert list(Path().iterdir()) == []

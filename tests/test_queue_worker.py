@@ -1,23 +1,33 @@
-"""The worker with real processes: what starts when, what is written down, what survives which death."""
+"""The queue: what is added stays, in its order, whoever writes; what its worker starts and survives."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.queue import commands
 from lora_trainer.queue import worker as queue_worker
+from lora_trainer.reporting.status import is_alive
 from tests.fakes.live_runs import write_status
 from tests.fakes.plans import machine
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
@@ -32,111 +42,84 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     place.clean_up()
 
 
+def ids(place: Place) -> list[str]:
+    return [item.id for item in commands.items(place.runs)]
+
+
 def trains(place: Place, item: commands.Item) -> bool:
     """Say whether the run of an item is seen: its trainer waits for its file then."""
     return place.item(item.id).run is not None
 
 
-def gone(pid: int | None) -> bool:
-    return pid is None or not psutil.pid_exists(pid) or is_zombie(pid)
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 # ---- starting
-
-
-def test_one_after_another_in_their_order(place: Place) -> None:
-    first = place.add("a", until=str(place.let("a")))
-    place.add("b")
-    place.add("c")
-    worker = place.worker()
-    until(lambda: worker.tick() and trains(place, first))
-    assert place.states() == {"a": "running", "b": "waiting", "c": "waiting"}
-    commands.move(place.runs, "0003-c", by=-1)
-    place.let("a").touch()
-    place.finish(worker)
-    assert place.states() == {"b": "finished", "c": "finished", "a": "finished"}, "newest end first"
-    ended = place.item(first.id)
-    assert (ended.run, ended.exit_code, ended.error) == ("a", 0, "")
-    assert ended.added_s <= (ended.started_s or 0) <= (ended.ended_s or 0)
-
-
-WORDS = (
-    "two words",
-    "--flag",
-    "a\nb",
-    "$(touch pwned)",
-    "; touch pwned",
-    "'\"\\",
-    "*",
-    "",
-    "é小猫",
-)
 
 
 def test_a_trainer_gets_its_words_no_input_and_a_session_of_its_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
-    item = place.add("a", *WORDS, until=str(place.let("a")))
+    words = [
+        "two words",
+        "--flag",
+        "a\nb",
+        "$(touch pwned)",
+        "; touch pwned",
+        "'\"\\",
+        "*",
+        "",
+        "é小猫",
+    ]
+    item = place.add("a", *words, until=str(place.let("a")))
+    place.add("b")
     worker = place.worker()
     until(lambda: worker.tick() and trains(place, item))
     pid = place.item(item.id).pid
     assert pid is not None
     assert os.getsid(pid) == pid
     assert Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)
+    assert place.states() == {"a": "running", "b": "waiting"}
     place.let("a").touch()
     place.finish(worker)
-    assert place.given("a") == {"words": list(WORDS), "device": "as it was"}, "the only device"
+    assert place.given("a") == {"words": words, "device": "as it was"}, "the only device"
     assert not list(place.folder.rglob("pwned"))
+    ended = place.item(item.id)
+    assert ended.added_s <= (ended.started_s or 0) <= (ended.ended_s or 0)
 
 
 # ---- ending
 
 
-ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "done": ({"exit": 0, "say": "done"}, "finished", ""),
-    "asked": ({"exit": 143, "say": "error: asked to stop"}, "stopped", ""),
-    "input": ({"exit": 3, "say": "error: no images. Fix: give some."}, "failed", "no images. Fix: give some."),
-    "red": ({"exit": 1, "say": "a\x1b[31mred\x07"}, "failed", "a?[31mred?"),
-    "silent": ({"exit": 4}, "failed", "step 1"),
+ENDS: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "done": ({"exit": 0, "say": "done"}, 0, "finished", ""),
+    "asked": ({"exit": 143, "say": "error: asked to stop"}, 143, "stopped", ""),
+    "input": ({"exit": 3, "say": "error: no images. Fix: give some."}, 3, "failed", "no images. Fix: give some."),
+    "red": ({"exit": 1, "say": "a\x1b[31mred\x07"}, 1, "failed", "a?[31mred?"),
+    "silent": ({"exit": 4}, 4, "failed", "step 1"),
+    "killed": ({"until": "never"}, -signal.SIGKILL, "interrupted", "the machine ran out of memory"),
+    "ended": ({"until": "never"}, -signal.SIGTERM, "stopped", ""),
+    "crashed": ({"until": "never"}, -signal.SIGSEGV, "failed", f"signal {int(signal.SIGSEGV)}"),
 }  # fmt: skip
 
 
-def test_the_exit_code_is_the_state_and_the_last_line_the_reason(place: Place) -> None:
+def test_the_exit_code_is_the_state_and_the_last_line_the_reason_and_a_signal_is_told(
+    place: Place,
+) -> None:
     lost = commands.add(place.runs, ["x"], label="lost", folder=place.folder / "gone")
     ids = {name: place.add(name, **orders).id for name, (orders, *_) in ENDS.items()}
-    place.finish(place.worker(*"12345"))
+    worker = place.worker(*"12345678")
+    signalled = {name: -code for name, (_, code, *_) in ENDS.items() if code < 0}
+    until(lambda: worker.tick() and all(trains(place, place.item(ids[n])) for n in signalled))
+    devices = [place.item(ids[name]).device for name in signalled]
+    assert len(set(devices)) == len(devices), "one training each"
+    for name, number in signalled.items():
+        os.kill(place.item(ids[name]).pid or 0, number)
+    place.finish(worker)
     assert place.item(lost.id).state == "failed"
     assert re.search("cannot be started in .*gone", place.item(lost.id).error)
-    for name, (orders, state, error) in ENDS.items():
+    for name, (_, code, state, error) in ENDS.items():
         ended = place.item(ids[name])
-        assert (ended.state, ended.error, ended.exit_code) == (state, error, orders["exit"])
-
-
-def test_a_signal_is_told_from_an_error(place: Place) -> None:
-    ends = {
-        signal.SIGKILL: ("interrupted", "ran out of memory"),
-        signal.SIGTERM: ("stopped", ""),
-        signal.SIGSEGV: ("failed", f"signal {int(signal.SIGSEGV)}"),
-    }
-    ids = {number: place.add(number.name, until="never").id for number in ends}
-    worker = place.worker(*"123")
-    until(lambda: worker.tick() and all(trains(place, place.item(id)) for id in ids.values()))
-    assert {item.device for item in commands.items(place.runs)} == set("123"), "one training each"
-    for number, id in ids.items():
-        os.kill(place.item(id).pid or 0, number)
-    place.finish(worker)
-    for number, (state, error) in ends.items():
-        ended = place.item(ids[number])
-        assert (ended.state, ended.exit_code) == (state, -number)
-        assert error in ended.error
+        assert (ended.state, ended.exit_code, ended.run) == (state, code, name)
+        assert error == ended.error if code >= 0 or not error else error in ended.error
 
 
 def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
@@ -189,39 +172,34 @@ def test_a_training_outlives_its_worker_and_the_next_one_waits_for_it(place: Pla
         process.kill()
     (place.runs / ".queue" / ".worker.log").write_text(f"{first.id} started, process 5\n")
     assert queue_worker.worker_fault(place.runs) == "", "it was killed at its work"
-    pid = place.item(first.id).pid
+    began = place.item(first.id)
+    pid = began.pid
     worker = place.worker()
     for _ in range(3):
         assert worker.tick()
     assert place.states() == {"a": "running", "b": "waiting"}
-    assert place.item(first.id).pid == pid and not gone(pid)
+    assert place.item(first.id).pid == pid and is_alive(pid=pid, started_s=began.pid_started_s)
     place.let("a").touch()
     place.finish(worker)
     assert place.states() == {"b": "finished", "a": "finished"}
 
 
-UNSEEN: dict[str, tuple[dict[str, Any], str, int | None, str]] = {
-    "done": ({}, "finished", 0, ""),
-    "nan": ({"state": "failed", "exit": 5, "say": "nan"}, "failed", 5, "nan"),
-    "lost": (
-        {"state": "training", "exit": 1},
-        "interrupted",
-        None,
-        "the trainer ended while no worker was running, without a final status",
-    ),
-}
-
-
 def test_an_end_that_nobody_saw_is_told_by_its_own_run(place: Place) -> None:
-    names = [*UNSEEN, "elsewhere"]
+    no_status = "the trainer ended while no worker was running, without a final status"
+    unseen: dict[str, tuple[dict[str, Any], str, int | None, str]] = {
+        "done": ({}, "finished", 0, ""),
+        "nan": ({"state": "failed", "exit": 5, "say": "nan"}, "failed", 5, "nan"),
+        "lost": ({"state": "training", "exit": 1}, "interrupted", None, no_status),
+        "elsewhere": ({}, "interrupted", None, no_status),
+    }
     ids = {
-        name: place.add(name, until=str(place.let(name)), **UNSEEN.get(name, ({},))[0]).id
-        for name in names
+        name: place.add(name, until=str(place.let(name)), **orders).id
+        for name, (orders, *_) in unseen.items()
     }
     worker = place.worker(*"1234")
     until(lambda: worker.tick() and all(trains(place, place.item(id)) for id in ids.values()))
     os.kill(place.item(ids["elsewhere"]).pid or 0, signal.SIGKILL)
-    for name in UNSEEN:
+    for name in ("done", "nan", "lost"):
         place.let(name).touch()
     for child in worker.children.values():
         child.process.wait()
@@ -231,10 +209,9 @@ def test_an_end_that_nobody_saw_is_told_by_its_own_run(place: Place) -> None:
     )
     assert set(place.states().values()) == {"running"}, "as the dead worker left it"
     queue_worker.settle(place.runs)
-    for name, (_, state, code, error) in UNSEEN.items():
+    for name, (_, state, code, error) in unseen.items():
         ended = place.item(ids[name])
         assert (ended.state, ended.exit_code, ended.error) == (state, code, error)
-    assert place.item(ids["elsewhere"]).state == "interrupted"
 
 
 def test_after_a_reboot_what_ran_is_interrupted_and_what_waits_goes_on(place: Place) -> None:
@@ -271,6 +248,8 @@ def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
 
 
 def test_there_is_one_worker_and_it_ends_by_itself(place: Place) -> None:
+    queue_worker.ensure_worker(place.runs, program=("no such program",))
+    assert commands.items(place.runs) == () and not place.runs.exists(), "nothing was ever added"
     place.add("a", until=str(place.let("a")))
     queue_worker.ensure_worker(place.runs, program=WORKER_PROGRAM)
     pid = queue_worker.worker_pid(place.runs)
@@ -400,3 +379,237 @@ def test_one_slot_a_usable_card(
     one = machine()
     gpus = [replace(one.gpus[0], index=index, uuid=uuid) for index, uuid in enumerate(uuids)]
     assert queue_worker.slots(replace(one, gpus=tuple(gpus)), environment) == expected
+
+
+# ---- the files
+
+
+def test_items_are_named_after_their_number_and_label(place: Place) -> None:
+    assert [place.add(name).id for name in ("My cat!", "小猫", "../../etc", "x" * 300)] == [
+        "0001-my-cat",
+        "0002-training",
+        "0003-etc",
+        f"0004-{'x' * 40}",
+    ]
+    assert place.item("0002-training").label == "小猫"
+    assert len(place.item(f"0004-{'x' * 40}").label) == 200
+
+
+def test_the_same_training_twice_is_refused_until_it_has_ended(place: Place) -> None:
+    item = place.add("a")
+    for state in ("waiting", "running"):
+        place.become(item, state=state)
+        with pytest.raises(RequestError, match=f"in the queue already: {item.id}, {state}"):
+            place.add("a")
+    for change in (commands.remove, partial(commands.move, by=1)):
+        with pytest.raises(RequestError, match="is running"):
+            change(place.runs, item.id)
+    other = commands.add(place.runs, item.argv, label="a", folder=place.folder / "elsewhere")
+    place.become(item, state="failed", ended_s=1.0)
+    assert [found.id for found in commands.items(place.runs) if not found.has_ended] == [other.id]
+    assert place.add("a").id == "0003-a"
+
+
+def test_words_that_no_process_takes_are_refused(place: Place) -> None:
+    for words, label in ((["a\0b"], "a"), (["\ud800"], "a"), ([], "\ud800")):
+        with pytest.raises(RequestError, match="cannot be part of a command"):
+            commands.add(place.runs, ["dataset", *words], label=label)
+    assert ids(place) == []
+
+
+def test_many_can_add_at_once(place: Place) -> None:
+    threads = [threading.Thread(target=place.add, args=(f"t{number}",)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    items = commands.items(place.runs)
+    assert sorted(item.label for item in items) == sorted(f"t{number}" for number in range(12))
+    assert sorted(item.order for item in items) == list(range(1, 13))
+
+
+# ---- moving, removing, again
+
+
+def test_removing_takes_the_log_along_leaves_the_run_and_frees_no_name(place: Place) -> None:
+    place.add("a")
+    item = place.become(place.add("b"), state="failed", run="b")
+    log = commands.item_file(place.runs, item.id, "log")
+    log.write_text("said")
+    (place.runs / "b").mkdir()
+    commands.remove(place.runs, item.id)
+    assert not log.exists() and (place.runs / "b").is_dir()
+    assert place.add("b").id == "0003-b"
+    (place.runs / ".queue" / ".last-number").write_bytes(b"\xff")
+    assert place.add("c").id == "0004-c", "the items count where the counter is damaged"
+
+
+def test_only_what_is_listed_can_be_named(place: Place) -> None:
+    place.add("a")
+    outside = place.runs / "outside.json"
+    outside.write_text("{}")
+    move = partial(commands.move, by=1)
+    for name in ("../outside", ""):
+        for change in (commands.remove, commands.again, move):
+            with pytest.raises(RequestError, match="there is no item"):
+                change(place.runs, name)
+    assert outside.exists() and len(ids(place)) == 1
+
+
+def test_one_that_ended_early_goes_on_with_its_run(place: Place) -> None:
+    state: Any = "failed"
+    first, item = place.add("b"), place.add("a", "--name", "a")
+    (place.runs / "a").mkdir()
+    place.become(item, state=state, run="a", ended_s=1.0, exit_code=5, error="nan", pid=7)
+    waiting = commands.again(place.runs, item.id)
+    assert waiting.argv == ("--resume-from", str(place.runs / "a"), *item.argv)
+    assert (waiting.state, waiting.pid, waiting.exit_code) == ("waiting", None, None)
+    assert waiting.error == ""
+    assert ids(place) == [first.id, item.id]
+    with pytest.raises(RequestError, match="waiting already"):
+        commands.again(place.runs, item.id)
+    place.become(waiting, state=state, run="a", ended_s=2.0)
+    assert commands.again(place.runs, item.id).argv == waiting.argv, "not resumed twice over"
+    for ended in ({"state": "finished", "run": "a"}, {"state": "interrupted", "run": "gone"}):
+        place.become(item, ended_s=1.0, **ended)
+        assert commands.again(place.runs, item.id).argv == item.argv, (
+            "there is no run to go on with"
+        )
+
+
+# ---- damaged
+
+DAMAGE = {
+    "cut": b'{"id": "0001-a", "order',
+    "deep": b"[" * 100_000,
+    "a state of its own": {"state": "lost"},
+    "a number that is none": {"added_s": float("nan")},
+    "a huge process": {"pid": 2**80},
+    "a time beyond calendars": {"ended_s": 1e300},
+    "a run above": {"run": ".."},
+    "half a character": b'{"label": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_item_has_failed_and_blocks_nobody(name: str, place: Place) -> None:
+    first, second = place.add("a"), place.add("b")
+    file = place.runs / ".queue" / f"{first.id}.json"
+    damage = DAMAGE[name]
+    if isinstance(damage, dict):
+        damage = json.dumps({**json.loads(file.read_bytes()), **damage}).encode()
+    file.write_bytes(damage)
+    waiting, damaged = commands.items(place.runs)
+    assert (waiting.id, damaged.id, damaged.state) == (second.id, first.id, "failed")
+    assert damaged.error.startswith(f"{file.name} is damaged: ")
+    assert damaged.error.isprintable()
+    with pytest.raises(RequestError, match="remove it and add"):
+        commands.again(place.runs, first.id)
+    commands.move(place.runs, second.id, by=-1)
+    assert place.add("c").id == "0003-c"
+    commands.remove(place.runs, first.id)
+    assert ids(place) == [second.id, "0003-c"]
+
+
+def test_other_files_are_no_items_and_a_folder_in_the_place_of_one_is_damage(place: Place) -> None:
+    item = place.add("a")
+    for name in ("notes.json", "0001-a.json~", "0001-a b.json", "1234567890.json"):
+        (place.runs / ".queue" / name).write_text("{}")
+    assert ids(place) == [item.id]
+    (place.runs / ".queue" / "0007-odd.json").mkdir()
+    assert [item.state for item in commands.items(place.runs)] == ["waiting", "failed"]
+    with pytest.raises(MachineError):
+        commands.remove(place.runs, "0007-odd")
+    blocked = Place(folder=place.folder / "blocked")
+    blocked.runs.mkdir(parents=True)
+    (blocked.runs / ".queue").write_text("a file")
+    for use in (lambda: commands.items(blocked.runs), lambda: blocked.add("a")):
+        with pytest.raises(MachineError, match=r"\.queue"):
+            use()
+
+
+# ---- any sequence
+
+
+class _FakeWorker(queue_worker.Worker):
+    """Its trainings last until the test gives them an exit code."""
+
+    def spawn(self, item: commands.Item) -> queue_worker.Child:
+        process: Any = SimpleNamespace(pid=os.getpid(), code=None)
+        process.poll = lambda: process.code
+        return queue_worker.Child(process=process, started_s=0.0, log_from_bytes=0)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every sequence of orders and polls, against two lists and a set."""
+
+    SLOTS = ("0", "1")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.place = Place(folder=Path(self.temporary.name))
+        clock = map(float, count(1))
+        self.worker = _FakeWorker(runs=self.place.runs, slots=self.SLOTS, clock=lambda: next(clock))
+        self.numbers = count(1)
+        self.waiting: list[str] = []
+        self.running: list[str] = []
+        self.ended: list[str] = []
+
+    def teardown(self) -> None:
+        self.temporary.cleanup()
+
+    @rule()
+    def add(self) -> None:
+        self.waiting.append(self.place.add(f"t{next(self.numbers)}").id)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), by=st.sampled_from([-2, -1, 1, 2]))
+    def move(self, data: st.DataObject, by: int) -> None:
+        chosen = data.draw(st.sampled_from(self.waiting))
+        commands.move(self.place.runs, chosen, by=by)
+        place = self.waiting.index(chosen)
+        self.waiting.remove(chosen)
+        self.waiting.insert(max(0, place + by), chosen)
+
+    @precondition(lambda self: self.waiting or self.ended)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from(self.waiting + self.ended))
+        commands.remove(self.place.runs, chosen)
+        (self.waiting if chosen in self.waiting else self.ended).remove(chosen)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def start_again(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from(self.ended))
+        commands.again(self.place.runs, chosen)
+        self.ended.remove(chosen)
+        self.waiting.append(chosen)
+
+    @rule()
+    def poll(self) -> None:
+        self.worker.tick()
+        while self.waiting and len(self.running) < len(self.SLOTS):
+            self.running.append(self.waiting.pop(0))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, 143, -9]))
+    def end(self, data: st.DataObject, code: int) -> None:
+        chosen = data.draw(st.sampled_from(self.running))
+        process: Any = self.worker.children[chosen].process
+        process.code = code
+        self.running.remove(chosen)
+        self.ended.insert(0, chosen)
+        self.poll()
+
+    @invariant()
+    def everything_is_where_it_belongs(self) -> None:
+        found = commands.items(self.place.runs)
+        assert [item.id for item in found] == self.running + self.waiting + self.ended
+        devices = [item.device for item in found if item.state == "running"]
+        assert len(set(devices)) == len(devices), "one training a device"
+
+
+QueueMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
+TestQueueMachine = QueueMachine.TestCase

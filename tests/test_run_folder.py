@@ -29,11 +29,14 @@ MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 
 
 def compared(
-    changes: dict[str, Any], machine: dict[str, Any] | None = None
+    changes: dict[str, Any],
+    machine: dict[str, Any] | None = None,
+    *,
+    before: dict[str, Any] = BEFORE,
+    now: dict[str, Any] = BEFORE,
 ) -> tuple[str, list[str]]:
-    return run_folder.compare(
-        BEFORE, BEFORE | changes, environment=MACHINE, environment_now=MACHINE | (machine or {})
-    )
+    here = MACHINE | (machine or {})
+    return run_folder.compare(before, now | changes, environment=MACHINE, environment_now=here)
 
 
 def lines(file: Path, *rows: dict[str, Any]) -> None:
@@ -137,23 +140,20 @@ def test_a_device_that_is_not_deterministic_never_promises_the_bits() -> None:
 def test_when_and_what_is_validated_matters_where_it_decides_something() -> None:
     before = BEFORE | {"output.keep_best": True}
     for key in ("train.validate_every_steps", "output.weights"):
-        result = run_folder.compare(
-            before, before | {key: "now"}, environment=MACHINE, environment_now=MACHINE
-        )
-        assert result == ("CHANGED", [f"{key}: before -> now"])
+        changed = compared({key: "now"}, before=before, now=before)
+        assert changed == ("CHANGED", [f"{key}: before -> now"])
 
 
 @pytest.mark.parametrize("key", ["objective.loss", "adapter.rslora"])
 def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(key: str) -> None:
     default = flatten(Config())[key]
     older = {other: value for other, value in BEFORE.items() if other != key}
-    machines = {"environment": MACHINE, "environment_now": MACHINE}
-    assert run_folder.compare(older, BEFORE | {key: default}, **machines) == ("EXACT", [])
+    assert compared({key: default}, before=older) == ("EXACT", [])
     if key in run_folder.FORBIDDEN_SETTINGS:
         with pytest.raises(RequestError, match=f"{key} {default} -> now"):
-            run_folder.compare(older, BEFORE | {key: "now"}, **machines)
+            compared({key: "now"}, before=older)
     else:
-        changed = run_folder.compare(older, BEFORE | {key: "now"}, **machines)
+        changed = compared({key: "now"}, before=older)
         assert changed == ("CHANGED", [f"{key}: {default} -> now"])
 
 
@@ -189,28 +189,22 @@ def test_what_came_after_the_state_is_dropped_and_a_torn_line_too(tmp_path: Path
     assert [row["event"] for row in read_jsonl(events)] == ["run_started", "change"]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "exactness"),
-    [
-        ("train.tighten_on_spike", True, "CHANGED"),
-        ("train.lower_on_plateau", True, "CHANGED"),
-        ("train.tighten_on_spike", False, "EXACT"),
-        ("memory.base_matmul", "int8", "SAME-STREAM"),
-        ("memory.base_matmul", "dequantized", "EXACT"),
-    ],
-)
+GONE: list[tuple[str, object, str, dict[str, Any]]] = [
+    ("train.tighten_on_spike", True, "CHANGED", {}),
+    ("train.lower_on_plateau", True, "CHANGED", {}),
+    ("train.tighten_on_spike", False, "EXACT", {}),
+    ("memory.base_matmul", "int8", "SAME-STREAM", {}),
+    ("memory.base_matmul", "dequantized", "EXACT", {}),
+    # A plateau that nothing could see.
+    ("train.lower_on_plateau", True, "EXACT", {"data.validation_fraction": 0}),
+    ("train.lower_on_plateau", True, "EXACT", {"train.validate_every_steps": 0}),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "exactness", "others"), GONE)
 def test_a_setting_that_is_gone_counts_where_it_had_an_effect(
-    key: str, value: object, exactness: str
+    key: str, value: object, exactness: str, others: dict[str, Any]
 ) -> None:
-    older = BEFORE | {key: value}
     differences = [] if exactness == "EXACT" else [f"{key}: {value} -> removed in this version"]
-    result = run_folder.compare(older, BEFORE, environment=MACHINE, environment_now=MACHINE)
-    assert result == (exactness, differences)
-
-
-@pytest.mark.parametrize("key", ["data.validation_fraction", "train.validate_every_steps"])
-def test_a_plateau_that_nothing_could_see_changed_nothing(key: str) -> None:
-    before = BEFORE | {key: 0}
-    older = before | {"train.lower_on_plateau": True}
-    result = run_folder.compare(older, before, environment=MACHINE, environment_now=MACHINE)
-    assert result == ("EXACT", [])
+    now = BEFORE | others
+    assert compared({}, before=now | {key: value}, now=now) == (exactness, differences)

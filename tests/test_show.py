@@ -160,6 +160,10 @@ def test_inspect_shows_the_file_its_header_and_the_blocks_that_change_most(
 ) -> None:
     file = write_lora(tmp_path / "a.safetensors", [4] * 14 + [8], title=ODD, long="x" * 101)
     report, shown = json.loads(said("inspect", file, "--json")), said("inspect", file)
+    assert report.keys() == {
+        "family", "format", "kinds", "rank", "alpha", "modules", "norms", "metadata", "problems",
+    }  # fmt: skip
+    assert (report["format"], report["kinds"], report["modules"]) == ("diffusers", ["lora"], 15)
     assert row(shown, "kind").split() == ["kind", "lora"]
     assert row(shown, "rank").split() == ["rank", "4", "to", "8"]
     assert row(shown, "modules").split() == ["modules", "15"]

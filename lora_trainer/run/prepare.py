@@ -101,21 +101,13 @@ class Request:
         cls,
         dataset: Path | str,
         *,
-        preset: str = "auto",
-        priority: Priority = "balanced",
-        config_file: Path | None = None,
+        config_file: Path | None,
         settings: Mapping[str, Any],
         **fields: Any,
     ) -> Request:
         """Return the request of a command by the names of its options; raises RequestError for the file."""
-        return cls(
-            dataset=Path(dataset),
-            preset=preset,
-            priority=priority,
-            settings_file=None if config_file is None else read_settings_file(config_file),
-            overrides=settings,
-            **fields,
-        )
+        file = None if config_file is None else read_settings_file(config_file)
+        return cls(dataset=Path(dataset), settings_file=file, overrides=settings, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ prompt encoding are diffusers' own; networks, tokenizers and the float32 VAE com
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +30,7 @@ from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, Needs
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache, CacheKey
+from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import (
     InputError,
     LoraTrainError,
@@ -58,6 +58,7 @@ from lora_trainer.families.sampling import (
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.embedding import trained_vectors, trained_words
+from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.tensor_file import file_of, holds_adapter
 from lora_trainer.lora_file.write import final_export_name
@@ -267,7 +268,7 @@ class LoadedAdapter:
     sampling: SamplingSettings
     family: Family
     facts: BaseFacts
-    with_word: Callable[[str], str]
+    word: NewWord | None
 
     def image(self, prompt: str, *, seed: int, strength: float = 1.0) -> Image:
         """Draw one image; the same prompt, seed and strength give the same image on the same machine.
@@ -281,7 +282,7 @@ class LoadedAdapter:
             self.family,
             pipeline,
             self.facts,
-            self.with_word(prompt),
+            prompt if self.word is None else WORD_IN_PROMPTS.join(self.word.split(prompt)),
             self.sampling.negative_prompt,
             guidance_scale=self.sampling.guidance_scale,
         )
@@ -322,6 +323,22 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         precision = next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
     pipeline = plain_pipeline(family, facts, dtype=DTYPES[precision], device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    word = trained_words(read_contents(file).metadata)
+    vectors = {} if word is None else trained_vectors(file, word)
+    for component, key in family.text.new_token_keys.items() if word is not None else ():
+        network = getattr(pipeline, component)
+        tokenizer = getattr(pipeline, component.replace("text_encoder", "tokenizer"))
+        pipeline.load_textual_inversion(
+            torch.from_numpy(vectors[key]),
+            token=WORD_IN_PROMPTS,
+            text_encoder=network,
+            tokenizer=tokenizer,
+        )
+        # An old CLIP config has eos_token_id 2, and transformers then pools at the largest token id of
+        # the prompt. With new tokens that would be theirs instead of the end's.
+        for module in network.modules():
+            if getattr(module, "eos_token_id", None) == 2:
+                module.eos_token_id = tokenizer.eos_token_id
     trained_px = config.data.resolution if config else "auto"
     return LoadedAdapter(
         file=file,
@@ -330,7 +347,7 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         sampling=config.sampling if config else SamplingSettings(),
         family=family,
         facts=facts,
-        with_word=_taught(pipeline, family, file),
+        word=word,
     )
 
 
@@ -339,14 +356,25 @@ def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | 
 
     `base` replaces the base that is stated. Raises InputError without an adapter, RequestError if no base is known.
     """
-    is_run = path.is_dir() and not holds_adapter(path)
-    file = adapter_of(path) if is_run else file_of(path)
-    config, metadata = None, read_contents(file).metadata
-    # The header of a file from this trainer states them.
-    with suppress(KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        settings = json.loads(metadata["lora_train.settings"])
-        config = build_config(settings) if isinstance(settings, dict) else None
-    own_source = str(read_run(path)["base"]["source"]) if is_run else config and config.base.model
+    run = None
+    if path.is_dir() and not holds_adapter(path):
+        if not (path / RUN_FILE).is_file():
+            fix = "give runs/NAME or a .safetensors file"
+            raise InputError(f"{path} is not a run folder", fix=fix)
+        run = read_run(path)
+        name = str(run["name"])
+        file, rolling = path / final_export_name(name), path.glob(f"{name}-step*.safetensors")
+        if not file.is_file():
+            file = max(rolling, default=file)
+        if not file.is_file():  # neither the final export nor a rolling one
+            fix = "wait for its first save"
+            raise InputError(f"the run {name} has no exported file yet", fix=fix)
+    else:
+        file = file_of(path)
+    config, settings = None, header_settings(read_contents(file).metadata)
+    with suppress(ValueError, TypeError, AttributeError):
+        config = build_config(settings) if settings else None
+    own_source = run["base"]["source"] if run is not None else config and config.base.model
     source = base or own_source
     if not source or source == "auto":
         raise RequestError(
@@ -393,43 +421,3 @@ def _refuse_not_finite(strengths: Sequence[float]) -> None:
         raise RequestError(
             "a strength is not a finite number", fix="give numbers such as --strength 0.8"
         )
-
-
-def _taught(pipeline: Any, family: Family, file: Path) -> Callable[[str], str]:
-    """Load the new tokens of an adapter; return a function that puts their word into a prompt.
-
-    Raises InputError if their file is missing.
-    """
-    word = trained_words(read_contents(file).metadata)
-    if word is None:
-        return lambda prompt: prompt
-    vectors = trained_vectors(file, word)
-    for component, key in family.text.new_token_keys.items():
-        network = getattr(pipeline, component)
-        tokenizer = getattr(pipeline, component.replace("text_encoder", "tokenizer"))
-        pipeline.load_textual_inversion(
-            torch.from_numpy(vectors[key]),
-            token=WORD_IN_PROMPTS,
-            text_encoder=network,
-            tokenizer=tokenizer,
-        )
-        # An old CLIP config has eos_token_id 2, and transformers then pools at the largest token id of
-        # the prompt. With new tokens that would be theirs instead of the end's.
-        for module in network.modules():
-            if getattr(module, "eos_token_id", None) == 2:
-                module.eos_token_id = tokenizer.eos_token_id
-    return lambda prompt: WORD_IN_PROMPTS.join(word.split(prompt))
-
-
-def adapter_of(run: Path) -> Path:
-    """Return a run's final export, or the newest rolling one of a run that has not finished."""
-    if not (run / RUN_FILE).is_file():
-        raise InputError(f"{run} is not a run folder", fix="give runs/NAME or a .safetensors file")
-    name = str(read_run(run)["name"])
-    final = run / final_export_name(name)
-    if final.is_file():
-        return final
-    rolling = sorted(run.glob(f"{name}-step*.safetensors"))
-    if not rolling:
-        raise InputError(f"the run {name} has no exported file yet", fix="wait for its first save")
-    return rolling[-1]

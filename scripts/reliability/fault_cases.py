@@ -194,7 +194,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "SEC-05": Fault(
         what="the interface is closed, opened twice, reloaded",
-        parts=("tests/gui/test_e2e_training.py", "tests/test_queueing.py", "tests/output/test_status.py"),
+        parts=("tests/gui/test_e2e_training.py", "tests/test_queue_worker.py", "tests/output/test_status.py"),
         decided="Trainers are sessions of their own and are found again by their run folders; the same "
         "training is not started twice.",
     ),

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from lora_trainer.common.events import read_jsonl
 from scripts.reliability.kill import free_port, load_everything
 from tests.fakes.runs import Toy, toy, write_priors
 
-STEPS = 15
+STEPS = 10
 TIMEOUT_S = 90.0
 IN_A_STEP = 11
 """A call of the loss in the second or third step: the first eight are of the first validation."""
@@ -73,13 +73,8 @@ class Process:
     notes: Path
 
 
-@dataclass(kw_only=True)
-class Run:
-    """What a run of several processes came to; `codes` are negative for signals."""
-
-    codes: list[int]
-    seconds: float
-    output: list[str] = field(default_factory=list)
+Run = dict[str, Any]
+"""What a run of several processes came to: exit codes (negative for signals), seconds, and their output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +88,7 @@ class Started:
     def wait(self) -> Run:
         codes = [_wait(pid, self.began_s) for pid in self.pids]
         texts = [log.read_text(encoding="utf-8", errors="replace")[-3000:] for log in self.logs]
-        return Run(codes=codes, seconds=time.monotonic() - self.began_s, output=texts)
+        return {"codes": codes, "seconds": time.monotonic() - self.began_s, "output": texts}
 
 
 def start(
@@ -284,50 +279,44 @@ def unreadable(*_: Any, **__: Any) -> Any:
     raise InputError("the dataset is not readable here", fix="look at it")
 
 
-START_LIMIT: Mapping[str, Any] = {"hardware__process_timeout_s": 20}
-"""Longer than planning takes on a busy machine: the networks here are traced, as no table has them."""
+ALONE: Mapping[str, Any] = {
+    "sampling__every_steps": 0,
+    "logging__trackers": [],
+    "output__measure": False,
+}
+"""For runs that are about their processes alone."""
+
+
+def at_start(rank: int, name: str, does: Callable[..., Any]) -> Mapping[str, Any]:
+    return {"faults": {rank: replaced(*name.rsplit(".", 1), does)}, **ALONE}
+
+
+PREPARE = "lora_trainer.run.train.prepare_with_base"
 HANGING_STARTS: Mapping[str, Mapping[str, Any]] = {
-    "absent": {"absent": frozenset({1}), **START_LIMIT},
-    "leader hangs": {
-        "faults": {0: replaced("lora_trainer.run.train", "start_trackers", waits_for_ever)},
-        **START_LIMIT,
-    },
-    "follower hangs": {
-        "faults": {1: replaced("lora_trainer.run.train", "prepare_with_base", waits_for_ever)},
-        **START_LIMIT,
-    },
-    "unconnected": {
-        "faults": {1: replaced("torch.distributed", "init_process_group", waits_for_ever)},
-        **START_LIMIT,
-    },
+    "absent": {"absent": frozenset({1}), **ALONE},
+    "leader hangs": at_start(0, "lora_trainer.run.train.start_trackers", waits_for_ever),
+    "follower hangs": at_start(1, PREPARE, waits_for_ever),
+    "unconnected": at_start(1, "torch.distributed.init_process_group", waits_for_ever),
 }
 REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
-    "leader refuses": {
-        "faults": {0: replaced("lora_trainer.run.train", "prepare_with_base", unreadable)}
-    },
-    "follower refuses": {
-        "faults": {1: replaced("lora_trainer.run.train", "prepare_with_base", unreadable)}
-    },
+    "leader refuses": at_start(0, PREPARE, unreadable),
+    "follower refuses": at_start(1, PREPARE, unreadable),
 }
 
 
-def after_step(step: int, act: Callable[[list[int]], None]) -> Callable[[list[int], Path], None]:
-    """Return something to do once that step is logged."""
+def signalled_after(step: int, rank: int, number: int) -> Callable[[list[int], Path], None]:
+    """Return what sends a process a signal once that step is logged."""
 
     def meanwhile(pids: list[int], run: Path) -> None:
         until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:
             rows = read_jsonl(run / "events.jsonl") if run.is_dir() else []
             if any(row["event"] == "step" and row["step"] >= step for row in rows):
-                act(pids)
+                os.kill(pids[rank], number)
                 return
             time.sleep(0.005)
 
     return meanwhile
-
-
-def signalled(rank: int, number: int) -> Callable[[list[int]], None]:
-    return lambda pids: os.kill(pids[rank], number)
 
 
 # ---- scenarios
@@ -337,7 +326,11 @@ def scenarios(place: Toy) -> dict[str, Run]:
     """Run all; the order matters where one goes on with another."""
     found: dict[str, Run] = {"one": run(place, "one", 1)}
     # These do nothing for a while, which is what they are about.
-    starting = {name: start(place, name, 2, **how) for name, how in HANGING_STARTS.items()}
+    # The limit is longer than planning takes on a busy machine: the networks here are traced, as no table has them.
+    starting = {
+        name: start(place, name, 2, hardware__process_timeout_s=20, **how)
+        for name, how in HANGING_STARTS.items()
+    }
     # Only a rollback cuts events: at the start others' problems may be on their way to the file.
     uncut = {0: replaced("lora_trainer.run.session", "cut_events", unreadable)}
     for count in (2, 5):
@@ -345,20 +338,20 @@ def scenarios(place: Toy) -> dict[str, Run]:
     full = {1: losses_at(IN_A_STEP, out_of_memory)}
     cold = str(place.folder / "cold")
     found["cold"] = run(place, "cold", 2, faults=full, data__cache_dir=cold)
-    found["bug"] = run(place, "bug", 2, faults={1: losses_at(IN_A_STEP, broken)})
-    found["apart"] = run(place, "apart", 2, faults={1: other_weights})
+    found["bug"] = run(place, "bug", 2, faults={1: losses_at(IN_A_STEP, broken)}, **ALONE)
+    found["apart"] = run(place, "apart", 2, faults={1: other_weights}, **ALONE)
     for name, how in REFUSED_STARTS.items():  # however late the others come
         found[name] = run(place, name, 2, hardware__process_timeout_s=60, **how)
-    freeze = after_step(6, signalled(1, signal.SIGSTOP))
-    found["frozen"] = run(place, "frozen", 2, meanwhile=freeze)
-    stop = after_step(6, signalled(1, signal.SIGTERM))
+    freeze = signalled_after(6, 1, signal.SIGSTOP)
+    found["frozen"] = run(place, "frozen", 2, meanwhile=freeze, **ALONE)
+    stop = signalled_after(6, 1, signal.SIGTERM)
     found["stopped"] = run(place, "stopped", 2, meanwhile=stop)
     found["stopped resumed"] = run(place, "stopped", 2, "--resume")
-    kill = after_step(6, signalled(1, signal.SIGKILL))
-    found["killed 1"] = run(place, "moved", 2, meanwhile=kill)
-    kill = after_step(12, signalled(0, signal.SIGKILL))
-    found["killed 0"] = run(place, "moved", 3, "--resume", meanwhile=kill)
-    found["moved"] = run(place, "moved", 1, "--resume")
+    kill = signalled_after(6, 1, signal.SIGKILL)
+    found["killed 1"] = run(place, "moved", 2, meanwhile=kill, **ALONE)
+    kill = signalled_after(8, 0, signal.SIGKILL)
+    found["killed 0"] = run(place, "moved", 3, "--resume", meanwhile=kill, **ALONE)
+    found["moved"] = run(place, "moved", 1, "--resume", **ALONE)
     return found | {name: started.wait() for name, started in starting.items()}
 
 
@@ -375,8 +368,8 @@ def main() -> None:
     _wait(child, time.monotonic())
     PRIORS.update(write_priors(place))
     (place.dataset / "cut.png").write_bytes((place.dataset / "p0.png").read_bytes()[:200])
-    results = {name: vars(made) for name, made in scenarios(place).items()}
-    (folder / "results.json").write_text(json.dumps({**results, "priors": PRIORS}), "utf-8")
+    results = {**scenarios(place), "priors": PRIORS}
+    (folder / "results.json").write_text(json.dumps(results), "utf-8")
 
 
 if __name__ == "__main__":
