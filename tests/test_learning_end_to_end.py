@@ -11,16 +11,10 @@ import torch
 
 from lora_trainer.common.events import Event
 from lora_trainer.reporting.control import Control
-from tests.fakes.runs import SQUARES_PX, Toy, events, heard_by, toy
+from tests.fakes.runs import QUIET, SQUARES_PX, Toy, events, heard_by, toy
 
-QUIET: dict[str, Any] = {
-    "output__save_every_steps": 0,
-    "sampling__every_steps": 0,
-    "train__validate_every_steps": 0,
-    "logging__trackers": [],
-    "output__measure": False,
-}
-SOON: dict[str, Any] = {**QUIET, "train__batch_size": 4, "memory__micro_batch": 4, "steps": 40}
+ALONE: dict[str, Any] = {**QUIET, "output__save_every_steps": 0, "output__measure": False}
+SOON: dict[str, Any] = {**ALONE, "train__batch_size": 4, "memory__micro_batch": 4, "steps": 40}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +60,7 @@ STEEP = {"objective__weighting": "p2", "objective__p2_gamma": 10}
 def test_a_run_that_learns_nothing_stops_and_names_why(
     other: Toy, settings: dict[str, Any], cause: str
 ) -> None:
-    assert other.train(**{"steps": 40, **QUIET, **settings}) == 5
+    assert other.train(**{"steps": 40, **ALONE, **settings}) == 5
     assert re.search(cause, ended(other))
 
 
@@ -79,7 +73,7 @@ def test_gradients_that_vanish_in_fp16_are_too_small_for_it(
         real(self * 0.0, *arguments, **options)
 
     monkeypatch.setattr(torch.Tensor, "backward", vanishing)
-    assert other.train(steps=40, train__precision="fp16", **QUIET) == 5
+    assert other.train(steps=40, train__precision="fp16", **ALONE) == 5
     assert "too small for fp16" in ended(other)
 
 

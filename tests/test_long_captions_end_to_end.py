@@ -11,7 +11,17 @@ from safetensors import safe_open
 
 from lora_trainer.run import prepare
 from tests.fakes.family_bases import copy_of
-from tests.fakes.runs import Toy, apart, events, problems, run_cli, settings_of, toy, trajectory
+from tests.fakes.runs import (
+    QUIET,
+    Toy,
+    apart,
+    events,
+    problems,
+    run_cli,
+    settings_of,
+    toy,
+    trajectory,
+)
 from tests.test_prepare import PROCESSOR
 
 pytestmark = pytest.mark.timeout(600)  # a loaded machine is no failure
@@ -76,12 +86,7 @@ def test_a_plan_says_how_much_is_read_and_check_what_is_cut(place: Toy) -> None:
 def test_what_is_read_changes_what_is_encoded_and_learned(place: Toy) -> None:
     (first,) = events(place.run, "cached")
     for name, change in (("cut", {"data__caption_tokens": 75}), ("skip", {"base__clip_skip": 2})):
-        short = {
-            "output__save_every_steps": 0,
-            "sampling__every_steps": 0,
-            "output__measure": False,
-        }
-        assert run_cli(place.arguments("--name", name, steps=2, **short, **change)) == 0
+        assert run_cli(place.arguments("--name", name, steps=2, **QUIET, **change)) == 0
         (cached,) = events(place.runs / name, "cached")
         assert (cached["texts"], cached["latents"]) == (first["texts"], 0)
         assert trajectory(place.runs / name)[0][1] != trajectory(place.run)[0][1]

@@ -19,20 +19,10 @@ from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
 from tests.fakes.family_bases import base_of, facts_of, side_of
+from tests.fakes.plans import WITHOUT_CARD
 from tests.fakes.runs import Toy, listing, run_cli, toy
 
-PROCESSOR = Hardware(
-    gpus=(),
-    gpu_reason="none in this test",
-    cpu_name="a processor",
-    cpu_threads=3,
-    ram_total_bytes=16 << 30,
-    ram_free_bytes=8 << 30,
-    packages=dict.fromkeys(
-        ("bitsandbytes", "prodigyopt", "pytorch-optimizer", "schedulefree"), "1"
-    ),
-    reasons={"cpu_threads": "given"},
-)
+PROCESSOR = replace(WITHOUT_CARD, cpu_threads=3, ram_total_bytes=16 << 30, ram_free_bytes=8 << 30)
 CARD = assume_card(PROCESSOR, vram_gib=12)
 
 

@@ -15,7 +15,7 @@ from lora_trainer.cli import main
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.status import read_status
 from tests.fakes.queues import Place, until
-from tests.fakes.runs import ROOT, start, toy
+from tests.fakes.runs import QUIET, ROOT, start, toy
 
 pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
 
@@ -121,8 +121,7 @@ def test_a_real_training_through_the_queue(
 ) -> None:
     """On a tiny base, by a worker that `add` starts; nobody looks on."""
     toys = toy(place.folder).with_base()
-    quiet = {"logging__trackers": [], "sampling__every_steps": 0, "train__validate_every_steps": 0}
-    words = toys.arguments("--name", "two words; $(x)", steps=2, **quiet)
+    words = toys.arguments("--name", "two words; $(x)", steps=2, **QUIET)
     capsys.readouterr()  # what making the base has said
     said(capsys, "add", "--", *words)
     until(lambda: all(item.has_ended for item in commands.items(place.runs)))

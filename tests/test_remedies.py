@@ -17,7 +17,7 @@ from lora_trainer import families
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import build_config
-from lora_trainer.hardware.machine import Hardware, assume_card
+from lora_trainer.hardware.machine import assume_card
 from lora_trainer.network.quantize import QuantizedLinear
 from lora_trainer.run import device as run_device
 from lora_trainer.run import prepare
@@ -26,22 +26,11 @@ from lora_trainer.training.loop import run
 from lora_trainer.training.step import Training
 from tests.fakes.family_bases import base_of, denoiser_of, facts_at, side_of
 from tests.fakes.nvml import GIB
+from tests.fakes.plans import WITHOUT_CARD
 from tests.fakes.runs import SIZES_PX, toy
 from tests.fakes.trainee import block_sizes
 
-MACHINE = assume_card(
-    Hardware(
-        gpus=(),
-        gpu_reason="none in this test",
-        cpu_name="a processor",
-        cpu_threads=3,
-        ram_total_bytes=64 * GIB,
-        ram_free_bytes=48 * GIB,
-        packages={"torch": "2.13", "bitsandbytes": "0.50"},
-        reasons={"cpu_threads": "given"},
-    ),
-    vram_gib=12,
-)
+MACHINE = assume_card(replace(WITHOUT_CARD, ram_free_bytes=48 * GIB), vram_gib=12)
 
 
 def fallbacks(
@@ -75,12 +64,12 @@ def test_weights_are_streamed_as_far_as_the_machine_has_room(
     assert fallbacks(network, "cuda", checkpointing="offloaded", streamed=2) == []
 
 
-def problems_of_a_full_device(prepared: prepare.Prepared, *, times: int = 1) -> list[Any]:
-    """Return the problems that a run reports when its device is full so many times."""
+def problems_of_a_full_device(prepared: prepare.Prepared) -> list[Any]:
+    """Return the problems that a run reports when its device is full, three times."""
     events, seen = EventStream(), list[Event]()
     events.subscribe(seen.append)
     events.subscribe(run_device.oom_history_memo(prepared, events))
-    for _ in range(times):
+    for _ in range(3):
         events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
     return [event.fields for event in seen if event.kind == "problem"]
 
@@ -109,7 +98,7 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     assert note["severity"] == "note" and "could not be written" in note["what"]
     assert prepare.prepare(request, hardware=MACHINE).full_card is None
 
-    (note,) = problems_of_a_full_device(first, times=3)
+    (note,) = problems_of_a_full_device(first)
     assert "an assumed 12 GiB GPU was planned to" in note["what"]
     second = prepare.prepare(request, hardware=MACHINE)
     assert second.full_card is not None

@@ -28,6 +28,7 @@ from lora_trainer.reporting.control import StopFlag
 from lora_trainer.reporting.status import read_status
 from tests.fakes.plans import planned
 from tests.fakes.runs import (
+    QUIET,
     Point,
     Toy,
     assert_same_run,
@@ -117,9 +118,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(name: str, place: Toy, killed: To
 # ---- resumes of any state
 
 SETTINGS: dict[str, Any] = {
-    "sampling__every_steps": 0,
-    "train__validate_every_steps": 0,
-    "logging__trackers": [],
+    **QUIET,
     "output__save_every_steps": 1,
     "output__keep_states": 10,
     "train__batch_size": 3,

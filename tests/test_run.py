@@ -19,6 +19,7 @@ from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import read_status
 from tests.fakes.runs import (
+    QUIET,
     SETTINGS,
     STEPS,
     Toy,
@@ -33,12 +34,6 @@ from tests.fakes.runs import (
     toy,
     trajectory,
 )
-
-QUIET: dict[str, Any] = {
-    "sampling__every_steps": 0,
-    "train__validate_every_steps": 0,
-    "logging__trackers": [],
-}
 
 
 @pytest.fixture(scope="module")

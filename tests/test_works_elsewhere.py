@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.fakes.runs import Toy, apart, pixels, problems, run_cli, toy
+from tests.fakes.runs import QUIET, Toy, apart, pixels, problems, run_cli, toy
 
 PROMPTS = ["a toy", "another"]
 SETTINGS: dict[str, Any] = {
@@ -178,13 +178,7 @@ def test_the_newest_sample_is_the_thumbnail_and_one_that_cannot_be_read_costs_th
     left = iter([*images, tmp_path / "gone" / "00.png"])
     monkeypatch.setattr("lora_trainer.run.saving.last_samples", lambda _: [next(left)])
     place = toy(tmp_path, images=3).with_base()
-    settings = {
-        "output__save_every_steps": 1,
-        "output__keep_last": 9,
-        "sampling__every_steps": 0,
-        "train__validate_every_steps": 0,
-    }
-    assert place.train(steps=5, **settings) == 0
+    assert place.train(steps=5, output__save_every_steps=1, output__keep_last=9, **QUIET) == 0
     files = [place.run / f"toy-step{step:08d}.safetensors" for step in range(1, 5)]
     expected = [("RGB", (128, 256)), ("RGB", (8, 8)), None, None, None]
     assert list(map(thumbnail, (*files, place.run / "toy.safetensors"))) == expected

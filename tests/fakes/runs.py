@@ -43,6 +43,12 @@ SETTINGS: Mapping[str, Any] = {
     "sampling.steps": 2,
     "train.validate_every_steps": 3,
 }
+QUIET: Mapping[str, Any] = {
+    "logging__trackers": [],
+    "sampling__every_steps": 0,
+    "train__validate_every_steps": 0,
+}
+"""Nothing beside the training but its saves, as arguments of `Toy.train`."""
 MEASURES = ("step", "loss", "lr", "grad_norm")
 Point = tuple[str, str, int, bool]
 """Where a run is killed: module, function, number of the call, and whether after it."""
