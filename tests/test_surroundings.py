@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.common.events import Event, EventStream
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware import nvml
 from lora_trainer.training import pace
@@ -160,3 +161,25 @@ def test_a_driver_that_says_nothing_is_no_error() -> None:
     no_driver = FakeNvml(refuses={"nvmlInit": "Driver Not Loaded"})
     for driver in (no_driver, FakeNvml(cards=()), FakeNvml(cards=(lost,))):
         assert nvml.card_state(GPU, driver) is None and nvml.card_states(driver) == ()
+
+
+# ---- memory that grows
+
+
+def test_memory_that_lasts_to_the_end_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
+    monkeypatch.setattr(pace, "free_ram_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(pace, "look", lambda gpu: QUIET)
+    stream, seen = EventStream(), list[Event]()
+    stream.subscribe(seen.append)
+    config: Any = build_config({"train.steps": 1000})
+    with pace.Notices(config=config, gpu=GPU, events=stream):
+        for step in range(100):
+            grown = {"host_own_bytes": step * GIB, "vram_now_bytes": step * GIB // 10}
+            fields = {"seconds": 1.0, "data_wait_s": 0.0, "latents": 64, "epoch": 1.0, **grown}
+            stream.emit("step", step=step, vram_used_bytes=0, **fields)
+    host, card = (event.fields for event in seen if event.kind == "problem")
+    assert host["what"].startswith("host memory grows by 102400 MiB every 100 steps")
+    assert "1000.0 GiB that are free are used up in 1000 steps, after" in host["what"]
+    assert card["what"].startswith("the GPU's memory") and "120 steps, before" in card["what"]
+    assert [host["severity"], card["severity"]] == ["note", "warning"]
