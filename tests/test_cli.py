@@ -64,21 +64,34 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of a command."""
-    code = run_cli([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+class Command:
+    """The command line in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def run(self, *words: str | Path) -> tuple[int, str, str]:
+        """Return exit code, stdout and stderr of a command."""
+        code = run_cli([str(word) for word in words])
+        return code, *self.capsys.readouterr()
+
+    def refused(self, *words: str | Path) -> tuple[int, str]:
+        """Return exit code and the error, having checked that it is one line and nothing else."""
+        code, out, error = self.run(*words)
+        assert out == "" and error.startswith("error: ") and error.count("\n") == 1, error
+        return code, error
+
+    def json(self, *words: str | Path) -> dict[str, Any]:
+        code, out, error = self.run(*words)
+        assert (code, error) == (0, "")
+        value = json.loads(out)
+        assert isinstance(value, dict)
+        return value
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
-    """Return exit code and the error, having checked that it is one line and nothing else."""
-    code, out, error = said(capsys, *arguments)
-    assert out == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-    return code, error
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 def flags(text: str) -> set[str]:
@@ -86,23 +99,15 @@ def flags(text: str) -> set[str]:
     return {flag.strip("()") for row in rows for flag in row.split() if flag.startswith("--")}
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    code, out, error = said(capsys, *arguments)
-    assert (code, error) == (0, "")
-    value = json.loads(out)
-    assert isinstance(value, dict)
-    return value
-
-
 # ---- names
 
 
-@pytest.mark.parametrize("command", FLAGS)
-def test_the_flags_of_a_command_are_these(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, *command.split(), "--help")
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags_of_a_command_are_these(name: str, command: Command) -> None:
+    code, out, _ = command.run(*name.split(), "--help")
     assert code == 0
-    assert flags(out) - {"--help", "--version"} == set(FLAGS[command].split())
-    if command:
+    assert flags(out) - {"--help", "--version"} == set(FLAGS[name].split())
+    if name:
         return
     commands = out[out.index("Commands") : out.index("Arguments")]
     lines = re.findall(r"^│ ([a-z]\S*)  +(\S+ \S+)", commands, flags=re.MULTILINE)
@@ -143,12 +148,10 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
 # ---- JSON
 
 
-def test_plan_json_has_the_keys_scripts_rely_on(
-    place: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_json_has_the_keys_scripts_rely_on(place: Toy, command: Command) -> None:
     """For a GPU that is not there, and so for the default base, which is not there either."""
     line = ["--json", "--vram", "12", "--set", "adapter.rank=4"]
-    plan = answer(capsys, "plan", place.dataset, *line)
+    plan = command.json("plan", place.dataset, *line)
     designed = {"family", "tier", "priority", "settings", "memory", "time", "disk", "sampling"}
     assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
     memory = {"items", "peak_bytes", "limit_bytes", "fits"}
@@ -166,10 +169,10 @@ def test_plan_json_has_the_keys_scripts_rely_on(
 
 
 def test_check_json_has_the_keys_scripts_rely_on(
-    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Toy, tmp_path: Path, command: Command
 ) -> None:
-    report = answer(
-        capsys, "check", place.dataset, "--json", "--set", "data.resolution=512"
+    report = command.json(
+        "check", place.dataset, "--json", "--set", "data.resolution=512"
     )  # so that there is something to remark
     rest = {"parts", "pictures", "caption_limit"}
     assert report.keys() == {"images", "score", "findings", "buckets"} | rest
@@ -218,24 +221,24 @@ LAUNCHERS: dict[str, tuple[str, int, str]] = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_cannot_be_is_one_line_with_the_exit_code(
-    line: str, place: Toy, capsys: pytest.CaptureFixture[str]
+    line: str, place: Toy, command: Command
 ) -> None:
     Path("empty").mkdir()
     Path("file").touch()
     words = [str(place.dataset) if word == "DATASET" else word for word in line.split()]
-    code, error = refused(capsys, *words)
+    code, error = command.refused(*words)
     assert (code, REFUSED[line][1] in error) == (REFUSED[line][0], True), error
     assert "--set" not in words or "Fix: " in error
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_that_contradicts_itself_is_refused_and_one_process_profiled(
-    launcher: str, place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launcher: str, place: Toy, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     for word in launcher.split():
         monkeypatch.setenv(*word.split("="))
-    command, code, named = LAUNCHERS[launcher]
-    ended, error = refused(capsys, *command.split(), place.dataset, "--output", "runs")
+    words, code, named = LAUNCHERS[launcher]
+    ended, error = command.refused(*words.split(), place.dataset, "--output", "runs")
     assert ended == code and named in error
     assert not Path("runs").exists()
 
@@ -257,29 +260,27 @@ def test_a_flag_is_a_short_name_of_its_setting(place: Toy, monkeypatch: pytest.M
 
 
 def test_a_dry_run_makes_no_folder_and_a_setting_given_twice_alike_is_given_once(
-    place: Toy, capsys: pytest.CaptureFixture[str]
+    place: Toy, command: Command
 ) -> None:
     same = ["--steps", "5", "--set", "train.steps=5"]
-    code, out, _ = said(capsys, place.dataset, "--dry-run", *same)
+    code, out, _ = command.run(place.dataset, "--dry-run", *same)
     assert code == 0
     assert "predicted peak" in out
     assert list(Path().iterdir()) == []
 
 
-def test_doctor_empties_the_cache_that_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_empties_the_cache_that_is_named(tmp_path: Path, command: Command) -> None:
     root = tmp_path / "cache"
     CappedFolder(root=root, limit_bytes=1).create()
     entry = root / "latents" / "aa" / f"{'a' * 64}.safetensors"
     entry.parent.mkdir(parents=True)
     entry.write_bytes(b"12345")
     there = ["--clear-cache", "--set", f"data.cache_dir={root}"]
-    found = answer(capsys, "doctor", *there, "--json")
+    found = command.json("doctor", *there, "--json")
     assert found == {"folder": str(root), "files": 1, "bytes": 5}
-    assert "removed 0 entries" in said(capsys, "doctor", *there)[1]
-    assert refused(capsys, "doctor", "--set", f"data.cache_dir={root}")[0] == 2
-    assert refused(capsys, "doctor", "--clear-cache", "--set", f"data.cache_dir={tmp_path}")[0] == 4
-    report = answer(capsys, "doctor", "--json")
+    assert "removed 0 entries" in command.run("doctor", *there)[1]
+    assert command.refused("doctor", "--set", f"data.cache_dir={root}")[0] == 2
+    assert command.refused("doctor", "--clear-cache", "--set", f"data.cache_dir={tmp_path}")[0] == 4
+    report = command.json("doctor", "--json")
     assert report["accelerator"] and report["cpu_threads"]["reason"]
     assert "torch" in report["packages"]

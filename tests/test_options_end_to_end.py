@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.lora_file.inspect import inspect_file
 from tests.fakes.runs import (
-    BETWEEN_SAVES,
     Point,
     Toy,
     apart,
@@ -83,7 +82,6 @@ EVERYTHING: dict[str, Any] = {
 KILLS: dict[str, Point] = {
     "caching": ("lora_trainer.cache.store", "Cache.write", 3, False),
     "step": ("lora_trainer.training.loss", "Model.losses_of", 30, True),
-    "saving": BETWEEN_SAVES,
 }
 
 

@@ -15,15 +15,15 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import flatten
 from lora_trainer.config.layers import read_settings_file
-from lora_trainer.hardware.machine import Hardware, assume_card
+from lora_trainer.hardware.machine import Hardware
 from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
 from tests.fakes.family_bases import base_of, facts_of, side_of
-from tests.fakes.plans import WITHOUT_CARD
+from tests.fakes.plans import WITHOUT_CARD, machine
 from tests.fakes.runs import Toy, listing, run_cli, toy
 
 PROCESSOR = replace(WITHOUT_CARD, cpu_threads=3, ram_total_bytes=16 << 30, ram_free_bytes=8 << 30)
-CARD = assume_card(PROCESSOR, vram_gib=12)
+CARD = replace(PROCESSOR, gpus=machine().gpus)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,8 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
         "plain": plain,
         "distilled": distilled,
         "helped": replace(assistant, facts=distilled.facts),
-        "4 GiB": replace(plain, hardware=assume_card(PROCESSOR, vram_gib=4)),
-        "8 GiB": replace(plain, hardware=assume_card(PROCESSOR, vram_gib=8)),
+        "4 GiB": replace(plain, hardware=machine(4)),
+        "8 GiB": replace(plain, hardware=machine(8)),
         "long": replace(long_run, resolved=replace(long_run.resolved, priority="balanced")),
         "as meant": prepare.prepare(flux, hardware=roomy),
         "dora": prepare.prepare(asked(place, adapter__dora=True), hardware=PROCESSOR),

@@ -74,11 +74,6 @@ def adapter(place: Toy, name: str) -> list[Tensor]:
     return [found[key] for key in sorted(found)]
 
 
-def gradients(place: Toy, name: str) -> list[Tensor]:
-    found = load_file(place.folder / f"notes-{name}" / "gradients.safetensors")
-    return [found[key] for key in sorted(found, key=int)]
-
-
 def draws(place: Toy, name: str) -> Counter[str]:
     """Return every (step, sample, hash of latents, noise and timestep) that any process prepared."""
     files = (place.folder / f"notes-{name}").glob("draws-*.txt")
@@ -106,15 +101,17 @@ def test_any_number_of_processes_is_one_training(
 ) -> None:
     assert set(results[name]["codes"]) == {0}, results[name]["output"]
     assert draws(place, name) == draws(place, "one")
-    assert distance(gradients(place, name), gradients(place, "one")) < 1e-5
     assert_close(place, name)
     ours, one = (events(place.runs / run, "step") for run in (name, "one"))
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
     assert [row["images"] for row in ours] == [row["images"] for row in one]
     skipped = [row["step"] for row in ours if row["loss"] is None]
     assert skipped == [row["step"] for row in one if row["loss"] is None] == [SPOILT + 1]
-    losses = [[row["loss"] for row in rows if row["loss"] is not None] for rows in (ours, one)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for mine, others in zip(ours, one, strict=True):
+        if mine["step"] != SPOILT + 1:
+            assert mine["loss"] == pytest.approx(others["loss"], rel=1e-4)
+            # AdamW hides the scale of gradients.
+            assert mine["grad_norm"] == pytest.approx(others["grad_norm"], rel=1e-4)
     problems = read_jsonl(place.runs / name / "problems.jsonl")
     (skip,) = (row["what"] for row in problems if row["code"] == "TRN-01")
     assert "was skipped" in skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -36,27 +36,30 @@ def held(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     return place
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main.run(["queue", *words]) == 0
-    out, error = capsys.readouterr()
-    assert error == ""
-    return str(out)
+Said = Callable[..., str]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main.run(["queue", *words]) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error: ") and error.count("\n") == 1
-    return str(error)
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Return what `lora-train queue` prints: its answer, or with `code=2` its error, which is one line."""
+
+    def said(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main.run(["queue", *words]) == code
+        out, error = capsys.readouterr()
+        assert (error if code == 0 else out) == ""
+        assert code == 0 or (error.startswith("error: ") and error.count("\n") == 1)
+        return error if code else out
+
+    return said
 
 
 def test_a_training_is_queued_with_its_words_its_place_and_the_queues_folder(
-    held: Place, capsys: pytest.CaptureFixture[str]
+    held: Place, said: Said
 ) -> None:
     """An item is called as its run will be."""
     line = ["add", "--runs", "mine", "--", "my cats", "--steps", "5", "--set", "train.seed=1"]
-    assert said(capsys, *line) == "0001-my-cats\n"
+    assert said(*line) == "0001-my-cats\n"
     (item,) = commands.items(held.folder / "mine")
     assert item.argv == ("--output", "mine", "my cats", "--steps", "5", "--set", "train.seed=1")
     assert (item.folder, item.label, item.state) == (str(held.folder), "my cats", "waiting")
@@ -66,13 +69,11 @@ def test_a_training_is_queued_with_its_words_its_place_and_the_queues_folder(
         (["owls", "--resume-from", "runs/owls"], "owls"),
         (["--label", "by me", "--", "--strict", "cats"], "by me"),
     ):
-        said(capsys, "add", *words) if "--" in words else said(capsys, "add", "--", *words)
+        said("add", *words) if "--" in words else said("add", "--", *words)
         assert commands.items(held.runs)[-1].label == label
 
 
-def test_what_cannot_train_is_refused_before_it_waits(
-    held: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_train_is_refused_before_it_waits(held: Place, said: Said) -> None:
     for words, named in (
         ([], "DATASET"),
         (["cats", "--stepz", "5"], "--stepz"),
@@ -86,44 +87,39 @@ def test_what_cannot_train_is_refused_before_it_waits(
         (["cats", "--resume-from", "elsewhere/cats"], "--runs elsewhere"),
         (["cats", "--set", "output.author=hf_" + "a" * 34], "token"),
     ):
-        assert named in refusal(capsys, "add", "--", *words), words
+        assert named in said("add", "--", *words, code=2), words
     assert not held.runs.exists()
-    refusal(capsys, "remove", "0009-x")
-    refusal(capsys, "move", "x", "2")
+    said("remove", "0009-x", code=2)
+    said("move", "x", "2", code=2)
 
 
-def test_the_list_is_in_order_and_its_json_is_the_items(
-    held: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said(capsys, "list") == "the queue is empty\n"
-    assert json.loads(said(capsys, "list", "--json")) == []
+def test_the_list_is_in_order_and_its_json_is_the_items(held: Place, said: Said) -> None:
+    assert said("list") == "the queue is empty\n"
+    assert json.loads(said("list", "--json")) == []
     for name in ("[b]cats", "dogs", "owls"):
-        said(capsys, "add", "--", name)
-    said(capsys, "move", "0003-owls", "up")
-    said(capsys, "move", "0001-b-cats", "down")
-    said(capsys, "remove", "0002-dogs")
-    rows = json.loads(said(capsys, "list", "--json"))
+        said("add", "--", name)
+    said("move", "0003-owls", "up")
+    said("move", "0001-b-cats", "down")
+    said("remove", "0002-dogs")
+    rows = json.loads(said("list", "--json"))
     assert [row["id"] for row in rows] == ["0003-owls", "0001-b-cats"]
     assert rows[0]["argv"] == ["--output", "runs", "owls"]
-    text = said(capsys, "list")
+    text = said("list")
     assert text.index("0003-owls") < text.index("0001-b-cats")
     assert "[b]cats" in text
     assert "not running; start it" in text
     # One that ended unseen is told, and nothing is started.
     held.become(held.item("0003-owls"), state="running", pid=2**30, pid_started_s=1.0)
-    rows = json.loads(said(capsys, "list", "--json"))
+    rows = json.loads(said("list", "--json"))
     assert [row["state"] for row in rows] == ["waiting", "interrupted"]
-    said(capsys, "remove", "0003-owls")
+    said("remove", "0003-owls")
 
 
-def test_a_real_training_through_the_queue(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_training_through_the_queue(place: Place, said: Said) -> None:
     """On a tiny base, by a worker that `add` starts; nobody looks on."""
     toys = toy(place.folder).with_base()
     words = toys.arguments("--name", "two words; $(x)", steps=2, **QUIET)
-    capsys.readouterr()  # what making the base has said
-    said(capsys, "add", "--", *words)
+    said("add", "--", *words)
     until(lambda: all(item.has_ended for item in commands.items(place.runs)))
     (item,) = commands.items(place.runs)
     assert (item.state, item.error, item.exit_code) == ("finished", "", 0)
@@ -133,11 +129,11 @@ def test_a_real_training_through_the_queue(
 
 
 def test_a_worker_in_a_terminal_ends_when_asked_and_its_training_goes_on(
-    held: Place, capsys: pytest.CaptureFixture[str]
+    held: Place, said: Said
 ) -> None:
     dataset = toy(held.folder).dataset
     os.mkfifo(held.folder / "settings.json")  # a training that waits as long as we like
-    said(capsys, "add", "--", str(dataset), "--config", "settings.json")
+    said("add", "--", str(dataset), "--config", "settings.json")
     worker = start("queue", "run")
     until(lambda: held.item("0001-toy").pid is not None)
     worker.send_signal(signal.SIGINT)

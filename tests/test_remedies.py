@@ -17,7 +17,6 @@ from lora_trainer import families
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import build_config
-from lora_trainer.hardware.machine import assume_card
 from lora_trainer.network.quantize import QuantizedLinear
 from lora_trainer.run import device as run_device
 from lora_trainer.run import prepare
@@ -25,12 +24,11 @@ from lora_trainer.training.actions import Progress
 from lora_trainer.training.loop import run
 from lora_trainer.training.step import Training
 from tests.fakes.family_bases import base_of, denoiser_of, facts_at, side_of
-from tests.fakes.nvml import GIB
-from tests.fakes.plans import WITHOUT_CARD
+from tests.fakes.plans import machine
 from tests.fakes.runs import SIZES_PX, toy
 from tests.fakes.trainee import block_sizes
 
-MACHINE = assume_card(replace(WITHOUT_CARD, ram_free_bytes=48 * GIB), vram_gib=12)
+MACHINE = machine(ram_gib=44)
 
 
 def fallbacks(
@@ -99,7 +97,7 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     assert prepare.prepare(request, hardware=MACHINE).full_card is None
 
     (note,) = problems_of_a_full_device(first)
-    assert "an assumed 12 GiB GPU was planned to" in note["what"]
+    assert "RTX 3060 was planned to" in note["what"]
     second = prepare.prepare(request, hardware=MACHINE)
     assert second.full_card is not None
     assert second.plan.memory.peak_bytes < 0.95 * first.plan.memory.peak_bytes

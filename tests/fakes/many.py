@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,34 +60,11 @@ SETTINGS: Mapping[str, Any] = {
 }
 PRIORS: dict[str, Any] = {}
 """Settings of the masks and the regularisation images that `main` writes."""
-Fault = Callable[["Process"], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """A child about to start."""
-
-    rank: int
-    count: int
-    notes: Path
+Fault = Callable[[], None]
 
 
 Run = dict[str, Any]
 """What a run of several processes came to: exit codes (negative for signals), seconds, and their output."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """A run under way."""
-
-    pids: list[int]
-    logs: list[Path]
-    began_s: float
-
-    def wait(self) -> Run:
-        codes = [_wait(pid, self.began_s) for pid in self.pids]
-        texts = [log.read_text(encoding="utf-8", errors="replace")[-3000:] for log in self.logs]
-        return {"codes": codes, "seconds": time.monotonic() - self.began_s, "output": texts}
 
 
 def start(
@@ -99,19 +75,25 @@ def start(
     faults: Mapping[int, Fault] | None = None,
     absent: frozenset[int] = frozenset(),
     **settings: Any,
-) -> Started:
-    """Begin to train in `count` processes."""
+) -> tuple[list[int], Callable[[], Run]]:
+    """Begin to train in `count` processes; return their numbers and what waits for their end."""
     notes = place.folder / f"notes-{name}"
     notes.mkdir(exist_ok=True)
     line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **PRIORS, **settings})
-    port, began_s, pids = free_port(), time.monotonic(), []
-    ranks = sorted(set(range(count)) - absent)
-    for rank in ranks:
-        child = os.fork()
-        if child == 0:
-            _be(Process(rank=rank, count=count, notes=notes), line, port, faults or {})
-        pids.append(child)
-    return Started(pids=pids, logs=[notes / f"{rank}.log" for rank in ranks], began_s=began_s)
+    port, began_s = free_port(), time.monotonic()
+    pids: dict[int, int] = {}
+    for rank in sorted(set(range(count)) - absent):
+        pids[rank] = os.fork()
+        if pids[rank] == 0:
+            _be(rank, count, notes, line, port, (faults or {}).get(rank))
+
+    def wait() -> Run:
+        codes = [_wait(pid, began_s) for pid in pids.values()]
+        logs = [(notes / f"{rank}.log").read_text("utf-8", errors="replace") for rank in pids]
+        seconds = time.monotonic() - began_s
+        return {"codes": codes, "seconds": seconds, "output": [log[-3000:] for log in logs]}
+
+    return list(pids.values()), wait
 
 
 def run(
@@ -123,29 +105,26 @@ def run(
     **options: Any,
 ) -> Run:
     """Train in `count` processes; `meanwhile` may do something to them."""
-    started = start(place, name, count, *more, **options)
-    meanwhile(started.pids, place.runs / name)
-    return started.wait()
+    pids, wait = start(place, name, count, *more, **options)
+    meanwhile(pids, place.runs / name)
+    return wait()
 
 
-def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault]) -> None:
-    log = os.open(process.notes / f"{process.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _be(
+    rank: int, count: int, notes: Path, line: list[str], port: int, fault: Fault | None
+) -> None:
+    log = os.open(notes / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if process.count > 1:
-        os.environ |= {
-            "RANK": str(process.rank),
-            "LOCAL_RANK": str(process.rank),
-            "WORLD_SIZE": str(process.count),
-            "LOCAL_WORLD_SIZE": str(process.count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+    if count > 1:
+        for name, value in {"RANK": rank, "WORLD_SIZE": count}.items():
+            os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = 1
     try:
-        note_draws(process)
-        if fault := faults.get(process.rank):
-            fault(process)
+        note_draws(rank, notes)
+        if fault is not None:
+            fault()
         from lora_trainer.cli import main
 
         code = main.run(line)
@@ -154,19 +133,17 @@ def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault
         os._exit(code)
 
 
-def _wait(pid: int, began: float) -> int:
+def _wait(pid: int, began_s: float) -> int:
     """Return how a child ended; one that hangs is killed, which no test expects.
 
     A frozen one is killed once those before it have ended, as by a launcher.
     """
     if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
         os.kill(pid, signal.SIGKILL)
-    while True:
+    while time.monotonic() - began_s <= TIMEOUT_S:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        if time.monotonic() - began > TIMEOUT_S:
-            break
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -176,18 +153,16 @@ def _wait(pid: int, began: float) -> int:
 # ---- what a child notes down
 
 
-def note_draws(process: Process) -> None:
-    """Note every sample with its noise, entries encoded, and the gradients of the first step; spoil one."""
+def note_draws(rank: int, notes: Path) -> None:
+    """Note every sample with its noise, and entries encoded; spoil one sample."""
     import torch
-    from safetensors.torch import save_file
 
     from lora_trainer.cache.store import Cache
     from lora_trainer.training.dataloader import TrainingDataLoader
-    from lora_trainer.training.distributed.process_group import ProcessGroup
 
-    draws = (process.notes / f"draws-{process.rank}.txt").open("a")
-    encoded = (process.notes / f"encoded-{process.rank}.txt").open("a")
-    prepare, reduce, write = TrainingDataLoader.prepare, ProcessGroup.reduce, Cache.write
+    draws = (notes / f"draws-{rank}.txt").open("a")
+    encoded = (notes / f"encoded-{rank}.txt").open("a")
+    prepare, write = TrainingDataLoader.prepare, Cache.write
 
     def noted_prepare(self: TrainingDataLoader, step: int) -> Any:
         batch = prepare(self, step)
@@ -200,20 +175,12 @@ def note_draws(process: Process) -> None:
         draws.flush()
         return batch
 
-    def noted_reduce(self: ProcessGroup, parameters: Any, loss: Any, **options: Any) -> Any:
-        found = reduce(self, parameters, loss, **options)
-        file = process.notes / "gradients.safetensors"
-        if self.dist_env.is_main and not file.exists():
-            save_file({str(n): p.grad.clone() for n, p in enumerate(parameters)}, file)
-        return found
-
     def noted_write(self: Cache, key: Any, arrays: Any) -> Any:
         encoded.write(f"{key.digest}\n")
         encoded.flush()
         return write(self, key, arrays)
 
     TrainingDataLoader.prepare = noted_prepare
-    ProcessGroup.reduce = noted_reduce
     Cache.write = noted_write
 
 
@@ -223,7 +190,7 @@ def note_draws(process: Process) -> None:
 def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
     """Return a fault that spoils one call of the loss."""
 
-    def fault(process: Process) -> None:
+    def fault() -> None:
         from lora_trainer.training.loss import Model
 
         real, calls = Model.losses_of, iter(range(1, 1_000_000))
@@ -247,7 +214,7 @@ def broken(_: Any) -> Any:
     raise ValueError("a bug in this process")
 
 
-def other_weights(process: Process) -> None:
+def other_weights() -> None:
     """Let this process's optimizer do a little more than the others'."""
     import torch
 
@@ -269,7 +236,7 @@ def waits_for_ever(*_: Any, **__: Any) -> Any:
 def replaced(module: str, name: str, function: Callable[..., Any]) -> Fault:
     """Return a fault that puts a function in place of another."""
 
-    def fault(process: Process) -> None:
+    def fault() -> None:
         setattr(importlib.import_module(module), name, function)
 
     return fault
@@ -352,7 +319,7 @@ def scenarios(place: Toy) -> dict[str, Run]:
     kill = signalled_after(8, 0, signal.SIGKILL)
     found["killed 0"] = run(place, "moved", 3, "--resume", meanwhile=kill, **ALONE)
     found["moved"] = run(place, "moved", 1, "--resume", **ALONE)
-    return found | {name: started.wait() for name, started in starting.items()}
+    return found | {name: wait() for name, (_, wait) in starting.items()}
 
 
 def main() -> None:
