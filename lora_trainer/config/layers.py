@@ -104,6 +104,7 @@ def _pairs(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 TIERS = ("cpu", "6-8", "10-12", "16-24")
 RESUMED = "resumed run"
 COMMAND_LINE = "command line"
+CONCEPT = "train.concept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,7 @@ def resolve(
             layers.insert(0, _file_layer(read_settings_file(preset_file), "preset", family))
         presets = _preset_layers(family, tier, priority)
         # The concept's presets lie below the layer that names the concept, so it is looked up first.
-        concept = str(_last(layers, "train.concept", ""))
+        concept = str(_last(layers, CONCEPT, ""))
         chosen = concepts().get(concept, {"settings": {}})  # validation refuses an unknown word
         concept_layer = _Layer(
             values={key: row["value"] for key, row in chosen["settings"].items()},

@@ -120,11 +120,11 @@ def read_folders(
             for key in folder.names.values():
                 foreign.stays(key, why)
             continue
-        named = [key for key in keys["path"] if isinstance(folder.get(key), str) and folder[key]]
-        if not named:
+        paths = [key for key in keys["path"] if isinstance(folder.get(key), str) and folder[key]]
+        if not paths:
             foreign.untrained += (prefix,)
             continue
-        folder.path, folder.key = path_of(folder[named[0]]), folder.name(named[0])
+        folder.path, folder.key = path_of(folder[paths[0]]), folder.name(paths[0])
         folder.settings = {"repeats": (1, THERE)} | {
             ours: folder.sourced(key)
             for key, ours in keys["fields"].items()

@@ -223,7 +223,7 @@ def shown(value: Any) -> str:
 
 
 def meaning_of(value: Any, meanings: Mapping[str, Any]) -> Any:
-    """Return what a word means, letter case aside; "*" stands for all others; raises ValueError for others."""
+    """Return the meaning of a word, letter case aside; "*" stands for all others; raises ValueError for others."""
     ours = {name.lower(): meaning for name, meaning in meanings.items()}
     word = str(value).lower()
     if word not in ours and "*" not in ours:

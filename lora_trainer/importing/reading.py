@@ -79,14 +79,14 @@ def import_file(file: Path) -> Foreign:
             fix=error.fix,
         ) from None
     # All keys get the names that the file has for them.
-    own = foreign.called
+    name_in_file = foreign.called
     for rows in (foreign.nearest, foreign.nothing_to_set, foreign.without_equivalent):
-        named = {own.get(key, key): why for key, why in rows.items()}
+        renamed = {name_in_file.get(key, key): why for key, why in rows.items()}
         rows.clear()
-        rows.update(named)
+        rows.update(renamed)
     for key, source in foreign.sources.items():
-        foreign.sources[key] = " ".join(own.get(word, word) for word in source.split(" "))
-    foreign.unknown = [own.get(key, key) for key in foreign.unknown]
+        foreign.sources[key] = " ".join(name_in_file.get(word, word) for word in source.split(" "))
+    foreign.unknown = [name_in_file.get(key, key) for key in foreign.unknown]
     return foreign
 
 
