@@ -35,18 +35,7 @@ from lora_trainer.lora_file.embedding import trained_vectors
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.lora_file.tensor_file import holds_adapter
-from lora_trainer.run.build import (
-    arrange,
-    build_dataloader,
-    build_model,
-    fill_caches,
-    layer_names,
-    load_networks,
-    new_tokens,
-    open_cache,
-    plan_cache,
-    texts_as,
-)
+from lora_trainer.run import build
 from lora_trainer.run.device import planned_device, setup_torch
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request, prepare_with_base
@@ -121,7 +110,7 @@ class Evaluation:
 
     def samples(self, prompts: Sequence[str], *, strength: float) -> list[Image.Image]:
         """Draw an image for each prompt, with the seeds of a training's sample images."""
-        settings, key = self.plan.config.sampling, texts_as(self.plan).key
+        settings, key = self.plan.config.sampling, build.texts_as(self.plan).key
         model, read = self.model, self.feeder.entries.read
         side = self.plan.config.data.resolution
         with self.dial.at(strength), torch.no_grad():
@@ -165,7 +154,7 @@ class Evaluation:
                 conditioning={**self.feeder.entries.read(text_key(prompt)), **shared},
             )
 
-        text_key, at = texts_as(self.plan).key, self.feeder.levels.at
+        text_key, at = build.texts_as(self.plan).key, self.feeder.levels.at
         return [
             tuple(
                 sample(prompt, latent, at((quantile + 0.5) / QUANTILES))
@@ -213,36 +202,38 @@ def build_evaluation(
     job = TrainingJob(
         prepared=plan,
         folder=RunFolder(path=subject.file.parent),
-        cache_needs=plan_cache(plan, prompts),
+        cache_needs=build.plan_cache(plan, prompts),
         state=None,
         events=events,
         stop=lambda: None,
         started_at_s=time.time(),
         ranks=ProcessGroup(),
     )
-    cache = open_cache(plan, events)
-    fill_caches(job, cache)
+    cache = build.open_cache(plan, events)
+    build.fill_caches(job, cache)
     events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
-    networks = load_networks(plan)
+    networks = build.load_networks(plan)
     # New tokens that were trained with the adapter are added to the text encoders.
-    word, words = new_word(plan.config), new_tokens(plan.config, networks.text)
+    word, words = new_word(plan.config), build.new_tokens(plan.config, networks.text)
     trained = trained_vectors(subject.file, word) if words and word is not None else {}
     for component, vectors in words.items():
         vectors.requires_grad_(False)
         vectors.copy_(torch.from_numpy(trained[plan.family.text.new_token_keys[component]]))
     inside = networks.by_component
-    tensors = read_tensors(subject.file, names=layer_names(plan, networks.text))
+    tensors = read_tensors(subject.file, names=build.layer_names(plan, networks.text))
     weights = weight_figures(inside, tensors)
     dial = attach_lora(inside, tensors)
-    arrange(plan, networks)
-    model = replace(build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None)
+    build.arrange(plan, networks)
+    model = replace(
+        build.build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None
+    )
     return Evaluation(
         subject=subject,
         plan=plan,
         model=model,
         dial=dial,
         weights=weights,
-        feeder=build_dataloader(job, cache),
+        feeder=build.build_dataloader(job, cache),
         sampler=build_sampler(
             plan.family, plan.facts, denoiser=networks.denoiser, device=model.device
         ),

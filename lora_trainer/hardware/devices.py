@@ -1,7 +1,8 @@
 """Capabilities of each kind of device, the build of the installed torch and the settings of its allocator.
 
-Facts are by kind, torch-free, with a source where they are not obvious. `device_calls.py` has the calls of
-torch that differ by device. No other module tests a device's type (`tests/hardware/test_machine.py` checks that).
+Facts are by kind, torch-free, in devices.toml, with a source where they are not obvious. `device_calls.py` has the
+calls of torch that differ by device. No other module tests a device's type (`tests/hardware/test_machine.py` checks
+that).
 docs/machines.md states what has run on real GPUs.
 """
 
@@ -10,18 +11,18 @@ from __future__ import annotations
 import platform
 import re
 import sys
+import tomllib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from lora_trainer.common.wording import GIB
 
 KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 TorchType = Literal["cuda", "mps", "xpu", "cpu"]
 """`torch.device(...).type` and the values of `hardware.device`; AMD's GPUs have torch's type "cuda"."""
-_ORDINARY_INDEX = "https://download.pytorch.org/whl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class DeviceKind:
     compiles: the report of a machine names triton, with which torch.compile makes kernels.
     fused_skips: torch's fused AdamW skips the update when `found_inf` is set.
     blocks_convolutions: a convolution copies its input and its output into another layout.
-    runtime_bytes: memory of a process before its first tensor.
+    runtime_gib: memory of a process before its first tensor.
     collectives: the backend of torch.distributed.
     install: the command that installs a torch for this kind.
     lacks: unsupported settings, "key=value" -> reason.
@@ -45,7 +46,7 @@ class DeviceKind:
     name: KindName
     says: str
     torch_type: TorchType
-    runtime_bytes: int
+    runtime_gib: float
     collectives: str
     install: str
     own_memory: bool = True
@@ -57,89 +58,18 @@ class DeviceKind:
     blocks_convolutions: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def runtime_bytes(self) -> int:
+        return int(self.runtime_gib * GIB)
+
     def against(self, key: str, value: object) -> str:
         """Return why this device does not support a setting, "" if it does."""
         return self.lacks.get(f"{key}={value}", "")
 
 
-_NO_8BIT = "bitsandbytes has no 8-bit optimizer for it"
-_8BIT = ("adamw8bit", "paged_adamw8bit", "lion8bit")
-
+_TABLE = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
 KINDS: Mapping[KindName, DeviceKind] = {
-    kind.name: kind
-    for kind in (
-        DeviceKind(
-            name="cuda",
-            says="an NVIDIA GPU (CUDA)",
-            torch_type="cuda",
-            # Context 0.3-0.5 GiB with the kernels of all libraries loaded.
-            runtime_bytes=int(0.6 * GIB),
-            collectives="nccl",
-            install=f"pip install torch --index-url {_ORDINARY_INDEX}/cu128",
-        ),
-        # torch's HIP build has the API of torch.cuda, and the names of its pinning calls (docs: "HIP
-        # (ROCm) semantics"). bitsandbytes 0.50 has wheels for it (its installation guide).
-        DeviceKind(
-            name="rocm",
-            says="an AMD GPU (ROCm)",
-            torch_type="cuda",
-            compiles=False,
-            runtime_bytes=int(0.8 * GIB),
-            collectives="nccl",  # RCCL, under NCCL's name
-            install=f"pip install torch --index-url {_ORDINARY_INDEX}/rocm6.4",
-        ),
-        # Shares the machine's memory. A non-blocking copy to the host may be read too early
-        # (pytorch#139550), and fused optimizers ignored found_inf up to torch 2.12 (pytorch#186360).
-        # bitsandbytes 0.50 has 4-bit weights for MPS but no 8-bit optimizer, and is no dependency on macOS.
-        DeviceKind(
-            name="mps",
-            says="an Apple GPU (MPS)",
-            torch_type="mps",
-            own_memory=False,
-            pins=False,
-            pins_in_place=False,
-            streams=False,
-            compiles=False,
-            fused_skips=False,
-            runtime_bytes=int(1.0 * GIB),
-            collectives="gloo",
-            install="pip install torch",
-            lacks={
-                **{f"optimizer.name={name}": _NO_8BIT for name in (*_8BIT, "lion")},
-                "memory.base_precision=nf4": "bitsandbytes is not installed on macOS",
-                "memory.base_precision=fp8": "MPS has no 8-bit floating point",
-                "hardware.compile=blocks": "inductor on MPS is a prototype",
-            },
-        ),
-        # torch.xpu has torch.cuda's API; bitsandbytes' optimizers are triton kernels.
-        DeviceKind(
-            name="xpu",
-            says="an Intel GPU (XPU)",
-            torch_type="xpu",
-            pins_in_place=False,
-            compiles=False,
-            fused_skips=False,
-            runtime_bytes=int(0.8 * GIB),
-            collectives="gloo",  # gradients are summed in float64 for exactness, which Arc lacks
-            install=f"pip install torch --index-url {_ORDINARY_INDEX}/xpu",
-            lacks={
-                "optimizer.name=paged_adamw8bit": "bitsandbytes' paging needs CUDA's managed memory"
-            },
-        ),
-        DeviceKind(
-            name="cpu",
-            says="the processor",
-            torch_type="cpu",
-            own_memory=False,
-            pins=False,
-            pins_in_place=False,
-            streams=False,
-            runtime_bytes=int(0.58 * GIB),  # Python with torch, diffusers, TensorBoard: docs/LOG.md
-            blocks_convolutions=True,  # oneDNN computes in blocks of channels (its "Memory Format Propagation")
-            collectives="gloo",
-            install="pip install torch",
-        ),
-    )
+    kind: DeviceKind(name=kind, **_TABLE[kind]) for kind in get_args(KindName)
 }
 
 
@@ -189,7 +119,9 @@ TURING = (7, 5)
 
 def reinstall(index: str) -> str:
     """Return the command that installs another build of torch."""
-    return f"pip install --force-reinstall torch --index-url {_ORDINARY_INDEX}/{index}"
+    return (
+        f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}"
+    )
 
 
 def is_under_windows(root: Path = Path("/")) -> bool:

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,21 +42,9 @@ from lora_trainer.hardware.nvml import BY_BUS, CUDA_ORDER, Gpu, Nvml, find_gpus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 DISTRIBUTION = "lora-train"
-PURPOSES: Mapping[str, str] = {
-    "torch": "computes everything",
-    "diffusers": "the image models",
-    "transformers": "the text encoders",
-    "accelerate": "starts trainings on several GPUs",
-    "peft": "reads LoRAs when images are sampled",
-    "safetensors": "reads and writes model files",
-    "bitsandbytes": "optional: less memory, by 8-bit optimizers and 4-bit base models",
-    "prodigyopt": "optional: the optimizer Prodigy",
-    "pytorch-optimizer": "optional: the optimizers Adafactor, CAME and Muon",
-    "schedulefree": "optional: the optimizer Schedule-Free AdamW",
-    "triton": "optional: compiled blocks on a GPU",
-    "tensorboard": "optional: curves in TensorBoard",
-    "gradio": "optional: the graphical interface",
-}
+PURPOSES: Mapping[str, str] = tomllib.loads(
+    Path(__file__).with_name("packages.toml").read_text(encoding="utf-8")
+)
 """Package -> its purpose, for `doctor`."""
 PACKAGES = tuple(PURPOSES)
 # An assumed GPU (`plan --vram`) is Ampere, which has bf16.

@@ -74,7 +74,15 @@ def bench(
     """
     if steps < 1:
         raise RequestError(f"--steps {steps} is not allowed", fix="give 1 or more")
-    chosen = _chosen(list(variants(prepare(request))), only)
+    candidates = list(variants(prepare(request)))
+    varied = {key for settings in candidates for key in settings}
+    for key in only:
+        if key not in varied:
+            raise RequestError(
+                f"bench does not vary {key} here",
+                fix=f"use one or more of {', '.join(sorted(varied))}",
+            )
+    chosen = [each for each in candidates if not only or not each or set(only) & set(each)]
     rows = []
     try:
         with tempfile.TemporaryDirectory(prefix="lora-train-bench-") as folder:
@@ -91,17 +99,6 @@ def bench(
 
 def _name(settings: Settings) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items()) or "as planned"
-
-
-def _chosen(candidates: list[Settings], only: Sequence[str]) -> list[Settings]:
-    varied = {key for settings in candidates for key in settings}
-    for key in only:
-        if key not in varied:
-            raise RequestError(
-                f"bench does not vary {key} here",
-                fix=f"use one or more of {', '.join(sorted(varied))}",
-            )
-    return [each for each in candidates if not only or not each or set(only) & set(each)]
 
 
 def variants(prepared: Prepared) -> Iterator[Settings]:
@@ -138,24 +135,20 @@ def _measure(request: Request, settings: Settings, *, steps: int, folder: Path) 
         "output.folder": str(folder),
         "output.name": name,
     }
-    finished = subprocess.run(
-        _command(request, overrides), capture_output=True, text=True, encoding="utf-8", check=False
-    )
-    if finished.returncode:
-        lines = [line for line in finished.stderr.splitlines() if line.strip()]
-        failure = lines[-1] if lines else f"ended with exit code {finished.returncode}"
-        return BenchRow(name=_name(settings), settings=settings, failure=failure)
-    return _row(settings, folder / name)
-
-
-def _command(request: Request, overrides: Settings) -> list[str]:
     command = [sys.executable, "-m", "lora_trainer", str(request.dataset.resolve())]
     command += ["--preset", request.preset, "--priority", request.priority]
     if request.settings_file is not None:
         command += ["--config", request.settings_file.name]
     for key, value in overrides.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
-    return command
+    finished = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    if finished.returncode:
+        lines = [line for line in finished.stderr.splitlines() if line.strip()]
+        failure = lines[-1] if lines else f"ended with exit code {finished.returncode}"
+        return BenchRow(name=_name(settings), settings=settings, failure=failure)
+    return _row(settings, folder / name)
 
 
 def _row(settings: Settings, folder: Path) -> BenchRow:

@@ -22,7 +22,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import Event, Listener
 from lora_trainer.config.running import RunConfig
 from lora_trainer.measuring.bench import QUIET
-from lora_trainer.run.prepare import Prepared, Request, prepare
+from lora_trainer.run.prepare import Request, prepare
 from lora_trainer.run.train import train
 from lora_trainer.training.actions import Progress
 
@@ -44,6 +44,8 @@ def profile_run(
     if steps < 1:
         raise RequestError(f"--steps {steps} is not allowed", fix="give 1 or more")
     real = prepare(request)
+    name = real.config.output.name
+    name = real.dataset.folder.resolve().name if name == "auto" else name
     short = replace(
         request,
         overrides={
@@ -51,10 +53,18 @@ def profile_run(
             **QUIET,
             "train.steps": WARMUP_STEPS + steps,
             "output.folder": str(output),
-            "output.name": f"{_name(real)}-profile",
+            "output.name": f"{name}-profile",
         },
     )
-    watch = _Watch(last=WARMUP_STEPS + steps)
+    activities = [ProfilerActivity.CPU]
+    by_device = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    # A CUDA build names its kind of device also on a machine without one.
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type in by_device:
+        activities.append(by_device[device.type])
+    # `acc_events` changes nothing in one cycle, but torch 2.10 warns without it.
+    profiler = profile(activities=activities, acc_events=True)
+    watch = _Watch(last=WARMUP_STEPS + steps, profiler=profiler)
     file = train(replace(short, watchers=(watch,)), listeners=(*listeners, watch.listen))
     trace = file.parent / "tensorboard"
     tensorboard_trace_handler(str(trace))(watch.profiler)
@@ -71,33 +81,13 @@ def profile_run(
     }
 
 
-def _name(prepared: Prepared) -> str:
-    name = prepared.config.output.name
-    return prepared.dataset.folder.resolve().name if name == "auto" else name
-
-
-def _activities() -> list[ProfilerActivity]:
-    activities = [ProfilerActivity.CPU]
-    by_device = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
-    # A CUDA build names its kind of device also on a machine without one.
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        [*activities, by_device[device.type]]
-        if device is not None and device.type in by_device
-        else activities
-    )
-
-
 @dataclass(kw_only=True)
 class _Watch:
     """Starts the profiler after the warm-up, stops it after step `last`, and collects timing events."""
 
     what: ClassVar = "the profile"
     last: int
-    # `acc_events` changes nothing in one cycle, but torch 2.10 warns without it.
-    profiler: profile = field(
-        default_factory=lambda: profile(activities=_activities(), acc_events=True)
-    )
+    profiler: profile
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     save_s: float = 0.0
 
@@ -117,29 +107,26 @@ class _Watch:
             self.save_s = max(self.save_s, event.fields["seconds"])
 
     def measured(self, steps: int) -> Measured:
-        """Return means per step; waiting and wall time are medians, so that one slow step does not matter."""
-        return Measured(
-            wall_s=statistics.median(row["seconds"] for row in self.rows),
-            data_wait_s=statistics.median(row["data_wait_s"] for row in self.rows),
-            work_s={name: s / steps for name, s in self._seconds().items()},
-            save_s=self.save_s,
-        )
+        """Return means per step; waiting and wall time are medians, so that one slow step does not matter.
 
-    def _seconds(self) -> dict[str, float]:
-        """Return seconds by kernel on a GPU; on a processor by operation, without the operations it calls."""
+        Work is by kernel on a GPU; on a processor by operation, without the operations it calls.
+        """
         rows = self.profiler.key_averages()
-        kernels = {
-            row.key: row.self_device_time_total * 1e-6
+        work_s = {
+            row.key: row.self_device_time_total * 1e-6 / steps
             for row in rows
             if row.device_type.name == "CUDA" and not row.is_user_annotation
-        }
-        if kernels:
-            return kernels
-        return {
-            row.key: row.self_cpu_time_total * 1e-6
+        } or {
+            row.key: row.self_cpu_time_total * 1e-6 / steps
             for row in rows
             if row.device_type.name == "CPU" and row.key.startswith(("aten::", "mkldnn"))
         }
+        return Measured(
+            wall_s=statistics.median(row["seconds"] for row in self.rows),
+            data_wait_s=statistics.median(row["data_wait_s"] for row in self.rows),
+            work_s=work_s,
+            save_s=self.save_s,
+        )
 
 
 Cause = Literal["data", "host", "compute", "memory", "saving"]

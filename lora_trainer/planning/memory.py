@@ -36,7 +36,7 @@ from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements
 from lora_trainer.planning.optimizer_facts import (
     GRADIENT_BYTES,
     MASTER_BYTES,
-    PAGED,
+    OPTIMIZERS,
     copied_bytes,
     state_bytes,
 )
@@ -230,7 +230,7 @@ def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
         note = "fp32, while they are validated, sampled or exported"
         yield MemoryItem("averaged weights", masters, note)
     yield MemoryItem("adapter gradients", parameters * GRADIENT_BYTES, "fp32")
-    is_paged = own_memory and load.optimizer in PAGED
+    is_paged = own_memory and OPTIMIZERS[load.optimizer].is_paged
     where = "without the paged part" if is_paged else "allocated before step 1"
     # Without memory of its own the device would page into the same memory.
     size = states if own_memory else states + paged

@@ -39,7 +39,7 @@ from lora_trainer.planning.memory import (
     Prediction,
     runs_wide,
 )
-from lora_trainer.planning.plan_input import Evaluator
+from lora_trainer.planning.run_time import Evaluator
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""

@@ -10,8 +10,10 @@ from large ones, and some optimizers matrices differently from vectors.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.events import Finding, note, warning
@@ -21,8 +23,6 @@ from lora_trainer.hardware.devices import pinned_bytes
 from lora_trainer.lora.adapter_size import Shape, adapter_tensors
 
 RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"
-USUAL_RATES = (1e-6, 2e-2)
-"""Range of learning rates in use for adapters, for optimizers whose steps are as long as AdamW's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,45 +30,26 @@ class OptimizerFacts:
     """One optimizer: its learning rate is `rate_factor` times AdamW's, or always `rate`; `why` says so in words.
 
     `beta2` is the second decay if it differs from AdamW's; a learning rate outside `usual_rates` gets a
-    warning.
+    warning. `states` in fp32 and `states_8bit` are kept for each trained tensor, of its size; the driver moves those
+    of a paged optimizer to host memory while the GPU is full.
     """
 
     rate_factor: float = 1.0
     rate: float | None = None
     why: str = ""
     beta2: float | None = None
-    usual_rates: tuple[float, float] = USUAL_RATES
+    # Of optimizers whose steps are as long as AdamW's, as in use for adapters.
+    usual_rates: tuple[float, float] = (1e-6, 2e-2)
+    states: int = 0
+    states_8bit: int = 0
+    is_paged: bool = False
 
 
-_LION = OptimizerFacts(
-    rate_factor=0.2,
-    why="steps by the sign alone, so its rate is a fifth of AdamW's",
-    beta2=0.99,
-    usual_rates=(1e-7, 4e-3),
-)
-OPTIMIZERS: Mapping[OptimizerName, OptimizerFacts] = {
-    "adamw": OptimizerFacts(),
-    "adamw8bit": OptimizerFacts(),
-    "paged_adamw8bit": OptimizerFacts(),
-    "lion": _LION,
-    "lion8bit": _LION,
-    "adafactor": OptimizerFacts(),
-    "came": OptimizerFacts(
-        rate_factor=0.1,
-        why="steps ten times as far as AdamW at first, so its rate is a tenth",
-        usual_rates=(1e-7, 2e-3),
-    ),
-    "muon": OptimizerFacts(
-        rate_factor=2.0,
-        why="steps a fifth of its rate, AdamW about twice that, so its rate is doubled",
-        usual_rates=(1e-6, 4e-2),
-    ),
-    "prodigy": OptimizerFacts(
-        rate=1.0,
-        why="finds the learning rate itself, and this setting multiplies it",
-        usual_rates=(0.1, 10.0),
-    ),
-    "schedulefree_adamw": OptimizerFacts(usual_rates=(1e-6, 1e-1)),
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {
+    name: OptimizerFacts(**facts)
+    for name, facts in tomllib.loads(
+        Path(__file__).with_name("optimizers.toml").read_text(encoding="utf-8")
+    ).items()
 }
 
 
@@ -110,12 +91,6 @@ def optimizer_remarks(
 # ---- bytes of states
 
 MASTER_BYTES = GRADIENT_BYTES = 4
-EIGHT_BIT_MOMENTS: Mapping[str, int] = {"adamw8bit": 2, "paged_adamw8bit": 2, "lion8bit": 1}
-MOMENTS: Mapping[str, int] = {"adamw": 2, "lion": 1, "schedulefree_adamw": 2, "prodigy": 4}
-"""State tensors in fp32 for each trained tensor, of the same size. One of Prodigy's is the initial weights;
-it takes no memory where they are zero, as `up` of a new LoRA is, but is counted all the same."""
-PAGED = frozenset({"paged_adamw8bit"})
-"""Optimizers whose states the driver moves to host memory while the GPU is full."""
 # bitsandbytes (0.49 and 0.50, optim/optimizer.py): states of tensors with fewer than EIGHT_BIT_ELEMENTS stay
 # in fp32; 8-bit states have an fp32 scale for each SCALED_ELEMENTS elements; a paged optimizer keeps
 # its scales and the states of tensors with fewer than PAGED_ELEMENTS on the GPU.
@@ -157,24 +132,22 @@ def copied_bytes(
 
 def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:
     """Return (bytes, is paged) for each state of one tensor."""
-    elements = math.prod(shape)
-    if optimizer in EIGHT_BIT_MOMENTS:
-        moments = EIGHT_BIT_MOMENTS[optimizer]
+    elements, facts = math.prod(shape), OPTIMIZERS[optimizer]
+    if facts.states_8bit:
         if elements < EIGHT_BIT_ELEMENTS:
-            return ((4 * elements, False),) * moments
+            return ((4 * elements, False),) * facts.states_8bit
         # Rounded up: a last, shorter group has a scale too.
         scales = 4 * math.ceil(elements / SCALED_ELEMENTS)
-        is_paged = optimizer in PAGED and elements >= PAGED_ELEMENTS
-        return ((elements, is_paged), (scales, False)) * moments
+        is_paged = facts.is_paged and elements >= PAGED_ELEMENTS
+        return ((elements, is_paged), (scales, False)) * facts.states_8bit
+    states = (elements,) * facts.states
     match optimizer:
         case "adafactor":
             states = _second_moment(shape)
         case "came":  # second moments of the updates and, for matrices only, of their instability
             states = (elements, *_second_moment(shape) * (1 if len(shape) < 2 else 2))
         case "muon":  # tensors that are no matrices are trained by AdamW
-            states = (elements,) * (1 if len(shape) == 2 else MOMENTS["adamw"])
-        case _:
-            states = (elements,) * MOMENTS[optimizer]
+            states = (elements,) * (1 if len(shape) == 2 else OPTIMIZERS["adamw"].states)
     return tuple((4 * size, False) for size in states)
 
 

@@ -25,7 +25,6 @@ from lora_trainer.config.declare import (
 )
 from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.running import Config, RunConfig
-from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
@@ -295,10 +294,31 @@ class _Planner:
         memory_choice, decisions = chooser.choose()
         for key, (value, reason) in decisions.items():
             self.decide(key, value, reason)
-        # After memory, which chooses the checkpointing, compiling is left out where it is impossible.
-        obstacle = _obstacle_to_compiling(self.config, self.inputs.costs)
-        if obstacle and self.config.hardware.compile == "blocks":
-            self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
+        # After memory, which chooses the checkpointing, compiling is left out where it is impossible; each reason
+        # was tried on every family.
+        config, adapter, objective = self.config, self.config.adapter, self.config.objective
+        kind = "DoRA" if adapter.dora else adapter.kind
+        drops = adapter.dropout or adapter.rank_dropout or adapter.module_dropout
+        reasons = {
+            f"peft's {kind} layers cannot be compiled in one piece": kind
+            in ("DoRA", "loha", "lokr"),
+            "adapter dropout differs by layer, so each block would be compiled separately": drops,
+            "text lengths vary with this base, and each length would be compiled separately": (
+                self.inputs.costs.texts_vary
+            ),
+            "the base's own prediction is computed for a varying number of samples, each compiled separately": (
+                objective.prior == "base" or objective.preservation_weight
+            ),
+            "base.assistant computes its part in hooks, which cannot be compiled": (
+                config.base.assistant
+            ),
+            "this gradient checkpointing keeps results of single kernels, which compiled code merges": (
+                config.memory.gradient_checkpointing in KEEP_ATTENTION
+            ),
+        }
+        obstacles = [reason for reason, holds in reasons.items() if holds]
+        if obstacles and config.hardware.compile == "blocks":
+            self.decide("hardware.compile", "none", f"instead of blocks: {obstacles[0]}")
         return memory_choice
 
     def finish(self, memory_choice: MemoryChoice) -> Plan:
@@ -342,31 +362,6 @@ def _check_resolution(
             f"{key}={resolution_px} is not a multiple of {step_px} ({facts.family})",
             fix=f"use {allowed}",
         )
-
-
-# ---- compiled blocks
-
-
-def _obstacle_to_compiling(config: Config, costs: BaseCosts) -> str:
-    """Return the first reason against compiling, empty without one; each was tried on every family."""
-    adapter, objective = config.adapter, config.objective
-    kind = "DoRA" if adapter.dora else adapter.kind
-    drops = adapter.dropout or adapter.rank_dropout or adapter.module_dropout
-    reasons = {
-        f"peft's {kind} layers cannot be compiled in one piece": kind in ("DoRA", "loha", "lokr"),
-        "adapter dropout differs by layer, so each block would be compiled separately": drops,
-        "text lengths vary with this base, and each length would be compiled separately": (
-            costs.texts_vary
-        ),
-        "the base's own prediction is computed for a varying number of samples, each compiled separately": (
-            objective.prior == "base" or objective.preservation_weight
-        ),
-        "base.assistant computes its part in hooks, which cannot be compiled": config.base.assistant,
-        "this gradient checkpointing keeps results of single kernels, which compiled code merges": (
-            config.memory.gradient_checkpointing in KEEP_ATTENTION
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def pass_shapes(

@@ -1,4 +1,4 @@
-"""Everything a plan is made from, out-of-memory records of earlier runs, and the judge of a load. No torch.
+"""Everything a plan is made from, and out-of-memory records of earlier runs. No torch.
 
 A prediction cannot see all memory that a driver or an allocator adds, so a GPU on which a planned run ran out of
 memory is planned to use less: a table of the memo in the cache folder has an entry for each GPU model, family and
@@ -8,7 +8,6 @@ version of torch, as another one of these may need less. An entry can only make 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,17 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.memo import MemoTable
-from lora_trainer.common.wording import GIB, gib
-from lora_trainer.config.declare import Precision, settled
 from lora_trainer.config.layers import Resolved
-from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware, usable_ram_bytes
-from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.memory import HostPrediction, Load, Prediction, predict, predict_host
-from lora_trainer.planning.step_time import StepTime, StepWork, step_time, step_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,91 +134,3 @@ def _key(hardware: Hardware, family: str) -> str:
     # Torch's version too, because another version has other kernels and other workspaces.
     card = (hardware.usable() or hardware.gpus)[0]
     return f"{card.name}, {card.total_bytes}, {family}, torch {hardware.packages.get('torch')}"
-
-
-# ---- a load on this machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit:
-    """Bytes that may be used, and the reason, worded to follow a size in a sentence."""
-
-    bytes: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{gib(self.bytes)} {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluator:
-    """Judges a load on this machine: device memory, host memory, time of a step, and the price to compare by.
-
-    Of `config` only memory's settings may be `auto`; `gpu` None is the processor.
-    """
-
-    inputs: PlanInput
-    config: Config | RunConfig
-    gpu: Gpu | None
-
-    @property
-    def costs(self) -> BaseCosts:
-        return self.inputs.costs
-
-    @property
-    def priority(self) -> str:
-        return self.inputs.resolved.priority
-
-    @property
-    def batch_size(self) -> int:
-        """The most images of a step that one process trains on: the slowest process sets the pace."""
-        return math.ceil(self.config.train.batch_size / self.inputs.processes)
-
-    @property
-    def has_host(self) -> bool:
-        """Whether the device has memory of its own, so that weights can wait in the machine's memory."""
-        return self.gpu is not None and self.gpu.can.own_memory
-
-    @cached_property
-    def limit(self) -> Limit:
-        """Memory of the device that the run may use: free memory or the user's limit, whichever is less.
-
-        With an out-of-memory record of this GPU, only the recorded share of it.
-        """
-        limit_gib, full_card = self.config.hardware.vram_limit_gib, self.inputs.full_card
-        if self.gpu is None:
-            return Limit(bytes=self.inputs.ram_bytes, reason="of memory free, less a margin")
-        size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
-        if limit_gib is not None and limit_gib * GIB < size:
-            size, reason = int(limit_gib * GIB), "allowed by hardware.vram_limit_gib"
-        if full_card is None:
-            return Limit(bytes=size, reason=reason)
-        usable_bytes = int(size * full_card.share)
-        return Limit(bytes=usable_bytes, reason=f"({gib(size)} {reason}; {full_card})")
-
-    def predict(self, load: Load) -> Prediction:
-        return predict(load, self.costs, limit_bytes=self.limit.bytes)
-
-    def predict_host(self, load: Load) -> HostPrediction | None:
-        if not self.has_host:
-            return None  # `predict` counts everything already
-        limit_bytes, pinnable_bytes = self.inputs.ram_bytes, self.inputs.pinnable_bytes
-        return predict_host(
-            load, self.costs, limit_bytes=limit_bytes, pinnable_bytes=pinnable_bytes
-        )
-
-    def time(self, load: Load) -> StepTime:
-        pinnable_bytes = self.inputs.pinnable_bytes
-        work = step_work(
-            load, self.costs, batch_size=self.batch_size, pinnable_bytes=pinnable_bytes
-        )
-        return self.time_of(work, load.precision)
-
-    def time_of(self, work: StepWork, precision: Precision) -> StepTime:
-        threads = settled(self.config.hardware.threads)
-        return step_time(work, gpu=self.gpu, threads=threads, precision=precision)
-
-    def fits(self, load: Load) -> bool:
-        """Say whether the device and the machine can hold a load."""
-        host = self.predict_host(load)
-        return self.predict(load).fits and (host is None or host.fits)

@@ -1,6 +1,11 @@
-"""The number of steps of a run, how long the run takes, and its disk space. No torch.
+"""The seconds of a step and of a run, its number of steps and its disk space; the judge of a load. No torch.
 
-Input is the decided settings, the load that fits and the GPU; output a `RunTime`: for each part (start,
+How long an optimizer step takes is an estimate from FLOPs, memory traffic and transfers, as a range. Input is the work
+of a step (`StepWork`) and a GPU or a number of cores; output is the shortest and the longest time to expect, and a
+note that names the bottleneck. gpus.toml has the rates of GPUs. Plans are compared by `seconds`, the geometric mean of
+the range.
+
+Of a run, input is the decided settings, the load that fits and the GPU; output a `RunTime`: for each part (start,
 caching, steps, validation, sample images, saves) the shortest and the longest time to expect. Also how
 often to draw sample images, and how long a run of each priority may take.
 """
@@ -8,24 +13,281 @@ often to draw sample images, and how long a run of each priority may take.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
-from lora_trainer.config.declare import Precision
-from lora_trainer.config.running import RunConfig
-from lora_trainer.costs.base_costs import ELEMENT_BYTES
+from lora_trainer.common.wording import GIB, gib
+from lora_trainer.config.declare import KEEP_ATTENTION, BasePrecision, Precision, settled
+from lora_trainer.config.running import Config, RunConfig
+from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import total_elements
-from lora_trainer.planning.memory import Load
-from lora_trainer.planning.optimizer_facts import MASTER_BYTES, state_bytes
-from lora_trainer.planning.plan_input import Evaluator, PlanInput
-from lora_trainer.planning.step_time import (
-    LINK_BYTES_PER_S,
-    Range,
-    StepTime,
-    StepWork,
-    forward_work,
-    middle,
+from lora_trainer.planning.memory import (
+    HostPrediction,
+    Load,
+    Prediction,
+    pinned_shares,
+    predict,
+    predict_host,
 )
+from lora_trainer.planning.optimizer_facts import MASTER_BYTES, state_bytes
+from lora_trainer.planning.plan_input import PlanInput
+
+_GPUS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+Range = tuple[float, float]
+"""Seconds: the shortest and the longest to expect."""
+
+
+# Share of the matrix rate that eager training reaches, as its elementwise kernels move much memory.
+CARD_SHARE = (0.25, 0.8)
+# Share of the memory rate that dequantising reaches, and copies from the host.
+TRAFFIC_SHARE = (0.5, 0.9)
+# Python, peft and autograd start one kernel in this time; small models on fast GPUs wait for it.
+KERNEL_START_S = (20e-6, 70e-6)
+# From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
+LINK_BYTES_PER_S = (6e9, 22e9)
+# From ordinary memory the driver copies twice, by way of a small pinned buffer: 2.2 of 5.7 GB/s on one
+# GPU (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), 0.3 to 0.6 on others.
+UNPINNED_BYTES_PER_S = (2.4e9, 8.8e9)
+FP32_SLOWDOWN = 4
+# Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
+CPU_GFLOPS_PER_CORE = (20, 80)
+# Bytes read and written to dequantise one weight to 16 bits, and the kernels that dequantise a layer.
+DEQUANTISE_BYTES: Mapping[BasePrecision, float] = {"int8": 7.0, "fp8": 7.0, "nf4": 2.6}
+DEQUANTISE_KERNELS: Mapping[BasePrecision, int] = {"int8": 2, "fp8": 2, "nf4": 3}
+# A block that is recomputed without its matrix products still runs its other kernels. They take this share
+# of the products' time: from the rooflines of FLUX.1, Z-Image and SDXL at 1024 px on several GPUs.
+OTHER_KERNELS = 0.32
+# Where blocks keep results of single kernels, Python inspects each kernel in both passes: 10 us (measured on
+# a processor) for two thirds of a step's kernels and their views, as a share of the time to start a kernel.
+WATCHED_KERNELS = 0.2
+FORWARD_KERNELS = 1 / 3
+"""Kernels of a pass without gradients, as a share of a training step's."""
+STREAM_PASSES = 2
+"""A streamed block is copied once for the forward pass and once to be recomputed for the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Work of one optimizer step: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
+
+    `other_flops` stand for the non-product kernels of recomputed blocks, as arithmetic that takes as long.
+    `bus_bytes` are copied while the GPU computes, `ordered_bytes` between its kernels; `unpinned_bytes` come
+    from unpinned memory, so the host waits for each copy.
+    """
+
+    flops: float
+    other_flops: float = 0.0
+    kernels: int = 0
+    dequantised_bytes: float = 0.0
+    bus_bytes: float = 0.0
+    ordered_bytes: float = 0.0
+    unpinned_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Shortest and longest expected seconds of an optimizer step; `note` names the bottleneck."""
+
+    low_s: float
+    high_s: float
+    note: str
+
+    @property
+    def seconds(self) -> float:
+        """Geometric mean of the range, by which plans are compared."""
+        return middle((self.low_s, self.high_s))
+
+
+def step_work(
+    load: Load, costs: BaseCosts, *, batch_size: int, pinnable_bytes: int | None
+) -> StepWork:
+    """Return the work of a step over `batch_size` images, in micro-batches of `load.micro_batch`.
+
+    A process may pin `pinnable_bytes` of host memory, None: no limit. Passes for the base's own prediction
+    run without gradients: they only go forward.
+    """
+    cost, base = costs.sample_cost(load.workload()), load.frozen_base(costs)
+    images, forward = batch_size * (1 + load.twice), batch_size * load.as_base
+    passes, forwards = math.ceil(images / load.micro_batch), math.ceil(forward / load.micro_batch)
+    # Forward, backward, and when a block is recomputed.
+    weight_passes = 2.0 if load.checkpointing == "none" else 3.0
+    dequantised = passes * weight_passes + forwards if base.is_quantized else 0.0
+    spared_flops = 0.0  # of matrix products that recomputed blocks do not repeat
+    if keeps_results := load.checkpointing in KEEP_ATTENTION:
+        everything = replace(load, checkpointing="full")
+        spared_flops = float(costs.sample_cost(everything.workload()).step_flops - cost.step_flops)
+    streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
+    # To the host in the forward pass, back in the backward pass.
+    offloaded = 2 * cost.host_bytes * images
+    blocks, inputs = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
+    started = (passes + forwards * FORWARD_KERNELS) * cost.kernels
+    flops = cost.step_flops * images + cost.forward_flops * forward
+    return StepWork(
+        flops=flops,
+        other_flops=OTHER_KERNELS * spared_flops * images,
+        kernels=round(
+            started * (1 + WATCHED_KERNELS * keeps_results) + dequantised * _layer_kernels(base)
+        ),
+        dequantised_bytes=dequantised * _layer_bytes(base),
+        bus_bytes=blocks * streamed,
+        ordered_bytes=inputs * offloaded,
+        unpinned_bytes=(1 - blocks) * streamed + (1 - inputs) * offloaded,
+    )
+
+
+def _layer_bytes(base: FrozenBase) -> float:
+    return base.linear_elements * DEQUANTISE_BYTES.get(base.kept_as, 0.0)
+
+
+def _layer_kernels(base: FrozenBase) -> int:
+    return len(base.shapes) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
+
+
+def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Precision) -> StepTime:
+    """Estimate a step on a GPU, or on `threads` cores of the processor where `gpu` is None."""
+    if gpu is None:
+        slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
+        low_s, high_s = _range(work.flops + work.other_flops, (slow, fast))
+        note = f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step"
+        return StepTime(low_s=low_s, high_s=high_s, note=note)
+    # The longest of computing, starting kernels and copying over the bus. Copies of weights run beside the
+    # computation, so they cost only memory traffic and the time they take longer than it; a step waits for copies
+    # of block inputs and for every copy of unpinned memory.
+    # The longest name, because "A10" is also a part of "A100", and "Apple M1" of "Apple M1 Max".
+    rates, size_gib = _GPUS["rates"], gpu.total_bytes / GIB
+    row = max((row for row in rates if row in gpu.name), key=len, default="")
+    row = row or next(row for most, row in _GPUS["of_size"].items() if size_gib <= float(most))
+    tflops, gigabytes = rates[row]
+    rate = tflops * 1e12 / (FP32_SLOWDOWN if precision == "fp32" else 1)
+    computing = _range((work.flops + work.other_flops) / rate, CARD_SHARE)
+    # Copies from the host are written to the same memory that the computation reads.
+    moved_bytes = work.dequantised_bytes + work.bus_bytes
+    beside = _range(moved_bytes / (gigabytes * 1e9), TRAFFIC_SHARE)
+    fast_s, slow_s = KERNEL_START_S
+    parts = {
+        "arithmetic": (computing[0] + beside[0], computing[1] + beside[1]),
+        "starting kernels": (work.kernels * fast_s, work.kernels * slow_s),
+        "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
+    }
+    ordered = _range(work.ordered_bytes, LINK_BYTES_PER_S)
+    unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
+    name = row if row in gpu.name else f"{gpu.name} (rates of an {row})"
+    note = (
+        f"estimate for {name}: {work.flops / 1e12:.1f} TFLOP a "
+        f"step, limited by {max(parts, key=lambda name: middle(parts[name]))}"
+    )
+    if work.unpinned_bytes:
+        note += f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
+    return StepTime(
+        low_s=max(low for low, _ in parts.values()) + ordered[0] + unpinned[0],
+        high_s=max(high for _, high in parts.values()) + ordered[1] + unpinned[1],
+        note=note,
+    )
+
+
+def _range(amount: float, slow_and_fast: tuple[float, float]) -> Range:
+    slow, fast = slow_and_fast
+    return amount / fast, amount / slow
+
+
+def middle(ends: Range) -> float:
+    """Return the geometric mean of a range, whose ends differ by factors."""
+    return math.sqrt(ends[0] * ends[1])
+
+
+# ---- a load on this machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """Bytes that may be used, and the reason, worded to follow a size in a sentence."""
+
+    bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{gib(self.bytes)} {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Judges a load on this machine: device memory, host memory, time of a step, and the price to compare by.
+
+    Of `config` only memory's settings may be `auto`; `gpu` None is the processor.
+    """
+
+    inputs: PlanInput
+    config: Config | RunConfig
+    gpu: Gpu | None
+
+    @property
+    def costs(self) -> BaseCosts:
+        return self.inputs.costs
+
+    @property
+    def priority(self) -> str:
+        return self.inputs.resolved.priority
+
+    @property
+    def batch_size(self) -> int:
+        """The most images of a step that one process trains on: the slowest process sets the pace."""
+        return math.ceil(self.config.train.batch_size / self.inputs.processes)
+
+    @property
+    def has_host(self) -> bool:
+        """Whether the device has memory of its own, so that weights can wait in the machine's memory."""
+        return self.gpu is not None and self.gpu.can.own_memory
+
+    @cached_property
+    def limit(self) -> Limit:
+        """Memory of the device that the run may use: free memory or the user's limit, whichever is less.
+
+        With an out-of-memory record of this GPU, only the recorded share of it.
+        """
+        limit_gib, full_card = self.config.hardware.vram_limit_gib, self.inputs.full_card
+        if self.gpu is None:
+            return Limit(bytes=self.inputs.ram_bytes, reason="of memory free, less a margin")
+        size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
+        if limit_gib is not None and limit_gib * GIB < size:
+            size, reason = int(limit_gib * GIB), "allowed by hardware.vram_limit_gib"
+        if full_card is None:
+            return Limit(bytes=size, reason=reason)
+        usable_bytes = int(size * full_card.share)
+        return Limit(bytes=usable_bytes, reason=f"({gib(size)} {reason}; {full_card})")
+
+    def predict(self, load: Load) -> Prediction:
+        return predict(load, self.costs, limit_bytes=self.limit.bytes)
+
+    def predict_host(self, load: Load) -> HostPrediction | None:
+        if not self.has_host:
+            return None  # `predict` counts everything already
+        limit_bytes, pinnable_bytes = self.inputs.ram_bytes, self.inputs.pinnable_bytes
+        return predict_host(
+            load, self.costs, limit_bytes=limit_bytes, pinnable_bytes=pinnable_bytes
+        )
+
+    def time(self, load: Load) -> StepTime:
+        pinnable_bytes = self.inputs.pinnable_bytes
+        work = step_work(
+            load, self.costs, batch_size=self.batch_size, pinnable_bytes=pinnable_bytes
+        )
+        return self.time_of(work, load.precision)
+
+    def time_of(self, work: StepWork, precision: Precision) -> StepTime:
+        threads = settled(self.config.hardware.threads)
+        return step_time(work, gpu=self.gpu, threads=threads, precision=precision)
+
+    def fits(self, load: Load) -> bool:
+        """Say whether the device and the machine can hold a load."""
+        host = self.predict_host(load)
+        return self.predict(load).fits and (host is None or host.fits)
+
+
+# ---- a run
 
 COUNTED_IMAGES = (20, 160)
 """(fewest, most). Fewer than 20 images are trained as long as 20, or they would not be learned at all; more
@@ -198,9 +460,16 @@ class RunTimeInputs(Evaluator):
 
     def _forward(self, side_px: int) -> Range:
         """Return the time of one prediction of one image without gradients."""
-        size = (side_px, side_px)
-        load = replace(self.load, bucket_px=size, micro_batch=1)
-        time = self.time_of(forward_work(load, self.costs), load.precision)
+        load = replace(self.load, bucket_px=(side_px, side_px), micro_batch=1)
+        cost, base = self.costs.sample_cost(load.workload()), load.frozen_base(self.costs)
+        kernels = cost.kernels * FORWARD_KERNELS + base.is_quantized * _layer_kernels(base)
+        work = StepWork(
+            flops=cost.forward_flops,
+            kernels=round(kernels),
+            dequantised_bytes=base.is_quantized * _layer_bytes(base),
+            bus_bytes=base.streamed_bytes(load.streamed_blocks),
+        )
+        time = self.time_of(work, load.precision)
         return time.low_s, time.high_s
 
     def _caching(self) -> Range:

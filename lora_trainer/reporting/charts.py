@@ -128,19 +128,13 @@ class Axes:
 
     width_px: int
     height_px: int
+    right: int
+    bottom: int
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]
     x_range: Point
 
     left, top = LEFT_PX, TOP_PX
-
-    @property
-    def right(self) -> int:
-        return self.width_px - RIGHT_PX
-
-    @property
-    def bottom(self) -> int:
-        return self.height_px - BOTTOM_PX
 
     def x(self, value: float) -> float:
         low, high = self.x_range
@@ -188,6 +182,8 @@ def axes_of(chart: Chart, *, width_px: int = WIDTHS_PX["wide"]) -> Axes | None:
     return Axes(
         width_px=width_px,
         height_px=chart.height_px,
+        right=width_px - RIGHT_PX,
+        bottom=chart.height_px - BOTTOM_PX,
         # Whole ones only: half a step would read as the next.
         x_ticks=[
             tick for tick in x_ticks if x_range[0] <= tick <= x_range[1] and tick.is_integer()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -90,9 +89,29 @@ class ConsoleListener:
         self._time_left.take(event)
         match event.kind:
             case "phase" if not self._ended:
-                self._show_phase(fields)
+                name, message = PHASES.get(fields["phase"], fields["phase"]), fields["message"]
+                is_quiet = name in _QUIET_PHASES
+                if name != self._phase and not is_quiet and not self.console.is_terminal:
+                    self._say(f"{name}: {message}" if message else name)
+                done, total = fields["done"], fields["total"]
+                number = bytes_text if fields["phase"] == "download" else str
+                count = f"{number(done)}/{number(total)}" if total else ""
+                share = f"{count} ({100 * done // total} %)" if total else number(done)
+                line = f"{name} {share}" if done and not is_quiet else ""
+                self._show(name, message, line, count=count, done=done, total=total)
             case "step":
-                self._show_step(fields)
+                self._loss.add(measured(fields["loss"]))
+                done, total = fields["step"], self._time_left.steps
+                figures = (
+                    f"loss {loss_text(self._loss.value)}, lr {rate_text(fields['lr'])}, "
+                    f"{step_seconds_text(self._time_left.step_s)}/it, "
+                    f"ETA {clock_text(self._time_left.remaining_s)}"
+                )
+                if fields["vram_bytes"]:
+                    figures += f", VRAM {bytes_text(fields['vram_bytes'])}"
+                count = f"{done}/{total}"
+                line = f"step {count} ({100 * done // max(1, total)} %): {figures}"
+                self._show(PHASES["train"], figures, line, count=count, done=done, total=total)
             case "validation" if fields["step"] == 0:
                 self._base_loss = fields["loss"]
             case "problem":
@@ -112,32 +131,6 @@ class ConsoleListener:
         encoding = self.console.encoding
         printable = one_line(line).encode(encoding, errors="replace").decode(encoding)
         self.console.print(Text(printable, style=style), soft_wrap=True)
-
-    def _show_phase(self, fields: Mapping[str, Any]) -> None:
-        name, message = PHASES.get(fields["phase"], fields["phase"]), fields["message"]
-        is_quiet = name in _QUIET_PHASES
-        if name != self._phase and not is_quiet and not self.console.is_terminal:
-            self._say(f"{name}: {message}" if message else name)
-        done, total = fields["done"], fields["total"]
-        number: Callable[[int], str] = bytes_text if fields["phase"] == "download" else str
-        count = f"{number(done)}/{number(total)}" if total else ""
-        share = f"{count} ({100 * done // total} %)" if total else number(done)
-        line = f"{name} {share}" if done and not is_quiet else ""
-        self._show(name, message, line, count=count, done=done, total=total)
-
-    def _show_step(self, fields: Mapping[str, Any]) -> None:
-        self._loss.add(measured(fields["loss"]))
-        done, total = fields["step"], self._time_left.steps
-        figures = (
-            f"loss {loss_text(self._loss.value)}, lr {rate_text(fields['lr'])}, "
-            f"{step_seconds_text(self._time_left.step_s)}/it, "
-            f"ETA {clock_text(self._time_left.remaining_s)}"
-        )
-        if fields["vram_bytes"]:
-            figures += f", VRAM {bytes_text(fields['vram_bytes'])}"
-        count = f"{done}/{total}"
-        line = f"step {count} ({100 * done // max(1, total)} %): {figures}"
-        self._show(PHASES["train"], figures, line, count=count, done=done, total=total)
 
     def _show(
         self, name: str, figures: str, line: str, *, count: str, done: int, total: int

@@ -160,16 +160,16 @@ class JsonlFollower:
             lines, torn = [*lines, torn], b""
         self._offset += sum(len(line) + 1 for line in lines)
         self._before = data[: len(data) - len(torn)][-_COMPARED_BYTES:]
-        rows = [json_row(line) for line in lines if line.strip()]
-        usable: list[Row] = [row for row in rows if row is not None and _is_usable(row)]
+        rows = [json_row(line) or {} for line in lines if line.strip()]
+        usable: list[Row] = [
+            row
+            for row in rows
+            if isinstance(kind := row.get("event"), str)
+            and (kind not in _STEPPED or isinstance(row.get("step"), int))
+        ]
         self._damaged += len(rows) - len(usable)
         self.unreadable_lines = self._damaged + bool(torn.strip())
         return anew, usable
-
-
-def _is_usable(row: Row) -> bool:
-    kind = row.get("event")
-    return isinstance(kind, str) and (kind not in _STEPPED or isinstance(row.get("step"), int))
 
 
 RECENT_ROWS = 200
@@ -207,7 +207,16 @@ class _EventSum:
         if kind in _ENDS:
             self.end = None if kind == "run_started" else row
         if kind == "run_started":
-            self._begin(row)
+            self.started = row
+            self.sessions += 1
+            # All steps after the one that is resumed from are forgotten.
+            last = row.get("resumed_from")
+            last = last if isinstance(last, int) else -1
+            self.steps = {step: each for step, each in self.steps.items() if step <= last}
+            self.validations = {n: each for n, each in self.validations.items() if n <= last}
+            self.samples = [image for image in self.samples if image.step <= last]
+            self.marks = [mark for mark in self.marks if mark["step"] <= last]
+            self._step = max(0, last)
         elif kind in _STEPPED:
             self._step = row["step"]
         if kind == "step":
@@ -216,13 +225,13 @@ class _EventSum:
             return
         self.recent.append(row)
         if kind == "validation":
-            pairs = (pair for pair in sequence(row, "by_timestep") if isinstance(pair, list))
+            by_timestep = tuple(
+                (_figure(pair[0]), _figure(pair[1]))
+                for pair in sequence(row, "by_timestep")
+                if isinstance(pair, list) and len(pair) == 2
+            )
             self.validations[self._step] = ValidationRow(
-                step=self._step,
-                loss=number(row, "loss"),
-                by_timestep=tuple(
-                    (_figure(pair[0]), _figure(pair[1])) for pair in pairs if len(pair) == 2
-                ),
+                step=self._step, loss=number(row, "loss"), by_timestep=by_timestep
             )
         elif kind == "sample":
             images = (image for image in sequence(row, "images") if isinstance(image, dict))
@@ -231,18 +240,6 @@ class _EventSum:
                 self.samples.append(SampleImage(step=self._step, **texts))
         elif kind in _MARKS:
             self.marks.append({**row, "step": self._step})
-
-    def _begin(self, row: Row) -> None:
-        """Count a start; it forgets all steps after the one it resumed from."""
-        self.started = row
-        self.sessions += 1
-        resumed_from = row.get("resumed_from")
-        last = resumed_from if isinstance(resumed_from, int) else -1
-        self.steps = {step: row for step, row in self.steps.items() if step <= last}
-        self.validations = {step: row for step, row in self.validations.items() if step <= last}
-        self.samples = [image for image in self.samples if image.step <= last]
-        self.marks = [mark for mark in self.marks if mark["step"] <= last]
-        self._step = max(0, last)
 
 
 def read_history(folder: Path) -> RunHistory:

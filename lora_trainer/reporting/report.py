@@ -61,9 +61,25 @@ def write_report(run_folder: Path) -> Path:
 
 def document(history: RunHistory) -> Html:
     """Return the whole page."""
+    run, started = history.run, history.started
+    environment = [
+        (name, bytes_text(value) if name.endswith("_bytes") and isinstance(value, int) else value)
+        for name, value in flat(mapping(run, "environment"))
+    ]
+    changes = [
+        {
+            **{name: str(row.get(name)) for name in ("key", "old", "new", "exactness")},
+            "kind": row["event"],
+            "step": f"{row['step']:,}",
+            "why": row.get("reason") or "; ".join(map(str, sequence(row, "differences"))),
+        }
+        for row in history.marks
+        if row["event"] != "saved"
+    ]
+    differing, defaults = _settings(history)
     return render(
         REPORT_FILE,
-        name=str(history.run.get("name") or history.started.get("name") or history.folder.name),
+        name=str(run.get("name") or started.get("name") or history.folder.name),
         verdict=verdict(history),
         about=_about(history),
         figures=list(_key_figures(history)),
@@ -72,8 +88,16 @@ def document(history: RunHistory) -> Html:
         loss_curve=loss_curve(history),
         rate_curve=rate_curve(history),
         score=_score(history.folder),
+        severities=SEVERITIES,
+        changes=changes,
+        problems=_problems(history),
+        dataset=_dataset(mapping(run, "dataset")),
+        differing=differing,
+        defaults=defaults,
+        timings=list(_timings(history)),
+        environment=[(name, value_text(value)) for name, value in environment],
+        command=shlex.join(str(word) for word in sequence(run, "command")),
         unreadable_lines=history.unreadable_lines,
-        **_details(history),
     )
 
 
@@ -191,35 +215,6 @@ _MEMORY = {
     "vram_used_bytes": "whole GPU in use, highest",
     "host_bytes": "memory of the process, highest",
 }
-
-
-def _details(history: RunHistory) -> dict[str, Any]:
-    """Return the values of the template's tables, by their names there."""
-    environment = [
-        (name, bytes_text(value) if name.endswith("_bytes") and isinstance(value, int) else value)
-        for name, value in flat(mapping(history.run, "environment"))
-    ]
-    differing, defaults = _settings(history)
-    return {
-        "severities": SEVERITIES,
-        "changes": [
-            {
-                **{name: str(row.get(name)) for name in ("key", "old", "new", "exactness")},
-                "kind": row["event"],
-                "step": f"{row['step']:,}",
-                "why": row.get("reason") or "; ".join(map(str, sequence(row, "differences"))),
-            }
-            for row in history.marks
-            if row["event"] != "saved"
-        ],
-        "problems": _problems(history),
-        "dataset": _dataset(mapping(history.run, "dataset")),
-        "differing": differing,
-        "defaults": defaults,
-        "timings": list(_timings(history)),
-        "environment": [(name, value_text(value)) for name, value in environment],
-        "command": shlex.join(str(word) for word in sequence(history.run, "command")),
-    }
 
 
 def _problems(history: RunHistory) -> list[dict[str, str]]:

@@ -7,11 +7,14 @@ validation.json, `--json` and the report. Torch-free. docs/scores.md explains ea
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
+
+from pydantic import TypeAdapter
 
 WEIGHTS: Mapping[str, float] = {
     "gain": 0.25,
@@ -197,15 +200,7 @@ class Validation:
             "parts": {name: round(self.parts[name], 4) for name in WEIGHTS if name in self.parts},
             "left_out": {name: self.left_out[name] for name in WEIGHTS if name in self.left_out},
             "weight_left_out": round(self.weight_left_out, 4),
-            "figures": _plain(self.figures),
+            # NaN and infinity, which a broken adapter gives, become null.
+            "figures": json.loads(TypeAdapter(Any).dump_json(self.figures)),
             "notes": list(self.notes),
         }
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON values; NaN and infinity, which a broken adapter gives, become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import psutil
 from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter, ValidationError
@@ -99,17 +99,14 @@ class TimeLeft:
     @property
     def remaining_s(self) -> float:
         """Seconds until the last step and the rounds after it are done; NaN before the first step."""
-        rounds_s = sum(
-            self._rounds_left(kind, every) * self._round_s.get(kind, 0.0)
-            for kind, every in self._every.items()
-        )
+        rounds_s = 0.0
+        for kind, every in self._every.items():
+            last = self._round_step[kind]
+            if every and last < self.steps:  # there is a round after the last step
+                rounds = math.ceil(self.steps / every) - last // every
+                rounds_s += rounds * self._round_s.get(kind, 0.0)
         side_s = max(0.0, self._between_s / max(1, self._steps_after_first))
         return max(0, self.steps - self._step) * (self.step_s + side_s) + rounds_s
-
-    def _rounds_left(self, kind: str, every: int) -> int:
-        """Return how many rounds are due after the last one; there is one after the last step."""
-        last = self._round_step[kind]
-        return math.ceil(self.steps / every) - last // every if every and last < self.steps else 0
 
 
 State = Literal[
@@ -238,8 +235,15 @@ def after(status: RunStatus, event: Event) -> RunStatus:
     if status.exit_code is not None:
         return status
     match event.kind:
-        case "phase":
-            return _in_phase(status, fields)
+        case "phase" if status.phase not in STOPPING or fields["phase"] in STOPPING:
+            return replace(
+                status,
+                state=_PHASE_STATES.get(fields["phase"], status.state),
+                phase=fields["phase"],
+                done=fields["done"],
+                total=fields["total"],
+                message=one_line(fields["message"] or fields["phase"]),
+            )
         case "step" if status.phase in STOPPING:  # steps on their way are still told of
             return replace(status, step=fields["step"])
         case "step":
@@ -266,20 +270,6 @@ def after(status: RunStatus, event: Event) -> RunStatus:
 
 def _training(status: RunStatus, message: str) -> RunStatus:
     return replace(status, phase="train", done=status.step, total=status.steps, message=message)
-
-
-def _in_phase(status: RunStatus, fields: Mapping[str, Any]) -> RunStatus:
-    phase = fields["phase"]
-    if status.phase in STOPPING and phase not in STOPPING:
-        return status
-    return replace(
-        status,
-        state=_PHASE_STATES.get(phase, status.state),
-        phase=phase,
-        done=fields["done"],
-        total=fields["total"],
-        message=one_line(fields["message"] or phase),
-    )
 
 
 def read_status(run_folder: Path) -> RunStatus:

@@ -57,8 +57,19 @@ def start_trackers(
         key: value if isinstance(value, _SCALARS) else str(value) for key, value in settings.items()
     }
     for name in unique:
-        if fault := _fault(name, LOGGER_TYPE_TO_CLASS, packages):
-            events.problem(fault[0], fix=fault[1], severity="note")
+        package = name.replace("_", "-")
+        if name not in LOGGER_TYPE_TO_CLASS:
+            allowed = ", ".join(LOGGER_TYPE_TO_CLASS)
+            what = f"logging.trackers names {name!r}, which is not one of {allowed}."
+            what = (what + did_you_mean(name, LOGGER_TYPE_TO_CLASS)).rstrip(".")
+            events.problem(what, fix="correct logging.trackers", severity="note")
+            continue
+        if packages.get(package) is None:
+            events.problem(
+                f"tracker {name} is left out: the package {package} is not installed",
+                fix=f"pip install {package}, or drop it from logging.trackers",
+                severity="note",
+            )
             continue
         # TensorBoard's run name is a folder; DESIGN wants runs/NAME/tensorboard.
         label = name if name == "tensorboard" else run_folder.name
@@ -77,20 +88,6 @@ def start_trackers(
                     fix="look at them in the run folder or its report.html",
                     severity="note",
                 )
-
-
-def _fault(
-    name: str, trackers: Iterable[str], packages: Mapping[str, str | None]
-) -> tuple[str, str] | None:
-    """Return why a tracker cannot start, and what to do; None where it can."""
-    if name not in trackers:
-        what = f"logging.trackers names {name!r}, which is not one of {', '.join(trackers)}."
-        return (what + did_you_mean(name, trackers)).rstrip("."), "correct logging.trackers"
-    package = name.replace("_", "-")
-    if packages.get(package) is not None:
-        return None
-    what = f"tracker {name} is left out: the package {package} is not installed"
-    return what, f"pip install {package}, or drop it from logging.trackers"
 
 
 @dataclass
@@ -113,9 +110,26 @@ class TrackerListener:
         fields = event.fields
         match event.kind:
             case "step":
-                self.attempt(lambda: self.tracker.log(self._step(fields), step=fields["step"]))
-            case "validation":
-                self.attempt(lambda: self.tracker.log(_validation(fields), step=fields["step"]))
+                values = {
+                    "loss/current": fields["loss"],
+                    "loss/average": self._average.add(measured(fields["loss"])),
+                    "lr/unet": fields["lr"],
+                    "norm/grad_norm": fields["grad_norm"],
+                    "time/step_s": fields["seconds"],
+                    "time/data_wait_s": fields["data_wait_s"],
+                }
+                for name in ("vram", "vram_reserved", "vram_used", "host"):
+                    if fields[f"{name}_bytes"]:
+                        values[f"sys/{name}_gib"] = fields[f"{name}_bytes"] / _GIB_BYTES
+                figures = {name: value for name, value in values.items() if value is not None}
+                self.attempt(lambda: self.tracker.log(figures, step=fields["step"]))
+            case "validation":  # sorted by name the tags of timesteps go from clean to noisy
+                values = {
+                    f"loss/validation_t{round(time):04d}": loss
+                    for time, loss in fields["by_timestep"]
+                }
+                values["loss/validation"] = fields["loss"]
+                self.attempt(lambda: self.tracker.log(values, step=fields["step"]))
             case "sample" if self.name in _IMAGES:
                 self.attempt(lambda: self._log_images(fields))
             case "finished" | "stopped":
@@ -133,20 +147,6 @@ class TrackerListener:
                 image = _IMAGES[self.name](opened.convert("RGB"))
             images = {f"samples/{index:02d}": image}
             self.tracker.log_images(images, step=fields["step"], **layout)
-
-    def _step(self, fields: Mapping[str, Any]) -> dict[str, float]:
-        values = {
-            "loss/current": fields["loss"],
-            "loss/average": self._average.add(measured(fields["loss"])),
-            "lr/unet": fields["lr"],
-            "norm/grad_norm": fields["grad_norm"],
-            "time/step_s": fields["seconds"],
-            "time/data_wait_s": fields["data_wait_s"],
-        }
-        for name in ("vram", "vram_reserved", "vram_used", "host"):
-            if fields[f"{name}_bytes"]:
-                values[f"sys/{name}_gib"] = fields[f"{name}_bytes"] / _GIB_BYTES
-        return {name: value for name, value in values.items() if value is not None}
 
     def attempt(self, action: Callable[[], Any]) -> bool:
         """Do `action` and return True, or report its error, close the tracker for good and return False."""
@@ -167,9 +167,3 @@ class TrackerListener:
             )
             return False
         return True
-
-
-def _validation(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the validation loss, whole and by timestep; sorted by name the tags go from clean to noisy."""
-    parts = {f"loss/validation_t{round(time):04d}": loss for time, loss in fields["by_timestep"]}
-    return {"loss/validation": fields["loss"], **parts}

@@ -81,18 +81,3 @@ def test_calibrate_orders_the_prepared_datasets(tmp_path: Path) -> None:
     assert result["missed"] == []
     scores = {name: reports[0]["score"] for name, reports in result["datasets"].items()}
     assert all(scores["good"] >= score + 0.1 for name, score in scores.items() if name != "good")
-
-
-def test_true_size(tmp_path: Path) -> None:
-    """With tiny networks: the released files, the command, the kill, the resume and the figures."""
-    words = ("--results", str(tmp_path), "--only", "sd15-file", "--tiny", "--short")
-    done = run("benchmarks/true_size.py", *words)
-    (report,) = json.loads((tmp_path / "true_size.json").read_bytes())
-    assert report["problems"] == []
-    codes = {name: part["exit_code"] for name, part in report["parts"].items()}
-    assert codes == {"killed": -9, "resumed": 0}
-    measured_bytes = {row["phase"]: row["measured_bytes"] for row in report["phases"]}
-    for phase in ("caching images", "loading", "training", "sampling", "peak of all"):
-        assert 2**28 < measured_bytes[phase] < 2**31, "Python with torch, and no more"
-    assert "killed after step 2 and resumed" in done.stdout
-    assert not (tmp_path / "sd15-file" / "base").exists(), "bases are removed"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +103,6 @@ def test_an_option_that_wins_little_everywhere_is_taken_out(tmp_path: Path) -> N
     }
 
 
-def test_other_code_and_another_gpu_are_measured_anew(tmp_path: Path) -> None:
-    results = Results(folder=tmp_path, origin=HERE)
-    (piece,) = (piece for piece in SLICES if piece.name == "pair")
-    case = piece.cases[0]
-    results.write("pair", case.name, "done", seconds=1.0, result={})
-    changed = replace(results, origin=replace(HERE, code="2"))
-    assert case not in results.missing(piece)
-    assert case in changed.missing(piece)
-    assert case not in replace(changed, other_code=True).missing(piece)
-    other = replace(results, origin=replace(HERE, device="another GPU"))
-    assert case in other.missing(piece) and not list(other.rows(piece))
-    assert len(list((tmp_path / "older").iterdir())) == 1, "the old results are kept"
-
-
 CHILD = """
 import json, os, sys, time
 from pathlib import Path
@@ -139,9 +124,21 @@ for case in order.cases:
 """
 
 
-def run_with(tmp_path: Path, piece: str, *names: str, limit_s: float) -> dict[str, Any]:
-    """Run cases in a child that ends as their names say; return their rows, in the order of the names."""
-    tmp_path.mkdir(exist_ok=True)
+@pytest.mark.parametrize(
+    ("piece", "names", "statuses", "error"),
+    [
+        (
+            "slice",
+            ("first", "crashes", "last"),
+            ["done", "failed", "done"],
+            "a fault of the driver",
+        ),
+        ("broken", ("first", "crashes"), ["failed", "failed"], "no module named so"),
+    ],
+)
+def test_a_case_that_ends_its_process_is_written_down_and_the_next_are_done(
+    tmp_path: Path, piece: str, names: tuple[str, ...], statuses: list[str], error: str
+) -> None:
     child = tmp_path / "child.py"
     child.write_text(CHILD.format(root=str(ROOT)))
     cases = [Case(name=name, values={}, seconds=0) for name in names]
@@ -149,20 +146,11 @@ def run_with(tmp_path: Path, piece: str, *names: str, limit_s: float) -> dict[st
     runner = Runner(
         results=results,
         folder=tmp_path / "work",
-        until_s=time.time() + limit_s,
-        limit_s=limit_s,
+        until_s=time.time() + 120,
+        limit_s=120,
         child=(str(child),),
     )
-    one = Slice(name=piece, module="", title="", cases=cases, tiny=[])
-    runner.measure(one, cases)
-    found: dict[str, Any] = results.read(piece)["rows"]
-    return {name: found[name] for name in names if name in found}
-
-
-def test_a_case_that_ends_its_process_is_written_down_and_the_next_are_done(tmp_path: Path) -> None:
-    found = run_with(tmp_path / "a", "slice", "first", "crashes", "last", limit_s=120)
-    assert [row["status"] for row in found.values()] == ["done", "failed", "done"]
-    assert "a fault of the driver" in found["crashes"]["error"]
-    found = run_with(tmp_path / "b", "broken", "first", "last", limit_s=60)
-    assert [row["status"] for row in found.values()] == ["failed", "failed"]
-    assert "no module named so" in found["first"]["error"]
+    runner.measure(Slice(name=piece, module="", title="", cases=cases, tiny=[]), cases)
+    rows: dict[str, Any] = results.read(piece)["rows"]
+    assert [rows[name]["status"] for name in names] == statuses
+    assert error in rows["crashes"]["error"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -36,48 +36,37 @@ class FakeCard:
     refuses: dict[str, str] = field(default_factory=dict)
 
 
-def _processes(pids: tuple[int, ...]) -> list[Any]:
-    return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids]
-
-
-def _utilization(card: FakeCard, since: int) -> list[Any]:
-    if not card.busy_percent:
-        raise FakeNvmlError("Not Found")  # as the driver does where nobody computes
-    return [SimpleNamespace(pid=pid, smUtil=load) for pid, load in card.busy_percent.items()]
-
-
-def _mig_mode(card: FakeCard) -> list[int]:
-    if card.mig_slices is None:
-        raise FakeNvmlError("Not Supported")
-    return [1, 1]
-
-
-def _mig_slice(card: FakeCard, index: int) -> FakeCard:
-    slices = card.mig_slices or ()
-    if index >= len(slices):
+def _answer(card: FakeCard, name: str, *rest: Any) -> Any:
+    """Return what `nvmlDeviceGet...` answers of a GPU."""
+    plain = {
+        "Name": card.name,
+        "UUID": card.uuid,
+        "MemoryInfo": SimpleNamespace(total=card.total_bytes, free=card.free_bytes),
+        "CudaComputeCapability": card.capability,
+        "UtilizationRates": SimpleNamespace(gpu=card.load_percent, memory=0),
+        "PowerUsage": card.milliwatts,
+        "CurrentClocksThrottleReasons": card.held_back,
+        "ComputeRunningProcesses": [SimpleNamespace(pid=pid) for pid in card.compute_pids],
+        "GraphicsRunningProcesses": [SimpleNamespace(pid=pid) for pid in card.graphics_pids],
+        "DisplayActive": int(card.display),
+        "MaxMigDeviceCount": 7,
+    }
+    slices = card.mig_slices
+    match name, *rest:
+        case "ClockInfo", 1:  # of the multiprocessors
+            return card.clock_mhz
+        case "Temperature", 0:
+            return card.celsius
+        case "ProcessUtilization", _ if card.busy_percent:  # else "Not Found", as the driver says
+            busy = card.busy_percent.items()
+            return [SimpleNamespace(pid=pid, smUtil=load) for pid, load in busy]
+        case ("MigMode",) if slices is not None:
+            return [1, 1]
+        case "MigDeviceHandleByIndex", index if slices and index < len(slices):
+            return slices[index]
+    if name not in plain:
         raise FakeNvmlError("Not Found")
-    return slices[index]
-
-
-_OF_CARD: Mapping[str, Callable[..., Any]] = {
-    "Name": lambda card: card.name,
-    "UUID": lambda card: card.uuid,
-    "MemoryInfo": lambda card: SimpleNamespace(total=card.total_bytes, free=card.free_bytes),
-    "CudaComputeCapability": lambda card: card.capability,
-    "ClockInfo": lambda card, kind: {1: card.clock_mhz}[kind],  # of the multiprocessors
-    "Temperature": lambda card, sensor: {0: card.celsius}[sensor],
-    "UtilizationRates": lambda card: SimpleNamespace(gpu=card.load_percent, memory=0),
-    "PowerUsage": lambda card: card.milliwatts,
-    "CurrentClocksThrottleReasons": lambda card: card.held_back,
-    "ComputeRunningProcesses": lambda card: _processes(card.compute_pids),
-    "GraphicsRunningProcesses": lambda card: _processes(card.graphics_pids),
-    "ProcessUtilization": _utilization,
-    "DisplayActive": lambda card: int(card.display),
-    "MigMode": _mig_mode,
-    "MaxMigDeviceCount": lambda card: 7,
-    "MigDeviceHandleByIndex": _mig_slice,
-}
-"""What `nvmlDeviceGet...` answers of a GPU."""
+    return plain[name]
 
 
 @dataclass(kw_only=True)
@@ -91,46 +80,34 @@ class FakeNvml:
     sessions: int = 0
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return the call of a GPU; it has the name by which failures are reported."""
-        answer = _OF_CARD.get(name.removeprefix("nvmlDeviceGet"))
-        if answer is None:
+        """Return a call of NVML; it has the name by which failures are reported."""
+        if not name.startswith("nvml"):
             raise AttributeError(name)
 
-        def call(card: FakeCard, *rest: Any) -> Any:
-            self._check(name, card)
-            return answer(card, *rest)
+        def call(*arguments: Any) -> Any:
+            card, *rest = arguments or (None,)
+            if name == "nvmlDeviceGetHandleByIndex":
+                card = self.cards[arguments[0]]
+            refusals = {**self.refuses, **(card.refuses if isinstance(card, FakeCard) else {})}
+            if name in refusals:
+                raise FakeNvmlError(refusals[name])
+            match name:
+                case "nvmlInit" | "nvmlShutdown":
+                    self.sessions += 1 if name == "nvmlInit" else -1
+                case "nvmlSystemGetDriverVersion":
+                    return self.driver
+                case "nvmlDeviceGetCount":
+                    return len(self.cards)
+                case "nvmlDeviceGetHandleByIndex":
+                    return card
+                case "nvmlDeviceGetHandleByUUID":
+                    same = [each for each in self.cards if each.uuid == arguments[0]]
+                    if not same:
+                        raise FakeNvmlError("Not Found")
+                    return same[0]
+                case _:
+                    return _answer(card, name.removeprefix("nvmlDeviceGet"), *rest)
+            return None
 
         call.__name__ = name
         return call
-
-    def nvmlInit(self) -> None:
-        self._check("nvmlInit")
-        self.sessions += 1
-
-    def nvmlShutdown(self) -> None:
-        self._check("nvmlShutdown")
-        self.sessions -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        self._check("nvmlSystemGetDriverVersion")
-        return self.driver
-
-    def nvmlDeviceGetCount(self) -> int:
-        self._check("nvmlDeviceGetCount")
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> FakeCard:
-        self._check("nvmlDeviceGetHandleByIndex", self.cards[index])
-        return self.cards[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str, /) -> FakeCard:
-        self._check("nvmlDeviceGetHandleByUUID")
-        for card in self.cards:
-            if card.uuid == uuid:
-                return card
-        raise FakeNvmlError("Not Found")
-
-    def _check(self, call: str, card: FakeCard | None = None) -> None:
-        refusals = {**self.refuses, **(card.refuses if card else {})}
-        if call in refusals:
-            raise FakeNvmlError(refusals[call])

@@ -43,22 +43,6 @@ MACHINE = Hardware(
     expandable_segments=True,
 )
 WITHOUT_CARD = replace(MACHINE, gpus=(), gpu_reason="no NVIDIA driver")
-LOAD = Load(
-    device="cuda",
-    precision="bf16",
-    base_precision="bf16",
-    adapter=AdapterSettings(rank=16, targets="attention"),
-    text_precision="fp32",
-    text_offload=False,
-    optimizer="adamw",
-    micro_batch=1,
-    checkpointing="none",
-    streamed_blocks=0,
-    bucket_px=(512, 512),
-    samples=False,
-    sample_side_px=512,
-    prepared_samples=4,
-)
 
 
 def machine(gib: float = 12, *, ram_gib: float = 28, packages: Any = (), **gpu: Any) -> Hardware:
@@ -125,11 +109,17 @@ def costs_of(base: str | None = None) -> BaseCosts:
     return request(base).costs
 
 
+@cache
+def _load() -> Load:
+    asked = {"adapter.rank": 16, "adapter.targets": "attention", "sampling.every_steps": 0}
+    return planned(overrides={**asked, "train.batch_size": 1, "data.prefetch_steps": 4}).load
+
+
 def load_of(**changes: Any) -> Load:
-    """Return `LOAD` with changes; `rank=8` and such are of its adapter."""
-    fields = {name: changes.pop(name) for name in list(changes) if hasattr(LOAD, name)}
+    """Return the load of Stable Diffusion 1.5 with changes; `rank=8` and such are of its adapter."""
+    fields = {name: changes.pop(name) for name in list(changes) if hasattr(_load(), name)}
     adapter = AdapterSettings(**{"rank": 16, "targets": "attention", **changes})
-    return replace(LOAD, **{"adapter": adapter, **fields})
+    return replace(_load(), **{"adapter": adapter, **fields})
 
 
 def bytes_by_name(items: Any) -> dict[str, int]:

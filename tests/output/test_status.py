@@ -45,8 +45,8 @@ def start(events: EventStream, *, resumed_from: int | None = None) -> None:
     events.emit("run_started", name="zorble", steps=9, resumed_from=resumed_from, every_steps={})
 
 
-def step(events: EventStream, number: int, *, loss: float | None = 0.1) -> None:
-    events.emit("step", step=number, loss=loss, seconds=0.5)
+def step(events: EventStream, number: int, *, loss: float | None = 0.1, **took: float) -> None:
+    events.emit("step", step=number, loss=loss, **{"seconds": 0.5, **took})
 
 
 def test_states_of_a_whole_run(tmp_path: Path) -> None:
@@ -58,9 +58,7 @@ def test_states_of_a_whole_run(tmp_path: Path) -> None:
     assert changes == ["starting", "caching", "starting", "training", "finished"]
     final = content(tmp_path)
     assert (final["step"], final["steps"], final["exit_code"]) == (6, 6, 0)
-
-
-def test_what_the_file_holds(tmp_path: Path) -> None:
+    # And before the first step of a resumed run.
     events, _ = writer(tmp_path)
     start(events, resumed_from=4)
     now = {"pid": os.getpid(), "pid_started_s": psutil.Process().create_time()}
@@ -89,24 +87,20 @@ def test_at_most_twice_a_second_but_the_newest_when_it_writes(tmp_path: Path) ->
     assert content(tmp_path)["message"] == "step 6 of 9, loss not a number"
     step(events, 7)  # and a change of state is never late
     events.emit("stopped", reason="asked\nto stop", exit_code=143, step=7)
-    assert [content(tmp_path)[key] for key in ("state", "step", "message")] == [
-        "stopped",
-        7,
-        "asked to stop",
-    ]
+    end = content(tmp_path)
+    assert (end["state"], end["step"], end["message"]) == ("stopped", 7, "asked to stop")
 
 
-@pytest.mark.parametrize(("code", "state"), [(130, "stopped"), (143, "stopped"), (5, "failed")])
-def test_exit_code_tells_a_stop_from_a_failure_and_the_end_is_final(
-    tmp_path: Path, code: int, state: str
-) -> None:
-    events, clock = writer(tmp_path)
-    start(events)
-    events.emit("stopped", reason="r", exit_code=code, step=0)
-    clock.now_s += 9
-    events.emit("phase", phase="report", message="x", done=0, total=0)
-    assert [content(tmp_path)[key] for key in ("state", "exit_code", "phase")] == [state, code, ""]
-    assert read_status(tmp_path).state == state
+def test_exit_code_tells_a_stop_from_a_failure_and_the_end_is_final(tmp_path: Path) -> None:
+    for code, state in ((130, "stopped"), (143, "stopped"), (5, "failed")):
+        events, clock = writer(tmp_path)
+        start(events)
+        events.emit("stopped", reason="r", exit_code=code, step=0)
+        clock.now_s += 9
+        events.emit("phase", phase="report", message="x", done=0, total=0)
+        end = content(tmp_path)
+        assert (end["state"], end["exit_code"], end["phase"]) == (state, code, "")
+        assert read_status(tmp_path).state == state
 
 
 def test_what_begins_is_named_at_once_and_nothing_but_the_end_follows_a_stop(
@@ -243,7 +237,7 @@ def test_time_left_is_the_median_plus_what_lies_between_steps(tmp_path: Path) ->
     for number in range(1, 101):
         seconds = 1.0 if number != 95 else 61.0  # one hiccup must not count
         clock.now_s += seconds
-        events.emit("step", step=number, loss=0.1, seconds=seconds)
+        step(events, number, seconds=seconds)
         if number % 10 == 0 and number < 100:
             clock.now_s += 5.0
     assert read_status(tmp_path).left_s == pytest.approx(198 + 90)
@@ -253,7 +247,7 @@ def test_late_losses_in_bunches_cost_nothing(tmp_path: Path) -> None:
     events, clock = timed(tmp_path, steps=100)
     for number in range(1, 41):
         clock.now_s = 1000.0 + 4.0 * math.ceil(number / 4)
-        events.emit("step", step=number, loss=0.1, seconds=1.0)
+        step(events, number, seconds=1.0)
     events.emit("phase", phase="sample", message="", done=0, total=1)
     assert 60.0 <= read_status(tmp_path).left_s < 60 * 1.03
 
@@ -272,7 +266,7 @@ def test_time_left_counts_the_rounds_that_are_due(tmp_path: Path) -> None:
     between(0)
     for number in range(1, 101):
         clock.now_s += 2.0
-        events.emit("step", step=number, loss=0.1, seconds=2.0)
+        step(events, number, seconds=2.0)
         events.emit("sample", step=number, seconds=999.0, asked=True)  # somebody's own prompt
         promised_end_s.append(clock.now_s + read_status(tmp_path).left_s)
         between(number)

@@ -16,7 +16,7 @@ from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.quantize import QuantizedLinear, quantizable, quantize
 from lora_trainer.planning.memory import predict
-from lora_trainer.planning.step_time import step_time, step_work
+from lora_trainer.planning.run_time import step_time, step_work
 from tests.fakes.family_bases import denoiser_of, facts_of
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import CARD, FLUX, bytes_by_name, costs_of, load_of
