@@ -171,7 +171,7 @@ def write_file(base: ReleasedBase, folder: Path, file: Path) -> Path:
     facts = families.known_base(base.source)
     assert facts is not None
     family: Any = families.family(facts.family)
-    write_checkpoint(folder, file, family.texts, dtype=base.file_dtype)
+    write_checkpoint(folder, file, family.text, dtype=base.file_dtype)
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
     return file

@@ -67,9 +67,7 @@ SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux
 
 def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each text encoder as it is published and the part of it that is loaded."""
-    family: Any = families.family(name)
-    is_unet = family.traits.folder == "unet"
-    for part in family.texts if is_unet else family.text_folders.values():
+    for part in families.family(name).text.networks.values():
         is_qwen3, kind = part.role.startswith("qwen3"), part.network
         if is_qwen3:
             own = QWEN3_8B if facts.architecture.get("joint_attention_dim") == 12_288 else QWEN3_4B
