@@ -119,11 +119,11 @@ def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(place: Toy) -> 
     """For lack of memory, also one by one, and then for another reason."""
     errors = iter([torch.OutOfMemoryError("CUDA out of memory")] * 2 + [KeyError("x")] * 2)
 
-    def fail(*_: object) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         raise next(errors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lora_trainer.run.samples.SampleAction._write", fail)
+        patch.setattr("lora_trainer.run.samples.SampleAction._images", fail)
         assert train(place, "samples", sampling__every_steps=3) == 0
     run = place.runs / "samples"
     problems = [row for row in read_jsonl(run / "problems.jsonl") if row["code"] == "TRN-03"]
@@ -192,7 +192,7 @@ BESIDE = {
     "lora_trainer.cache.encode._encode_image": 2,
     "lora_trainer.cache.encode.TextEntries.encode": 2,
     "lora_trainer.training.actions.FixedLosses.by_timestep": 2,
-    "lora_trainer.run.samples.SampleAction._write": 2,
+    "lora_trainer.run.samples.SampleAction._images": 2,
     "lora_trainer.training.actions.SaveAction.state": 3,
 }
 IN_A_STEP = {"torch.Tensor.backward": 2, "torch.optim.AdamW.step": 4}
