@@ -53,27 +53,25 @@ def sample(*arguments: str | Path) -> int:
     return run_cli(["sample", "--prompt", PROMPTS[0], *words])
 
 
-def drawn(place: Toy, index: int, file: Path | None) -> Any:
-    """Return the pixels that a program which knows only diffusers makes of a prompt."""
-    pipeline = StableDiffusionPipeline.from_pretrained(
-        place.base, safety_checker=None, requires_safety_checker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    if file is not None:
-        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-    image = pipeline(
-        PROMPTS[index],
-        negative_prompt="blurred",
-        generator=torch.Generator().manual_seed(1234 + index),
-        num_inference_steps=2,
-        guidance_scale=5.0,
-        width=16,
-        height=16,
-    ).images[0]
-    return np.asarray(image, dtype=np.int16)
-
-
 def test_diffusers_alone_draws_what_the_trainer_showed(place: Toy) -> None:
+    def drawn(place: Toy, index: int, file: Path | None) -> Any:
+        pipeline = StableDiffusionPipeline.from_pretrained(
+            place.base, safety_checker=None, requires_safety_checker=False
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        if file is not None:
+            pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+        image = pipeline(
+            PROMPTS[index],
+            negative_prompt="blurred",
+            generator=torch.Generator().manual_seed(1234 + index),
+            num_inference_steps=2,
+            guidance_scale=5.0,
+            width=16,
+            height=16,
+        ).images[0]
+        return np.asarray(image, dtype=np.int16)
+
     for index in range(len(PROMPTS)):
         base, last = (pixels(shown(place, step, index)) for step in (0, 6))
         assert np.abs(drawn(place, index, None) - base).max() <= 2
@@ -91,14 +89,11 @@ def test_strengths_share_base_and_seed_and_files_have_their_names(
     out = tmp_path / "[odd] [/red]"
     strengths = ["--strength", "0", "--strength", "1"]
     assert sample(place.run, "--prompt", PROMPTS[1], *strengths, "--output", out) == 0
-    names = [f"toy-{seed}-x{strength}.png" for seed in (1234, 1235) for strength in (0, 1)]
-    assert capsys.readouterr().out.splitlines() == [str(out / name) for name in names]
-    assert (
-        apart(out / names[0], shown(place, 0)) <= 2 and apart(out / names[1], shown(place, 6)) <= 2
-    )
-    assert (
-        apart(out / names[3], shown(place, 6, 1)) <= 2 and apart(*map(out.joinpath, names[2:])) > 10
-    )
+    files = [out / f"toy-{seed}-x{strength}.png" for seed in (1234, 1235) for strength in (0, 1)]
+    assert capsys.readouterr().out.splitlines() == list(map(str, files))
+    for file, step, index in ((files[0], 0, 0), (files[1], 6, 0), (files[3], 6, 1)):
+        assert apart(file, shown(place, step, index)) <= 2
+    assert apart(*files[2:]) > 10
 
 
 def test_a_file_draws_with_the_base_given_and_does_not_say_where_its_own_was(

@@ -7,7 +7,7 @@ exports and its state to a resume state. Only `injection` distinguishes the kind
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -119,7 +119,7 @@ class Adapter:
 
         Raises RequestError when kind, layers or ranks differ, before any tensor is changed.
         """
-        _refuse_others(self.layers, tensors)
+        _refuse_others(self.layers, self.tensors(), tensors)
         for key, layer in self.layers.items():
             module = tensors[key]
             values = {name: tensor.float() for name, tensor in module.tensors.items()}
@@ -144,21 +144,15 @@ class Adapter:
             list(self.average.values()), [live[name] for name in self.average], share
         )
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Swap the weights with their running average while a block runs; needs no memory."""
-        return self._exchanged(self.average)
-
     def keep_as_best(self) -> None:
         """Copy the present weights over the best weights so far."""
         live = self._named()
         torch._foreach_copy_(list(self.best.values()), [live[name] for name in self.best])
 
-    def at_best(self) -> AbstractContextManager[None]:
-        """Swap the weights with the best weights so far while a block runs; needs no memory."""
-        return self._exchanged(self.best)
-
     @contextmanager
-    def _exchanged(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+    def swapped(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+        """Swap the weights with `average` or `best` while a block runs; needs no memory."""
+
         # `.data` is swapped, not the parameters: the optimizer and the hooks keep their references.
         def exchange() -> None:
             for name, parameter in self._all():
@@ -297,9 +291,11 @@ def denoiser_layers(family: Family, architecture: Mapping[str, Any]) -> dict[str
         return layer_shapes(family.empty_denoiser(architecture))
 
 
-def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) -> None:
+def _refuse_others(
+    layers: Mapping[str, AdaptedLayer], own: AdapterTensors, tensors: AdapterTensors
+) -> None:
     """Raise RequestError for the first difference of an adapter file, naming the setting to change."""
-    own_kind, other_kind = _kind(layers), _kind(tensors)
+    own_kind, other_kind = _kind(own), _kind(tensors)
     if set(other_kind) - {"lora", "loha", "lokr", "oft", "dora"}:
         raise RequestError(
             f"train.init_from holds a {' '.join(other_kind)} adapter, which is not trained here",
@@ -337,13 +333,10 @@ def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) 
             )
 
 
-def _kind(layers: Mapping[str, AdaptedLayer] | AdapterTensors) -> tuple[str, ...]:
+def _kind(tensors: AdapterTensors) -> tuple[str, ...]:
     """Return the sorted kinds of the layers, such as ("lora", "dora")."""
-    modules = [
-        layer.tensors() if isinstance(layer, AdaptedLayer) else layer for layer in layers.values()
-    ]
-    kinds = sorted({module.kind for module in modules})
-    return (*kinds, "dora") if any(module.dora for module in modules) else tuple(kinds)
+    kinds = sorted({module.kind for module in tensors.values()})
+    return (*kinds, "dora") if any(module.dora for module in tensors.values()) else tuple(kinds)
 
 
 def _flat_shape(tensor: Tensor, name: str = "") -> tuple[int, ...]:

@@ -104,13 +104,18 @@ def change_of(layer: Layer, module: ModuleTensors) -> Tensor:
 
 
 def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
-    apply = _low_rank(layer, module) if _is_plain(module) else _whole(layer, module)
+    apply = _low_rank(layer, module) if _is_plain(module) else None
     bias = module.tensors.get("bias")
 
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if dial.strength == 0:
             return output
-        change = apply(inputs[0])
+        if apply is not None:
+            change = apply(inputs[0])
+        else:  # made in every pass: stored for all layers it would take as much as the base
+            weight = change_of(layer, module).to(inputs[0])
+            linear = isinstance(layer, nn.Linear)
+            change = F.linear(inputs[0], weight) if linear else _convolved(layer, inputs[0], weight)
         if bias is not None:
             change = change + bias.reshape(-1, *(1,) * (layer.weight.dim() - 2)).to(output)
         return torch.add(output, change, alpha=dial.strength)
@@ -139,16 +144,6 @@ def _low_rank(layer: Layer, module: ModuleTensors) -> Apply:
         if isinstance(layer, nn.Linear):
             return F.linear(F.linear(x, own_down), own_up)
         return F.conv2d(_convolved(layer, x, own_down), own_up)
-
-    return apply
-
-
-def _whole(layer: Layer, module: ModuleTensors) -> Apply:
-    """Compute the full update in every pass: stored for all layers it would take as much as the base."""
-
-    def apply(x: Tensor) -> Tensor:
-        change = change_of(layer, module).to(x)
-        return F.linear(x, change) if isinstance(layer, nn.Linear) else _convolved(layer, x, change)
 
     return apply
 

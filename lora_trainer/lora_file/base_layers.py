@@ -213,13 +213,8 @@ _TEXT_MODULE = re.compile(r"(?:lora_|lycoris_)?te\d?_|text_encoder|clip_[lg]\.|t
 Size = tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misfit:
-    """A module whose size is not that of its layer, (out, fan in) each."""
-
-    module: str
-    size: Size
-    expected: Size
+Misfit = tuple[str, Size, Size]
+"""A module whose size is not that of its layer: name, its size and the layer's, (out, fan in) each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,12 +299,10 @@ def check_usable(path: Path, *, names: LayerNames | None) -> tuple[Contents, Fit
             f"{path.name} is an adapter of family {fit.family}; known are {', '.join(families.MODULES)}",
             fix="name the base model it was made for with --base",
         )
-    misfits = fit.misfits if names is None else tuple(find_misfits(parts, names))
-    if misfits:
-        first = misfits[0]
+    misfits = fit.misfits if names is None else find_misfits(parts, names)
+    for module, size, expected in misfits:
         raise InputError(
-            f"{path.name} changes {first.module!r} in the size {sized(first.size)}, the layer is "
-            f"{sized(first.expected)}",
+            f"{path.name} changes {module!r} in the size {sized(size)}, the layer is {sized(expected)}",
             fix="give an adapter made for this base model, or name its base with --base",
         )
     return contents, fit
@@ -328,7 +321,7 @@ def find_misfits(parts: Mapping[str, ModuleFactors], names: LayerNames) -> Itera
         if shapes and all(shapes):
             out, fan_in = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
             if part.size[0] not in (0, out) or part.size[1] not in (0, fan_in):
-                yield Misfit(module=module, size=part.size, expected=(out, fan_in))
+                yield module, part.size, (out, fan_in)
 
 
 def _releases(family: str, parts: Mapping[str, ModuleFactors]) -> Iterator[LayerNames]:

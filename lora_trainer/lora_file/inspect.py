@@ -326,14 +326,9 @@ def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[P
     yield from _factor_problems(contents, tensors)
     if fit.others:
         yield _problem("family-unsure", family=fit.family, others=" and ".join(fit.others))
-    for misfit in fit.misfits[:1]:
-        yield from _several(
-            "shapes-differ",
-            [each.module for each in fit.misfits],
-            family=fit.family,
-            size=sized(misfit.size),
-            expected=sized(misfit.expected),
-        )
+    for _, size, expected in fit.misfits[:1]:
+        facts = {"family": fit.family, "size": sized(size), "expected": sized(expected)}
+        yield from _several("shapes-differ", [module for module, *_ in fit.misfits], **facts)
     parts = contents.parts.values()
     dora = [part.entries["magnitude"].key for part in parts if "magnitude" in part.entries]
     if any(key.endswith("dora_scale") for key in dora):
@@ -346,7 +341,7 @@ def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[P
     # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
     scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
     missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
-    if not contents.strengths.stated and FOLDED not in contents.metadata:
+    if not any(True for _ in contents.strengths.alphas()) and FOLDED not in contents.metadata:
         usual = tensors.alphas or key_format(contents.whole) == "kohya"
         for each in _several("missing-alpha", missing):
             yield each if usual else replace(each, severity="note")

@@ -106,7 +106,6 @@ _SHORT_HASH_OFFSET, _SHORT_HASH_BYTES = 0x100000, 0x10000
 MAX_TAGS = 1000
 """Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
 MAX_TAG_CHARACTERS = 300
-_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 @cache
@@ -190,6 +189,7 @@ def _training(info: ExportInfo) -> dict[str, Any]:
         if text_rate is None:
             share = 1 if settings["optimizer.name"] == "prodigy" else 2
             text_rate = settings["optimizer.learning_rate"] / share
+    precision = settings["train.precision"]
     return {
         "ss_steps": info.step,
         "ss_epoch": math.ceil(info.images_seen / images),
@@ -200,7 +200,7 @@ def _training(info: ExportInfo) -> dict[str, Any]:
         "ss_text_encoder_lr": text_rate,
         "ss_lr_warmup_steps": round(settings["optimizer.warmup_fraction"] * steps),
         "ss_optimizer": optimizer,
-        "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
+        "ss_mixed_precision": "no" if precision == "fp32" else precision,
         "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
         "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
         "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
@@ -308,11 +308,6 @@ SETTINGS_ENTRY = "lora_train.settings"
 MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 """Settings that say where things lie on this machine and nothing about the result."""
 
-_PREDICTIONS: Mapping[Prediction, str] = {
-    "epsilon": "epsilon",
-    "v_prediction": "v",
-    "flow": "flow",
-}
 _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train.init_from")
 """Settings that name a model: a Hub id is for everybody, a folder on this machine is not."""
 
@@ -348,7 +343,7 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
         "title": info.title,
         "resolution": f"{side}x{side}",
         "date": datetime.fromtimestamp(info.saved_at_s, UTC).isoformat(timespec="seconds"),
-        "prediction_type": _PREDICTIONS[info.prediction],
+        "prediction_type": "v" if info.prediction == "v_prediction" else info.prediction,
     }
     picture = info.thumbnail_jpeg
     optional = {

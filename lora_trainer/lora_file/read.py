@@ -222,11 +222,6 @@ class Strengths:
     settings: Mapping[str, Mapping[str, Any]]
 
     @property
-    def stated(self) -> bool:
-        """Whether there is an alpha at all."""
-        return any(True for _ in self.alphas())
-
-    @property
     def unsupported(self) -> str:
         """Why peft's kind of adapter cannot be read, "" where it can."""
         for settings in self.settings.values():

@@ -357,7 +357,7 @@ def build_components(job: TrainingJob) -> TrainComponents:
         optimizer = build_optimizer(groups, config.optimizer)
     chosen: Callable[[], AbstractContextManager[None]] = nullcontext
     if config.output.weights == "ema":
-        chosen = adapter.averaged
+        chosen = partial(adapter.swapped, adapter.average)
     if config.optimizer.name == SCHEDULE_FREE:  # its averages are the weights to export
         chosen = partial(averaged_weights, optimizer)
     model = build_model(prepared, networks, adapter)

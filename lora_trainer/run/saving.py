@@ -216,7 +216,7 @@ class BestExport:
         folder, batch_size = self.job.folder, self.job.prepared.config.train.batch_size
         file = folder.path / best_export_name(folder.name)
         then = replace(progress, step=best.step, images=best.step * batch_size)
-        with self.adapter.at_best():
+        with self.adapter.swapped(self.adapter.best):
             write_file = exporter(
                 self.job, self.adapter, file, then, lambda name, value: copy(f"best.{name}", value)
             )

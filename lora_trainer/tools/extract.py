@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import __version__
-from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import Targets
 from lora_trainer.config.inputs import BaseSettings
@@ -42,8 +42,6 @@ def extract(
     Raises RequestError for limits that are none, InputError for models that are equal, quantised, of
     different families or sizes, and MachineError when the disk refuses; nothing is written then.
     """
-    if rank is None and energy is None:
-        raise RequestError("nothing says how much to keep", fix="give --rank, --energy or both")
     limits = RankLimits(rank=rank, energy=energy)
     limits.check()
     target.check()

@@ -241,9 +241,7 @@ class RankLimits:
     def check(self) -> None:
         """Raise RequestError for limits that are none, or contradict each other."""
         if self.rank is None and self.ratio is None and self.energy is None:
-            raise RequestError(
-                "nothing says how much to keep", fix="give --rank, --ratio or --energy"
-            )
+            raise RequestError("nothing says how much to keep", fix="give --rank or --energy")
         if self.ratio is not None and self.energy is not None:
             raise RequestError("--ratio and --energy are two answers", fix="give one of them")
         if self.rank is not None and self.rank < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,27 +53,21 @@ def draw_module(
 ) -> ModuleTensors:
     """Return an adapter of a weight of this shape ([out, in, ...]); an OFT turns pairs of outputs."""
     draw, (out, inputs, *kernel) = Draws(seed), shape
-    flat = inputs * int(torch.Size(kernel).numel())
-    match kind:
-        case "lora":
-            tensors = {
-                "down": draw(rank, inputs, *kernel) * size,
-                "up": draw(out, rank, *(1,) * len(kernel)) * size,
-            }
-        case "loha":
-            names = (("w1_a", (out, rank)), ("w1_b", (rank, flat)))
-            names += (("w2_a", (out, rank)), ("w2_b", (rank, flat)))
-            tensors = {name: draw(*wanted) * size**0.5 for name, wanted in names}
-        case "lokr":
-            tensors = {
-                "w1": draw(out // 2, inputs // 2) * size,
-                "w2_a": draw(2, rank) * size,
-                "w2_b": draw(rank, flat // (inputs // 2)) * size,
-            }
-        case "oft":
-            return ModuleTensors(
-                kind=kind, tensors={"blocks": draw(out // 2, 2, 2) * size}, rank=2, scale=1.0
-            )
+    flat, half = inputs * int(torch.Size(kernel).numel()), max(1, inputs // 2)
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+        "lora": {"down": (rank, inputs, *kernel), "up": (out, rank, *(1,) * len(kernel))},
+        "loha": {
+            "w1_a": (out, rank),
+            "w1_b": (rank, flat),
+            "w2_a": (out, rank),
+            "w2_b": (rank, flat),
+        },
+        "lokr": {"w1": (out // 2, half), "w2_a": (2, rank), "w2_b": (rank, flat // half)},
+        "oft": {"blocks": (out // 2, 2, 2)},
+    }
+    size = size**0.5 if kind == "loha" else size
+    tensors = {name: draw(*each) * size for name, each in shapes[kind].items()}
+    rank, scale = (2, 1.0) if kind == "oft" else (rank, scale)
     return ModuleTensors(kind=kind, tensors=tensors, rank=rank, scale=scale)
 
 
@@ -84,10 +79,10 @@ def draw_lokr(
     (out_left, out_right), (in_left, in_right) = (factors(size, -1) for size in (out, inputs))
     tensors = {"w1": draw(out_left, in_left) * 0.2}
     if rank >= max(in_right, out_right) / 2:
-        tensors["w2"] = draw(out_right, in_right, *kernel) * 0.2
-        return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=1.0)
-    tensors["w2_a"] = draw(out_right, rank) * 0.2
-    tensors["w2_b"] = draw(rank, in_right * int(torch.Size(kernel).numel())) * 0.2
+        tensors["w2"], scale = draw(out_right, in_right, *kernel) * 0.2, 1.0
+    else:
+        tensors["w2_a"] = draw(out_right, rank) * 0.2
+        tensors["w2_b"] = draw(rank, in_right * int(torch.Size(kernel).numel())) * 0.2
     return ModuleTensors(kind="lokr", tensors=tensors, rank=rank, scale=scale)
 
 
@@ -95,12 +90,7 @@ def with_magnitude(module: ModuleTensors, weight: Tensor, *, seed: int = 0) -> M
     """Make a DoRA of it whose outputs are up to a fifth longer or shorter than the base's."""
     norms = weight.detach().flatten(1).norm(dim=1)
     moved = norms * (1 + 0.2 * Draws(seed)(len(norms)).clamp(-1, 1))
-    return ModuleTensors(
-        kind="lora",
-        tensors={**module.tensors, "magnitude": moved},
-        rank=module.rank,
-        scale=module.scale,
-    )
+    return replace(module, tensors={**module.tensors, "magnitude": moved})
 
 
 def adapter_for(
@@ -112,14 +102,13 @@ def adapter_for(
     **options: object,
 ) -> dict[str, ModuleTensors]:
     """Return a random adapter for the named modules of a network."""
-    found = {}
+    modules = {}
     for number, name in enumerate(names):
         weight = network.get_parameter(f"{name}.weight")
         module = draw_module(tuple(weight.shape), seed=number, **options)  # type: ignore[arg-type]
-        found[f"{component}.{name}"] = (
-            with_magnitude(module, weight, seed=number) if dora else module
-        )
-    return found
+        module = with_magnitude(module, weight, seed=number) if dora else module
+        modules[f"{component}.{name}"] = module
+    return modules
 
 
 def small_adapter(seed: int = 0, *, size: float = 1.0, **options: Any) -> dict[str, ModuleTensors]:

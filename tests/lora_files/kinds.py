@@ -34,10 +34,9 @@ class Written:
 Kind = Callable[[Layer, torch.Generator], Written]
 
 
-def draw(generator: torch.Generator, *shape: int, size: float = 0.1) -> Tensor:
-    """Return numbers that fp16 and bf16 hold exactly: multiples of 1/64 below 2."""
-    grid = torch.randint(-12, 13, shape, generator=generator).float() / 64
-    return grid * round(size / 0.1, 6) if size != 0.1 else grid
+def draw(generator: torch.Generator, *shape: int, size: float = 1.0) -> Tensor:
+    """Return numbers that fp16 and bf16 hold exactly where size is 1: multiples of 1/64 below 2."""
+    return torch.randint(-12, 13, shape, generator=generator).float() / 64 * size
 
 
 def lora(
@@ -133,11 +132,9 @@ def lokr(
         (a, b), (c, d) = factors(layer.out, factor), factors(layer.inputs[0], factor)
         tensors = dict[str, Tensor]()
         if both:
-            tensors |= {
-                "lokr_w1_a": draw(generator, a, rank),
-                "lokr_w1_b": draw(generator, rank, c),
-            }
-            left = tensors["lokr_w1_a"].double() @ tensors["lokr_w1_b"].double()
+            up, down = draw(generator, a, rank), draw(generator, rank, c)
+            tensors |= {"lokr_w1_a": up, "lokr_w1_b": down}
+            left = up.double() @ down.double()
         else:
             tensors["lokr_w1"] = draw(generator, a, c)
             left = tensors["lokr_w1"].double()
@@ -176,13 +173,9 @@ def diag_oft(
     def write(layer: Layer, generator: torch.Generator) -> Written:
         count = layer.out // size if size else blocks
         side = layer.out // count
-        values = draw(generator, count, side, side, size=0.01)
+        values = draw(generator, count, side, side, size=0.1)
         tensors = {"oft_blocks": values, "alpha": torch.tensor(constraint)}
-        skew = values.double() - values.double().mT
-        if constraint:
-            skew = skew * min(1.0, constraint * layer.out / float(skew.norm()))
-        identity = torch.eye(side, dtype=torch.float64)
-        turn = (identity + skew) @ torch.linalg.inv(identity - skew)
+        turn = _cayley(values, most=constraint * layer.out or math.inf)
         rescale = torch.ones(layer.out, dtype=torch.float64)
         if rescaled:
             tensors["rescale"] = 1 + draw(generator, layer.out, *(1 for _ in layer.inputs))
@@ -199,18 +192,23 @@ def diag_oft(
     return write
 
 
+def _cayley(values: Tensor, *, most: float = math.inf) -> Tensor:
+    """Return the rotations of blocks, whose skew matrices have together at most this norm."""
+    skew = values.double() - values.double().mT
+    skew = skew * min(1.0, most / float(skew.norm()))
+    identity = torch.eye(values.shape[-1], dtype=torch.float64)
+    return (identity + skew) @ torch.linalg.inv(identity - skew)
+
+
 def boft(*, size: int = 8, rounds: int = 3) -> Kind:
     """LyCORIS's butterflies: each round turns groups of channels that are farther apart."""
 
     def write(layer: Layer, generator: torch.Generator) -> Written:
-        values = draw(generator, rounds, layer.out // size, size, size, size=0.01)
-        skew = values.double() - values.double().mT
-        identity = torch.eye(size, dtype=torch.float64)
-        turns = (identity + skew) @ torch.linalg.inv(identity - skew)
+        values = draw(generator, rounds, layer.out // size, size, size, size=0.1)
 
         def delta(weight: Tensor, rows: slice) -> Tensor:
             turned = weight.double().flatten(1)
-            for number, turn in enumerate(turns):
+            for number, turn in enumerate(_cayley(values)):
                 # Channel (c, g, k) is the one at (c, k, g) in the order in which groups are cut.
                 order = torch.arange(layer.out).reshape(-1, 2, 2**number * size // 2).mT.flatten()
                 changed = torch.einsum(
@@ -229,7 +227,7 @@ def oft_v2(*, size: int = 32, scaled: bool = False, shared: bool = False) -> Kin
 
     def write(layer: Layer, generator: torch.Generator) -> Written:
         count = 1 if shared else math.prod(layer.inputs) // size
-        values = draw(generator, count, size * (size - 1) // 2, size=0.02)
+        values = draw(generator, count, size * (size - 1) // 2, size=0.2)
         tensors = {"oft_R.weight": values}
         if scaled:
             tensors["oft_R.scaled_oft"] = torch.tensor(True)
@@ -239,9 +237,7 @@ def oft_v2(*, size: int = 32, scaled: bool = False, shared: bool = False) -> Kin
         for place, (high, low) in enumerate(upper):
             skew[:, high, low] = own[:, place]
             skew[:, low, high] = -own[:, place]
-        powers = [torch.eye(size, dtype=torch.float64).expand_as(skew)]
-        for _ in range(4):
-            powers.append(powers[-1] @ skew)
+        powers = [torch.linalg.matrix_power(skew, number) for number in range(5)]
         turn = powers[0] + 2 * (powers[1] + powers[2] + powers[3]) + powers[4]
 
         def delta(weight: Tensor, rows: slice) -> Tensor:
@@ -310,12 +306,8 @@ def full(*, bias: bool = False) -> Kind:
 def norm() -> Kind:
     def write(layer: Layer, generator: torch.Generator) -> Written:
         change, added = draw(generator, layer.out), draw(generator, layer.out)
-        return Written(
-            {"w_norm": change, "b_norm": added},
-            lambda _, rows: change.double()[rows],
-            "norm",
-            bias=added,
-        )
+        tensors = {"w_norm": change, "b_norm": added}
+        return Written(tensors, lambda _, rows: change.double()[rows], "norm", bias=added)
 
     return write
 

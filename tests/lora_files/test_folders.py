@@ -20,33 +20,29 @@ from tests.fakes.family_bases import base_of, denoiser_of
 
 BASE = "flux"
 LAYERS = ["attn.to_q", "attn.to_k"]
-KINDS: Mapping[str, peft.PeftConfig] = {
-    "LoRA": peft.LoraConfig(r=2, lora_alpha=5, target_modules=LAYERS, init_lora_weights=False),
-    "rsLoRA": peft.LoraConfig(
-        r=2, lora_alpha=5, use_rslora=True, target_modules=LAYERS, init_lora_weights=False
+PLAIN: Mapping[str, Any] = {"r": 2, "lora_alpha": 5, "init_lora_weights": False}
+LYCORIS: Mapping[str, Any] = {"alpha": 5, "init_weights": False}
+KINDS: Mapping[str, tuple[type[peft.PeftConfig], Mapping[str, Any]]] = {
+    "LoRA": (peft.LoraConfig, PLAIN),
+    "rsLoRA": (peft.LoraConfig, {**PLAIN, "use_rslora": True}),
+    "patterns": (
+        peft.LoraConfig, {**PLAIN, "alpha_pattern": {"to_q": 3}, "rank_pattern": {"to_k": 1}}
     ),
-    "patterns": peft.LoraConfig(
-        r=2, lora_alpha=5, alpha_pattern={"to_q": 3}, rank_pattern={"to_k": 1},
-        target_modules=LAYERS, init_lora_weights=False,
-    ),
-    "DoRA": peft.LoraConfig(
-        r=2, lora_alpha=5, use_dora=True, target_modules=LAYERS, init_lora_weights=False
-    ),
-    "LoHa": peft.LoHaConfig(r=2, alpha=5, target_modules=LAYERS, init_weights=False),
-    "LoKr": peft.LoKrConfig(r=1, alpha=5, target_modules=LAYERS, init_weights=False),
-    "LoKr of whole factors": peft.LoKrConfig(
-        r=40, alpha=5, target_modules=LAYERS, init_weights=False
-    ),
-    "OFT": peft.OFTConfig(r=0, oft_block_size=4, target_modules=LAYERS, init_weights=False),
+    "DoRA": (peft.LoraConfig, {**PLAIN, "use_dora": True}),
+    "LoHa": (peft.LoHaConfig, {"r": 2, **LYCORIS}),
+    "LoKr": (peft.LoKrConfig, {"r": 1, **LYCORIS}),
+    "LoKr of whole factors": (peft.LoKrConfig, {"r": 40, **LYCORIS}),
+    "OFT": (peft.OFTConfig, {"r": 0, "oft_block_size": 4, "init_weights": False}),
 }  # fmt: skip
 
 
-def saved(kind: peft.PeftConfig, folder: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+def saved(kind: str, folder: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Save a random adapter; return the base's weights and those that peft merges it into, by layer."""
     torch.manual_seed(0)
     network = denoiser_of(BASE)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    model: Any = peft.get_peft_model(network, kind)
+    config, options = KINDS[kind]
+    model: Any = peft.get_peft_model(network, config(target_modules=LAYERS, **options))
     model.save_pretrained(folder)
     after = model.merge_and_unload().state_dict()
     names = [name for name in before if not torch.equal(before[name], after[name])]
@@ -58,7 +54,7 @@ def saved(kind: peft.PeftConfig, folder: Path) -> tuple[Mapping[str, Tensor], Ma
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_read_to_what_peft_makes_of_it(kind: str, tmp_path: Path) -> None:
-    before, after = saved(KINDS[kind], tmp_path)
+    before, after = saved(kind, tmp_path)
     problems = tool("inspect", tmp_path)["problems"]
     assert not [each for each in problems if each["severity"] == "error"]
     with open_source(tmp_path, base=str(base_of(BASE))) as source:
@@ -71,7 +67,7 @@ def test_a_folder_is_read_to_what_peft_makes_of_it(kind: str, tmp_path: Path) ->
 
 def test_every_tool_takes_a_folder(tmp_path: Path) -> None:
     base, folder = str(base_of(BASE)), tmp_path / "mine:0.5"
-    saved(KINDS["LoRA"], folder)
+    saved("LoRA", folder)
     written = [
         tool("convert", folder, format="comfyui", base=base),
         tool("convert", folder, format="comfyui", base=base, output=tmp_path / "a.safetensors"),
@@ -85,7 +81,7 @@ def test_every_tool_takes_a_folder(tmp_path: Path) -> None:
 
 
 def test_other_kinds_of_peft_are_refused_with_the_reason(tmp_path: Path) -> None:
-    saved(KINDS["LoRA"], tmp_path)
+    saved("LoRA", tmp_path)
     stated = tmp_path / "adapter_config.json"
     plain = json.loads(stated.read_text())
     for settings, reason in (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,9 @@ class Case:
     refused: str = ""
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return self.name
+
 
 def case(name: str, family: str, *parts: Part, **more: object) -> Case:
     return Case(name, family, parts, **more)
@@ -86,7 +90,10 @@ MIX, LYCORIS, OFT = (flat(f"{name}_") for name in ("lora_transformer", "lycoris"
 TRANSFORMER, COMFY, BARE = dotted("transformer."), dotted("diffusion_model."), dotted("")
 DIFFUSERS_UNET, PEFT_FOLDER = dotted("unet."), dotted("base_model.model.")
 UNETS = {"sd15": a.SD15, "sd2": a.SD2, "sdxl": a.SDXL}
-STATED_SDXL = {"ss_base_model_version": "sdxl_base_v1-0"}
+STATED = {
+    "sd15": "sd_v1", "sd2": "sd_v2", "sdxl": "sdxl_base_v1-0", "sd3": "3-5-medium", "flux": "flux1",
+    "flux2": "flux2", "chroma": "chroma", "zimage": "zimage", "qwen": "qwen_image",
+}  # fmt: skip
 
 
 def kohya_unet(family: str) -> list[Layer]:
@@ -126,32 +133,31 @@ def sd_scripts() -> Iterable[Case]:
         )
     turned = only(a.SDXL, "to_q", "to_k", "to_v", "to_out.0")
     rotations = Part(turned, OFT, k.diag_oft(constraint=1e-4))
-    yield case("sd-scripts 0.9 networks.oft sdxl", "sdxl", rotations, metadata=STATED_SDXL)
+    yield case(
+        "sd-scripts 0.9 networks.oft sdxl",
+        "sdxl",
+        rotations,
+        metadata={"ss_base_model_version": STATED["sdxl"]},
+    )
     name = "sd-scripts sd3 branch networks.lora_flux"
     clip_and_t5 = (
         Part(a.clip("flux"), TE1, KOHYA, "text_encoder"),
         Part(T5, TE3, KOHYA, "text_encoder_2"),
     )
     yield case(f"{name} with CLIP and T5", "flux", Part(a.FLUX, UNET, KOHYA), *clip_and_t5)
-    layers = [*a.FLUX, *a.FLUX_IN]
-    yield case(f"{name} in_dims", "flux", Part(layers, UNET, LOCON))
-    yield case(
-        f"{name} one block", "flux", Part(a.release("flux", r"single_blocks\.7\."), UNET, KOHYA)
-    )
+    yield case(f"{name} in_dims", "flux", Part([*a.FLUX, *a.FLUX_IN], UNET, LOCON))
+    single = a.release("flux", r"single_blocks\.7\.")
+    yield case(f"{name} one block", "flux", Part(single, UNET, KOHYA))
     turned = only(a.FLUX, "proj")
     rotations = Part(turned, OFT, k.diag_oft(blocks=96, constraint=1e-4))
     yield case("sd-scripts sd3 branch networks.oft_flux", "flux", rotations)
-    name = "sd-scripts 0.10 networks.lora_flux chroma"
-    yield case(
-        f"{name} stated",
-        "chroma",
-        Part(a.CHROMA[:6], UNET, KOHYA),
-        metadata={"modelspec.architecture": "chroma/lora"},
-    )
+    name, few = "sd-scripts 0.10 networks.lora_flux chroma", Part(a.CHROMA[:6], UNET, KOHYA)
+    stated = {"modelspec.architecture": "chroma/lora"}
+    yield case(f"{name} stated", "chroma", few, metadata=stated)
     name = "sd-scripts sd3 branch networks.lora_sd3"
     yield case(f"{name} large", "sd3", Part(a.SD3_LARGE, UNET, KOHYA))
-    layers = [*a.SD3_MEDIUM, *a.SD3_OUTER]
-    yield case(f"{name} emb_dims", "sd3", Part(layers, UNET, KOHYA))
+    outer = Part([*a.SD3_MEDIUM, *a.SD3_OUTER], UNET, KOHYA)
+    yield case(f"{name} emb_dims", "sd3", outer)
 
 
 def musubi() -> Iterable[Case]:
@@ -189,18 +195,12 @@ def one_trainer() -> Iterable[Case]:
         ("legacy flux LoKr DoRA", MIX, some, k.lokr(factor=-1, dora="in")),
     ):
         yield case(f"OneTrainer {name}", "flux", Part(layers, spell, kind))
-    yield case(
-        "OneTrainer kohya flux DoRA of inputs",
-        "flux",
-        Part(only(a.FLUX, "img_attn.qkv"), UNET, k.lora(dora="in")),
-        refused="magnitude for each input of joined layers",
-    )
-    yield case(
-        "OneTrainer legacy flux OFT scaled, shared",
-        "flux",
-        Part(some, MIX, k.oft_v2(scaled=True, shared=True)),
-        metadata={"modelspec.architecture": "Flux.1-dev/lora"},
-    )
+    joined = Part(only(a.FLUX, "img_attn.qkv"), UNET, k.lora(dora="in"))
+    reason = "magnitude for each input of joined layers"
+    yield case("OneTrainer kohya flux DoRA of inputs", "flux", joined, refused=reason)
+    name, turned = "OneTrainer legacy flux OFT scaled, shared", k.oft_v2(scaled=True, shared=True)
+    stated = {"modelspec.architecture": "Flux.1-dev/lora"}
+    yield case(name, "flux", Part(some, MIX, turned), metadata=stated)
     plain, kernels = split(a.SDXL), split(a.release("sdxl", a.KERNELS))
     yield case("OneTrainer legacy sdxl", "sdxl", Part([*plain, *kernels], UNET, KOHYA))
     inputs = Part([*plain, *kernels[:3]], UNET, k.lora(dora="in"))
@@ -220,22 +220,13 @@ def one_trainer() -> Iterable[Case]:
 
 
 def others() -> Iterable[Case]:
-    some = Part(
-        split(a.release("flux", r"double_blocks\.1\..*attn")),
-        LYCORIS,
-        k.lokr(factor=16, whole=True),
-    )
-    yield case("ai-toolkit flux LoKr old names", "flux", some)
-    yield case(
-        "ai-toolkit chroma LoKr joined",
-        "chroma",
-        Part(
-            only(a.CHROMA, "img_attn.qkv", "img_mlp.0", "linear1", "linear2"),
-            COMFY,
-            k.lokr(factor=4, whole=True),
-        ),
-        metadata={"ss_base_model_version": "chroma"},
-    )
+    some = split(a.release("flux", r"double_blocks\.1\..*attn"))
+    kronecker = Part(some, LYCORIS, k.lokr(factor=16, whole=True))
+    yield case("ai-toolkit flux LoKr old names", "flux", kronecker)
+    some = only(a.CHROMA, "img_attn.qkv", "img_mlp.0", "linear1", "linear2")
+    kronecker = Part(some, COMFY, k.lokr(factor=4, whole=True))
+    stated = {"ss_base_model_version": STATED["chroma"]}
+    yield case("ai-toolkit chroma LoKr joined", "chroma", kronecker, metadata=stated)
     alpha = json.dumps({"transformer.lora_alpha": 8, "transformer.r": 2})
     stated = Part(split(a.FLUX), TRANSFORMER, bare(*AB, scale=4.0))
     yield case("SimpleTuner 4 flux", "flux", stated, metadata={"lora_adapter_metadata": alpha})
@@ -282,42 +273,27 @@ def diffusers() -> Iterable[Case]:
     attention = ("to_q", "to_k", "to_v", "to_out.0")
     sd15, sdxl = (only(split(UNETS[family]), *attention) for family in ("sd15", "sdxl"))
 
-    def processors(layers: Iterable[Layer]) -> list[Layer]:
-        return [
-            Layer(
-                layer.name.replace(".attn1.", ".attn1.processor.")
-                .replace(".attn2.", ".attn2.processor.")
-                .removesuffix(".0"),
-                layer.parts,
-                layer.inputs,
-            )
-            for layer in layers
-        ]
+    def processor(name: str) -> str:
+        return re.sub(r"\.attn([12])\.", r".attn\1.processor.", name).removesuffix(".0")
 
-    old, unet = Part(processors(sd15), BARE, PROCESSOR), DIFFUSERS_UNET
+    unet = DIFFUSERS_UNET
+    old = Part(sd15, processor, PROCESSOR)
     yield case("diffusers 0.17 attention processors sd15", "sd15", old)
-    old = Part(processors(sdxl), unet, PROCESSOR)
+    old = Part(sdxl, lambda name: unet(processor(name)), PROCESSOR)
     yield case("diffusers 0.18 attention processors sdxl", "sdxl", old)
     yield case("diffusers 0.25 sdxl", "sdxl", Part(sdxl, unet, OLD))
-    clip_old = [
-        Layer(
-            layer.name.replace("_proj", "").replace("self_attn.", "self_attn.to_"),
-            layer.parts,
-            layer.inputs,
-        )
-        for layer in a.clip("sd15")
-        if "self_attn" in layer.name
-    ]
+
+    def clip_old(name: str) -> str:
+        return "text_encoder." + name.replace("_proj", "").replace("self_attn.", "self_attn.to_")
+
+    attention = [layer for layer in a.clip("sd15") if "self_attn" in layer.name]
     ends = ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight")
-    text = Part(clip_old, dotted("text_encoder."), bare(*ends), "text_encoder")
+    text = Part(attention, clip_old, bare(*ends), "text_encoder")
     yield case("diffusers 0.20 with text sd15", "sd15", Part(sd15, unet, PEFT), text)
     rslora = json.dumps({"unet.lora_alpha": 4, "unet.use_rslora": True, "unet.r": 2})
-    yield case(
-        "diffusers 0.42 sdxl rsLoRA in the header",
-        "sdxl",
-        Part(sdxl, unet, bare(*AB, scale=4 / 2**0.5)),
-        metadata={"lora_adapter_metadata": rslora},
-    )
+    name, scaled = "diffusers 0.42 sdxl rsLoRA in the header", bare(*AB, scale=4 / 2**0.5)
+    stated = {"lora_adapter_metadata": rslora}
+    yield case(name, "sdxl", Part(sdxl, unet, scaled), metadata=stated)
     yield case("peft 0.19 folder flux2", "flux2", Part(split(a.FLUX2_9B), PEFT_FOLDER, PEFT))
     dora = Part(split(a.SDXL)[2:9], PEFT_FOLDER, bare(*AB, dora="peft"))
     yield case("peft 0.19 sdxl DoRA", "sdxl", dora)
@@ -394,39 +370,23 @@ class Expected:
     rows: slice
     seed: int
 
-    @property
-    def weight(self) -> Tensor | None:
-        """The base's weight of this layer, made up, as no base is on this machine; None: it is not read."""
-        return self._whole[self.rows] if self.written.based else None
-
-    @property
-    def base_weight(self) -> Tensor:
-        """What the base has for the whole layer that was written for; zeros where the update does not read it."""
-        return (
-            self._whole if self.written.based else torch.zeros(self.layer.out, *self.layer.inputs)
-        )
-
     @cached_property
-    def _whole(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randn(self.layer.out, *self.layer.inputs, generator=generator)
+    def base_weight(self) -> Tensor:
+        """The base's weight, made up, of the whole layer; zeros where the update does not read it."""
+        shape = (self.layer.out, *self.layer.inputs)
+        if not self.written.based:
+            return torch.zeros(shape)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(self.seed))
 
     @property
     def delta(self) -> Tensor:
         """What the weight changes by, float64."""
-        whole = self._whole if self.written.based else torch.empty(0)
-        return self.written.delta(whole, self.rows)
+        return self.written.delta(self.base_weight, self.rows)
 
     @property
     def numbers(self) -> int:
         """How many numbers the layer's weight has."""
         return (self.rows.stop - self.rows.start) * math.prod(self.layer.inputs)
-
-
-STATED = {
-    "sd15": "sd_v1", "sd2": "sd_v2", "sdxl": "sdxl_base_v1-0", "sd3": "3-5-medium", "flux": "flux1",
-    "flux2": "flux2", "chroma": "chroma", "zimage": "zimage", "qwen": "qwen_image",
-}  # fmt: skip
 
 
 def build(case: Case, path: Path, *, most: int | None = None) -> dict[str, Expected]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +99,14 @@ def test_the_table_is_read_in_its_own_dtype() -> None:
 # ---- the file
 
 
-def written(name: str, folder: Path, *, tokens: int) -> tuple[TextEncoder, Path]:
-    family, text = families.family(name), encoder_of(name, NewWord(text="toy", tokens=tokens))
-    vectors = add_new_tokens(text, tokens, start=None, seed=3)
-    path = embedding_path(folder / "x.safetensors")
-    arrays = {
-        family.text.new_token_keys[key]: values.detach().numpy() for key, values in vectors.items()
-    }
-    write_embedding(path, arrays, metadata={"modelspec.title": "x"})
-    return text, path
-
-
 @pytest.mark.parametrize("name", TEACHABLE)
 def test_diffusers_reads_the_file_as_it_was_trained(name: str, tmp_path: Path) -> None:
-    text, path = written(name, tmp_path, tokens=2)
-    family = families.family(name)
-    pipeline = plain_pipeline(family, facts_of(name), dtype=torch.float32, device=CPU)
+    family, text, arrays = families.family(name), encoder_of(name), {}
+    for component, vectors in add_new_tokens(text, 2, start=None, seed=3).items():
+        arrays[family.text.new_token_keys[component]] = vectors.detach().numpy()
+    path = embedding_path(tmp_path / "x.safetensors")
+    write_embedding(path, arrays, metadata={"modelspec.title": "x"})
+    pipeline: Any = plain_pipeline(family, facts_of(name), dtype=torch.float32, device=CPU)
     if len(family.text.new_token_keys) == 1:
         pipeline.load_textual_inversion(str(path.parent), weight_name=path.name, token="<t>")
     else:
@@ -129,19 +120,17 @@ def test_diffusers_reads_the_file_as_it_was_trained(name: str, tmp_path: Path) -
             )
     for prompt in ("a toy, on a table", "toy"):
         ours = text.encode_prompts([prompt])
-        theirs = encoded(pipeline, prompt.replace("toy", "<t>"))
+        with torch.no_grad():  # the hidden states, and the pooled ones where there are two encoders
+            encoded = pipeline.encode_prompt(
+                prompt.replace("toy", "<t>"),
+                device=CPU,
+                num_images_per_prompt=1,
+                do_classifier_free_guidance=False,
+            )
+        theirs = [encoded[0], encoded[2]] if len(encoded) == 4 else [encoded[0]]
         for mine, other in zip(ours.values(), theirs, strict=True):
             torch.testing.assert_close(mine, other)
     assert not torch.equal(ours["text"], encoder_of(name, None).encode_prompts(["toy"])["text"])
-
-
-def encoded(pipeline: Any, prompt: str) -> Sequence[torch.Tensor]:
-    """Return the hidden states, and the pooled ones where there are two encoders."""
-    with torch.no_grad():
-        found = pipeline.encode_prompt(
-            prompt, device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=False
-        )
-    return [found[0], found[2]] if len(found) == 4 else [found[0]]
 
 
 def test_the_end_of_a_text_is_found_where_the_release_says_two(tmp_path: Path) -> None:

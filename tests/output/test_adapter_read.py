@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.base_layers import LayerNames
-from lora_trainer.lora_file.read import Contents
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.tools.adapters import open_source
 from tests.fakes.adapters import Draws, tool
@@ -119,25 +117,6 @@ def test_layers_of_text_encoders_alone_are_of_no_family(file: Path) -> None:
         "unknown",
         ["missing-alpha"],
     )
-
-
-def test_nothing_is_read_before_it_is_asked_for(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    array, reads = Contents.array, []
-
-    def counted(*arguments: Any) -> Any:
-        reads.append(arguments)
-        return array(*arguments)
-
-    keys = [f"denoiser.{module.removeprefix('unet.')}" for module in (Q, V)]
-    monkeypatch.setattr(Contents, "array", counted)
-    with open_source(write(file, {**pair(V), **pair(Q)}, a="b")) as source:
-        assert (list(source), len(source), source.metadata["a"]) == (keys, 2, "b")
-        assert keys[0] in source and "denoiser.other" not in source
-        assert not reads
-        source[keys[0]]
-        assert len(reads) == 2, "the factors of one module"
 
 
 # ---- refused

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -141,14 +140,10 @@ def test_every_number_of_a_narrow_dtype_is_read(dtype: torch.dtype, file: Path) 
     for number in (*numbers[~numbers.float().isfinite()], torch.tensor(torch.nan).to(dtype)):
         pair = {"unet.a.lora_down.weight": number.reshape(1, 1).clone()}
         save_file({**pair, "unet.a.lora_up.weight": one}, file)
-        kinds = [each["kind"] for each in tool("inspect", file)["problems"]]
-        assert "not-finite" in kinds, number
-
-
-def test_an_alpha_of_any_dtype_is_read(file: Path) -> None:
-    for dtype in (np.int64, np.int32, np.uint8, np.float16, np.float64):
-        alpha = {"lora_unet_a.alpha": np.array(200, dtype)}
-        assert inspected(file, A, alpha)["alpha"] == 200, dtype
+        assert "not-finite" in kinds(tool("inspect", file)), number
+    for integers in (np.int64, np.int32, np.uint8, np.float16, np.float64):
+        alpha = {"lora_unet_a.alpha": np.array(200, integers)}
+        assert inspected(file, A, alpha)["alpha"] == 200, integers
 
 
 # ---- norms
@@ -161,9 +156,6 @@ def test_norms_add_up_by_block_in_their_order(file: Path) -> None:
     assert list(norms) == ["mid_block", "up_blocks.2", "up_blocks.10"]
     one = 4 * np.sqrt(48)  # four equal products of ones in each of 6 x 8 elements
     assert norms["up_blocks.2"] == pytest.approx(one * np.sqrt(2))
-
-
-def test_blocks_of_modules(file: Path) -> None:
     blocks = {
         "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q": "input_blocks.4",
         "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q": "mid_block",
@@ -252,29 +244,14 @@ def test_a_flipped_bit_is_seen_where_the_file_states_its_hash(file: Path) -> Non
 # ---- what is refused
 
 
-def described(tensors: Mapping[str, Any]) -> bytes:
-    return framed(json.dumps(tensors).encode())
-
-
-def framed(header: bytes, body: bytes = b"") -> bytes:
-    return struct.pack("<Q", len(header)) + header + body
-
-
 WHOLE = save(
     {"lora_unet_a.lora_down.weight": np.ones((4, 8)), "lora_unet_a.lora_up.weight": np.ones((8, 4))}
 )
-EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 REFUSED = {
     "empty": (b"", "not a safetensors file"),
     "cut in the tensors": (WHOLE[:-1], "cut off"),
     "longer": (WHOLE + b"x", "not fully covered"),
     "pickle": (b"\x80\x02}q\x00." + bytes(60), "pickle"),
-    "not UTF-8": (framed(b'{"\xff\xfe": 1}'), "not a safetensors file"),
-    "list": (framed(b"[1, 2]"), "JSON"),
-    "crowded": (framed(b"[" * 400_001), "more tensors than"),
-    "too many": (described(dict.fromkeys(map(str, range(100_001)), EMPTY)), "more than 100,000"),
-    "unknown dtype": (described({"a": {**EMPTY, "dtype": "F8_E8M0"}}), "dimensions of F8_E8M0"),
-    "dimensions": (described({"a": {**EMPTY, "shape": [0] * 17}}), "'a' in 17 dimensions"),
     "no LoRA": (save({"model.diffusion_model.out.weight": np.ones(3)}), "no LoRA"),
     "LoHa": (save({"lora_unet_a.hada_w1_a": np.ones((3, 3))}), "no LoRA"),
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def commands(file: Path, output: Path) -> dict[str, list[str]]:
     }
 
 
+TENSOR_FILE = "lora_trainer.lora_file.tensor_file"
 TOOLS = ("convert", "merge", "cut", "into", "resize")
 
 
@@ -91,48 +93,29 @@ def test_each_tool_names_what_it_wrote(
         assert found["cuts"][least].keys() == {"old_rank", "new_rank", "energy"}
 
 
-def test_an_extraction_says_what_is_out_of_reach(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, tuned = str(base_of("sd15")), str(tmp_path / "tuned")
-    said(capsys, "merge", str(file), "--output", tuned, "--into", base)
-    unet = tmp_path / "tuned/unet/diffusion_pytorch_model.safetensors"
-    tensors = load_file(unet)
-    save_file({**tensors, "conv_norm_out.weight": tensors["conv_norm_out.weight"] + 1}, unet)
-    line = ["extract", tuned, base, "--output", str(tmp_path / "out.safetensors"), "--rank", "4"]
-    shown, found = said(capsys, *line), json.loads(said(capsys, *line, "--force", "--json"))
-    assert f"{100 * found['unreached']:.4g} % of the whole difference is out of reach" in shown
-    assert "rank 4" in shown and 0 < found["unreached"] < 1
-
-
 # ---- files that cannot be used
 
 
-def bytes_of(change: Callable[[bytes], bytes]) -> Hostile:
-    return lambda file: file.write_bytes(change(file.read_bytes()))
+def change(spoil: Callable[[dict[str, Tensor], str], dict[str, Tensor]]) -> Hostile:
+    """Return what spoils the tensors of a file, by the name of a factor."""
+
+    def change_file(file: Path) -> None:
+        tensors = load_file(file)
+        save_file(spoil(tensors, next(key for key in tensors if ".lora_up" in key)), file)
+
+    return change_file
 
 
-def tensors_of(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Hostile:
-    return lambda file: save_file(change(load_file(file)), file)
-
-
-def first_up(tensors: dict[str, Tensor]) -> str:
-    return next(key for key in tensors if ".lora_up" in key)
-
-
-NO_BASE: dict[str, Hostile] = {
-    "truncated": bytes_of(lambda data: data[:-100]),
-    "no adapter": tensors_of(lambda _: {"weight": torch.ones(2)}),
-    "empty": bytes_of(lambda _: b""),
-    "absent": Path.unlink,
-}
 HOSTILE: dict[str, Hostile] = {
-    **NO_BASE,
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "no adapter": change(lambda *_: {"weight": torch.ones(2)}),
+    "empty": lambda file: file.write_bytes(b""),
+    "absent": Path.unlink,
     "of another family": lambda file: adapter(file, "sdxl"),
-    "without a factor": tensors_of(lambda t: {k: t[k] for k in t if k != first_up(t)}),
-    "of two ranks": tensors_of(lambda t: t | {first_up(t): t[first_up(t)][:, :-1].contiguous()}),
+    "without a factor": change(lambda tensors, up: {k: tensors[k] for k in tensors if k != up}),
+    "of two ranks": change(lambda t, up: t | {up: t[up][:, :-1].contiguous()}),
     "a pickle": lambda file: torch.save({"x": torch.ones(1)}, file),
-    "NaN": tensors_of(lambda t: t | {first_up(t): t[first_up(t)] * float("nan")}),
+    "NaN": change(lambda tensors, up: tensors | {up: tensors[up] * float("nan")}),
 }
 
 
@@ -145,34 +128,24 @@ def test_a_file_that_cannot_be_used_is_one_line_and_exit_code_3(
     assert "a.safetensors" in refusal(capsys, line, tmp_path, code=3)
 
 
-def test_a_base_that_cannot_be_used_is_one_line_and_exit_code_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good, out = adapter(tmp_path / "a.safetensors"), str(tmp_path / "out.safetensors")
-    for fault, spoil in NO_BASE.items():
-        single = checkpoint(tmp_path / "b.safetensors", "sd15")
-        spoil(single)
-        lines = {
-            "truncated": ["extract", str(single), str(base_of("sd15")), "--rank", "1"],
-            "empty": ["extract", str(base_of("sd15")), str(single), "--rank", "1"],
-        }
-        line = lines.get(fault, ["merge", str(good), "--into", str(single)])
-        assert "b.safetensors" in refusal(capsys, [*line, "--output", out], tmp_path, code=3)
-
-
 def test_a_missing_shard_and_a_pickled_base_are_named(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = copy_of("sd15", tmp_path / "base")
     (base / "unet/diffusion_pytorch_model.safetensors").unlink()
-    line = ["merge", str(file), "--into", str(base), "--output", str(tmp_path / "out")]
-    assert "unet" in refusal(capsys, line, tmp_path, code=3)
     (tmp_path / "old.ckpt").write_bytes(b"PK")
-    line[3] = str(tmp_path / "old.ckpt")
-    assert "pickle" in refusal(capsys, line, tmp_path, code=3)
-    line[3] = str(file)
-    assert "is a LoRA" in refusal(capsys, [*line[:-1], str(tmp_path / "o.safetensors")],
-                                  tmp_path, code=3)  # fmt: skip
+    cut = checkpoint(tmp_path / "b.safetensors", "sd15")
+    cut.write_bytes(cut.read_bytes()[:-100])
+    for wrong, said in (
+        (base, "unet"),
+        (tmp_path / "old.ckpt", "pickle"),
+        (file, "is a LoRA"),
+        (cut, "b.safetensors"),
+    ):
+        line = ["merge", str(file), "--into", str(wrong), "--output", str(tmp_path / "out")]
+        if wrong.suffix == ".safetensors":
+            line[-1] += ".safetensors"
+        assert said in refusal(capsys, line, tmp_path, code=3)
 
 
 # ---- outputs that cannot be
@@ -223,22 +196,16 @@ def test_a_full_disk_or_ctrl_c_at_the_end_leaves_what_was_there(
     else:
         there.write_bytes(b"mine")
 
-    def raising(error: BaseException) -> Callable[..., Any]:
-        def call(*_: Any, **__: Any) -> Any:
-            raise error
-
-        return call
-
+    full, read_back = OSError(28, "No space left on device"), f"{TENSOR_FILE}.file_digest"
     for place, error, code, reason in (
-        ("os.fsync", OSError(28, "No space left on device"), 4, "No space left"),
-        # All is written then but for its name.
+        ("os.fsync", full, 4, "No space left"),
         (
-            "lora_trainer.lora_file.tensor_file.file_digest",
+            read_back,
             KeyboardInterrupt(),
             130,
             "nothing was written",
-        ),
+        ),  # all is there but for its name
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(place, raising(error))
+            patch.setattr(place, Mock(side_effect=error))
             assert reason in refusal(capsys, line, tmp_path, code=code)
