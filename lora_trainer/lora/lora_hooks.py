@@ -114,8 +114,10 @@ def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
             change = apply(inputs[0])
         else:  # made in every pass: stored for all layers it would take as much as the base
             weight = change_of(layer, module).to(inputs[0])
-            linear = isinstance(layer, nn.Linear)
-            change = F.linear(inputs[0], weight) if linear else _convolved(layer, inputs[0], weight)
+            if isinstance(layer, nn.Linear):
+                change = F.linear(inputs[0], weight)
+            else:
+                change = _convolved(layer, inputs[0], weight)
         if bias is not None:
             change = change + bias.reshape(-1, *(1,) * (layer.weight.dim() - 2)).to(output)
         return torch.add(output, change, alpha=dial.strength)
