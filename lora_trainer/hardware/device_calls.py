@@ -12,8 +12,8 @@ import torch
 
 from lora_trainer.hardware.devices import KINDS, TURING, DeviceKind, KindName, reinstall
 
+# cudaHostRegisterPortable: pinned for every device of the process.
 _PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device of the process."""
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:

@@ -21,8 +21,8 @@ from typing import Literal, get_args
 from lora_trainer.common.wording import GIB
 
 KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
+# `torch.device(...).type` and the values of `hardware.device`; AMD's GPUs have torch's type "cuda".
 TorchType = Literal["cuda", "mps", "xpu", "cpu"]
-"""`torch.device(...).type` and the values of `hardware.device`; AMD's GPUs have torch's type "cuda"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +131,12 @@ def is_under_windows(root: Path = Path("/")) -> bool:
 
 # ---- torch's allocator: segments that grow on a GPU, whole pages of pinned host memory
 
+# Variables that torch 2.10 to 2.13 read: the first that is set.
 _ALLOCATOR_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
 )
-"""Variables that torch 2.10 to 2.13 read: the first that is set."""
 SEGMENTS = "expandable_segments"
 
 
@@ -169,8 +169,8 @@ def grows_segments(build: TorchBuild | None) -> bool:
 
 
 PAGE_BYTES = 4096
+# Pinnable memory kept free for batches and read-backs, which are small and copied in every step.
 RESERVED_BYTES = 64 * 2**20
-"""Pinnable memory kept free for batches and read-backs, which are small and copied in every step."""
 
 
 def pinned_bytes(size: int) -> int:

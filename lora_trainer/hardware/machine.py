@@ -42,35 +42,35 @@ from lora_trainer.hardware.nvml import BY_BUS, CUDA_ORDER, Gpu, Nvml, find_gpus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 DISTRIBUTION = "lora-train"
+# Package -> its purpose, for `doctor`.
 PURPOSES: Mapping[str, str] = tomllib.loads(
     Path(__file__).with_name("packages.toml").read_text(encoding="utf-8")
 )
-"""Package -> its purpose, for `doctor`."""
 PACKAGES = tuple(PURPOSES)
 # An assumed GPU (`plan --vram`) is Ampere, which has bf16.
 ASSUMED_CAPABILITY = (8, 6)
 MAXWELL, BLACKWELL = (5, 0), (10, 0)
+# CUDA builds since 12.8 support Turing (Volta until torch 2.10) to Blackwell; builds of 12.6 support Maxwell to Hopper
+# (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352).
 BLACKWELL_TOOLKIT = (12, 8)
-"""CUDA builds since 12.8 support Turing (Volta until torch 2.10) to Blackwell; builds of 12.6 support Maxwell
-to Hopper (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352)."""
+# Memory a process may pin under WSL2: refusals were seen above 0.5 (microsoft/WSL#14078), 0.75 and 1 GiB.
 WSL_PINNABLE_BYTES = GIB // 2
-"""Memory a process may pin under WSL2: refusals were seen above 0.5 (microsoft/WSL#14078), 0.75 and 1 GiB."""
 MOST_SPARED_BYTES = 4 * GIB
+# Memory left to other programs where the driver spills: memory they take later moves ours to the host, and Windows'
+# budget for a process is below the free memory. ComfyUI leaves as much (`EXTRA_RESERVED_VRAM`).
 SPILL_MARGIN_BYTES = 600 * 2**20
-"""Memory left to other programs where the driver spills: memory they take later moves ours to the host, and
-Windows' budget for a process is below the free memory. ComfyUI leaves as much (`EXTRA_RESERVED_VRAM`)."""
+# Above 15 GiB, where 600 MiB proved too little (ComfyUI#9093).
 LARGE_SPILL_MARGIN_BYTES = 700 * 2**20
-"""Above 15 GiB, where 600 MiB proved too little (ComfyUI#9093)."""
+# Memory left on a GPU with a display where the driver does not spill: a desktop and a browser grow.
 DISPLAY_MARGIN_BYTES = 400 * 2**20
-"""Memory left on a GPU with a display where the driver does not spill: a desktop and a browser grow."""
 _ASK_TORCH = (
     "import json; from lora_trainer.hardware.device_calls import found_by_torch; "
     "print(json.dumps(found_by_torch()))"
 )
 _ASKED_WITHIN_S = 120.0
+# PCI vendor of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor look the same
+# without torch, so no other build is suggested for Intel.
 _AMD = "0x1002"
-"""PCI vendor of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor look the
-same without torch, so no other build is suggested for Intel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,8 @@ class Hardware:
     torch: TorchBuild | None = None
     cards_chosen: bool = False
     expandable_segments: bool = False
+    # Memory a process may pin; None: the system sets no limit.
     pinnable_bytes: int | None = None
-    """Memory a process may pin; None: the system sets no limit."""
 
     def accelerator(self, *, sharing: int = 1) -> Accelerator:
         """Return the GPU to plan for, or None with the reason why training uses the processor.

@@ -24,8 +24,8 @@ _INIT_FAILURES = {
 }
 
 
+# The module `pynvml`, or an object with its functions; its handles are opaque.
 Nvml = Any
-"""The module `pynvml`, or an object with its functions; its handles are opaque."""
 
 
 @dataclass(frozen=True, kw_only=True)

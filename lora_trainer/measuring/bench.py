@@ -34,8 +34,8 @@ QUIET: Mapping[str, Any] = {  # no samples, validation, saves or uploads beside 
 TOLD_ONLY_HERE = ("output.folder", "output.name", "train.steps", *QUIET)
 
 
+# Settings to change in a request; none for the run as planned.
 Settings = Mapping[str, Any]
-"""Settings to change in a request; none for the run as planned."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from lora_trainer.run.prepare import Request, prepare
 from lora_trainer.run.train import train
 from lora_trainer.training.actions import Progress
 
+# Steps before the profiler starts, as the first ones choose kernels and fill the allocator.
 WARMUP_STEPS = 3
-"""Steps before the profiler starts, as the first ones choose kernels and fill the allocator."""
 
 
 MOST_OPERATIONS = 10
@@ -130,6 +130,7 @@ class _Watch:
 
 
 Cause = Literal["data", "host", "compute", "memory", "saving"]
+# What a step waits for.
 CAUSES: Mapping[Cause, str] = {
     "data": "Waiting for prepared batches takes {percent} of the time",
     "host": "The program between operations, not the device, takes {percent} of the time",
@@ -137,13 +138,12 @@ CAUSES: Mapping[Cause, str] = {
     "memory": "Operations that only move numbers (norms, sums, copies) take {percent} of the time",
     "saving": "Saving takes {percent} of the time",
 }
-"""What a step waits for."""
+# Operations and kernels limited by arithmetic, because they multiply matrices; all others move bytes.
 MATRIX_WORK = re.compile(
     r"gemm|gemv|\bmm\b|addmm|bmm|linear|matmul|conv|wgrad|dgrad|attention|fmha|flash|cutlass|cudnn"
     r"|xmma|winograd",
     re.IGNORECASE,
 )
-"""Operations and kernels limited by arithmetic, because they multiply matrices; all others move bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,32 +41,33 @@ from lora_trainer.planning.optimizer_facts import (
     state_bytes,
 )
 
+# cuBLAS workspace of each thread: CUBLAS_WORKSPACE_CONFIG `:4096:2:16:8`, `:4096:8` from capability 9.0 on.
 CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8320 * 2**10, 32 * 2**20
-"""cuBLAS workspace of each thread: CUBLAS_WORKSPACE_CONFIG `:4096:2:16:8`, `:4096:8` from capability 9.0 on."""
 HOPPER = (9, 0)
+# The forward pass runs in Python's thread, the backward pass in autograd's; each has its cuBLAS handle.
 THREADS = 2
-"""The forward pass runs in Python's thread, the backward pass in autograd's; each has its cuBLAS handle."""
+# Workspace of attention's backward pass (fp32 sums of dQ) and of cuDNN, both allocated off the peak.
 KERNELS_BYTES = 64 * 2**20
-"""Workspace of attention's backward pass (fp32 sums of dQ) and of cuDNN, both allocated off the peak."""
 PAGES_BYTES = 128 * 2**20
+# Holes as a share of the bytes a step moves, capped at the temporaries of one block.
 HOLES = 0.1
-"""Holes as a share of the bytes a step moves, capped at the temporaries of one block."""
+# With a segment for each request: unused rests that buckets leave in segments, and holes, as shares.
 SEGMENTS, HOLES_OF_SEGMENTS = 0.08, 0.12
-"""With a segment for each request: unused rests that buckets leave in segments, and holes, as shares."""
+# Memory that malloc, or Metal's allocator, keeps after tensors are freed, as a share of all tensors.
 SHARED_SLACK = 0.05
-"""Memory that malloc, or Metal's allocator, keeps after tensors are freed, as a share of all tensors."""
 # Activations that a CLIP text encoder keeps for one prompt of 77 tokens, over its weights' bytes: 34
 # hidden-sized tensors a layer against 12 hidden^2 weights, and the adapters' fp32 copies of inputs.
 TEXT_KEPT_SHARE = 0.5
+# Temporaries and results of encoding one text, over the encoder's weights: T5-XXL holds its attention scores three
+# times, 64 heads of 512 by 512 in fp32 (2 %); Qwen encoders the hidden states of all layers (2 to 3 %).
 TEXT_RUN_SHARE = 1 / 24
-"""Temporaries and results of encoding one text, over the encoder's weights: T5-XXL holds its attention scores
-three times, 64 heads of 512 by 512 in fp32 (2 %); Qwen encoders the hidden states of all layers (2 to 3 %)."""
+# Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B).
 TEXT_LAYER_SHARE = 1 / 8
-"""Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B)."""
+# A checkpointed network has at least so many pieces of equal weights; one piece is alive at a time.
 REBUILT_PIECES = 8
-"""A checkpointed network has at least so many pieces of equal weights; one piece is alive at a time."""
 SAMPLER = "fp32, between sample images too"
 SLACK = "allocator slack"
+# Items allocated and freed within one block.
 TEMPORARY = (
     "largest temporary",
     "dequantised layer",
@@ -74,12 +75,11 @@ TEMPORARY = (
     "image encoding",
     "text encoding",
 )
-"""Items allocated and freed within one block."""
+# Items that a training step allocates and frees.
 MOVED = (
     *("activations", "adapter inputs", "dropped inputs", "rebuilt weights", "inputs"),
     *("adapter gradients", *TEMPORARY),
 )
-"""Items that a training step allocates and frees."""
 Phase = Literal["images", "texts", "loading", "quantising", "training", "sampling"]
 
 
@@ -452,8 +452,8 @@ def pinned_shares(
     return pinned_blocks / blocks if blocks else 1.0, pinned_inputs / inputs if inputs else 1.0
 
 
+# Torch rounds pinned memory up to powers of two; a plan knows only the sum of the inputs, so: twice.
 PINNED_AT_MOST = 2
-"""Torch rounds pinned memory up to powers of two; a plan knows only the sum of the inputs, so: twice."""
 
 
 def offloaded_bytes(load: Load, costs: BaseCosts) -> int:
@@ -463,8 +463,8 @@ def offloaded_bytes(load: Load, costs: BaseCosts) -> int:
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
 HOST_RUNTIME_BYTES = 2 * GIB
+# Latents and text embeddings kept from the disk, at most (`data.sources`).
 CACHE_RESIDENT_BYTES = GIB
-"""Latents and text embeddings kept from the disk, at most (`data.sources`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

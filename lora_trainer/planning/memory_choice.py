@@ -41,10 +41,10 @@ from lora_trainer.planning.memory import (
 )
 from lora_trainer.planning.run_time import Evaluator
 
+# Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more.
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
-"""Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
+# Sample images are dropped if a step with room for them is longer by more than this factor, or needs fewer bits.
 SAMPLES_WORTH = 1.2
-"""Sample images are dropped if a step with room for them is longer by more than this factor, or needs fewer bits."""
 # The seconds of a step are multiplied by this before they are compared: balanced takes nf4 where its steps are more
 # than 1.5 times as fast as those of an unquantised base and more than 1.5 / 1.2 = 1.25 times as fast as those of
 # int8. Priority quality has no row: it keeps the most precise that fits, however slow. The values rise with fewer
@@ -54,8 +54,8 @@ FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
     "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
 }
 _Choice = tuple[BasePrecision, Checkpointing]
+# Order by precision, the most precise first; an unquantised base has rank 0.
 RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
-"""Order by precision, the most precise first; an unquantised base has rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class MemoryChoice:
 class _Candidate:
     load: Load
     seconds: float
+    # The price, then the number of moving parts: the candidate with the lowest order wins.
     order: tuple[Any, ...]
-    """The price, then the number of moving parts: the candidate with the lowest order wins."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,14 +33,14 @@ from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
 
 PLANNER = "planner"
+# Most shapes that are compiled; further shapes run as usual.
 MOST_SHAPES = 16
-"""Most shapes that are compiled; further shapes run as usual."""
+# (width, height) in pixels, images at once.
 PixelShape = tuple[int, int, int]
-"""(width, height) in pixels, images at once."""
 SAVES_PER_RUN = 5
 VALIDATIONS_PER_RUN = 10
+# A text encoder with more parameters runs in bf16, because fp32 weights would set the peak of the run.
 LARGE_TEXT_ENCODER = 2_000_000_000
-"""A text encoder with more parameters runs in bf16, because fp32 weights would set the peak of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ def plan(inputs: PlanInput) -> Plan:
 @dataclass(kw_only=True)
 class _Planner:
     inputs: PlanInput
+    # The settings so far: `decide` replaces one after the other.
     config: Config
-    """The settings so far: `decide` replaces one after the other."""
     origins: dict[str, Origin] = field(default_factory=dict)
     gpu: Gpu | None = None
 
@@ -344,7 +344,7 @@ class _Planner:
             origins={**inputs.resolved.origins, **self.origins},
             steps=config.train.steps,
             epochs=config.train.steps * config.train.batch_size / inputs.epoch,
-            seconds_per_step=(step.low_s, step.high_s),
+            seconds_per_step=step.range_s,
             run_time=pace.run_time(),
             time_note=step.note,
             disk_bytes=disk_bytes(inputs, config, load),

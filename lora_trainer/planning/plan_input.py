@@ -80,10 +80,10 @@ class PlanInput:
 
 
 _TABLE = "out of memory"
+# The next plan may use this share of the peak of a plan that ran out of memory.
 BELOW = 0.95
-"""The next plan may use this share of the peak of a plan that ran out of memory."""
+# A plan for a smaller share of its limit did not fail by its prediction: another program took memory too.
 PLAUSIBLE = 0.7
-"""A plan for a smaller share of its limit did not fail by its prediction: another program took memory too."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from lora_trainer.planning.optimizer_facts import MASTER_BYTES, state_bytes
 from lora_trainer.planning.plan_input import PlanInput
 
 _GPUS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+# Seconds: the shortest and the longest to expect.
 Range = tuple[float, float]
-"""Seconds: the shortest and the longest to expect."""
 
 
 # Share of the matrix rate that eager training reaches, as its elementwise kernels move much memory.
@@ -64,10 +64,10 @@ OTHER_KERNELS = 0.32
 # Where blocks keep results of single kernels, Python inspects each kernel in both passes: 10 us (measured on
 # a processor) for two thirds of a step's kernels and their views, as a share of the time to start a kernel.
 WATCHED_KERNELS = 0.2
+# Kernels of a pass without gradients, as a share of a training step's.
 FORWARD_KERNELS = 1 / 3
-"""Kernels of a pass without gradients, as a share of a training step's."""
+# A streamed block is copied once for the forward pass and once to be recomputed for the backward pass.
 STREAM_PASSES = 2
-"""A streamed block is copied once for the forward pass and once to be recomputed for the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +90,15 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Shortest and longest expected seconds of an optimizer step; `note` names the bottleneck."""
+    """Expected seconds of an optimizer step; `note` names the bottleneck."""
 
-    low_s: float
-    high_s: float
+    range_s: Range
     note: str
 
     @property
     def seconds(self) -> float:
         """Geometric mean of the range, by which plans are compared."""
-        return middle((self.low_s, self.high_s))
+        return middle(self.range_s)
 
 
 def step_work(
@@ -151,9 +150,9 @@ def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Preci
     """Estimate a step on a GPU, or on `threads` cores of the processor where `gpu` is None."""
     if gpu is None:
         slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
-        low_s, high_s = _range(work.flops + work.other_flops, (slow, fast))
+        range_s = _range(work.flops + work.other_flops, (slow, fast))
         note = f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step"
-        return StepTime(low_s=low_s, high_s=high_s, note=note)
+        return StepTime(range_s=range_s, note=note)
     # The longest of computing, starting kernels and copying over the bus. Copies of weights run beside the
     # computation, so they cost only memory traffic and the time they take longer than it; a step waits for copies
     # of block inputs and for every copy of unpinned memory.
@@ -182,11 +181,8 @@ def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Preci
     )
     if work.unpinned_bytes:
         note += f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
-    return StepTime(
-        low_s=max(low for low, _ in parts.values()) + ordered[0] + unpinned[0],
-        high_s=max(high for _, high in parts.values()) + ordered[1] + unpinned[1],
-        note=note,
-    )
+    longest = max(low for low, _ in parts.values()), max(high for _, high in parts.values())
+    return StepTime(range_s=_sum(_sum(longest, ordered), unpinned), note=note)
 
 
 def _range(amount: float, slow_and_fast: tuple[float, float]) -> Range:
@@ -289,13 +285,12 @@ class Evaluator:
 
 # ---- a run
 
+# (fewest, most). Fewer than 20 images are trained as long as 20, or they would not be learned at all; more than 160 as
+# long as 160, as more passes no longer pay.
 COUNTED_IMAGES = (20, 160)
-"""(fewest, most). Fewer than 20 images are trained as long as 20, or they would not be learned at all; more
-than 160 as long as 160, as more passes no longer pay."""
 
+# Factor on `train.views`: a style is common to many images, and repeating an image too often teaches the image itself.
 VIEWS: Mapping[str, float] = {"style": 0.5}
-"""Factor on `train.views`: a style is common to many images, and repeating an image too often teaches the
-image itself."""
 
 
 def run_length(
@@ -348,16 +343,16 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
     }
 
 
+# In the cache beside the captions, for caption dropout and guidance.
 EMPTY_TEXT = 1
-"""In the cache beside the captions, for caption dropout and guidance."""
+# Longest run with the presets over 20 images, in hours, on the GPU that stands for its tier (docs/plans.md).
 MOST_HOURS: Mapping[str, float] = {"speed": 1.0, "balanced": 3.0, "quality": 8.0}
-"""Longest run with the presets over 20 images, in hours, on the GPU that stands for its tier (docs/plans.md)."""
+# Noise levels at which each held-out image is predicted.
 VALIDATION_QUANTILES = 8
-"""Noise levels at which each held-out image is predicted."""
+# Sample images may take this share of the time of all steps, or three minutes if that is more.
 SAMPLES_SHARE, FREE_SAMPLES_S = 0.15, 180.0
-"""Sample images may take this share of the time of all steps, or three minutes if that is more."""
+# Sample images are drawn at every save, every second or every fifth, and always before the first step.
 FEWER_SAMPLES = (1, 2, 5)
-"""Sample images are drawn at every save, every second or every fifth, and always before the first step."""
 
 # Python, torch and the libraries, the plan, the device's context and the first kernels.
 START_S: Range = (10.0, 30.0)
@@ -371,8 +366,8 @@ ENCODE_FLOPS_PER_PX, DECODE_FLOPS_PER_PX = 4.4e6, 9.8e6
 # Reading, decoding, scaling and checking an image on one core, and writing its cache entries.
 PICTURE_S: Range = (0.03, 0.2)
 TEXT_FLOPS_PER_PARAMETER = 2
+# Time a save stops the steps: the copy from the device, and the wait for the previous save's writing.
 NEWEST_ONLY_S: Range = (0.2, 2.0)
-"""Time a save stops the steps: the copy from the device, and the wait for the previous save's writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,11 +400,10 @@ class RunTimeInputs(Evaluator):
     def step(self) -> StepTime:
         """Return the time of a step: the mean over the run's resolutions."""
         times = [self.time(load) for load in self._loads]
-        return StepTime(
-            low_s=sum(time.low_s for time in times) / len(times),
-            high_s=sum(time.high_s for time in times) / len(times),
-            note=times[0].note,
+        low_s, high_s = (
+            sum(ends) / len(times) for ends in zip(*(t.range_s for t in times), strict=True)
         )
+        return StepTime(range_s=(low_s, high_s), note=times[0].note)
 
     def run_time(self) -> RunTime:
         inputs, train, every = self.inputs, self.config.train, self.config.output.save_every_steps
@@ -425,7 +419,7 @@ class RunTimeInputs(Evaluator):
             parts={
                 "start": (START_S[0] + size / fast, START_S[1] + size / slow),
                 "caching": self._caching(),
-                "steps": (train.steps * step.low_s, train.steps * step.high_s),
+                "steps": _times(train.steps, step.range_s),
                 "validation": validation,
                 "sample images": self._samples(self.config.sampling.every_steps),
                 "saves": _times(math.ceil(train.steps / every) if every else 1, NEWEST_ONLY_S),
@@ -469,8 +463,7 @@ class RunTimeInputs(Evaluator):
             dequantised_bytes=base.is_quantized * _layer_bytes(base),
             bus_bytes=base.streamed_bytes(load.streamed_blocks),
         )
-        time = self.time_of(work, load.precision)
-        return time.low_s, time.high_s
+        return self.time_of(work, load.precision).range_s
 
     def _caching(self) -> Range:
         encoder = self.costs.parameters("text_encoder")
@@ -506,8 +499,7 @@ class RunTimeInputs(Evaluator):
         return self._plain(flops * self.costs.parameters("vae") / VAE_PARAMETERS, "fp32")
 
     def _plain(self, flops: float, precision: Precision) -> Range:
-        time = self.time_of(StepWork(flops=flops), precision)
-        return time.low_s, time.high_s
+        return self.time_of(StepWork(flops=flops), precision).range_s
 
 
 def _times(count: float, seconds: Range) -> Range:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+# Weight of each part in the score; the weights add up to 1.
 WEIGHTS: Mapping[str, float] = {
     "gain": 0.25,
     "weights": 0.15,
@@ -26,9 +27,8 @@ WEIGHTS: Mapping[str, float] = {
     "memorisation": 0.08,
     "rank": 0.03,
 }
-"""Weight of each part in the score; the weights add up to 1."""
+# A part of zero counts as this in the geometric mean: it sinks the score, but other parts still matter.
 FLOOR = 0.05
-"""A part of zero counts as this in the geometric mean: it sinks the score, but other parts still matter."""
 GAIN_HALF = 0.05
 DEAD_BELOW, SANE_UP_TO = 1e-5, 0.5
 RANK_FULL = 0.25

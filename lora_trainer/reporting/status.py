@@ -117,8 +117,8 @@ STATUS_FILE = "status.json"
 INTERVAL_S = 0.5
 # psutil counts from the time of boot, which moves a little when the clock is corrected.
 _START_TOLERANCE_S = 1.0
+# Phases of a run that was asked to end: nothing but its end comes after them.
 STOPPING = frozenset({"stop", "quit"})
-"""Phases of a run that was asked to end: nothing but its end comes after them."""
 _PHASE_STATES: dict[str, State] = {
     "scan": "starting",
     "plan": "starting",

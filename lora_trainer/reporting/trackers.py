@@ -25,6 +25,7 @@ from lora_trainer.reporting.status import Smoothed, measured
 
 _GIB_BYTES = 1 << 30
 _SCALARS = (str, bool, int, float, type(None))
+# Trackers that take images through accelerate -> the form in which they take one.
 _IMAGES: Mapping[str, Callable[[Image.Image], Any]] = {
     "tensorboard": lambda image: np.asarray(image)[None],
     "wandb": lambda image: [image],
@@ -32,7 +33,6 @@ _IMAGES: Mapping[str, Callable[[Image.Image], Any]] = {
     "aim": lambda image: image,
     "clearml": lambda image: image,
 }
-"""Trackers that take images through accelerate -> the form in which they take one."""
 
 
 def start_trackers(
