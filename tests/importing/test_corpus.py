@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,19 +104,15 @@ def test_a_file_reads_as_expected(case: Case, tmp_path: Path) -> None:
     }
 
 
-def test_the_corpus_is_whole() -> None:
-    names = Counter(case.id for case in ALL)
-    assert max(names.values()) == 1 and NUMBERS.keys() <= names.keys()
+def test_the_corpus_is_whole_and_a_written_file_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {case.id: case for case in ALL}
+    assert len(names) == len(ALL) and NUMBERS.keys() <= names.keys()
     trainers = {trainer.name.partition(" (")[0] for trainer in reading.TRAINERS}
     assert {case.trainer for case in CASES} == trainers
-
-
-def test_the_written_file_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml, dataset, base = tmp_path / "ours.toml", tmp_path / "set", base_of("flux")
-    case = next(
-        case for case in CASES if (case.trainer, case.name) == ("musubi-tuner", "two folders")
-    )
-    file = case.write(tmp_path)
+    file = names["musubi-tuner-30c658c-two_folders"].write(tmp_path)
     assert run_cli(["import", str(file), "--output", str(toml)]) == 0
     values = reading.import_file(file).settings
     for number, folder in enumerate(values["data.folders"]):

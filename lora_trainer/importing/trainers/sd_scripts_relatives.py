@@ -24,16 +24,12 @@ from lora_trainer.importing.foreign import (
     Trainer,
     flattened,
     rules_of,
+    table_of,
 )
 from lora_trainer.importing.trainers import sd_scripts
 
 # ---- kohya_ss
 
-_SIGNS = {
-    "num_cpu_threads_per_process", "LoRA_type", "additional_parameters", "max_data_loader_n_workers",
-    "create_caption", "create_buckets", "full_path", "lr_warmup",
-}  # fmt: skip
-"""Keys of which sd-scripts' own files have one at most."""
 _OTHER_MODELS = ("hunyuan_", "anima_", "lumina_")
 
 
@@ -41,7 +37,8 @@ def flat_tab(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the values of the file, which is flat."""
     if {"folders", "accelerate_launch"} <= set(data):  # the defaults of the whole interface
         return flattened(data)
-    is_one = len(_SIGNS & set(data)) >= 2
+    # Of the first words sd-scripts' own files have one at most.
+    is_one = len({*table_of("kohya_gui")["signs"].split()} & set(data)) >= 2
     return dict(data) if is_one or {"LoRA_type", "network_dim"} <= set(data) else None
 
 
@@ -230,19 +227,15 @@ def read_pages(foreign: Foreign) -> None:
 
 # ---- musubi-tuner
 
-_NETWORKS = ("lora_qwen_image", "lora_zimage", "lora_flux_2")
-"""Its modules for models that are trained here."""
-_OWN_SHIFT = {"lora_qwen_image": "qwen_shift", "lora_flux_2": "flux2_shift"}
-"""The shift by size that is that of the base's own sampler."""
-_OTHER_NETWORKS = ("lora_wan", "lora_framepack", "lora_hv_1_5", "lora_kandinsky", "lora_hidream_o1",
-                   "lora_ideogram4", "lora_krea2")  # fmt: skip
+_NETWORKS = table_of("musubi")["networks"]
 
 
 def flat_musubi(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a training file, whose sections mean nothing."""
     values = sd_scripts.without_sections(data)
     module = str(values.get("network_module", "")).rpartition(".")[2]
-    return values if "dit" in values or module in (*_NETWORKS, *_OTHER_NETWORKS) else None
+    known = (*_NETWORKS["trained"], *_NETWORKS["others"])
+    return values if "dit" in values or module in known else None
 
 
 def flat_musubi_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -255,10 +248,10 @@ def flat_musubi_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
 def read_musubi(foreign: Foreign) -> None:
     """Read the settings that depend on several keys, and the named dataset file."""
     module = foreign.word("network_module", "networks.lora").rpartition(".")[2]
-    if module not in _NETWORKS and not module.startswith(("loha", "lokr")):
+    if module not in _NETWORKS["trained"] and not module.startswith(("loha", "lokr")):
         raise RequestError(
             f"network_module={module} trains a model that is not trained here",
-            fix=f"give a file with {' or '.join(_NETWORKS)}",
+            fix=f"give a file with {' or '.join(_NETWORKS['trained'])}",
         )
     version = foreign.word("model_version", "")
     if any(word in version for word in ("edit", "layered", "kontext")):
@@ -301,7 +294,7 @@ def _shift(foreign: Foreign, word: str, module: str) -> Sourced:
     key = "timestep_sampling"
     if word.startswith("qinglong"):
         foreign.is_nearest(key, f"{word}: sigmoid with the base's own shift")
-    if _OWN_SHIFT.get(module) in (word, word.replace("qinglong_qwen", "qwen_shift")):
+    if _NETWORKS["own_shift"].get(module) in (word, word.replace("qinglong_qwen", "qwen_shift")):
         return "resolution", key
     if word.endswith("_shift") or word.startswith("qinglong"):
         high, most = (0.9, 8192) if "qwen" in word else (1.15, 4096)
@@ -348,18 +341,10 @@ def read_musubi_dataset(foreign: Foreign) -> None:
 
 
 KOHYA_GUI = Trainer("kohya_ss", ("kohya_gui", "sd_scripts"), flat_tab, read_tab)
-LORA_EASY = Trainer(
-    "LoRA_Easy_Training_Scripts",
-    ("sd_scripts_dataset", "sd_scripts", "lora_easy"),
-    flat_pages,
-    read_pages,
-)
-MUSUBI = Trainer(
-    "musubi-tuner", ("sd_scripts", "musubi", "musubi_dataset"), flat_musubi, read_musubi
-)
+_EASY_TABLES = ("sd_scripts_dataset", "sd_scripts", "lora_easy")
+LORA_EASY = Trainer("LoRA_Easy_Training_Scripts", _EASY_TABLES, flat_pages, read_pages)
+_MUSUBI_TABLES = ("sd_scripts", "musubi", "musubi_dataset")
+MUSUBI = Trainer("musubi-tuner", _MUSUBI_TABLES, flat_musubi, read_musubi)
 MUSUBI_DATASET = Trainer(
-    "musubi-tuner (a dataset file)",
-    ("musubi_dataset",),
-    flat_musubi_dataset,
-    read_musubi_dataset,
+    f"{MUSUBI.name} (a dataset file)", _MUSUBI_TABLES[2:], flat_musubi_dataset, read_musubi_dataset
 )
