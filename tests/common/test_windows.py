@@ -20,7 +20,7 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.common import files
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.queue import commands, worker
-from lora_trainer.reporting.control import Control, StopFlag, taking_signals
+from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run import run_folder
 from tests.fakes import runs
 from tests.fakes.runs import ROOT
@@ -89,20 +89,9 @@ def test_what_is_started_outlives_its_console(tmp_path: Path) -> None:
     assert "start_new_session" not in runner and runner["creationflags"] == 0x0800_0200
 
 
-def test_a_training_is_stopped_by_files_where_there_are_no_signals(tmp_path: Path) -> None:
-    """What the buttons Stop and Force stop do; Ctrl-Break and a closing window stop it as SIGTERM does."""
-    control = Control(tmp_path)
-    with on_windows():
-        stop = StopFlag(control=control)
-        assert stop() is None
-        control.request("stop")
-        assert stop() == signal.SIGTERM and control.pending() == set()
-        control.request("stop_now")
-        with pytest.raises(KeyboardInterrupt):
-            stop()
-        assert control.pending() == set()
-        with taking_signals(StopFlag()):
-            assert signal.getsignal(signal.SIGBREAK) != signal.SIG_DFL  # type: ignore[attr-defined]
+def test_ctrl_break_and_a_closing_window_stop_a_training() -> None:
+    with on_windows(), taking_signals(StopFlag()):
+        assert signal.getsignal(signal.SIGBREAK) != signal.SIG_DFL  # type: ignore[attr-defined]
 
 
 def test_exit_codes_of_windows_say_how_a_training_ended() -> None:
