@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -280,13 +280,6 @@ def spare_ram_bytes() -> int:
     return usable_ram_bytes(total_bytes=total[0], free_bytes=free[0])
 
 
-def desktop_bytes(gpu: Gpu) -> int:
-    """Return the GPU memory to leave to other programs, which may take more during the run."""
-    if gpu.spills:
-        return spill_margin_bytes(gpu.total_bytes)
-    return DISPLAY_MARGIN_BYTES if gpu.display else 0
-
-
 def spill_margin_bytes(total_bytes: int) -> int:
     """Return the memory to leave to other programs on a GPU of this size where the driver spills."""
     return LARGE_SPILL_MARGIN_BYTES if total_bytes > 15 * GIB else SPILL_MARGIN_BYTES
@@ -313,18 +306,15 @@ def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
     return replace(hardware, gpus=(card,), gpu_reason="given by --vram, with nothing else on it")
 
 
-def package_notes(
-    packages: Mapping[str, str | None], *, requirements: Iterable[str] | None = None
-) -> dict[str, str]:
+def package_notes(packages: Mapping[str, str | None]) -> dict[str, str]:
     """Return package -> problem: not installed, or a version outside the tested range.
 
-    `requirements` default to those of this package; a checkout that is not installed has none.
+    A checkout that is not installed states no requirements.
     """
-    if requirements is None:
-        try:
-            requirements = importlib.metadata.requires(DISTRIBUTION) or ()
-        except importlib.metadata.PackageNotFoundError:
-            requirements = ()
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        requirements = ()
     specifiers = {
         (requirement := Requirement(text)).name: requirement.specifier for text in requirements
     }

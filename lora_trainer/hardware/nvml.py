@@ -138,12 +138,12 @@ def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[
     return gpus, "; ".join([*sentences, *asker.failures])
 
 
+@dataclass
 class _Asker:
     """Makes NVML calls and collects their failures without repetition."""
 
-    def __init__(self, nvml: Nvml) -> None:
-        self.nvml = nvml
-        self.failures: list[str] = []
+    nvml: Nvml
+    failures: list[str] = field(default_factory=list)
 
     def ask(self, call: Callable[..., Any], *arguments: Any, about: str = "") -> Any:
         """Return the call's answer, None where it fails.

@@ -179,11 +179,7 @@ def verdict(measured: Measured, config: RunConfig) -> dict[str, Any]:
     shares = {cause: seconds[cause] / total if total else 0.0 for cause in CAUSES}
     cause = max(CAUSES, key=lambda name: shares[name])
     cost = CAUSES[cause].format(percent=f"{100 * shares[cause]:.0f} %")
-    return {"sentence": f"{cost}: {_advice(cause, config)}", "cause": cause, "shares": shares}
-
-
-def _advice(cause: Cause, config: RunConfig) -> str:
-    """Return the settings that would change it, without those that are so already."""
+    # The settings that would change it, without those that are so already.
     batch_size, micro_batch = config.train.batch_size, config.memory.micro_batch
     checkpointing = config.memory.gradient_checkpointing
     bf16, lighter = [], []
@@ -209,4 +205,5 @@ def _advice(cause: Cause, config: RunConfig) -> str:
         "memory": [*bf16, more_at_once],
         "saving": [f"a larger output.save_every_steps (now {config.output.save_every_steps})"],
     }
-    return f"faster with {', or '.join(faster[cause])}"
+    sentence = f"{cost}: faster with {', or '.join(faster[cause])}"
+    return {"sentence": sentence, "cause": cause, "shares": shares}

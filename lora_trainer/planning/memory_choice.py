@@ -28,7 +28,7 @@ from lora_trainer.config.declare import (
     settled,
 )
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
-from lora_trainer.hardware.machine import desktop_bytes
+from lora_trainer.hardware.machine import DISPLAY_MARGIN_BYTES, spill_margin_bytes
 from lora_trainer.planning.memory import (
     CUBLAS_BYTES,
     HOPPER,
@@ -170,10 +170,14 @@ class MemoryChooser(Evaluator):
         if gpu is not None:
             # A limit below the free memory leaves room for the desktop already: it is not subtracted twice.
             unasked_bytes = 0 if limit_gib is None else gpu.free_bytes - int(limit_gib * GIB)
+            # Other programs may take more during the run.
+            margin_bytes = DISPLAY_MARGIN_BYTES * gpu.display
+            if gpu.spills:
+                margin_bytes = spill_margin_bytes(gpu.total_bytes)
             is_recent = (gpu.compute_capability or (0, 0)) >= HOPPER
             beside = DeviceSurroundings(
                 expandable=self.inputs.hardware.expandable_segments,
-                desktop_bytes=max(0, desktop_bytes(gpu) - max(0, unasked_bytes)),
+                desktop_bytes=max(0, margin_bytes - max(0, unasked_bytes)),
                 cublas_bytes=HOPPER_CUBLAS_BYTES if is_recent else CUBLAS_BYTES,
             )
         return Load(

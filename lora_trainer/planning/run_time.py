@@ -409,7 +409,17 @@ class RunTimeInputs(Evaluator):
         inputs, train, every = self.inputs, self.config.train, self.config.output.save_every_steps
         step, parameters = self.step(), sum(part.parameters for part in inputs.facts.parts.values())
         size = max(inputs.facts.download_bytes, RELEASED_BYTES * parameters)
-        slow, fast = DISK_BYTES_PER_S
+        slow_disk, fast_disk = DISK_BYTES_PER_S
+        # Caching encodes each text and each latent once.
+        encoder, load = self.costs.parameters("text_encoder"), self.load
+        flops = TEXT_FLOPS_PER_PARAMETER * encoder * inputs.facts.max_tokens
+        text = self._plain(flops, load.text_precision)
+        if load.text_offload:
+            encoder_bytes = encoder * ELEMENT_BYTES[load.text_precision]
+            slow, fast = LINK_BYTES_PER_S
+            # Every text copies the whole encoder again, layer by layer, beside the computation.
+            text = max(text[0], encoder_bytes / fast), max(text[1], encoder_bytes / slow)
+        picture = _sum(PICTURE_S, self._vae(ENCODE_FLOPS_PER_PX * math.prod(load.bucket_px)))
         validation = (0.0, 0.0)
         if train.validate_every_steps and inputs.held_out_count:
             times = 1 + math.ceil(train.steps / train.validate_every_steps)
@@ -417,8 +427,10 @@ class RunTimeInputs(Evaluator):
             validation = _times(passes, self._forward(self.config.data.resolution))
         return RunTime(
             parts={
-                "start": (START_S[0] + size / fast, START_S[1] + size / slow),
-                "caching": self._caching(),
+                "start": (START_S[0] + size / fast_disk, START_S[1] + size / slow_disk),
+                "caching": _sum(
+                    _times(inputs.latents, picture), _times(inputs.texts + EMPTY_TEXT, text)
+                ),
                 "steps": _times(train.steps, step.range_s),
                 "validation": validation,
                 "sample images": self._samples(self.config.sampling.every_steps),
@@ -464,24 +476,6 @@ class RunTimeInputs(Evaluator):
             bus_bytes=base.streamed_bytes(load.streamed_blocks),
         )
         return self.time_of(work, load.precision).range_s
-
-    def _caching(self) -> Range:
-        encoder = self.costs.parameters("text_encoder")
-        whole = self._plain(
-            TEXT_FLOPS_PER_PARAMETER * encoder * self.inputs.facts.max_tokens,
-            self.load.text_precision,
-        )
-        if self.load.text_offload:
-            size = encoder * ELEMENT_BYTES[self.load.text_precision]
-            slow, fast = LINK_BYTES_PER_S
-            # Every text copies the whole encoder again, layer by layer, beside the computation.
-            whole = max(whole[0], size / fast), max(whole[1], size / slow)
-        pixels = math.prod(self.load.bucket_px)
-        picture = _sum(PICTURE_S, self._vae(ENCODE_FLOPS_PER_PX * pixels))
-        return _sum(
-            _times(self.inputs.latents, picture),
-            _times(self.inputs.texts + EMPTY_TEXT, whole),
-        )
 
     def _samples(self, every_steps: int) -> Range:
         """Return the time of all sample images: before the first step, at each interval, at the end."""

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.learning import OptimizerSettings
-from lora_trainer.hardware import devices, machine
-from lora_trainer.hardware.device_calls import found_by_torch, require_kernels
-from lora_trainer.hardware.devices import KINDS, TorchBuild
+from lora_trainer.hardware import device_calls, devices, machine
+from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.run import device
@@ -260,7 +259,7 @@ def of_kind(fake: Any, build: TorchBuild) -> Hardware:
     """A machine of another maker, as `detect` finds it with that torch."""
     found = tuple(
         Gpu(**fields, compute_capability=None, driver=build.toolkit)
-        for fields in json.loads(json.dumps(found_by_torch(torch=fake)))
+        for fields in json.loads(json.dumps(device_calls.found_by_torch(torch=fake)))
     )
     packages = dict.fromkeys((*MACHINE.packages, "triton"), "1")
     return replace(MACHINE, gpus=found, packages=packages, torch=build)
@@ -291,22 +290,22 @@ def test_a_gpu_of_another_maker_is_planned_for_and_what_it_lacks_is_refused(
         assert found is not None and (found.index, found.kind) == (1, "rocm")
         assert [gpu.has_bf16 for gpu in here.gpus] == [False, True]
     made = planned(SDXL, here)
-    assert made.config.hardware.device == KINDS[kind].torch_type
+    assert made.config.hardware.device == devices.KINDS[kind].torch_type
     assert made.config.train.precision == "bf16"
     assert made.memory.fits
     assert made.config.hardware.compile == "none"
-    for wish, why in KINDS[kind].lacks.items():
+    for wish, why in devices.KINDS[kind].lacks.items():
         key, _, value = wish.partition("=")
         with pytest.raises(MachineError, match=re.escape(why)):
             planned(SDXL, here, overrides={key: value})
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(devices.KINDS))
 def test_adamw_is_fused_only_where_that_heeds_a_bad_step(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On MPS fused optimizers took a step of NaN all the same (pytorch#186360)."""
-    monkeypatch.setattr(optimizers, "kind_of", lambda _: KINDS[kind])
+    monkeypatch.setattr(optimizers, "kind_of", lambda _: devices.KINDS[kind])
     group = {"params": [torch.nn.Parameter(torch.zeros(2))], "lr_scale": 1.0}
     made = optimizers.build_optimizer([group], OptimizerSettings(name="adamw"))
     heeds = bool(getattr(made, "_step_supports_amp_scaling", False))
@@ -337,43 +336,38 @@ def test_a_torch_of_another_maker_is_asked_in_a_process_and_its_lack_is_named(
     assert "1 GPU found by torch 2.13.0+rocm6.4, built for ROCM 6.4" in found.gpu_reason
 
 
-@pytest.mark.parametrize(
-    ("capability", "archs", "runs"),
-    [
+def test_kernels_are_matched_as_cuda_does() -> None:
+    for capability, archs, runs in (
         ((8, 9), ("sm_75", "sm_80", "sm_86", "sm_90"), True),
         ((12, 1), ("sm_90", "sm_100", "sm_120"), True),
         ((12, 0), ("sm_80", "compute_90"), True),
         ((7, 0), ("sm_75", "sm_80"), False),
         ((10, 3), ("sm_100a",), False),
         ((8, 6), (), True),
-    ],
-)
-def test_kernels_are_matched_as_cuda_does(
-    capability: tuple[int, int], archs: tuple[str, ...], runs: bool
-) -> None:
-    fake = fake_torch("cuda", a_gpu("card", capability=capability), archs=archs)
-    problem = require_kernels(torch.device("cuda", 0), torch=fake)
-    assert (problem == "") is runs
-    assert runs or "download.pytorch.org/whl/cu" in problem
+    ):
+        fake = fake_torch("cuda", a_gpu("card", capability=capability), archs=archs)
+        problem = device_calls.require_kernels(torch.device("cuda", 0), torch=fake)
+        assert (problem == "") is runs, archs
+        assert runs or "download.pytorch.org/whl/cu" in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "toolkit"),
-    [
-        ("__version__ = '2.13.0'\ncuda = None\n", "mps", ""),
-        ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cuda", "13.0"),
-        ("__version__ = '2.13.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4.4'\n", "rocm", "6.4.4"),
-        ("__version__ = '2.13.0+xpu'\ncuda = None\nhip = None\nxpu = '20250302'\n", "xpu", "20250302"),
-        ("__version__ = '2.13.0+cpu'\ncuda = None\nhip = None\nxpu = None\n", "cpu", ""),
-    ],
-)  # fmt: skip
 def test_the_build_of_torch_is_read_and_not_imported(
-    tmp_path: Path, text: str, kind: str, toolkit: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices.sys, "platform", "darwin" if kind == "mps" else "linux")
     monkeypatch.setattr(devices.platform, "machine", lambda: "arm64")
-    found = devices.torch_build(written(tmp_path, {"version.py": text}))
-    assert found is not None and (found.kind, found.toolkit) == (kind, toolkit)
+    of = "Optional[str]"
+    for kind, toolkit, text in (
+        ("mps", "", "cuda = None\n"),
+        ("cuda", "13.0", f"cuda: {of} = '13.0'\nhip: {of} = None\n"),
+        ("rocm", "6.4.4", f"cuda: {of} = None\nhip: {of} = '6.4.4'\n"),
+        ("xpu", "20250302", "cuda = None\nhip = None\nxpu = '20250302'\n"),
+        ("cpu", "", "cuda = None\nhip = None\nxpu = None\n"),
+    ):
+        monkeypatch.setattr(devices.sys, "platform", "darwin" if kind == "mps" else "linux")
+        root = written(tmp_path, {"version.py": f"__version__ = '2.13.0'\n{text}"})
+        found = devices.torch_build(root)
+        assert found is not None and (found.kind, found.toolkit) == (kind, toolkit)
+        assert found.version == "2.13.0"
 
 
 ASKS = re.compile(
@@ -414,30 +408,24 @@ def topology(cores: list[int]) -> dict[str, str]:
 PAIRS = topology([0, 0, 1, 1, 2, 2, 3, 3])
 
 
-@pytest.mark.parametrize(
-    ("files", "allowed", "threads", "reason"),
-    [
-        (PAIRS, 8, 4, "4 physical cores among 8"),
-        (topology([0, 1, 2]), 8, 6, "6 physical cores"),  # of some unknown: psutil's count
-        (PAIRS | {"sys/fs/cgroup/cpu.max": "250000 100000"}, 8, 2, "2.5"),
-        (PAIRS | {"sys/fs/cgroup/cpu.max": "50000 100000"}, 8, 1, "0.5"),
-        ({}, None, 6, "6 physical cores"),  # no affinity, as on macOS
-    ],
-)
 def test_threads_are_physical_cores_this_process_may_use(
-    tmp_path: Path,
-    files: dict[str, str],
-    allowed: int | None,
-    threads: int,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = SimpleNamespace(cpu_affinity=lambda: list(range(allowed or 0)))
-    monkeypatch.setattr(psutil, "Process", lambda: process if allowed else SimpleNamespace())
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 6)
-    result = detect(nvml=FakeNvml(), environment={}, root=written(tmp_path, files))
-    assert result.cpu_threads == threads
-    assert reason in result.reasons["cpu_threads"] and result.cpu_name
+    for number, (files, has_affinity, threads, reason) in enumerate((
+        (PAIRS, True, 4, "4 physical cores among 8"),
+        (topology([0, 1, 2]), True, 6, "6 physical cores"),  # of some unknown: psutil's count
+        (PAIRS | {"sys/fs/cgroup/cpu.max": "250000 100000"}, True, 2, "2.5"),
+        (PAIRS | {"sys/fs/cgroup/cpu.max": "50000 100000"}, True, 1, "0.5"),
+        ({}, False, 6, "6 physical cores"),  # as on macOS
+    )):  # fmt: skip
+        process = SimpleNamespace(cpu_affinity=lambda: list(range(8)))
+        chosen = process if has_affinity else SimpleNamespace()
+        monkeypatch.setattr(psutil, "Process", lambda chosen=chosen: chosen)
+        root = written(tmp_path / str(number), files)
+        result = detect(nvml=FakeNvml(), environment={}, root=root)
+        assert result.cpu_threads == threads
+        assert reason in result.reasons["cpu_threads"] and result.cpu_name
 
 
 def test_memory_respects_the_container(tmp_path: Path) -> None:
@@ -460,17 +448,13 @@ def test_packages_are_versions_or_none_and_torch_is_not_imported(
     assert packages == {"psutil": psutil.__version__, "no-such-package-at-all": None}
 
 
-@pytest.mark.parametrize(
-    ("gib", "name"),
-    [
-        (None, "cpu"), (4.0, "6-8"), (9.49, "6-8"), (9.5, "10-12"), (15.49, "10-12"),
-        (15.5, "16-24"), (80.0, "16-24"),
-    ],
-)  # fmt: skip
-def test_tier_is_the_size_rounded_to_whole_gib(gib: float | None, name: str) -> None:
-    total_bytes = None if gib is None else int(gib * GIB)
-    assert machine.tier(total_bytes) == name
-    assert ("4.0 GiB" in machine.tier_problem(total_bytes)) == (gib == 4.0)
+def test_tier_is_the_size_rounded_to_whole_gib() -> None:
+    for gib, name in (
+        (4.0, "6-8"), (9.49, "6-8"), (9.5, "10-12"), (15.49, "10-12"), (15.5, "16-24"), (80, "16-24")
+    ):  # fmt: skip
+        assert machine.tier(int(gib * GIB)) == name
+        assert ("4.0 GiB" in machine.tier_problem(int(gib * GIB))) == (gib == 4.0)
+    assert (machine.tier(None), machine.tier_problem(None)) == ("cpu", "")
 
 
 # ---- platforms: drivers that spill, and an allocator whose segments grow
@@ -519,24 +503,20 @@ def test_a_platform_decides_on_spilling_pinning_and_segments_that_grow(
     assert result.pinnable_bytes == (half or GIB // 2)
 
 
-@pytest.mark.parametrize(
-    ("environment", "grows"),
-    [
+def test_the_users_allocator_stands_and_is_planned_with(on_platform: Callable[[str], None]) -> None:
+    on_platform("Linux")
+    environment: dict[str, str]
+    for environment, grows in (
         ({OLDER[1]: ON}, True),
         ({VARIABLE: "max_split_size_mb:128, expandable_segments: True"}, True),
         ({VARIABLE: "garbage_collection_threshold:0.8,roundup_power2_divisions:[256:1]"}, False),
         ({VARIABLE: "expandable_segments:False", OLDER[0]: ON}, False),  # the newer wins
         ({}, False),
-    ],
-)
-def test_the_users_allocator_stands_and_is_planned_with(
-    environment: dict[str, str], grows: bool, on_platform: Callable[[str], None]
-) -> None:
-    on_platform("Linux")
-    assert detect(nvml=FakeNvml(), environment=environment).expandable_segments == grows
-    before = dict(environment)
-    devices.use_expandable_segments(environment)
-    assert environment == (before or {VARIABLE: ON})
+    ):
+        assert detect(nvml=FakeNvml(), environment=environment).expandable_segments == grows
+        before = dict(environment)
+        devices.use_expandable_segments(environment)
+        assert environment == (before or {VARIABLE: ON})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asked for on Linux only")

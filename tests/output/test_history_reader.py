@@ -127,7 +127,7 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert history.unreadable_lines == 0
 
 
-def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:
+def test_another_file_of_the_same_name_and_end_is_read_anew(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=20).write()
     reader = HistoryReader(folder)
     assert len(reader.read().steps) == 20
@@ -136,13 +136,6 @@ def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Pa
     changed = [row | {"loss": 0.5} if row.get("step") == 1 else row for row in rows]
     replace(file, "".join(json.dumps(row) + "\n" for row in changed).encode())
     assert reader.read().steps[0].loss == 0.5, "another file, even if it ends alike"
-    kept = [row for row in rows if row.get("step", 0) <= 8 and row["event"] != "finished"]
-    text = "".join(json.dumps(row) + "\n" for row in kept)
-    replace(file, text.encode())
-    with file.open("a") as opened:
-        opened.write('{"event": "run_started", "resumed_from": 8}\n')
-    history = reader.read()
-    assert (len(history.steps), history.sessions, history.end) == (8, 2, None)
 
 
 def test_recent_rows_are_the_newest_without_steps_and_in_order_of_time(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.feed(source)
         self.close()
+        self.text = " ".join(self.texts)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -44,10 +45,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] != "style" and data.strip():
             self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts)
 
     def all(self, name: str, **wanted: str) -> list[dict[str, str | None]]:
         found = [attributes for tag, attributes in self.tags if tag == name]

@@ -18,7 +18,7 @@ from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
 from lora_trainer.lora.adapter import inject
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS, copied_bytes, state_bytes
+from lora_trainer.planning import optimizer_facts
 from lora_trainer.training.optimizers import build_optimizer
 
 PAGED_ELEMENTS = 100_000
@@ -30,7 +30,7 @@ SHARED = ("step", "qmap1", "qmap2")
 TRAINED = ((16, 320), (1280, 16), (4, 8, 3, 3), (12, 4, 1, 1), (5, 5), (7,), (2, 4, 4))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", optimizer_facts.OPTIMIZERS)
 def test_states_of_every_optimizer_are_as_large_as_its_library_makes_them(name: str) -> None:
     """Where what is trained starts at zero, Prodigy keeps nothing of its start, which is counted."""
     sizes = [(elements,) for elements in SIZES] if name.startswith("adamw") else []
@@ -44,7 +44,7 @@ def test_states_of_every_optimizer_are_as_large_as_its_library_makes_them(name: 
             if torch.is_tensor(value) and value.dim() and key not in SHARED
         )
         spared = parameter.nbytes if name == "prodigy" and not start else 0
-        assert sum(state_bytes({shape: 3}, name)) == 3 * (real + spared), shape
+        assert sum(optimizer_facts.state_bytes({shape: 3}, name)) == 3 * (real + spared), shape
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,11 @@ def test_bitsandbytes_pages_what_is_counted_as_paged(
     )
     optimizer.get_state_buffer(on_card, dtype=torch.uint8)
     assert bool(asked) is paged
-    on_device, paged_bytes = state_bytes({(elements,): 3}, "paged_adamw8bit")
+    on_device, paged_bytes = optimizer_facts.state_bytes({(elements,): 3}, "paged_adamw8bit")
     assert paged_bytes == (3 * 2 * elements if paged else 0)
-    assert (on_device + paged_bytes, 0) == state_bytes({(elements,): 3}, "adamw8bit")
+    assert (on_device + paged_bytes, 0) == optimizer_facts.state_bytes(
+        {(elements,): 3}, "adamw8bit"
+    )
     assert on_device > 0, "its scales are never paged"
 
 
@@ -86,7 +88,7 @@ def test_pinned_memory_comes_in_powers_of_two() -> None:
         (2**18, 2**20),
         (2**18 + 1, 2**21),
     ):
-        assert copied_bytes({(elements,): 1}, "lion", pinned=True) == 3 * size
+        assert optimizer_facts.copied_bytes({(elements,): 1}, "lion", pinned=True) == 3 * size
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
@@ -120,5 +122,5 @@ def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
         if key.rpartition(".")[2] not in SHARED
     )
     tensors = Counter(tuple(parameter.shape) for parameter in adapter.parameters())
-    assert copied_bytes(tensors, name, pinned=False) == kept
-    assert kept < copied_bytes(tensors, name, pinned=True)
+    assert optimizer_facts.copied_bytes(tensors, name, pinned=False) == kept
+    assert kept < optimizer_facts.copied_bytes(tensors, name, pinned=True)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.common.files import read_json_object
 from lora_trainer.evaluate import evaluation
 from lora_trainer.evaluate import validate as validate_module
-from lora_trainer.reporting.score import WEIGHTS
 from tests.fakes.runs import Toy, events, listing, run_cli, toy
 
 QUIET: dict[str, Any] = {
@@ -53,7 +52,7 @@ def validate(place: Toy, path: Path, capsys: pytest.CaptureFixture[str], *more: 
 def test_every_run_ends_with_what_costs_nothing(place: Toy) -> None:
     measured = read_json_object(place.run / "validation.json")
     assert measured["parts"].keys() == {"gain", "weights", "rank"}
-    assert measured["left_out"].keys() == WEIGHTS.keys() - measured["parts"].keys()
+    assert measured["left_out"].keys() == validate_module.WEIGHTS.keys() - measured["parts"].keys()
     assert not measured["complete"] and measured["weight_left_out"] == pytest.approx(0.57)
     (event,) = events(place.run, "measured")
     assert (event["step"], event["parts"]) == (12, measured["parts"])
@@ -67,7 +66,7 @@ def test_a_run_and_its_file_alone_are_measured_part_by_part(
     before = listing(place.dataset)
     run = validate(place, place.run, capsys)
     assert listing(place.dataset) == before
-    assert run["parts"].keys() | run["left_out"].keys() == WEIGHTS.keys()
+    assert run["parts"].keys() | run["left_out"].keys() == validate_module.WEIGHTS.keys()
     assert run["parts"].keys() >= {"gain", "weights", "strength", "generalisation", "drift"}
     assert run == read_json_object(place.run / "validation.json")
     assert all(0 <= value <= 1 for value in (*run["parts"].values(), run["score"]))
