@@ -50,9 +50,6 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "adapter__kind": "oft", "memory__base_precision": "fp8", "optimizer__name": "prodigy",
         "optimizer__learning_rate": 1.0,
     }),
-    "dora": ("sd15", {
-        "adapter__dora": True, "output__format": "diffusers", "optimizer__name": "adafactor",
-    }),
     "plain": ("sd15", {"adapter__alpha": 2, "optimizer__name": "muon"}),
     "locon": ("sd15", {
         "adapter__alpha": 8, "adapter__conv_rank": 2, "adapter__rank_pattern": {"attn2": 2, "ff": 6},
@@ -65,7 +62,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "data__trigger": "toy", "optimizer__name": "lion8bit",
         "optimizer__text_encoder_learning_rate": 0.01,
     }),
-    "dit-dora": ("flux", {"adapter__dora": True, "adapter__alpha": 2}),
+    "dit-dora": ("flux", {
+        "adapter__dora": True, "adapter__alpha": 2, "output__format": "diffusers",
+        "optimizer__name": "adafactor",
+    }),
 }  # fmt: skip
 """AdamW's own are those of tests/test_resume_kill.py and tests/reliability."""
 QUANTISED = ("loha", "lokr", "oft")
@@ -140,15 +140,15 @@ def test_all_cases_start_at_their_base_and_few_bits_change_it_a_little(place: Pl
         for case, (family, _) in CASES.items()
         if family == "sd15"
     }
-    whole = losses["dora"]
+    whole = losses["plain"]
     for case, loss in losses.items():
         assert loss == pytest.approx(whole, rel=0.02 if case in QUANTISED else 1e-5), case
     assert len({losses[case] for case in QUANTISED} | {whole}) == 4, "each in its own way"
 
 
 def test_every_optimizer_is_here_and_its_file_says_so(place: Place) -> None:
-    names = {settings.get("optimizer__name", "adamw") for _, settings in CASES.values()}
-    assert names == OPTIMIZERS.keys() - {"adamw8bit", "paged_adamw8bit"}
+    names = {settings["optimizer__name"] for _, settings in CASES.values()}
+    assert names == OPTIMIZERS.keys() - {"adamw", "adamw8bit", "paged_adamw8bit"}
     for case in CASES:
         optimizer = settings_of(place.runs / case)["optimizer.name"]
         with safe_open(place.file(case), framework="np") as file:
@@ -207,7 +207,7 @@ def test_a_file_of_another_rank_or_kind_is_refused(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = {"train__init_from": str(place.file("plain"))}
-    assert run_cli(place.command("dora", "wide", **start, adapter__rank=8)) == 2
+    assert run_cli(place.command("plain", "wide", **start, adapter__rank=8)) == 2
     assert run_cli(place.command("loha", "other", **start)) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -243,7 +243,7 @@ def test_a_single_file_trains_as_the_folder_it_was_made_from(place: Place, tmp_p
 def test_another_vae_encodes_images_again_and_texts_not(place: Place, tmp_path: Path) -> None:
     other = write_tiny_base(tmp_path / "other", seed=5) / "vae"
     short = {"output__save_every_steps": 0, "sampling__every_steps": 0}
-    assert run_cli(place.command("dora", "revae", **short, base__vae=str(other))) == 0
+    assert run_cli(place.command("plain", "revae", **short, base__vae=str(other))) == 0
     (cached,) = events(place.runs / "revae", "cached")
     assert (cached["latents"], cached["texts"]) == (3, 0)
     assert settings_of(place.runs / "revae")["base.vae"] == str(other)

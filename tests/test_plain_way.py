@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +58,21 @@ def fault(*_: object, **__: object) -> Any:
     raise RuntimeError(FAULT)
 
 
-def keeping_fails(monkeypatch: pytest.MonkeyPatch, failing: Callable[..., Any] = fault) -> None:
-    """The dispatch mode of blocks that keep some results; a plan traces them on `meta`."""
-    real = BlockRunner.__call__
+def break_what_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatch mode of blocks that keep some results, and copies that run beside the computation."""
+    runs, makes = BlockRunner.__call__, CopyStream.__init__
 
     def call(self: BlockRunner, block: nn.Module, *args: Any) -> Any:
-        keeps = self._kind in ("light", "selective")
-        return failing() if keeps and not args[0].is_meta else real(self, block, *args)
+        keeps = self._kind in ("light", "selective")  # a plan traces them on `meta`
+        return fault() if keeps and not args[0].is_meta else runs(self, block, *args)
 
-    monkeypatch.setattr(BlockRunner, "__call__", call)
-
-
-def copies_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that run beside the computation."""
-    real = CopyStream.__init__
-
-    def made(self: Any, device: torch.device, *, beside: bool = True) -> None:
-        real(self, device, beside=beside)
+    def make(self: Any, device: torch.device, *, beside: bool = True) -> None:
+        makes(self, device, beside=beside)
         if beside:
             self.copy = fault
 
-    monkeypatch.setattr(CopyStream, "__init__", made)
+    monkeypatch.setattr(BlockRunner, "__call__", call)
+    monkeypatch.setattr(CopyStream, "__init__", make)
 
 
 PLAIN: Mapping[str, Any] = {
@@ -112,8 +106,7 @@ def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An error of any of them was the end of the run, with a traceback."""
-    for patch in (keeping_fails, copies_fail):
-        patch(monkeypatch)
+    break_what_can_fail(monkeypatch)
     real, calls = loop.judge_step, 0
 
     def failing(*args: object) -> object:

@@ -178,8 +178,6 @@ class SelectivePolicy:
 
     def __call__(self, kernel: Any, arguments: tuple[Any, ...]) -> bool:
         """Say whether the result of this kernel is saved."""
-        if self.checkpointing not in KEEP_ATTENTION:
-            return False
         if kernel in _FACTORS:
             weight = arguments[_FACTORS[kernel]]
             fan_in, out = weight.shape

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest, write_state
+from lora_trainer.checkpoint.states import TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
+from tests.fakes.states import state_at
 
 PATIENCE_S = 30.0
 FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")
 
 
-def state_at(step: int, *, weight: torch.Tensor | None = None) -> TrainingState:
+def filled(step: int, weight: torch.Tensor | None = None) -> TrainingState:
+    """Return a state of one weight, which is the step where none is given, and its moments."""
     values = torch.full((3, 2), float(step)) if weight is None else weight
     moments = {"state": {0: {"exp_avg": values * 2, "step": torch.tensor(float(step))}}}
-    return TrainingState(
-        step=step,
-        images_seen=4 * step,
-        adapter={"a.down": values},
-        optimizer={**moments, "param_groups": [{"lr": 0.1, "params": [0]}]},
-        loop=LoopValues(guard={"kept": "f"}),
-    )
+    return replace(state_at(step), adapter={"a.down": values}, optimizer=moments)
 
 
 @dataclass
@@ -56,7 +52,7 @@ class Place:
             self.busy -= 1
 
     def save(self, step: int, *, weight: torch.Tensor | None = None, **options: Any) -> None:
-        self.writer.save(state_at(step, weight=weight), **{"export": None, **options})
+        self.writer.save(filled(step, weight), **{"export": None, **options})
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         return [dict(event.fields) for event in self.events if event.kind == kind]
@@ -216,7 +212,7 @@ def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused
     place.writer.newest().optimizer["state"][0]["exp_avg"].zero_()
     newest = place.writer.newest()
     assert (newest.step, newest.images_seen) == (3, 12)
-    assert newest.loop == LoopValues(guard={"kept": "f"})
+    assert newest.loop == state_at(3).loop
     assert newest.adapter["a.down"].unique().tolist() == [3.0]
     assert newest.optimizer["state"][0]["exp_avg"].unique().tolist() == [6.0]
 

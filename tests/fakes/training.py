@@ -33,7 +33,7 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.noise import table_levels
 from lora_trainer.training.optimizers import build_optimizer, learning_rate, restore_optimizer
-from lora_trainer.training.step import OomFallback, Training, compute_gradients_with_oom_retry
+from lora_trainer.training.step import Training, compute_gradients_with_oom_retry
 from tests.fakes.tiny_base import write_tiny_base
 
 CPU = torch.device("cpu")
@@ -78,18 +78,15 @@ def build_feeder(
     resident: dict[str, Mapping[str, Tensor]] = {}
     generator = torch.Generator().manual_seed(99)
 
-    def put(key: CacheKey, entry: Mapping[str, Tensor]) -> CacheKey:
-        resident[key.digest] = entry
+    def text(name: str) -> CacheKey:
+        key, shape = CacheKey.of("text", text=name), (1, TOKENS, TEXT_WIDTH)
+        resident[key.digest] = {"text": torch.randn(shape, generator=generator)}
         return key
 
-    def text(name: str) -> CacheKey:
-        embedding = torch.randn(1, TOKENS, TEXT_WIDTH, generator=generator)
-        return put(CacheKey.of("text", text=name), {"text": embedding})
-
     def latent(name: str, shape: tuple[int, int, int]) -> CacheKey:
-        mean = torch.randn(shape, generator=generator)
-        entry = {"mean": mean, "std": torch.full(shape, 0.1)}
-        return put(CacheKey.of("latents", image=name), entry)
+        key, mean = CacheKey.of("latents", image=name), torch.randn(shape, generator=generator)
+        resident[key.digest] = {"mean": mean, "std": torch.full(shape, 0.1)}
+        return key
 
     text("")
     sources = {
@@ -150,18 +147,16 @@ def build_training(
     optimizer: OptimizerSettings | None = None,
     precision: torch.dtype = torch.float32,
     targets: Any = "all",
-    rank: int = 4,
     checkpointing: bool = False,
-    max_grad_norm: float = 1.0,
-    actions: Sequence[Any] = (),
-    stop: Callable[[], int | None] = lambda: None,
     adapt: Callable[[Model], Model] = lambda model: model,
-    remedies: Sequence[OomFallback] = (),
-    restore: Callable[[], Progress] | None = None,
     adapter_settings: Mapping[str, Any] = MappingProxyType({}),
     averaged: bool = False,
+    **more: Any,
 ) -> TinyTraining:
-    """Return a training on the tiny base; `adapt` may exchange the model for one that misbehaves."""
+    """Return a training on the tiny base; `adapt` may exchange the model for one that misbehaves.
+
+    `more` are other fields of `Training`.
+    """
     family = families.detect(tiny_base())
     denoiser = family.load_denoiser(tiny_facts(), dtype=precision, device=CPU)
     if checkpointing:
@@ -170,9 +165,9 @@ def build_training(
         {DENOISER: denoiser},
         modules={DENOISER: family.lora_targets(denoiser, targets)},
         settings=AdapterSettings.model_validate(
-            {"rank": rank, "targets": targets, **adapter_settings}
+            {"rank": 4, "targets": targets, **adapter_settings}
         ),
-        alpha=float(rank),
+        alpha=4.0,
         seed=3,
         averaged=averaged,
     )
@@ -200,13 +195,9 @@ def build_training(
         steps=steps,
         batch_size=feeder.batch_size,
         micro_batch=feeder.batch_size,
-        remedies=remedies,
-        restore=restore,
         prefetch_steps=2,
-        max_grad_norm=max_grad_norm,
         events=events,
-        actions=actions,
-        stop=stop,
+        **{"max_grad_norm": 1.0, "actions": (), "stop": lambda: None, **more},
     )
     return TinyTraining(training=training, adapter=adapter, events=seen)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -129,25 +127,15 @@ def test_nothing_but_what_is_stored_is_kept_and_all_is_in_the_dtype_of_the_netwo
 ) -> None:
     layer = QuantizedLinear(linear(dtype=torch.bfloat16), kind, device=CPU)
     x = torch.randn(1, 3, 48, dtype=torch.bfloat16, requires_grad=True)
-    with kept_for_backward() as kept:
+    kept: list[Tensor] = []
+    keep = lambda tensor: kept.append(tensor) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = layer(x)
     outputs.float().sum().backward()
     assert x.grad is not None
     assert outputs.dtype == layer.weight.dtype == x.grad.dtype == torch.bfloat16
     own = {buffer.untyped_storage().data_ptr() for buffer in layer.buffers()}
     assert kept and {tensor.untyped_storage().data_ptr() for tensor in kept} <= own
-
-
-@contextmanager
-def kept_for_backward() -> Iterator[list[Tensor]]:
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
 
 
 # ---- which layers

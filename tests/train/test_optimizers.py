@@ -100,15 +100,6 @@ def sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     ]
 
 
-def test_no_two_move_alike() -> None:
-    """But for AdamW with paged state, which is the one with state in 8 bits on a CPU."""
-    found = {name: walked(name) for name in NAMES if name != "paged_adamw8bit"}
-    for name, one in found.items():
-        assert not any(
-            torch.equal(one, other) for another, other in found.items() if another != name
-        ), name
-
-
 @EVERY
 def test_it_lowers_a_loss_at_the_rate_it_is_given(name: Any) -> None:
     """An update of rank 2 is found by a factorised one, from noisy samples of it."""
