@@ -17,20 +17,20 @@ from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config import PRIORITIES, layers
 from lora_trainer.config.config import flatten
-from lora_trainer.config.layers import TIERS, preset_families
 from lora_trainer.families import family as load_family
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import run_length
 from scripts.write_schema import preset_schema
+from tests.config.test_layers import resolved
 from tests.fakes import plans
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import machine
 from tests.fakes.stable_diffusion import mini_facts
 
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
-CARDS = list(itertools.product(preset_families(), SMALLEST_CARD_GIB))
+CARDS = list(itertools.product(layers.preset_families(), SMALLEST_CARD_GIB))
 MARGIN_GIB = 0.5
 """What a desktop and its driver take of the smallest GPU of a tier."""
 MACHINE_GIB = 24.8
@@ -59,17 +59,6 @@ def releases(family: str) -> list[BaseFacts]:
     return list(found.values())
 
 
-def resolved_for(family: str, tier: str, priority: Any) -> layers.Resolved:
-    return layers.resolve(
-        family=family,
-        tier=tier,
-        priority=priority,
-        preset="auto",
-        config_file=None,
-        overrides={},
-    )
-
-
 @cache
 def planned(
     family: str, tier: str, priority: Any, *, images: int = 20, **changed: Any
@@ -89,23 +78,20 @@ def planned(
     )
 
 
-def shipped(name: str) -> dict[str, object]:
-    text = resources.files("lora_trainer.presets").joinpath(name).read_text("utf-8")
-    loaded = json.loads(text)
-    assert isinstance(loaded, dict)
-    return loaded
+def shipped(name: str) -> Any:
+    return json.loads(resources.files("lora_trainer.presets").joinpath(name).read_text("utf-8"))
 
 
 def test_each_family_has_a_file_that_follows_the_schema_and_works_in_every_cell() -> None:
     """After a change of Config run scripts/write_schema.py."""
     assert shipped("schema.json") == preset_schema()
-    assert set(preset_families()) == set(families.MODULES)
-    for family in preset_families():
+    assert set(layers.preset_families()) == set(families.MODULES)
+    for family in layers.preset_families():
         jsonschema.validate(shipped(f"{family}.json"), preset_schema())
         assert layers.load_presets(family).family == family
-        for tier, priority in itertools.product(TIERS, PRIORITIES):
+        for tier, priority in itertools.product(layers.TIERS, PRIORITIES):
             if not layers.load_presets(family).unsupported(tier, priority):
-                assert resolved_for(family, tier, priority)
+                assert resolved(family=family, tier=tier, priority=priority)
 
 
 @pytest.mark.parametrize(("family", "tier"), CARDS)
@@ -157,14 +143,14 @@ OWN_RECIPE = (families.DEFAULT_FAMILY, "cpu")
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-@pytest.mark.parametrize("family", preset_families())
+@pytest.mark.parametrize("family", layers.preset_families())
 def test_how_much_is_learned_does_not_depend_on_the_tier(family: str, priority: Any) -> None:
     """R8: the same images give the same updates, batch, rate, rank and layers on every GPU."""
     learned = {}
-    for tier in TIERS:
+    for tier in layers.TIERS:
         if (family, tier) == OWN_RECIPE or layers.load_presets(family).unsupported(tier, priority):
             continue
-        settings = flatten(resolved_for(family, tier, priority).config)
+        settings = flatten(resolved(family=family, tier=tier, priority=priority).config)
         values = {key: settings[key] for key in settings if not TIER_SETTINGS.fullmatch(key)}
         learned[tier] = values
         if tier == "cpu":
@@ -186,7 +172,7 @@ def test_priorities_get_as_far_or_farther(family: str, tier: str) -> None:
     """Updates x rate^2 (Malladi et al. 2022): of speed that of balanced, of quality more."""
 
     def how_far(priority: Any) -> float:
-        config = resolved_for(family, tier, priority).config
+        config = resolved(family=family, tier=tier, priority=priority).config
         updates = config.train.views / config.train.batch_size
         return updates * config.optimizer.learning_rate**2
 

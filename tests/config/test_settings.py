@@ -157,9 +157,8 @@ def test_assignments_are_json_where_they_can_be() -> None:
         parse_assignment("train.steps")
 
 
-@pytest.mark.parametrize(
-    ("key", "kind", "words", "allowed", "label"),
-    [
+def test_forms_follow_from_the_schema() -> None:
+    for key, kind, words, allowed, label in (
         ("adapter.rslora", "switch", (), "", "rsLoRA"),
         ("objective.zero_terminal_snr", "choice", ("auto", True, False), "", "Zero terminal SNR"),
         ("data.resolution", "number", ("auto",), "a whole number from 16 to 4,096 or auto", "Resolution"),
@@ -169,14 +168,10 @@ def test_assignments_are_json_where_they_can_be() -> None:
         ("sampling.prompts", "list", (), "", "Prompts"),
         ("adapter.rank_pattern", "mapping", (), "", "Rank pattern"),
         ("data.cache_max_gib", "number", (), "a number above 0 to 100,000", "Cache max"),
-    ],
-)  # fmt: skip
-def test_forms_follow_from_the_schema(
-    key: str, kind: str, words: tuple[Any, ...], allowed: str, label: str
-) -> None:
-    info = INFOS[key]
-    assert (info.form.kind, info.form.words) == (kind, words)
-    assert (info.form.allowed, info.label) == (allowed, label)
+    ):  # fmt: skip
+        info = INFOS[key]
+        shown = (info.form.kind, info.form.words, info.form.allowed, info.label)
+        assert shown == (kind, words, allowed, label)
     assert INFOS["train.validate_every_steps"].label == "Validate every N steps"
 
 

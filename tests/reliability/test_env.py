@@ -5,9 +5,7 @@ Windows' own names (CON, a dot at the end) need Windows; they are not tried here
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,6 @@ QUIET: dict[str, Any] = {
     "sampling__every_steps": 0,
     "train__validate_every_steps": 0,
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    signal.alarm(90)
-    yield
-    signal.alarm(0)
 
 
 @pytest.fixture(scope="module")

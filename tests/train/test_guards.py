@@ -65,6 +65,14 @@ def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
     assert guards.GuardState.from_plain(older) == guards.GuardState(micro_batch=4)
 
 
+def test_the_best_is_the_lowest_loss_of_a_trained_adapter() -> None:
+    state = START.with_best(0.1, step=0)
+    assert state == START, "the base is no adapter"
+    for loss, step in ((0.5, 2), (float("nan"), 4), (0.4, 6), (0.4, 8), (0.6, 10)):
+        state = state.with_best(loss, step=step)
+    assert (state.best.loss, state.best.step) == (0.4, 6)
+
+
 # ---- memory
 
 
