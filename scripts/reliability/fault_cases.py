@@ -128,7 +128,7 @@ FAULTS: Mapping[str, Fault] = {
     "TRN-04": Fault(what="overflows of fp16", parts=("tests/train/test_loop.py",)),
     "TRN-05": Fault(
         what="logs and dashboards that cannot be written",
-        parts=("tests/output/test_trackers.py", "tests/common/test_events.py"),
+        parts=("tests/output/test_trackers.py", "tests/common/test_files.py"),
     ),
     "TRN-06": Fault(
         what="data workers that die",

@@ -1,8 +1,9 @@
-"""Files that are whole or absent: atomic writes, strict JSON, capped folders; memory that is given back."""
+"""Files that are whole or absent, capped folders, the event stream and its record; memory that is given back."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import platform
 import stat
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lora_trainer.common import events as ev
 from lora_trainer.common import files, processes
 from lora_trainer.common.errors import MachineError, RequestError
 
@@ -87,7 +89,7 @@ def test_json_is_written_readably_and_read_with_a_byte_order_mark(tmp_path: Path
         files.read_json_object(tmp_path / "none.json")
 
 
-def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_go_first_in_a_folder_with_our_marker(tmp_path: Path) -> None:
     folder = files.CappedFolder(root=tmp_path / "cache", limit_bytes=250)
     folder.create()
     ages_s = {"new": 20, "older": 30, "oldest": 40, "read": 50, ".tmp-1-a": 60}
@@ -105,12 +107,61 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert [path.name for path, _ in folder.files()] == ["new"], "in use, and over the limit"
     with pytest.raises(MachineError, match="cannot write"):
         files.CappedFolder(root=made["new"] / "cache", limit_bytes=0).create()
+    assert files.CappedFolder(root=folder.root / "k", limit_bytes=0).prune(keep=[]) == 0, (
+        "no marker"
+    )
 
 
-def test_a_folder_without_our_marker_is_never_touched(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_bytes(b"x")
-    assert files.CappedFolder(root=tmp_path, limit_bytes=0).prune(keep=[]) == 0
-    assert names(tmp_path) == ["precious"]
+# ---- events
+
+
+def test_every_listener_gets_every_event_in_order_without_secrets() -> None:
+    events = ev.EventStream(clock=lambda: 12.34567)
+    calls: list[tuple[int, ev.Event]] = []
+    for number in (1, 2):
+        events.subscribe(lambda event, number=number: calls.append((number, event)))
+    events.emit("step", step=3, loss=0.5)
+    events.problem("it broke at https://me:word@host", fix="mend it", file="a.png", code="IMG-01")
+    problem = {"what": "it broke at https://host", "fix": "mend it", "severity": "warning"}
+    expected = (
+        ev.Event(kind="step", fields={"step": 3, "loss": 0.5}, time_s=12.34567),
+        ev.Event(
+            kind="problem", fields={**problem, "file": "a.png", "code": "IMG-01"}, time_s=12.34567
+        ),
+    )
+    assert calls == [(number, event) for event in expected for number in (1, 2)]
+
+
+def test_the_record_goes_on_where_it_was_without_other_kinds_torn_and_foreign_lines(
+    tmp_path: Path,
+) -> None:
+    file, written = tmp_path / "e.jsonl", {"event": "step", "text": "é\n\u2028", "time": 12.346}
+    assert ev.read_jsonl(file) == []
+    for count in (1, 2, 3):
+        events = ev.EventStream(clock=lambda: 12.34567)
+        events.subscribe(
+            ev.JsonlWriter(path=file, kinds=lambda kind: kind == "step", events=events)
+        )
+        events.emit("step", text="é\n\u2028")
+        events.emit("other")
+        assert ev.read_jsonl(file) == [written] * count, "on disk at once"
+    assert [json.loads(line) for line in file.read_bytes().splitlines()] == [written] * 3
+    file.write_bytes(b'{"a": 1}\n[2]\nnonsense\n\n\xff\n{"b": 2}\n{"c": ')
+    assert ev.read_jsonl(file) == [{"a": 1}, {"b": 2}]
+
+
+def test_a_disk_that_refuses_is_one_problem_and_no_crash(tmp_path: Path) -> None:
+    events, seen = ev.EventStream(), list[ev.Event]()
+    events.subscribe(seen.append)
+    path = tmp_path / "no folder" / "e.jsonl"
+    events.subscribe(ev.JsonlWriter(path=path, kinds=lambda _: True, events=events))
+    for _ in range(3):
+        events.emit("step")
+    (problem,) = (event.fields for event in seen if event.kind == "problem")
+    assert problem["code"] == "TRN-05" and "e.jsonl is no longer written" in problem["what"]
+
+
+# ---- this process
 
 
 def test_the_collector_of_cycles_rests_inside_and_goes_on_after_a_failure() -> None:
