@@ -52,10 +52,10 @@ FAULTS: Mapping[str, Fault] = {
     "CAP-01": Fault(what="missing and empty captions", parts=(_SCAN,)),
     "CAP-02": Fault(
         what="captions that are no UTF-8",
-        parts=("tests/data/test_dataset_layouts.py",),
+        parts=("tests/data/test_caption_rules.py",),
         decided="Read as Windows-1252 with the first odd byte named; no setting for it.",
     ),
-    "CAP-03": Fault(what="a caption of a megabyte, of 500 tokens", parts=("tests/data/test_scan.py",)),
+    "CAP-03": Fault(what="a caption of a megabyte, of 500 tokens", parts=(_ENCODE,)),
     "CAP-04": Fault(
         what="markup, escapes, wildcards in captions",
         parts=("tests/data/test_caption_rules.py", "tests/output/test_report.py"),

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import DatasetMemo, scan
 from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, TWO, Layout, images, png_text
-from tests.fakes.runs import Toy
 
 
 def written(files: dict[str, bytes], root: Path) -> Path:
@@ -99,19 +96,3 @@ def test_a_table_in_parquet_is_read_by_pyarrow(tmp_path: Path) -> None:
     (root / "metadata.parquet").write_bytes(b"PAR1")
     (problem,) = (one.what for one in read(root, {}).findings if one.kind == "metadata")
     assert problem.startswith("cannot be read")
-
-
-def test_a_project_of_kohya_trains(tmp_path: Path) -> None:
-    """The real command on one of the layouts: captions of a table, and `reg` and `model` are left alone."""
-    place = Toy(folder=tmp_path).with_base()
-    project = {f"img/2_zb cat/{index}.png": png_text(f"{index}.png") for index in range(4)}
-    project["img/2_zb cat/metadata.csv"] = b"file_name,text\n0.png,a cat\n1.png,a red cat\n"
-    written({**project, **images("reg/1_cat/x.png", "model/sample/y.png")}, place.dataset)
-    quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
-    assert place.train(steps=2, data__validation_fraction=0, **quiet) == 0
-    with safe_open(place.run / "toy.safetensors", framework="numpy") as opened:
-        header = opened.metadata()
-    assert json.loads(header["ss_dataset_dirs"]) == {"toy": {"n_repeats": 2, "img_count": 4}}
-    tags = json.loads(header["ss_tag_frequency"])["toy"]
-    assert tags == {"a cat": 1, "a red cat": 1, "zb cat": 2}
-    assert int(header["ss_min_bucket_reso"]) < int(header["ss_max_bucket_reso"])

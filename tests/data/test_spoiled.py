@@ -47,13 +47,6 @@ def duplicated(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
         (scaled if kind == "PNG" else image).save(path, kind)
 
 
-def added(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
-    """Put a copy beside each of these images, and keep them."""
-    for path in chosen:
-        for file in (path, path.with_suffix(".txt")):
-            shutil.copyfile(file, folder / f"{file.stem}_copy{file.suffix}")
-
-
 def broken(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
     """Cut images off, empty them, fill them with noise or text, or paint them over."""
     for path in chosen:
@@ -73,7 +66,7 @@ def uncaptioned(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
 
 Spoil = Callable[[Path, random.Random, list[Path]], None]
 FAULTS: tuple[tuple[Spoil, float], ...] = (
-    (duplicated, 1 / 2), (added, 1 / 2), (broken, 1 / 2), (uncaptioned, 1 / 3),
+    (duplicated, 1 / 2), (broken, 1 / 2), (uncaptioned, 1 / 3),
 )  # fmt: skip
 
 

@@ -54,9 +54,9 @@ _WIDTH: dict[str, Any] = {
 
 
 def tiny_captioner(kind: str, folder: Path) -> Path:
-    """Save a tiny model of one of `LANGUAGE_KINDS`; return its folder."""
+    """Save a tiny model of the kind of Qwen3-VL, Florence-2 or BLIP; return its folder."""
     torch.manual_seed(3)
-    model, *parts = _MAKERS[kind]()
+    model, *parts = {"qwen3-vl": _chat, "florence2": _tasks, "blip": _unasked}[kind]()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # larger than usual, so that the image shows in the words
             torch.nn.init.normal_(parameter, std=0.4)
@@ -176,14 +176,6 @@ def _unasked() -> tuple[Any, ...]:
     )
     pictures = BlipImageProcessorPil(size={"height": 32, "width": 32})
     return BlipForConditionalGeneration(config), tokenizer, pictures
-
-
-_MAKERS = {
-    "qwen3-vl": _chat,
-    "florence2": _tasks,
-    "blip": _unasked,
-}
-LANGUAGE_KINDS = tuple(_MAKERS)
 
 
 # ---- a tagger: onnx.proto by hand, as the package `onnx` would be needed for nothing else

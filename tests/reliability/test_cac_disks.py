@@ -7,8 +7,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from lora_trainer.cache.cache_plan import Entries
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.reporting.status import read_status
 from lora_trainer.training import loop
 from tests.fakes.disk import Disk
 from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
@@ -93,39 +91,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return place
 
 
-@contextmanager
-def full_disk(folder: Path, *, after: int) -> Iterator[None]:
-    """Let a folder take that many more files; other folders lie on another disk."""
-    real, left = os.open, after
-
-    def refusing(path: Any, flags: int, *more: Any, **options: Any) -> int:
-        nonlocal left
-        if flags & os.O_CREAT and Path(os.fspath(path)).is_relative_to(folder):
-            left -= 1
-            if left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, flags, *more, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", refusing)
-        yield
-
-
-def test_cac_04_a_disk_that_fills_while_caching_ends_the_run_in_one_line(
-    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache = tmp_path / "cache"
-    settings = {**QUIET, "data__cache_dir": str(cache)}
-    capsys.readouterr()
-    with full_disk(cache, after=8):  # two memos of the scan, the marker, five entries
-        assert place.train("--name", "full", **settings) == 4
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "No space left on device" in error and "bytes free" in error
-    kept = files_of(cache)
-    assert 0 < len(kept) < len(files_of(place.cache))
-    assert read_status(place.runs / "full").exit_code == 4
-
-
 def test_cac_04_a_cache_deleted_during_training_is_named_and_the_state_is_kept(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,31 +119,22 @@ def test_cac_04_a_cache_deleted_during_training_is_named_and_the_state_is_kept(
 # ---- CAC-05
 
 
-def test_cac_05_a_cap_that_is_too_small_is_refused_before_anything_is_written(
-    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"data__cache_max_gib": 1e-6, "data__cache_dir": str(tmp_path / "cache")}
-    capsys.readouterr()
-    assert place.train("--name", "capped", **QUIET, **settings) == 4
-    error = capsys.readouterr().err.strip()
-    assert re.search(r"needs [\d,]+ bytes, data.cache_max_gib allows 1,073", error)
-    assert "--set data.cache_max_gib=1" in error
-    assert error.count("\n") == 0
-    assert not (place.runs / "capped").exists()
-    assert files_of(tmp_path / "cache") == {}
-
-
-def test_cac_05_a_full_disk_is_refused_up_front_unless_all_is_cached(
+def test_cac_05_too_little_room_is_refused_before_anything_is_written(
     place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A cap that is too small, and a full disk unless all is cached."""
     real = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=0))
     monkeypatch.setattr(Hardware, "disk_free_bytes", lambda self, path: 1 << 40)
-    elsewhere = {"data__cache_dir": str(tmp_path / "cache")}
+    cold = {**QUIET, "data__cache_dir": str(tmp_path / "cache")}
     capsys.readouterr()
-    assert place.train("--name", "cold", **QUIET, **elsewhere) == 4
+    assert place.train("--name", "cold", data__cache_max_gib=1e-6, **cold) == 4
+    error = capsys.readouterr().err.strip()
+    assert re.search(r"needs [\d,]+ bytes, data.cache_max_gib allows 1,073", error)
+    assert "--set data.cache_max_gib=1" in error and error.count("\n") == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=0))
+    assert place.train("--name", "cold", **cold) == 4
     assert re.search(r"still needs [\d,]+ bytes in .*, 0 are free", capsys.readouterr().err)
-    assert not (place.runs / "cold").exists()
+    assert not (place.runs / "cold").exists() and files_of(tmp_path / "cache") == {}
     assert place.train("--name", "warm", **QUIET) == 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from PIL import Image
 
 from lora_trainer.captioning import captioners, describer
@@ -103,16 +103,8 @@ def test_json_is_one_object_a_line(command: Command, dataset: Path) -> None:
     assert [row["event"] for row in rows] == [
         "captioning", "caption", "problem", "caption", "caption", "captioned"
     ]  # fmt: skip
-    assert rows[1] | {"time": 0} == {
-        "event": "caption",
-        "index": 1,
-        "count": 4,
-        "image": "a.png",
-        "file": str(dataset / "a.txt"),
-        "caption": "red",
-        "cut": False,
-        "time": 0,
-    }
+    described = {"index": 1, "count": 4, "image": "a.png", "file": str(dataset / "a.txt")}
+    assert rows[1].items() >= {**described, "caption": "red", "cut": False}.items()
     assert rows[2]["file"] == "b.png" and rows[2]["fix"]
     assert (rows[-1]["written"], rows[-1]["failed"]) == (3, 1)
 
@@ -142,12 +134,14 @@ def test_what_goes_around_a_caption(
     assert texts(dataset) == {"b": written}
 
 
-@pytest.mark.parametrize("stem", ["[odd] {x|y} Zoë.final", "a" * 200, os.fsdecode(b"\xff\xfe")])
-def test_any_name_of_a_file_gets_its_caption(command: Command, dataset: Path, stem: str) -> None:
-    (dataset / "a.png").rename(dataset / f"{stem}.png")
-    code, _, _ = command()
-    assert code == 0 and (dataset / f"{stem}.txt").read_text() == "red\n"
-    assert "red" in trained(dataset).values()
+def test_any_name_of_a_file_gets_its_caption(command: Command, dataset: Path) -> None:
+    stems = ("[odd] {x|y} Zoë.final", "a" * 200, os.fsdecode(b"\xff\xfe"))
+    for name, stem in zip("abc", stems, strict=True):
+        (dataset / f"{name}.png").rename(dataset / f"{stem}.png")
+    assert command()[0] == 0
+    written = [(dataset / f"{stem}.txt").read_text() for stem in stems]
+    assert written == ["red\n", "blue\n", "green\n"]
+    assert {*trained(dataset).values()} == {*TAGS.values()}
 
 
 # ---- what is left alone
@@ -294,29 +288,21 @@ def test_a_record_that_came_with_a_dataset_reaches_nothing_outside(
     assert code == 3 and outside.read_text() == "mine" and "names" in err
 
 
-def test_two_at_a_time_are_refused(command: Command, dataset: Path) -> None:
-    (dataset / FOLDER).mkdir()
-    with FileLock(dataset / FOLDER / ".lock"):
-        code, _, err = command()
-    assert code == 4 and "is being captioned by another process" in err
-    assert command()[0] == 0
-
-
-def test_a_dataset_that_may_not_be_written_is_not_called_busy(
+def test_two_at_a_time_are_refused_and_a_dataset_that_may_not_be_written_is_not_called_busy(
     command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As some releases of filelock do, which take "access denied" for a lock that is held."""
+    (dataset / FOLDER).mkdir()
+    with FileLock(dataset / FOLDER / ".lock"):
+        code, _, err = command()
+        assert code == 4 and "is being captioned by another process" in err
 
-    def denied(*_: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
+        def denied(*_: object, **options: object) -> None:
+            raise PermissionError(13, "Permission denied")
 
-    def held(*_: object, **options: object) -> None:
-        raise Timeout("lock")
-
-    monkeypatch.setattr(Path, "touch", denied)
-    monkeypatch.setattr(FileLock, "acquire", held)
-    code, _, err = command()
-    assert code == 4 and "Permission denied" in err
+        monkeypatch.setattr(Path, "touch", denied)
+        code, _, err = command()
+        assert code == 4 and "Permission denied" in err
 
 
 # ---- interrupted, and on
