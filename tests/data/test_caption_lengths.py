@@ -155,10 +155,7 @@ def slow_form(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("content", [None, b"{"])
-def test_a_tokenizer_that_cannot_be_read_counts_nothing(
-    content: bytes | None, tmp_path: Path
-) -> None:
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_bytes(content)
+def test_a_tokenizer_that_cannot_be_read_counts_nothing(tmp_path: Path) -> None:
+    assert TokenCounter.load(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_bytes(b"{")
     assert TokenCounter.load(tmp_path) is None

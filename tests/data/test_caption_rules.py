@@ -55,19 +55,11 @@ def test_marked_text_is_read_whatever_its_encoding(text: str, encoding: str) -> 
     assert (found.text, found.problems) == (" ".join(text.split()), ())
 
 
-@pytest.mark.parametrize(
-    ("caption", "trigger", "wanted"),
-    [
-        ("", "zibbo", "zibbo"),
-        ("Zibbo, a cat", "zibbo", "Zibbo, a cat"),
-        ("prezibbo", "zibbo", "zibbo, prezibbo"),
-        ("[trigger] here, [trigger]", "zibbo", "zibbo here, zibbo"),
-        ("[trigger] here", None, "[trigger] here"),
-        ("a cat", "c.t", "c.t, a cat"),
-    ],
-)
-def test_the_trigger_is_a_word_of_its_own(caption: str, trigger: str | None, wanted: str) -> None:
-    assert plain(caption, trigger=trigger) == wanted
+def test_the_trigger_is_a_word_of_its_own() -> None:
+    captions = ("", "Zibbo, a cat", "prezibbo", "[trigger] here, [trigger]")
+    texts = ["zibbo", "Zibbo, a cat", "zibbo, prezibbo", "zibbo here, zibbo"]
+    assert [plain(caption, trigger="zibbo") for caption in captions] == texts
+    assert plain("[trigger] here") == "[trigger] here"
 
 
 @given(letters, st.text(alphabet="abz .*(", min_size=1, max_size=8))

@@ -75,6 +75,7 @@ def test_img_01_too_many_are_refused_before_training_and_a_few_are_left_out(
     for name in ("x.png", "y.jpg", "z.webp"):
         (place.dataset / name).write_bytes(b"")
     quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
+    quiet |= {"output__save_every_steps": 0}
     capsys.readouterr()
     assert place.train(steps=1, **quiet) == 3
     refused = capsys.readouterr().err
