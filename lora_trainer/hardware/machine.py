@@ -41,7 +41,6 @@ from lora_trainer.hardware.devices import (
 from lora_trainer.hardware.nvml import BY_BUS, CUDA_ORDER, Gpu, Nvml, find_gpus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
-DISTRIBUTION = "lora-train"
 # Package -> its purpose, for `doctor`.
 PURPOSES: Mapping[str, str] = tomllib.loads(
     Path(__file__).with_name("packages.toml").read_text(encoding="utf-8")
@@ -55,7 +54,6 @@ MAXWELL, BLACKWELL = (5, 0), (10, 0)
 BLACKWELL_TOOLKIT = (12, 8)
 # Memory a process may pin under WSL2: refusals were seen above 0.5 (microsoft/WSL#14078), 0.75 and 1 GiB.
 WSL_PINNABLE_BYTES = GIB // 2
-MOST_SPARED_BYTES = 4 * GIB
 # Memory left to other programs where the driver spills: memory they take later moves ours to the host, and Windows'
 # budget for a process is below the free memory. ComfyUI leaves as much (`EXTRA_RESERVED_VRAM`).
 SPILL_MARGIN_BYTES = 600 * 2**20
@@ -67,7 +65,6 @@ _ASK_TORCH = (
     "import json; from lora_trainer.hardware.device_calls import found_by_torch; "
     "print(json.dumps(found_by_torch()))"
 )
-_ASKED_WITHIN_S = 120.0
 # PCI vendor of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor look the same
 # without torch, so no other build is suggested for Intel.
 _AMD = "0x1002"
@@ -242,7 +239,7 @@ def _of_other_makers(
             answer = subprocess.run(
                 [sys.executable, "-c", _ASK_TORCH],
                 capture_output=True,
-                timeout=_ASKED_WITHIN_S,
+                timeout=120,
                 check=True,
             ).stdout
             gpus = tuple(
@@ -271,7 +268,7 @@ def usable_ram_bytes(*, total_bytes: int, free_bytes: int) -> int:
     With less than a tenth available, systems begin to swap and watchdogs to kill programs (earlyoom's
     default limit). On large machines a tenth would be more than other programs need, hence the 4 GiB.
     """
-    return max(0, free_bytes - min(total_bytes // 10, MOST_SPARED_BYTES))
+    return max(0, free_bytes - min(total_bytes // 10, 4 * GIB))
 
 
 def spare_ram_bytes() -> int:
@@ -312,7 +309,7 @@ def package_notes(packages: Mapping[str, str | None]) -> dict[str, str]:
     A checkout that is not installed states no requirements.
     """
     try:
-        requirements = importlib.metadata.requires(DISTRIBUTION) or ()
+        requirements = importlib.metadata.requires("lora-train") or ()
     except importlib.metadata.PackageNotFoundError:
         requirements = ()
     specifiers = {

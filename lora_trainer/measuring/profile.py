@@ -30,9 +30,6 @@ from lora_trainer.training.actions import Progress
 WARMUP_STEPS = 3
 
 
-MOST_OPERATIONS = 10
-
-
 def profile_run(
     request: Request, *, steps: int, output: Path, listeners: tuple[Listener, ...] = ()
 ) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def profile_run(
     return {
         **verdict(measured, real.config),
         "seconds_per_step": measured.wall_s,
-        "operations": dict(longest[:MOST_OPERATIONS]),
+        "operations": dict(longest[:10]),
         "steps": steps,
         "trace": str(trace),
     }

@@ -315,7 +315,7 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
         note = "a copy of each layer's input after adapter.dropout"
         yield MemoryItem("dropped inputs", size, note)
     if load.as_base:  # its pass runs first and without gradients, below training's peak
-        size = count * 4 * costs.facts.latent_channels * _latent_area(load, costs)
+        size = count * 4 * costs.facts.latent_channels * latent_area(load, costs)
         yield MemoryItem("base's prediction", size, "target of some samples")
     note = "gradients between layers and recomputed activations"
     yield MemoryItem("largest temporary", count * cost.temporary_bytes, note)
@@ -338,13 +338,14 @@ def prepared_batches(load: Load, costs: BaseCosts) -> MemoryItem:
 
 def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
     """Return the bytes of one prepared sample in fp32: latents, noise, target, mask and conditioning."""
-    area = _latent_area(load, costs)
+    area = latent_area(load, costs)
     # Latents, noise and target have the same shape.
     elements = 3 * costs.facts.latent_channels * area + (area if load.masked else 0)
     return 4 * elements + costs.sample_cost(load.workload()).conditioning_bytes
 
 
-def _latent_area(load: Load, costs: BaseCosts) -> int:
+def latent_area(load: Load, costs: BaseCosts) -> int:
+    """Return the elements of one channel of a latent of the load's bucket."""
     width_px, height_px = load.bucket_px
     return (width_px // costs.facts.vae_factor) * (height_px // costs.facts.vae_factor)
 

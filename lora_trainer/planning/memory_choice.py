@@ -261,7 +261,7 @@ class MemoryChooser(Evaluator):
         best: dict[BasePrecision, _Candidate] = {}
         for load in self._fitting(ideal_load, choices):
             seconds, precision = self.time(load).seconds, load.base_precision
-            bits = FEWER_BITS.get(self.priority)
+            bits = FEWER_BITS.get(self.inputs.resolved.priority)
             order = (
                 # Quality: a pair, so that seconds decide only between equal precisions.
                 (RANK.get(precision, 0), seconds)
@@ -441,9 +441,9 @@ class MemoryChooser(Evaluator):
         if seconds.keys().isdisjoint(others):
             return compared  # no choice was left, so no rule decided
         rule = "quality: the most precise that fits"
-        if bits := FEWER_BITS.get(self.priority):
+        if bits := FEWER_BITS.get(self.inputs.resolved.priority):
             counts = (f"{bits[name]:g} times for {name}" for name in tried if name in bits)
-            rule = f"{self.priority}: the fewest seconds win, counted {', '.join(counts)}"
+            rule = f"{self.inputs.resolved.priority}: the fewest seconds win, counted {', '.join(counts)}"
         return f"{compared}; {rule}"
 
     def _why_recomputing(self, load: Load) -> str:

@@ -32,13 +32,10 @@ from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwi
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
 
-PLANNER = "planner"
 # Most shapes that are compiled; further shapes run as usual.
 MOST_SHAPES = 16
 # (width, height) in pixels, images at once.
 PixelShape = tuple[int, int, int]
-SAVES_PER_RUN = 5
-VALIDATIONS_PER_RUN = 10
 # A text encoder with more parameters runs in bf16, because fp32 weights would set the peak of the run.
 LARGE_TEXT_ENCODER = 2_000_000_000
 
@@ -91,7 +88,7 @@ class _Planner:
     def decide(self, key: str, value: Any, reason: str) -> None:
         self.config = with_value(self.config, key, value)
         # A setting may be decided twice, say a preset replaced and then lowered: its last reason is the one to read.
-        self.origins[key] = Origin(layer=PLANNER, reason=reason)
+        self.origins[key] = Origin(layer="planner", reason=reason)
 
     def decide_auto(self, key: str, value: Any, reason: str) -> None:
         if value_of(self.config, key) == "auto":
@@ -276,7 +273,7 @@ class _Planner:
         )
         self.decide_auto("train.steps", steps, reason)
         steps = settled(self.config.train.steps)
-        every, reason = max(1, steps // SAVES_PER_RUN), f"a fifth of {steps} steps"
+        every, reason = max(1, steps // 5), f"a fifth of {steps} steps"
         if output.save_every_epochs is None:
             self.decide_auto("output.save_every_steps", every, reason)
         else:
@@ -285,7 +282,7 @@ class _Planner:
         if saves := settled(self.config.output.save_every_steps):
             every, reason = saves, "same as output.save_every_steps"
         self.decide_auto("sampling.every_steps", every, reason)
-        tenth = max(1, steps // VALIDATIONS_PER_RUN)
+        tenth = max(1, steps // 10)
         self.decide_auto("train.validate_every_steps", tenth, f"a tenth of {steps} steps")
 
     def decide_memory(self) -> MemoryChoice:

@@ -29,6 +29,7 @@ from lora_trainer.planning.memory import (
     HostPrediction,
     Load,
     Prediction,
+    latent_area,
     pinned_shares,
     predict,
     predict_host,
@@ -225,10 +226,6 @@ class Evaluator:
         return self.inputs.costs
 
     @property
-    def priority(self) -> str:
-        return self.inputs.resolved.priority
-
-    @property
     def batch_size(self) -> int:
         """The most images of a step that one process trains on: the slowest process sets the pace."""
         return math.ceil(self.config.train.batch_size / self.inputs.processes)
@@ -326,17 +323,15 @@ def run_length(
 
 def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, int]:
     """Return bytes of cache, states and exports; one more state and export exist while saving."""
-    facts, (width_px, height_px) = inputs.facts, load.bucket_px
-    latent_area = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
     # Each latent is stored as the mean and the deviation of the VAE's distribution, in fp32.
-    channels = 2 * facts.latent_channels + (config.data.masks != "none")
+    channels = 2 * inputs.facts.latent_channels + (config.data.masks != "none")
     tensors = inputs.costs.adapter_tensors(load.adapter)
     parameters, output = total_elements(tensors), config.output
     conditioning_bytes = inputs.costs.sample_cost(load.workload()).conditioning_bytes
     state = MASTER_BYTES * parameters + sum(state_bytes(tensors, load.optimizer))
     kept_exports = output.keep_last + output.keep_best
     return {
-        "cache": inputs.latents * 4 * channels * latent_area
+        "cache": inputs.latents * 4 * channels * latent_area(load, inputs.costs)
         + (inputs.texts + EMPTY_TEXT) * conditioning_bytes,
         "states": state * (output.keep_states + 1),
         "exports": parameters * ELEMENT_BYTES[output.precision] * (kept_exports + 2),

@@ -127,7 +127,6 @@ def taking_signals(stop: StopFlag) -> Iterator[None]:
 
 Request = Literal["stop", "stop_now", "save", "sample"]
 
-CONTROL_FOLDER = "control"
 MAX_PROMPT_CHARACTERS = 2_000
 _BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 
@@ -158,7 +157,7 @@ class Control:
 
     @property
     def folder(self) -> Path:
-        return self.run_folder / CONTROL_FOLDER
+        return self.run_folder / "control"
 
     def pending(self) -> set[str]:
         """Return the requests that wait; files of other names are not requests."""

@@ -353,7 +353,6 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 MAX_COLUMNS = 12
 EMBEDDED_MAX_PX = 384
 SMALL_PX = 128
-_JPEG_QUALITY = 88
 
 
 def sample_grid(history: RunHistory) -> dict[str, Any] | None:
@@ -393,7 +392,7 @@ def _cell(image: SampleImage | None, folder: Path) -> dict[str, str]:
             if picture.format != "PNG" or max(picture.size) > SMALL_PX:  # large images are reduced
                 reduced, buffer, kind = picture.convert("RGB"), io.BytesIO(), "jpeg"
                 reduced.thumbnail((EMBEDDED_MAX_PX, EMBEDDED_MAX_PX), Image.Resampling.LANCZOS)
-                reduced.save(buffer, format="JPEG", quality=_JPEG_QUALITY, subsampling=0)
+                reduced.save(buffer, format="JPEG", quality=88, subsampling=0)
                 data = buffer.getvalue()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for some damaged PNG chunks.
