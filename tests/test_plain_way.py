@@ -28,6 +28,7 @@ from tests.fakes.runs import Toy, events, last_state, problems, toy, trajectory
 
 pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
 FAULT = "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"
+RETRIED, REFUSED = "not for lack of memory", "refused to pin"
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,8 @@ def plain(place: Toy) -> Path:
     return train(place, "plain", **PLAIN)
 
 
-def retries(run: Path) -> list[str]:
-    return [row["what"] for row in problems(run) if "not for lack of memory" in row["what"]]
+def said(run: Path, text: str) -> list[str]:
+    return [row["what"] for row in problems(run) if text in row["what"]]
 
 
 def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
@@ -119,7 +120,7 @@ def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
     with monkeypatch.context() as patched:
         patched.setattr(loop, "judge_step", failing)
         broken = train(place, "broken", code=4, **EVERYTHING)
-    (retry,) = retries(broken)
+    (retry,) = said(broken, RETRIED)
     changed = {
         "memory.gradient_checkpointing": "full",
         "copies of streamed blocks": "when due",
@@ -132,7 +133,7 @@ def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
         train(place, "broken", "--resume", code=5, **EVERYTHING)
     assert "failed with every optional feature off: RuntimeError: CUDA" in capsys.readouterr().err
     resumed = train(place, "broken", "--resume", **EVERYTHING)
-    assert len(retries(resumed)) == 1, "it was tried again"
+    assert len(said(resumed, RETRIED)) == 1, "it was tried again"
     assert FAULT in (resumed / "report.html").read_text(encoding="utf-8")
     assert trajectory(resumed) == trajectory(plain) != []
     for file in (ADAPTER, OPTIMIZER_TENSORS):
@@ -155,7 +156,7 @@ def test_without_a_fault_they_give_the_same_numbers(
 
     monkeypatch.setattr(Streamed, "_load", counting)
     run = train(place, "counted", **EVERYTHING)
-    assert loads > 0 and retries(run) == []
+    assert loads > 0 and said(run, RETRIED) == []
     assert trajectory(run) == trajectory(plain)
 
 
@@ -167,10 +168,6 @@ STREAMED: Mapping[str, Any] = {
 }
 
 
-def refusals(run: Path) -> list[str]:
-    return [row["what"] for row in problems(run) if "refused to pin" in row["what"]]
-
-
 def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
     place: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +177,7 @@ def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
         driver = pinning_driver(patched)
         assert trajectory(train(place, "pinned", **STREAMED)) == whole
     assert len(driver.in_place) >= 3, "three blocks, and copies for saving"
-    assert refusals(place.runs / "pinned") == []
+    assert said(place.runs / "pinned", REFUSED) == []
     blocks = driver.in_place[:3]
 
     with monkeypatch.context() as patched:
@@ -188,7 +185,7 @@ def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
         run = train(place, "refused", **STREAMED)
     assert trajectory(run) == whole
     assert driver.refusals == 1 and driver.peak_bytes <= sum(blocks) // 2
-    (refusal,) = refusals(run)
+    (refusal,) = said(run, REFUSED)
     assert "takes two to three times as long, and steps wait for it" in refusal
     assert events(run, "finished")
 
@@ -200,6 +197,6 @@ def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
         monkeypatch.setattr(f"lora_trainer.{module}.RESERVED_BYTES", 60_000)
     driver = pinning_driver(monkeypatch, most_bytes=most_bytes)
     run = train(place, "wsl", **STREAMED)
-    assert driver.refusals == 0 and refusals(run) == []
+    assert driver.refusals == 0 and said(run, REFUSED) == []
     assert driver.in_place[:2] == blocks[:2], "what is copied in every step is pinned first"
     assert trajectory(run) == whole

@@ -223,7 +223,17 @@ class Streamed:
             position = self._order.index(index) - 1
             following = self._order[position] if position >= 0 else None
         else:
-            following = self._next(index)
+            # Learn the order in which blocks run; it may differ from the module order: U-Nets declare the up blocks
+            # before the middle block.
+            order = self._order
+            if order.index(index) > order.index(self._last) + 1:
+                order.remove(index)
+                order.insert(order.index(self._last) + 1, index)
+            self._last, position = index, order.index(index) + 1
+            # After the last block: with gradients the backward pass starts with this block, which is on the device;
+            # without them the next forward pass starts with the first block.
+            at_the_end = None if torch.is_grad_enabled() else order[0]
+            following = order[position] if position < len(order) else at_the_end
         if following is not None and self._buffer_of(following) is None:
             self._load(following)
 
@@ -240,23 +250,6 @@ class Streamed:
         buffer.arrived = self._copies.copy(buffer.memory[: source.nbytes], source)
         buffer.block = index
         return buffer
-
-    def _next(self, index: int) -> int | None:
-        """Return the block after `index` in the forward pass, and learn the order in which blocks run.
-
-        It may differ from the module order: U-Nets declare the up blocks before the middle block.
-        """
-        order = self._order
-        if order.index(index) > order.index(self._last) + 1:
-            order.remove(index)
-            order.insert(order.index(self._last) + 1, index)
-        self._last = index
-        position = order.index(index) + 1
-        if position < len(order):
-            return order[position]
-        # After the last block: with gradients the backward pass starts with this block, which is on the
-        # device; without them the next forward pass starts with the first block.
-        return None if torch.is_grad_enabled() else order[0]
 
     # ---- setting up
 

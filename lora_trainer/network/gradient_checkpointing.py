@@ -92,7 +92,7 @@ class HostInputs:
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self._on_device: deque[list[_SavedInput]] = deque()
+        self._on_device: deque[list[list[Tensor]]] = deque()
 
     @contextmanager
     def holding(self, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -103,54 +103,44 @@ class HostInputs:
         """
         input_keys = {storage_key(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
         if len(self._on_device) == BLOCKS_ON_DEVICE:
-            for saved in self._on_device.popleft():
-                saved.on_device = None
-        block: list[_SavedInput] = []
+            for held in self._on_device.popleft():
+                held.clear()
+        block: list[list[Tensor]] = []
         self._on_device.append(block)
 
-        def pack(tensor: Tensor) -> Tensor | _SavedInput:
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             if storage_key(tensor) not in input_keys:
                 return tensor
             self.moved_bytes += tensor.nbytes
-            block.append(_SavedInput(tensor))
-            return block[-1]
+            block.append([tensor])
+            return _moved(tensor, block[-1])
 
-        with saved_tensors_hooks(pack, _SavedInput.restored):
+        # Autograd asks for them in the backward pass.
+        with saved_tensors_hooks(
+            pack, lambda saved: saved if isinstance(saved, Tensor) else saved()
+        ):
             yield
 
 
-class _SavedInput:
-    """One input of a block: its copy in host memory, and the tensor itself until `on_device` is None."""
+def _moved(tensor: Tensor, on_device: list[Tensor]) -> Callable[[], Tensor]:
+    """Copy an input of a block to host memory; return what brings it back, from `on_device` while it is there."""
+    # A view of part of a larger storage is copied without the rest, so its strides change.
+    whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+    layout = tensor if whole else torch.empty(tensor.shape, device="meta")
+    shape, strides, dtype, device = tensor.shape, layout.stride(), tensor.dtype, tensor.device
+    host: Tensor | None = None
+    if not tensor.is_meta:  # a traced network has no host memory to copy to
+        host = pinned().empty(shape, strides=strides, dtype=dtype, device=device)
+        # The allocator of pinned memory does not reuse it while a copy is queued.
+        host.copy_(tensor, non_blocking=may_copy_ahead(device))
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.on_device: Tensor | None = tensor
-        self._device = tensor.device
-        # A view of part of a larger storage is copied without the rest, so its strides change.
-        whole = tensor.nbytes == tensor.untyped_storage().nbytes()
-        layout = tensor if whole else torch.empty(tensor.shape, device="meta")
-        self._empty = partial(
-            torch.empty_strided, tensor.shape, layout.stride(), dtype=tensor.dtype
-        )
-        self._host: Tensor | None = None
-        if not tensor.is_meta:  # a traced network has no host memory to copy to
-            self._host = pinned().empty(
-                tensor.shape, strides=layout.stride(), dtype=tensor.dtype, device=tensor.device
-            )
-            # The allocator of pinned memory does not reuse it while a copy is queued.
-            self._host.copy_(tensor, non_blocking=may_copy_ahead(tensor.device))
+    def restored() -> Tensor:
+        if on_device:
+            return on_device.pop()
+        copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return copy if host is None else copy.copy_(host, non_blocking=may_copy_ahead(device))
 
-    @staticmethod
-    def restored(saved: Tensor | _SavedInput) -> Tensor:
-        """Return an input on the device, as autograd asks for it in the backward pass."""
-        if isinstance(saved, Tensor):
-            return saved
-        tensor, saved.on_device = saved.on_device, None
-        if tensor is not None:
-            return tensor
-        tensor = saved._empty(device=saved._device)
-        if saved._host is not None:
-            tensor.copy_(saved._host, non_blocking=may_copy_ahead(saved._device))
-        return tensor
+    return restored
 
 
 _ATEN = torch.ops.aten

@@ -73,7 +73,7 @@ class PinnedMemory:
         Memory that is `rare`, not copied in every step, leaves RESERVED_BYTES for memory that is.
         """
         if not pins_for(device):
-            return _empty(shape, strides, dtype)
+            return _empty(shape, strides, dtype, pin=False)
         taken_bytes = pinned_bytes(torch.Size(shape).numel() * dtype.itemsize)
         with self._lock:
             while self._freed:
@@ -85,7 +85,7 @@ class PinnedMemory:
                 self.bytes -= taken_bytes
             if is_reused or self._has_room(taken_bytes, rare=rare):
                 try:
-                    tensor = _pinned_empty(shape, strides, dtype)
+                    tensor = _empty(shape, strides, dtype, pin=True)
                 except RuntimeError as error:
                     # torch has cleared CUDA's last error, which `register_host` does not.
                     self._refuse(taken_bytes, first_line(error))
@@ -93,7 +93,7 @@ class PinnedMemory:
                     self.bytes += taken_bytes
                     weakref.finalize(tensor, self._freed.append, taken_bytes).atexit = False
                     return tensor
-        return _empty(shape, strides, dtype)
+        return _empty(shape, strides, dtype, pin=False)
 
     def in_place(self, memory: Tensor, *, device: torch.device) -> Callable[[], None] | None:
         """Pin existing memory of whole pages (`whole_pages`); return the function that unpins it.
@@ -135,18 +135,12 @@ class PinnedMemory:
 
 
 def _empty(
-    shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *, pin: bool = False
+    shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *, pin: bool
 ) -> Tensor:
+    """Allocate host memory; raises RuntimeError if the system refuses to pin it."""
     if strides is None:
         return torch.empty(shape, dtype=dtype, pin_memory=pin)
     return torch.empty_strided(shape, strides, dtype=dtype, pin_memory=pin)
-
-
-def _pinned_empty(
-    shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype
-) -> Tensor:
-    """Allocate pinned memory; raises RuntimeError if the system refuses."""
-    return _empty(shape, strides, dtype, pin=True)
 
 
 def _clear_last_error(device: torch.device) -> None:

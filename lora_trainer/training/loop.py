@@ -47,7 +47,7 @@ from lora_trainer.training.guards import (
     no_gradients,
     no_movement,
 )
-from lora_trainer.training.optimizers import effective_rate, set_learning_rate
+from lora_trainer.training.optimizers import set_learning_rate
 from lora_trainer.training.step import (
     PartialOptimizerStep,
     Training,
@@ -156,7 +156,8 @@ def _train(training: Training, start: Progress) -> Progress:
                 "step": step,
                 "images": images,
                 "data_wait_s": waited_s,
-                "lr": effective_rate(training.optimizer, rate),
+                # Prodigy multiplies the rate by its estimate d.
+                "lr": rate * float(training.optimizer.param_groups[0].get("d", 1.0)),
                 "epoch": training.feeder.epochs_after(step),
                 "latents": sum(sample.shape[-2] * sample.shape[-1] for sample in samples),  # work
             }

@@ -269,7 +269,17 @@ class Model:
         noisy = add_noise(batch.latents, input_noise, alpha, sigma).to(self.precision)
         targets = target(batch.latents, batch.noise, alpha, sigma, self.prediction)
         if batch.as_base is not None:
-            targets = self._with_base_targets(targets, batch, noisy, rows=batch.as_base)
+            # The base model's own prediction in these rows. With class preservation each sample appears twice: once
+            # with its caption, once with the class word and the base's prediction as target. With
+            # `objective.prior=base` regularisation images have it.
+            rows = batch.as_base
+            with torch.no_grad(), self.without_adapter():
+                as_base = self.embed(batch.base_conditioning)
+                base_prediction = self.predict(
+                    self.denoiser, noisy[rows], batch.timesteps[rows], as_base
+                )
+            # Out of place: in epsilon prediction `targets` is the batch's noise, which the input may share.
+            targets = targets.index_copy(0, rows, base_prediction.to(targets.dtype))
         conditioning = self.embed(batch.conditioning)
         predicted = self.predict(self.denoiser, noisy, batch.timesteps, conditioning)
         return sample_losses(
@@ -279,20 +289,3 @@ class Model:
             delta=delta,
             mask_weights=batch.mask_weights,
         )
-
-    @torch.no_grad()
-    def _with_base_targets(
-        self, targets: Tensor, batch: Batch, noisy: Tensor, *, rows: Tensor
-    ) -> Tensor:
-        """Return `targets` with the base model's own prediction in `rows`, int64 [N].
-
-        With class preservation each sample appears twice: once with its caption, once with the class word
-        and the base model's prediction as target. With `objective.prior=base` regularisation images have it.
-        """
-        with self.without_adapter():
-            conditioning = self.embed(batch.base_conditioning)
-            base_prediction = self.predict(
-                self.denoiser, noisy[rows], batch.timesteps[rows], conditioning
-            )
-        # Out of place: in epsilon prediction `targets` is the batch's noise, which the input may share.
-        return targets.index_copy(0, rows, base_prediction.to(targets.dtype))

@@ -181,11 +181,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value * group["lr_scale"]
 
 
-def effective_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
-    """Return the learning rate in force, without `lr_scale`: Prodigy multiplies `rate` by its estimate d."""
-    return rate * float(optimizer.param_groups[0].get("d", 1.0))
-
-
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Replace the weights by Schedule-Free's average while the block runs.

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -208,25 +208,6 @@ class Cause(NamedTuple):
     fix: str
 
 
-def look(gpu: Gpu | None) -> MachineState:
-    """Measure the machine for one second; blocks meanwhile."""
-    card = card_state(gpu) if gpu is not None else None
-    numbers = usable_processors()
-    taken, swapped = 0.0, 0.0
-    with suppress(OSError, RuntimeError, psutil.Error):
-        before, swapped_before = cpu_times(numbers), psutil.swap_memory().sout
-        time.sleep(_WATCHED_S)
-        after = cpu_times(numbers)
-        taken = cores_taken(before, after, processors=len(numbers))
-        swapped = (psutil.swap_memory().sout - swapped_before) / (after.at_s - before.at_s)
-    return MachineState(
-        card=card,
-        processors=len(numbers),
-        cores_taken=taken,
-        swapped_bytes_per_s=swapped,
-    )
-
-
 def causes(
     slow: Slow, before: MachineState, now: MachineState, *, gpu: Gpu | None, config: RunConfig
 ) -> Iterator[Cause]:
@@ -381,7 +362,22 @@ class Notices:
             self._tell_growth("the GPU's memory", growth, step, free_bytes=free_bytes)
 
     def _look(self) -> MachineState:
-        return replace(look(self.gpu), gives_way=self._gives_way)
+        """Measure the machine for one second; blocks meanwhile."""
+        card = card_state(self.gpu) if self.gpu is not None else None
+        numbers, taken, swapped = usable_processors(), 0.0, 0.0
+        with suppress(OSError, RuntimeError, psutil.Error):
+            before, swapped_before = cpu_times(numbers), psutil.swap_memory().sout
+            time.sleep(_WATCHED_S)
+            after = cpu_times(numbers)
+            taken = cores_taken(before, after, processors=len(numbers))
+            swapped = (psutil.swap_memory().sout - swapped_before) / (after.at_s - before.at_s)
+        return MachineState(
+            card=card,
+            processors=len(numbers),
+            cores_taken=taken,
+            swapped_bytes_per_s=swapped,
+            gives_way=self._gives_way,
+        )
 
     def _explain(self, slow: Slow, step: int) -> None:
         assert self._usual is not None, "it is measured before the first step can be slow"

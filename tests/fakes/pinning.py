@@ -46,13 +46,21 @@ class PinningDriver:
         self.bytes -= size
 
     def empty(
-        self, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+        dtype: torch.dtype,
+        *,
+        pin: bool,
     ) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
-        if not self.takes(size):
+        if pin and not self.takes(size):
             raise RuntimeError(REFUSAL)
-        found = pinned_memory._empty(shape, strides, dtype)
-        weakref.finalize(found, self.gives_back, size)
+        found = torch.empty(shape, dtype=dtype)
+        if strides is not None:
+            found = torch.empty_strided(shape, strides, dtype=dtype)
+        if pin:
+            weakref.finalize(found, self.gives_back, size)
         return found
 
     def register(self, address: int, size: int) -> int:
@@ -75,7 +83,7 @@ def pinning_driver(
     """Let all devices be copied to from memory that such a driver pins."""
     driver = PinningDriver(most_bytes=most_bytes)
     monkeypatch.setattr(pinned_memory, "pins_for", lambda device, in_place=False: True)
-    monkeypatch.setattr(pinned_memory, "_pinned_empty", driver.empty)
+    monkeypatch.setattr(pinned_memory, "_empty", driver.empty)
     monkeypatch.setattr(pinned_memory, "register_host", driver.register)
     monkeypatch.setattr(pinned_memory, "unregister_host", driver.unregister)
     monkeypatch.setattr(pinned_memory, "_clear_last_error", driver.clear)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -200,6 +200,20 @@ def build_training(
         **{"max_grad_norm": 1.0, "actions": (), "stop": lambda: None, **more},
     )
     return TinyTraining(training=training, adapter=adapter, events=seen)
+
+
+@dataclass
+class EveryStep:
+    """An action that is due before the first step and after every one."""
+
+    act: Callable[[Progress], None]
+    what: ClassVar = "a look"
+
+    def due(self, progress: Progress) -> bool:
+        return True
+
+    def __call__(self, progress: Progress) -> None:
+        self.act(progress)
 
 
 def saves(tiny: TinyTraining, folder: Path, *, every_steps: int = 0) -> SaveAction:

@@ -6,10 +6,10 @@ import gc
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -38,6 +38,7 @@ from tests.fakes.trainee import compiled_calls, same
 from tests.fakes.training import (
     SQUARE,
     WIDE,
+    EveryStep,
     TinyTraining,
     add_gradients,
     at_start,
@@ -172,23 +173,6 @@ def test_without_a_gradient_fp16_tells_the_guards_of_a_norm_of_zero() -> None:
 # ---- not-a-number
 
 
-@dataclass
-class Recorder:
-    """An action that is always due and remembers what it saw."""
-
-    what: ClassVar = "a look"
-    look: Callable[[], Any] = lambda: None
-    progress: list[Progress] = field(default_factory=list)
-    looks: list[Any] = field(default_factory=list)
-
-    def due(self, progress: Progress) -> bool:
-        return True
-
-    def __call__(self, progress: Progress) -> None:
-        self.progress.append(progress)
-        self.looks.append(self.look())
-
-
 def poisoned(tiny: TinyTraining, *samples: str) -> None:
     """Put a NaN into the latents of these samples."""
     entries = tiny.training.feeder.entries
@@ -198,17 +182,17 @@ def poisoned(tiny: TinyTraining, *samples: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(name: str) -> None:
-    recorder = Recorder()
+    looks: list[tuple[list[Tensor], int]] = []
     rate = OptimizerSettings.model_validate({"name": name, "learning_rate": 1e-3})
     feeder = build_feeder([SQUARE] * 4, batch_size=2)
-    tiny = build_training(feeder, steps=6, optimizer=rate, actions=[recorder])
-    recorder.look = lambda: (tiny.weights, counter(tiny.training.optimizer))
+    look = EveryStep(lambda _: looks.append((tiny.weights, counter(tiny.training.optimizer))))
+    tiny = build_training(feeder, steps=6, optimizer=rate, actions=[look])
     poisoned(tiny, "s1")
     end = run(tiny.training, at_start(micro_batch=2))
     bad = ["s1" in [sample.sample for sample in feeder.prepare(k)] for k in range(6)]
     assert bad.count(True) == 3, "once per epoch of two steps"
     for step, is_bad in enumerate(bad):
-        (before, steps_before), (after, steps_after) = recorder.looks[step : step + 2]
+        (before, steps_before), (after, steps_after) = looks[step : step + 2]
         assert same(before, after) == is_bad
         assert steps_after == steps_before + (not is_bad)
     wrong = [step + 1 for step, is_bad in enumerate(bad) if is_bad]
@@ -235,12 +219,14 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume begins with the smallest passes and every remedy: it does not climb to them again."""
-    recorder, taken = Recorder(), list[str]()
+    seen, taken = list[Progress](), list[str]()
     remedies = [
         OomFallback(key=name, old="no", new="yes", apply=lambda name=name: taken.append(name))
         for name in ("first", "second")
     ]
-    tiny = build_training(build_feeder(), steps=9, actions=[recorder], remedies=remedies)
+    tiny = build_training(
+        build_feeder(), steps=9, actions=[EveryStep(seen.append)], remedies=remedies
+    )
     if where == "the data":
         fail: Exception = MachineError("cache entry vanished", fix="resume")
         failing_prepare = failing(TrainingDataLoader.prepare, fail, after=3)
@@ -251,7 +237,7 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     full = "one image at a time and every remedy"
     with pytest.raises((MachineError, TrainingStopped), match=f"vanished|{full}"):
         run(tiny.training, at_start(micro_batch=4))
-    last = recorder.progress[-1]
+    last = seen[-1]
     assert (last.ending, last.stopping) == (True, True), "it is asked to save"
     assert last.step == len(tiny.of_kind("step")) > 0
     if where == "the data":
@@ -263,7 +249,7 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     with pytest.raises(TrainingStopped):
         run(tiny.training, replace(last, ending=False, stopping=False))
     assert len(tiny.of_kind("out_of_memory")) == before + 1 and len(taken) == 2
-    assert recorder.progress[-1] is last, "a resume repeats no start"
+    assert seen[-1] is last, "a resume repeats no start"
 
 
 FAULT = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED\nmore")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -185,23 +186,13 @@ def test_what_is_masked_out_does_not_count_and_the_rest_counts_as_much_as_all() 
 # ---- what the dataloader draws and weighs
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """Levels of which there is one."""
-
-    level: Level
-
-    def draw(self, uniform: float, *, size_px: tuple[int, int]) -> Level:
-        return self.level
-
-
 def drawn(level: Level, prediction: Prediction = "epsilon", **objective: Any) -> Sample:
     feeder = build_feeder(
         [(4, 64, 64)] if "shape" in objective else [(1, 1, 1)],
         objective=ObjectiveSettings.model_validate(
             {name: value for name, value in objective.items() if name != "shape"}
         ),
-        levels=Fixed(level),
+        levels=SimpleNamespace(draw=lambda uniform, size_px: level),
         prediction=prediction,
     )
     return feeder.prepare_sample(0, "s0")

@@ -22,6 +22,7 @@ from lora_trainer.training.loss import Model
 from tests.fakes.trainee import same
 from tests.fakes.training import (
     SQUARE,
+    EveryStep,
     TinyTraining,
     at_start,
     build_feeder,
@@ -112,16 +113,12 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     whole.run()
     first = voyage(tmp_path / "killed", Weather(range(6, 11)), steps=12)
 
-    @dataclass
-    class Kill:
-        def due(self, progress: Progress) -> bool:
-            return progress.step == 10 and progress.guard.rollbacks == 1
-
-        def __call__(self, progress: Progress) -> None:
+    def kill(progress: Progress) -> None:
+        if progress.step == 10 and progress.guard.rollbacks == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        first.run(actions=[Kill()])
+        first.run(actions=[EveryStep(kill)])
     first.writer.wait()
     again = voyage(tmp_path / "killed", Weather(range(1, 3)))  # calls 9 and 10 were bad weather
     start = restored(again.tiny, again.on_disk())
@@ -132,20 +129,15 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> None:
-    found = voyage(tmp_path, Weather(()))
-    spoilt = []
+    found, at = voyage(tmp_path, Weather(())), [8]
 
-    @dataclass
-    class Spoil:
-        def due(self, progress: Progress) -> bool:
-            return progress.step == 8 and not spoilt
-
-        def __call__(self, progress: Progress) -> None:
-            spoilt.append(True)
+    def spoil(progress: Progress) -> None:
+        if progress.step in at:
+            at.clear()
             with torch.no_grad():
                 found.tiny.adapter.parameters()[0].view(-1)[0] = torch.nan
 
-    end = found.run(actions=[Spoil()])
+    end = found.run(actions=[EveryStep(spoil)])
     assert (end.step, end.guard.rollbacks) == (12, 1)
     (change,) = found.tiny.of_kind("change")
     assert change["reason"].startswith("back to step 4: step 8 is not saved")
@@ -155,12 +147,13 @@ def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float16])
 def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(
-    precision: torch.dtype,
+    precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in fp16, whose scaler looks at gradients alone; and no search for a scale is blamed."""
-    feeder = build_feeder([SQUARE] * 2, batch_size=2)
-    adapt: Any = lambda model: _Infinite(**vars(model))  # noqa: E731 - typed as Any
-    tiny = build_training(feeder, steps=2, adapt=adapt, precision=precision)
+    feeder, real = build_feeder([SQUARE] * 2, batch_size=2), Model.losses_of
+    # No gradient sees an infinite constant.
+    monkeypatch.setattr(Model, "losses_of", lambda *arguments: real(*arguments) + torch.inf)
+    tiny = build_training(feeder, steps=2, precision=precision)
     if precision == torch.float16:  # a scale at which no gradient overflows
         scaler = tiny.training.scaler
         scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0})
@@ -169,13 +162,6 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(
     assert end.guard.skipped_in_row == 2
     assert same([parameter.detach() for parameter in tiny.adapter.parameters()], before)
     assert len(tiny.of_kind("problem")) == 2 and not tiny.of_kind("change")
-
-
-class _Infinite(Model):
-    """Adds an infinite constant to the losses, which no gradient sees."""
-
-    def losses_of(self, batch: Any) -> Tensor:
-        return super().losses_of(batch) + torch.inf
 
 
 # ---- the last save of a run: tried whatever became of those before, and never called saved when it is not
