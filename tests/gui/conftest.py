@@ -1,28 +1,19 @@
 """A real server and a real browser for the tests of the interface that are marked `e2e`.
 
-    pytestmark = pytest.mark.e2e
+    server = gui_server(tmp_path / "runs", "--datasets=/more/words/of/the/command/line")
+    server.open(page, "/doctor", ready="h1")
+    server.kill()                                            # kill -9
+    again = gui_server(tmp_path / "runs", port=server.port)  # as the user starts it again
 
-    def test_it(page, gui_server, tmp_path):
-        server = gui_server(tmp_path / "runs", "--datasets=/more/words/of/the/command/line")
-        page.goto(server.link)              # the link with the key, as lora-train-gui prints it
-        page.goto(server.url("/doctor"))    # from then on the browser is known
-        server.kill()                       # kill -9
-        again = gui_server(tmp_path / "runs", port=server.port)  # as the user starts it again
+A server takes 5 to 10 s: start one in a module fixture and share it. `page` is a new tab of a laptop's window, in a
+profile that the module's tests share, because a new one would compile all of Gradio's scripts again; `new_page`
+opens more, each in a profile of its own: `new_page(color_scheme="dark")`. A test FAILS at its end when any of its tabs
+had a JavaScript error, wrote an error into the console, asked anything of another host, opened an alert or a
+websocket, or was stopped by the content security policy. Who ends a server or cuts the connection adds to the list
+`expected` a part of the message that this brings about.
 
-`gui_server(runs, *options, port=None, env=None) -> GuiServer` (module scope: start one in a module
-fixture and share it; it takes 5 to 10 s) has `link`, `url(path)`, `port`, `process`, `said()`,
-`kill()`, `stop()`. What still runs is stopped when the module ends.
-
-`page` is a new tab of a 1280x800 window, in a browser profile that the module's tests share, because a new one
-would compile all of Gradio's scripts again. `new_page(**context_options)` opens more, each in a profile of its
-own: `new_page(color_scheme="dark")`, `new_page(viewport={"width": 390, "height": 844})`;
-`page.context.new_page()` opens a second tab of the same profile. A test FAILS at its end
-when any of its tabs had a JavaScript error, wrote an error into the console, asked anything of another
-host, opened an alert or a websocket, or was stopped by the content security policy. Who ends a server
-or cuts the connection adds to the list `expected` a part of the message that this brings about.
-
-The browser is the system's `chromium`, one for each module: playwright's event loop keeps a thread
-busy, so a module that uses it cannot call `asyncio.run`.
+The browser is the system's `chromium`, one for each module: playwright's event loop keeps a thread busy, so a module
+that uses it cannot call `asyncio.run`.
 """
 
 from __future__ import annotations
@@ -159,12 +150,34 @@ def offences() -> list[str]:
 
 @pytest.fixture(scope="module")
 def open_profile(browser: Any, offences: list[str]) -> NewPage:
-    """Return a function that opens a browser profile whose tabs are watched."""
+    """Return a function that opens a browser profile; what no page of ours may do in its tabs is an offence."""
+
+    def refuse_alert(dialog: Any) -> None:
+        if dialog.type == "alert":
+            offences.append(f"an alert opened: {dialog.message}")
+        dialog.dismiss()
+
+    def request(asked: Any) -> None:
+        parts = urlsplit(asked.url)
+        if parts.scheme not in _IN_THE_PAGE and parts.hostname not in LOOPBACK:
+            offences.append(f"a request left this machine: {asked.url}")
+
+    def console(message: Any) -> None:
+        if "Content Security Policy" in message.text:
+            offences.append(f"stopped by the content security policy: {message.text}")
+        elif message.type == "error":
+            offences.append(f"an error in the console: {message.text} ({message.location['url']})")
+
+    def tab(opened: Any) -> None:
+        opened.on("websocket", lambda it: offences.append(f"a websocket was opened: {it.url}"))
 
     def open_profile(**options: Any) -> Any:
         context = browser.new_context(**{"viewport": LAPTOP, **options})
         context.set_default_timeout(WITHIN_MS)
-        watch(context, offences)
+        context.on("weberror", lambda error: offences.append(f"JavaScript error: {error.error}"))
+        for event, look in {"request": request, "console": console, "page": tab}.items():
+            context.on(event, look)
+        context.on("dialog", refuse_alert)
         return context
 
     return open_profile
@@ -210,37 +223,6 @@ def new_page(
 def page(profile: Any, new_page: NewPage) -> Any:
     """Return a new tab of a laptop's size; see the top of this file for what fails a test."""
     return new_page(profile)
-
-
-def watch(context: Any, offences: list[str]) -> None:
-    """Note in `offences` what no page of ours may do, in any tab of this browser profile."""
-
-    def refuse_alert(dialog: Any) -> None:
-        if dialog.type == "alert":
-            offences.append(f"an alert opened: {dialog.message}")
-        dialog.dismiss()
-
-    def request(asked: Any) -> None:
-        if is_foreign(asked.url):
-            offences.append(f"a request left this machine: {asked.url}")
-
-    def console(message: Any) -> None:
-        if "Content Security Policy" in message.text:
-            offences.append(f"stopped by the content security policy: {message.text}")
-        elif message.type == "error":
-            offences.append(f"an error in the console: {message.text} ({message.location['url']})")
-
-    def tab(opened: Any) -> None:
-        opened.on(
-            "websocket",
-            lambda socket: offences.append(f"a websocket was opened: {socket.url}"),
-        )
-
-    context.on("weberror", lambda error: offences.append(f"JavaScript error: {error.error}"))
-    context.on("request", request)
-    context.on("console", console)
-    context.on("dialog", refuse_alert)
-    context.on("page", tab)
 
 
 def as_names(texts: tuple[str, ...]) -> list[str]:
@@ -291,9 +273,3 @@ def answered(
     asyncio.run(application(scope, receive, send))
     told = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], told, b"".join(part.get("body", b"") for part in sent[1:])
-
-
-def is_foreign(url: str) -> bool:
-    """Whether asking for `url` leaves this machine."""
-    parts = urlsplit(url)
-    return parts.scheme not in _IN_THE_PAGE and parts.hostname not in LOOPBACK

@@ -1,4 +1,4 @@
-"""The program of the interface: its command, its pages and their language, who may ask what with which body.
+"""The program of the interface: its command, its pages and their language, who may ask what, the page Doctor.
 
 Hosts, origins and routes: test_attacks.py. What needs gradio is skipped where it is not installed.
 """
@@ -15,17 +15,25 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import app
+from lora_trainer.gui import app, doctor
 from lora_trainer.gui.guard import Guard
 from lora_trainer.gui.workplace import Workplace
 
+from lora_trainer.cache.store import in_use
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.hardware.devices import TorchBuild
+from lora_trainer.hardware.machine import detect
+from lora_trainer.hardware.nvml import Gpu
 from scripts import gui_texts
+from tests.fakes.live_runs import write_status
+from tests.fakes.nvml import GIB
+from tests.fakes.run_folder import fake_run
 from tests.gui.conftest import PORT, answered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +54,9 @@ def test_without_gradio_there_is_one_line_and_exit_code_4(
         )
 
 
-def test_what_would_open_the_server_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_open_the_server_is_no_option_and_its_address_is_as_browsers_take_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for word in ("--share", "--password=x", "--key=x", "--auth=a:b"):
         with pytest.raises(SystemExit) as ended:
             app.parsed([word])
@@ -54,9 +64,6 @@ def test_what_would_open_the_server_is_no_option(capsys: pytest.CaptureFixture[s
         assert "unrecognized arguments" in capsys.readouterr().err
     options = app.parsed(["--port", "7999"])
     assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, True)
-
-
-def test_an_address_is_written_as_browsers_take_it() -> None:
     assert app.address_of("127.0.0.1", 7860) == "http://127.0.0.1:7860/"
     assert app.address_of("::1", 7860) == "http://[::1]:7860/"
     for everywhere in ("0.0.0.0", "::"):
@@ -210,7 +217,7 @@ def cookie(local: Any) -> str:
     return f"other=1; lora_train_key_{PORT}={local.key}"
 
 
-def test_a_body_that_is_too_large_is_not_read_and_one_without_end_is_cut(
+def test_a_body_that_is_too_large_is_not_read_one_without_end_is_cut_and_a_websocket_closed(
     local: Any, cookie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lora_trainer.gui.guard.BODY_MAX_BYTES", 10)
@@ -224,9 +231,6 @@ def test_a_body_that_is_too_large_is_not_read_and_one_without_end_is_cut(
     assert through(local, body=parts[:2], cookie=cookie)[0] == 200
     for path in ("/gradio_api/upload", "/upload/a/0"):
         assert through(local, path, body=parts[:3], cookie=cookie)[0] == 200
-
-
-def test_a_websocket_is_closed(local: Any) -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -237,7 +241,9 @@ def test_a_websocket_is_closed(local: Any) -> None:
     assert sent[0]["type"] == "websocket.close"
 
 
-def test_the_link_sets_the_cookie_and_leaves_the_address(local: Any, cookie: str) -> None:
+def test_the_link_sets_the_cookie_and_leaves_the_address_and_a_ticket_does_once(
+    local: Any, cookie: str
+) -> None:
     status, headers, _, _ = through(local, query=f"run=a%26b&key={local.key}")
     assert (status, headers["location"]) == (303, "/?run=a%26b")
     name, *attributes = headers["set-cookie"].split("; ")
@@ -257,9 +263,6 @@ def test_the_link_sets_the_cookie_and_leaves_the_address(local: Any, cookie: str
     assert local.key.encode() not in said
     for other in (f"lora_train_key_7861={local.key}; lora_train_key={local.key}", '"\x00[=;;x'):
         assert through(local, cookie=other)[0] == 403
-
-
-def test_a_ticket_opens_once(local: Any, cookie: str) -> None:
     ticket = local.ticket()
     _, headers, _, _ = through(local, query=f"key={ticket}")
     assert headers["set-cookie"].startswith(f"lora_train_key_{PORT}={local.key};")
@@ -298,22 +301,16 @@ def basic(password: str, user: str = "me") -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-@pytest.fixture
-def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Stop the clock but for the time that a server for others makes them wait; return those times."""
-    waits: list[float] = []
+def test_others_give_the_password_under_any_name_and_guess_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s: list[float] = []
 
     async def sleep(seconds: float) -> None:
-        waits.append(seconds)
+        waits_s.append(seconds)
 
     monkeypatch.setattr("lora_trainer.gui.access.asyncio.sleep", sleep)
-    monkeypatch.setattr("lora_trainer.gui.access.time.monotonic", lambda: 100.0)
-    return waits
-
-
-def test_others_give_the_password_under_any_name_and_guess_once_a_second(
-    waits_s: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.setattr("lora_trainer.gui.access.time.monotonic", lambda: 100.0)  # but for that
     right = "pass:w\u00f6rd 1"
     monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", right)
     who = opened("--listen=10.1.2.3", "--host-name=studio.lan", f"--runs={tmp_path}")
@@ -373,14 +370,10 @@ def test_a_server_for_others_needs_a_good_password_and_folders(
     assert app.workplace(named).roots == (tmp_path,)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
+def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(tmp_path: Path) -> None:
+    place = tmp_path
     for name in ("runs/.gui/uploads/cats", "sets/owls/10_owl", "elsewhere"):
-        (tmp_path / name).mkdir(parents=True)
-    return tmp_path
-
-
-def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(place: Path) -> None:
+        (place / name).mkdir(parents=True)
     work = Workplace(runs=place / "runs")
     (place / "sets" / "link").symlink_to(place / "elsewhere")
     for typed in (f' "{place / "elsewhere"}" ', str(place / "sets" / "link")):
@@ -407,3 +400,60 @@ def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(place: P
             bounded.folder(str(owls))
         assert work.folder(str(owls)) == owls
         (owls / name).unlink()
+
+
+# ---- the page Doctor
+
+CARD = Gpu(
+    index=0,
+    name="<b>RTX 4090</b>",
+    total_bytes=24 * GIB,
+    free_bytes=23 * GIB,
+    compute_capability=(8, 9),
+    driver="580.1",
+)
+
+
+def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command() -> None:
+    here = replace(detect(), gpus=(), gpu_reason="no driver")
+    assert "Trains on the processor" in doctor.machine(here)
+    assert "no driver" in doctor.machine(here)
+    build = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
+    markup = doctor.machine(replace(here, gpus=(CARD,), torch=build))
+    assert "Trains on &lt;b&gt;RTX 4090&lt;/b&gt;." in markup
+    assert "23.0 GiB free of 24.0 GiB" in markup
+    needed = replace(here, packages={**here.packages, "peft": None})
+    assert "1 to be mended" in doctor.packages(needed)
+    assert "<code>pip install peft</code>" in doctor.packages(needed)
+    optional = replace(here, packages={**here.packages, "prodigyopt": None})
+    assert "All that is needed is installed" in doctor.packages(optional)
+    assert "<code>pip install prodigyopt</code>" in doctor.packages(optional)
+
+
+def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stays(
+    work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = doctor.cache_state().folder
+    folder.create()
+    entry = folder.root / "latents" / "01" / f"{'0123456789abcdef' * 4}.safetensors"
+    entry.parent.mkdir(parents=True)
+    entry.write_bytes(b"x" * 2048)
+    secret = "hf_" + "abcDEF0123" * 4
+    monkeypatch.setenv("HF_TOKEN", secret)
+    off = doctor.hub()  # tests are offline
+    assert off.token and secret not in f"{off} {doctor.network(off)}"
+    assert "nothing is downloaded" in doctor.network(off) and "Signed in" in doctor.network(off)
+    on = replace(off, offline=False, token=False, folder=work.runs / "not" / "there")
+    assert "are downloaded when" in doctor.network(on) and "page Train" in doctor.network(on)
+    markup = doctor.folders(work, doctor.cache_state(), on)
+    assert "2.0 KiB in 1 entries" in markup and str(work.runs) in markup
+    assert markup.count("GiB") + markup.count("MiB") >= 3
+    live = fake_run(work.runs / "live", steps=30).write()
+    write_status(live)
+    with pytest.raises(MachineError, match="while live trains"):
+        doctor.clear_cache(work)
+    write_status(live, state="finished")
+    with in_use(entry.parents[2]), pytest.raises(MachineError, match="a training uses"):
+        doctor.clear_cache(work)
+    assert entry.exists()

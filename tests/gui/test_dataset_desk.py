@@ -96,25 +96,28 @@ def test_all_cards_and_the_file_that_the_trainer_reads_is_edited(
     save(desk, folder, "p2.png", "new")
     assert (folder / "P0.CAPTION").read_text() == "a bird" and not (folder / "p0.txt").exists()
     assert trained(folder) == {"p0.png": "a bird", "p1.png": "a dog, big", "p2.png": "new"}
+    # Pictures that share a file show it both, and it is written once.
+    add(folder, "p0.jpg")
+    both = {"p0.png": "both", "p0.jpg": "both"}
+    cards = save(desk, folder, "p0.png", "both")["cards"]
+    assert {each["file"]: each["caption"] for each in cards} == both
+    assert len(ask(desk, "preview", folder, files=list(both), **BULK)["rows"]) == 1
+    ask(desk, "apply", folder, seen=both, **BULK)
+    assert (folder / "P0.CAPTION").read_text() == "word, both"
 
 
-@pytest.mark.parametrize(
-    ("before", "shown", "after"),
-    [
+def test_what_is_around_the_text_is_kept(desk: DatasetDesk, folder: Path) -> None:
+    for before, shown, after in (
         (b"one\r\ntwo\r\n", "one\ntwo", b"one\r\ntwo!\r\n"),
         (b"one\ntwo\n\n", "one\ntwo\n", b"one\ntwo\n!\n"),
         (b"\xef\xbb\xbfone\n", "one", b"\xef\xbb\xbfone!\n"),
         ("caf\u00e9".encode("cp1252"), "caf\u00e9", "caf\u00e9!".encode()),
         ("\ufeffcaf\u00e9\r\n".encode("utf-16-le"), "caf\u00e9", "caf\u00e9!\r\n".encode()),
-    ],
-)
-def test_what_is_around_the_text_is_kept(
-    desk: DatasetDesk, folder: Path, before: bytes, shown: str, after: bytes
-) -> None:
-    (folder / "p0.txt").write_bytes(before)
-    assert card(desk, folder, "p0.png")["caption"] == shown
-    save(desk, folder, "p0.png", f"{shown}!")
-    assert (folder / "p0.txt").read_bytes() == after
+    ):
+        (folder / "p0.txt").write_bytes(before)
+        assert card(desk, folder, "p0.png")["caption"] == shown
+        save(desk, folder, "p0.png", f"{shown}!")
+        assert (folder / "p0.txt").read_bytes() == after
 
 
 @given(data=st.binary(max_size=60), text=st.text(max_size=20))
@@ -172,18 +175,6 @@ def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetDesk, ro
     assert (root / "a.txt").read_text() == "y"
 
 
-def test_pictures_that_share_a_file_are_written_once_and_show_it_both(
-    desk: DatasetDesk, folder: Path
-) -> None:
-    add(folder, "p0.jpg")
-    cards = save(desk, folder, "p0.png", "both")["cards"]
-    assert {each["file"]: each["caption"] for each in cards} == {"p0.png": "both", "p0.jpg": "both"}
-    rows = ask(desk, "preview", folder, files=["p0.png", "p0.jpg"], **BULK)["rows"]
-    assert len(rows) == 1
-    ask(desk, "apply", folder, seen={"p0.png": "both", "p0.jpg": "both"}, **BULK)
-    assert (folder / "p0.txt").read_text() == "word, both"
-
-
 def test_what_cannot_be_edited_is_locked_and_says_why(
     desk: DatasetDesk, folder: Path, tmp_path: Path
 ) -> None:
@@ -201,23 +192,21 @@ def test_what_cannot_be_edited_is_locked_and_says_why(
         with pytest.raises(InputError, match=why):
             save(desk, folder, f"{file}.png", "mine")
     assert (folder / "p0.txt").stat().st_size == 70_000 and secret.read_text() == "theirs"
-
-
-def test_a_link_inside_is_written_through_and_modes_are_kept(
-    desk: DatasetDesk, folder: Path
-) -> None:
+    # A link inside is written through, and modes are kept.
     real = folder / "real.caption"
-    (folder / "p0.txt").rename(real)
+    real.write_text("old")
     real.chmod(0o600)
+    (folder / "p0.txt").unlink()
     (folder / "p0.txt").symlink_to(real.name)
     save(desk, folder, "p0.png", "new")
     assert real.read_text() == "new" and (folder / "p0.txt").is_symlink()
     assert real.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(
-    ("values", "before", "after"),
-    [
+def test_an_edit_of_many_captions_leaves_alone_what_changed_since_the_preview(
+    desk: DatasetDesk, folder: Path
+) -> None:
+    for values, before, after in (
         ({"kind": "prepend"}, "a cat", "word, a cat"),
         ({"kind": "prepend", "joint": ""}, "a cat", "worda cat"),
         ({"kind": "append"}, "a cat", "a cat, word"),
@@ -228,23 +217,16 @@ def test_a_link_inside_is_written_through_and_modes_are_kept(
         ({"kind": "trigger"}, "a cat", "word, a cat"),
         ({"kind": "trigger"}, "a Word of a cat", "a Word of a cat"),
         ({"kind": "trigger"}, "a [trigger] cat", "a word cat"),
-    ],
-)
-def test_an_edit_of_many_captions(
-    values: dict[str, str], before: str, after: str, desk: DatasetDesk, folder: Path
-) -> None:
-    (folder / "p0.txt").write_text(before)
-    posted = {**BULK, **values}
-    rows = ask(desk, "preview", folder, files=["p0.png"], **posted)["rows"]
-    shown = {"file": "p0.png", "before": before, "after": after}
-    assert rows == ([] if before == after else [shown])
-    ask(desk, "apply", folder, seen={"p0.png": before}, **posted)
-    assert (folder / "p0.txt").read_text() == after
-    with pytest.raises(RequestError, match="nothing is typed"):
-        ask(desk, "preview", folder, files=["p0.png"], **{**posted, "text": ""})
-
-
-def test_what_changed_since_the_preview_is_left_alone(desk: DatasetDesk, folder: Path) -> None:
+    ):
+        (folder / "p0.txt").write_text(before)
+        posted = {**BULK, **values}
+        rows = ask(desk, "preview", folder, files=["p0.png"], **posted)["rows"]
+        shown = {"file": "p0.png", "before": before, "after": after}
+        assert rows == ([] if before == after else [shown])
+        ask(desk, "apply", folder, seen={"p0.png": before}, **posted)
+        assert (folder / "p0.txt").read_text() == after
+        with pytest.raises(RequestError, match="nothing is typed"):
+            ask(desk, "preview", folder, files=["p0.png"], **{**posted, "text": ""})
     (folder / "p0.txt").write_text("theirs")
     seen = {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
     answer = ask(desk, "apply", folder, seen=seen, **BULK)
@@ -256,20 +238,15 @@ def test_what_changed_since_the_preview_is_left_alone(desk: DatasetDesk, folder:
     assert (folder / "p0.txt").read_text() == "theirs"
 
 
-@pytest.mark.parametrize("act", ["save", "preview", "apply", "exclude", "put_back", "mask"])
-def test_only_pictures_of_the_listing_can_be_named(
-    act: str, desk: DatasetDesk, folder: Path
+def test_other_pictures_values_of_another_kind_and_folders_outside_are_refused(
+    desk: DatasetDesk, folder: Path, tmp_path: Path
 ) -> None:
     for file in ("../other/x.png", "/etc/passwd", "_excluded/p0.png", "p0.txt", "P0.PNG", "", "\0"):
         values = {"files": [file], "seen": {file: ""}, "file": file, "mask": "", **BULK}
-        values |= {"seen": "", "group": ""} if act == "save" else {}
-        with pytest.raises(RequestError, match="there is no picture"):
-            ask(desk, act, folder, **values)
-
-
-def test_values_of_another_kind_and_folders_outside_of_the_roots_are_refused(
-    desk: DatasetDesk, folder: Path, tmp_path: Path
-) -> None:
+        for act in ("preview", "apply", "exclude", "put_back", "mask", "save"):
+            values |= {"seen": "", "group": ""} if act == "save" else {}
+            with pytest.raises(RequestError, match="there is no picture"):
+                ask(desk, act, folder, **values)
     whole = {"folder": str(folder), "file": "p0.png", "text": "x", "seen": "a cat", "group": ""}
     for key, values in {
         "folder": (3, "x" * 5_000),
@@ -403,12 +380,8 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
     ask(desk, "mask", folder, file="p1.png", mask="")
     assert not file.exists()
     ask(desk, "undo", folder)
-    black = png(Image.new("L", (32, 24)))
-    for bad, why in (
-        (black, "nothing is painted"),
-        ("data:x", "no mask"),
-        (png(half)[:90], "mask"),
-    ):
+    black = (png(Image.new("L", (32, 24))), "nothing is painted")
+    for bad, why in (black, ("data:x", "no mask"), (png(half)[:90], "mask")):
         with pytest.raises(RequestError, match=why):
             ask(desk, "mask", folder, file="p1.png", mask=bad)
     assert file.read_bytes() == written
@@ -470,7 +443,9 @@ def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
         move(desk, root, "c.png")
 
 
-def test_a_taken_name_gets_a_number_with_its_caption(desk: DatasetDesk, root: Path) -> None:
+def test_a_taken_name_gets_a_number_with_its_caption_and_a_shared_caption_is_copied(
+    desk: DatasetDesk, root: Path, tmp_path: Path
+) -> None:
     add(root, "_excluded/a.png", "before", shade=9)
     for name, caption in (("a.png", "one"), ("c.png", None), ("d.png", None)):
         add(root, name, caption)
@@ -482,9 +457,7 @@ def test_a_taken_name_gets_a_number_with_its_caption(desk: DatasetDesk, root: Pa
     assert now["_excluded/a-2.png"] == old["a.png"]
     assert (now["_excluded/a.txt"], now["_excluded/a-2.txt"]) == (b"before", b"one")
     assert "_excluded/c-2.png" in now, "else it would come back with the words of another"
-
-
-def test_a_shared_caption_stays_and_is_copied(desk: DatasetDesk, root: Path) -> None:
+    root = tmp_path / "shared"
     for name, caption in (("a.png", "both"), ("a.jpg", None), ("z.png", None)):
         add(root, name, caption)
     before = tree(root)
@@ -551,16 +524,12 @@ def test_how_far_a_captioning_is(
     ninth = {"event": "caption", "index": 9, "count": 9}
     ended = {"event": "captioned", "written": 8, "failed": 1, "had_one": 0}
     problem = {"event": "problem", "file": "a.png", "what": "is damaged", "fix": "remove it"}
+    download = {"event": "downloading", "model": "a/b", "gigabytes": 1.6}
+    third = [{**ninth, "index": 3}, problem, "a word of a library", '{"event": "capt']
     for rows, code, state, said, done in (
         ([], None, "running", "loading the model", 0),
-        (
-            [{"event": "downloading", "model": "a/b", "gigabytes": 1.6}],
-            *(None, "running", "downloading a/b, about 1.6 GB", 0),
-        ),
-        (
-            [{**ninth, "index": 3}, problem, "a word of a library", '{"event": "capt'],
-            *(None, "running", "3 of 9 captions written", 3),
-        ),
+        ([download], None, "running", "downloading a/b, about 1.6 GB", 0),
+        (third, None, "running", "3 of 9 captions written", 3),
         ([ninth, ended], 0, "finished", "8 captions written, 1 images without", 9),
         (["error: no such model. Fix: x"], 3, "failed", "error: no such model. Fix: x", 0),
     ):

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from lora_trainer.gui import trash
@@ -44,65 +43,61 @@ NAMES = {
 }
 """What a narrow window can break: parts that are hidden, put into a menu, or scroll in themselves."""
 SCAN = """async ([part, options]) => {
-  const answer = await axe.run(part, {...options, resultTypes: ["violations"]});
+  const answer = await axe.run(part, {...options, resultTypes: ["violations"], preload: false});
   return answer.violations.flatMap((rule) => rule.nodes.map((node) =>
     `${rule.impact}: ${rule.id}: ${node.target.join(" ")}: ${node.html.slice(0, 160)}: ${node.failureSummary}`));
 }"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """A page of the interface and what stands on it once it is complete."""
+class Shown(NamedTuple):
+    """A page of the interface, what stands on it once it is complete, and what is pressed on it for its dialogs."""
 
-    name: str
     path: str
     ready: str
-    presses: tuple[str, ...] = ()  # each opens a dialog on it
-    live: bool = False  # it shows more while something trains
-
-    def address(self, server: GuiServer) -> str:
-        return server.url(self.path.format(dataset=ROOT / "datasets" / "example"))
+    presses: tuple[str, ...] = ()
 
 
 NOT_PLANNED = ".base-card:not(.folded, [data-source='']) .fits:empty"
 """A card of a base that the page still asks about, one card after another."""
+DATASET = f"folder={ROOT / 'datasets' / 'example'}"
 EMPTY = (
-    Shown(name="home, empty", path="/", ready=".drop"),
-    Shown(name="train, empty", path="/train?draft=new", ready=".base-card, .drop"),
-    Shown(name="queue, empty", path="/queue", ready="#queue .empty"),
-    Shown(name="datasets, empty", path="/datasets", ready="h1"),
-    Shown(name="library, empty", path="/library", ready="h1"),
-    Shown(name="trash, empty", path="/trash", ready=".empty"),
-    Shown(name="doctor", path="/doctor", ready="h2:has-text('Versions')"),
+    Shown("/", ".drop"),
+    Shown("/train?draft=new", ".base-card, .drop"),
+    Shown("/queue", "#queue .empty"),
+    Shown("/datasets", "h1"),
+    Shown("/library", "h1"),
+    Shown("/trash", ".empty"),
+    Shown("/doctor", "h2:has-text('Versions')"),
 )
-FILLED = (
-    Shown(name="home", path="/", ready=".home img", live=True),
-    Shown(name="train, images", path="/train?draft=new&folder={dataset}", ready="text=Looks good"),
+LIVE = (
+    Shown("/", ".home img"),
+    Shown("/run?run=live", "table.sheet img"),
+    Shown("/queue", "#queue .entry"),
+)
+"""Pages that show more while something trains."""
+ENDED = (
+    Shown(f"/train?draft=new&{DATASET}", "text=Looks good"),
     Shown(
-        name="train, plan",
-        path="/train?draft=new&example=1",
-        ready=f"body:has(.plan-line):has(.base-card):not(:has({NOT_PLANNED}))",
+        "/train?draft=new&example=1",
+        f"body:has(.plan-line):has(.base-card):not(:has({NOT_PLANNED}))",
     ),
-    Shown(name="settings", path="/settings", ready="[id='set-adapter.rank']"),
-    Shown(name="a running run", path="/run?run=live", ready="table.sheet img", live=True),
+    Shown("/settings", "[id='set-adapter.rank']"),
     Shown(
-        name="a finished run",
-        path="/run?run=done",
-        ready="table.sheet img",
-        presses=("table.sheet button:has(img)", "text=Compare two pictures"),
+        "/run?run=done",
+        "table.sheet img",
+        ("table.sheet button:has(img)", "text=Compare two pictures"),
     ),
-    Shown(name="a failed run", path="/run?run=failed", ready=".run-head .failed"),
-    Shown(name="queue", path="/queue", ready="#queue .entry", live=True),
-    Shown(name="compare", path="/compare?a=done", ready=".pairs img"),
-    Shown(name="trash", path="/trash", ready=".thrown"),
-    Shown(name="datasets", path="/datasets?folder={dataset}", ready="img[src*='/media/thumb']"),
-    Shown(name="library", path="/library", ready=".lora"),
-    Shown(name="a LoRA", path="/library?file=done/zorble.safetensors", ready=".lora-head"),
-    Shown(name="no such run", path="/run?run=none", ready="text=There is no run"),
-    Shown(
-        name="no such LoRA", path="/library?file=none/x.safetensors", ready="text=there is no run"
-    ),
-    Shown(name="no such folder", path="/datasets?folder=/none", ready="text=there is no folder"),
+    Shown("/run?run=failed", ".run-head .failed"),
+    Shown("/compare?a=done", ".pairs img"),
+    Shown("/trash", ".thrown"),
+    Shown(f"/datasets?{DATASET}", "img[src*='/media/thumb']"),
+    Shown("/library", ".lora"),
+    Shown("/library?file=done/zorble.safetensors", ".lora-head"),
+)
+MISSING = (
+    Shown("/run?run=none", "text=There is no run"),
+    Shown("/library?file=none/x.safetensors", "text=there is no run"),
+    Shown("/datasets?folder=/none", "text=there is no folder"),
 )
 
 
@@ -114,26 +109,25 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
     server = gui_server(place.runs)
     page = new_page()
     page.add_init_script(axe_core.AXE_SCRIPT)
-    page.goto(server.link)
     page.clock.install()
     faults: list[str] = []
     asked: dict[str, list[str]] = {}
     for shown in EMPTY:
-        asked[shown.name] = asked_at_rest(page, shown, server)
+        asked[f"{shown.path}, empty"] = asked_at_rest(page, shown, server)
         faults += scanned(page, shown)
     with filled(place):
-        for shown in FILLED:
-            if shown.live:
-                opened(page, shown, server)
-                faults += scanned(page, shown)
-    # All of it has ended now.
-    for shown in FILLED:
-        if shown.name.startswith("no such"):
+        for shown in LIVE:
             opened(page, shown, server)
-        else:
-            asked[shown.name] = asked_at_rest(page, shown, server)
-        if not shown.live:
             faults += scanned(page, shown)
+    # All of it has ended now.
+    for shown in LIVE:
+        asked[shown.path] = asked_at_rest(page, shown, server)
+    for shown in ENDED:
+        asked[shown.path] = asked_at_rest(page, shown, server)
+        faults += scanned(page, shown)
+    for shown in MISSING:
+        opened(page, shown, server)
+        faults += scanned(page, shown)
     page.goto("about:blank")  # as it is served it may run no script, not even axe
     page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
     faults += scan(page, "report") + dark(page, "report")
@@ -144,8 +138,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
 def opened(page: Any, shown: Shown, server: GuiServer) -> None:
     """Open a page and wait until it is complete."""
     page.set_viewport_size(LAPTOP)
-    page.goto(shown.address(server))
-    page.locator(shown.ready).first.wait_for()
+    server.open(page, shown.path, shown.ready)
     page.wait_for_function("!document.querySelector('p.loading')")  # Gradio's, while it draws
 
 
@@ -159,7 +152,8 @@ def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
             under_way.add(request)
             asked.append(request.url)
 
-    def settle() -> None:
+    def pass_s(seconds: int) -> None:
+        page.clock.fast_forward(1000 * seconds)
         # A look at the page lets the events of its requests come in.
         eventually(lambda: page.evaluate("document.readyState") and not under_way)
 
@@ -172,11 +166,9 @@ def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
     opened(page, shown, server)
     page.wait_for_function("document.title.endsWith('lora-train')")  # what all pages ask is here
     for _ in range(2):  # what a page asks for may lead to a further question
-        page.clock.fast_forward(3_000)
-        settle()
+        pass_s(3)
     asked.clear()
-    page.clock.fast_forward(10_000)
-    settle()
+    pass_s(10)
     for event, listener in listeners.items():
         page.remove_listener(event, listener)
     return asked
@@ -212,18 +204,18 @@ def filled(place: Place) -> Iterator[None]:
 
 def scanned(page: Any, shown: Shown) -> list[str]:
     """Return what axe says of the page that is open, of its dialogs, and of its other tabs."""
-    faults = scan(page, shown.name) + dark(page, shown.name)
+    faults = scan(page, shown.path) + dark(page, shown.path)
     dialog = page.locator("dialog[open]")
     for press in shown.presses:
         page.locator(press).first.click()
         dialog.wait_for()
-        name = f"{shown.name}, {press}"
+        name = f"{shown.path}, {press}"
         faults += scan(page, name, "dialog[open]") + dark(page, name, "dialog[open]")
         page.keyboard.press("Escape")
         dialog.wait_for(state="hidden")
     for tab in page.locator("[role=tab]:enabled:visible").all()[1:]:
         tab.click()
-        faults += scan(page, f"{shown.name}, {tab.inner_text()}", "[role=tabpanel]")
+        faults += scan(page, f"{shown.path}, {tab.inner_text()}", "[role=tabpanel]")
     return faults
 
 

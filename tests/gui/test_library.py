@@ -40,7 +40,9 @@ def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
     assert "2 other steps of it" in markup
 
 
-def test_the_preview_is_the_file_beside_it_then_the_sample_of_its_step(work: Workplace) -> None:
+def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_of_its_step(
+    work: Workplace,
+) -> None:
     run = finished_run(work.runs / "a")
     lora(run / "other.safetensors")
     result = lora_files.find(work, "a/zorble.safetensors")
@@ -55,22 +57,18 @@ def test_the_preview_is_the_file_beside_it_then_the_sample_of_its_step(work: Wor
     beside.unlink()
     beside.symlink_to(picture(work.runs.parent / "secret.png"))
     assert library.preview_of(result) != beside
-
-
-def test_a_chosen_picture_becomes_the_preview(work: Workplace) -> None:
-    run = finished_run(work.runs / "a")
-    file = lora_files.find(work, "a/zorble.safetensors")
-    name = next(iter(previews.choices(work, file)))
-    written = previews.write(file, previews.chosen(work, file, name))
+    beside.unlink()
+    name = next(iter(previews.choices(work, result)))
+    written = previews.write(result, previews.chosen(work, result, name))
     assert written == run / "zorble.preview.png"
-    assert library.preview_of(file) == written
+    assert library.preview_of(result) == written
     for wrong in ("../../secret.png", "", "sample step-00000030/99.png"):
         with pytest.raises(RequestError):
-            previews.chosen(work, file, wrong)
+            previews.chosen(work, result, wrong)
     before = written.read_bytes()
     (run / "notes.txt").write_text("no picture")
     with pytest.raises(InputError, match="no picture"):
-        previews.write(file, run / "notes.txt")
+        previews.write(result, run / "notes.txt")
     assert written.read_bytes() == before
 
 
@@ -111,7 +109,7 @@ def test_files_that_tools_made_stand_for_themselves(work: Workplace) -> None:
     assert {entry.file.trained for entry in found if entry.saves} == {True}
 
 
-def test_a_changed_or_broken_file_is_read_again_and_says_why(work: Workplace) -> None:
+def test_a_changed_broken_or_hostile_file_is_read_again_and_says_why(work: Workplace) -> None:
     run = finished_run(work.runs / "a", saves=(), modelspec__title="one")
     assert lora_files.entries(work)[0].header.title == "one"
     lora(run / "zorble.safetensors", modelspec__title="another")
@@ -124,6 +122,20 @@ def test_a_changed_or_broken_file_is_read_again_and_says_why(work: Workplace) ->
         (entry,) = lora_files.entries(work)
         assert entry.header.problem.startswith(said)
         assert str(work.runs) not in entry.header.problem
+    for settings in ("{", "[1]", "[" * 100_000, "5", '{"base.model": 5}'):
+        entries = {"lora_train__settings": settings, "ss_steps": "9" * 99}
+        lora(run / "zorble.safetensors", **entries)
+        (entry,) = lora_files.entries(work)
+        assert entry.header.steps is None and isinstance(entry.header.base, str)
+    for text, shown in (
+        ("data:image/jpeg;base64,/9j/4A==", True),
+        ("javascript:alert(1)", False),
+        ("data:text/html;base64,PHNjcmlwdD4=", False),
+        ("data:image/svg+xml;base64,PHN2Zz4=", False),
+        ('data:image/png;base64,A"onerror="x', False),
+    ):
+        header = lora_files.Header(metadata={"modelspec.thumbnail": text})
+        assert bool(header.thumbnail) == shown
 
 
 def test_a_name_leads_to_a_listed_file_or_nowhere(work: Workplace) -> None:
@@ -178,27 +190,6 @@ def test_a_base_is_where_the_run_says_if_the_file_is_for_it(work: Workplace) -> 
         assert lora_files.recorded_base(file) == base
 
 
-def test_hostile_settings_in_a_header_are_no_error(work: Workplace) -> None:
-    run = finished_run(work.runs / "a", saves=())
-    for settings in ("{", "[1]", "[" * 100_000, "5", '{"base.model": 5}'):
-        entries = {"lora_train__settings": settings, "ss_steps": "9" * 99}
-        lora(run / "zorble.safetensors", **entries)
-        (entry,) = lora_files.entries(work)
-        assert entry.header.steps is None and isinstance(entry.header.base, str)
-
-
-def test_a_picture_in_a_header_is_a_picture_or_nothing() -> None:
-    for text, shown in (
-        ("data:image/jpeg;base64,/9j/4A==", True),
-        ("javascript:alert(1)", False),
-        ("data:text/html;base64,PHNjcmlwdD4=", False),
-        ("data:image/svg+xml;base64,PHN2Zz4=", False),
-        ('data:image/png;base64,A"onerror="x', False),
-    ):
-        header = lora_files.Header(metadata={"modelspec.thumbnail": text})
-        assert bool(header.thumbnail) == shown
-
-
 def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     run = finished_run(work.runs / "a")
     write_status(run, state="finished", exit_code=0)
@@ -233,7 +224,9 @@ def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
 # ---- the trash
 
 
-def test_each_kind_comes_back_from_the_trash_as_it_was(work: Workplace) -> None:
+def test_each_kind_comes_back_from_the_trash_as_it_was_and_takes_the_place_of_nothing_else(
+    work: Workplace,
+) -> None:
     run = finished_run(work.runs / "done")
     write_status(run, state="finished", exit_code=0)
     picture(run / "zorble.preview.png")
@@ -252,10 +245,6 @@ def test_each_kind_comes_back_from_the_trash_as_it_was(work: Workplace) -> None:
         trash.put_back(work, thrown.id)
         assert files() == before
         assert trash.contents(work) == []
-
-
-def test_what_is_put_back_takes_the_place_of_nothing_else(work: Workplace) -> None:
-    run = finished_run(work.runs / "done")
     thrown = trash.throw_away(work, kind="lora", ref="done/zorble.safetensors")
     lora(run / "zorble.safetensors", rank=3)
     new = contents(run)

@@ -150,7 +150,9 @@ def test_a_result_is_linked_while_it_is_there(work: Workplace, file: lora_files.
     assert "error: &lt;b&gt;no&lt;/b&gt;. Fix: do." in lora_tools.shown(work, [failed])
 
 
-def test_texts_of_the_form_arrive_as_values(work: Workplace, file: lora_files.LoraFile) -> None:
+def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
+    work: Workplace, file: lora_files.LoraFile, started: list[jobs.Job]
+) -> None:
     prompts = "--output=/tmp/x\n\n; touch marker\n$(touch marker)\n  a, (b:1.2)  "
     wish = tries.wish(prompts=prompts, strengths="1,0.4 -0.5", seed=7, base="me/model")
     command, arguments = parsed(tries.start(work, file, wish))
@@ -161,9 +163,7 @@ def test_texts_of_the_form_arrive_as_values(work: Workplace, file: lora_files.Lo
     assert arguments["strength"] == [-0.5, 0.4, 1.0]
     assert (arguments["seed"], arguments["base"]) == (7, "me/model")
     assert arguments["output"].parent == work.own / "tries"
-
-
-def test_the_grid_fills_as_images_come(work: Workplace, file: lora_files.LoraFile) -> None:
+    started.clear()
     wish = tries.wish(prompts="one\ntwo <b>", strengths="0.4 1", seed=5, base="")
     job = tries.start(work, file, wish)
     stamps = [tries.stamp(work, [job])]
@@ -213,21 +213,9 @@ def test_a_refusal_is_one_line_a_stop_is_no_error_and_a_changed_record_leads_now
 CARD: dict[str, Any] = {"description": "x", "preferred weight": 0.8}
 
 
-def test_the_card_has_the_names_that_a1111_reads(file: lora_files.LoraFile) -> None:
-    card = sharing.card(inspect_file(file.path), weight=0.8, notes=" made at /home/me/x ")
-    assert card == {
-        "description": "A blue creature",
-        "sd version": "SD1",
-        "activation text": "zorble",
-        "preferred weight": 0.8,
-        "notes": "made at [path]",
-    }
-    for weight in (-0.1, 2.1, float("nan")):
-        with pytest.raises(RequestError):
-            sharing.card(inspect_file(file.path), weight=weight, notes="")
-
-
-def test_file_preview_and_card_share_a_name(file: lora_files.LoraFile, tmp_path: Path) -> None:
+def test_file_preview_and_card_share_a_name_and_the_card_has_the_names_that_a1111_reads(
+    file: lora_files.LoraFile, tmp_path: Path
+) -> None:
     out = tmp_path / "deep" / "loras"
     preview = picture(tmp_path / "x.jpg", px=2000)
     done = sharing.export(file, out, preview=preview, card=CARD)
@@ -254,6 +242,17 @@ def test_file_preview_and_card_share_a_name(file: lora_files.LoraFile, tmp_path:
     blocked.write_text("")
     with pytest.raises(MachineError):
         sharing.export(file, blocked / "x", preview=None, card=CARD)
+    card = sharing.card(inspect_file(file.path), weight=0.8, notes=" made at /home/me/x ")
+    assert card == {
+        "description": "A blue creature",
+        "sd version": "SD1",
+        "activation text": "zorble",
+        "preferred weight": 0.8,
+        "notes": "made at [path]",
+    }
+    for weight in (-0.1, 2.1, float("nan")):
+        with pytest.raises(RequestError):
+            sharing.card(inspect_file(file.path), weight=weight, notes="")
 
 
 def test_what_others_will_miss_is_said_gravest_first(tmp_path: Path) -> None:

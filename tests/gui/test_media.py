@@ -64,7 +64,9 @@ def get(work: Workplace, path: str, **headers: str) -> tuple[int, dict[str, str]
     return answered(Starlette(routes=media.routes(work)), unquote(plain), query=query, **headers)
 
 
-def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are(work: Workplace) -> None:
+def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are_and_nothing_else_is(
+    work: Workplace,
+) -> None:
     octets, plain = "application/octet-stream", "text/plain; charset=utf-8"
     for url, kind, is_saved in (
         (media.run_url(NAME, "samples", "step-00000003", "00.png"), "image/png", False),
@@ -88,9 +90,6 @@ def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are(work: Workplace
     assert get(work, report, if_none_match=headers["etag"])[0] == 304
     (work.runs / NAME / "report.html").write_text("<p>new report</p>")
     assert get(work, report, if_none_match=headers["etag"])[0] == 200
-
-
-def test_nothing_else_is(work: Workplace) -> None:
     run = f"/media/run/{quote(NAME)}"
     more = ("out.png", "state.png", "pipe.png", "", "samples", "samples/", "none.png", "..")
     for file in (*NOT_SERVED.split(), *more, "../../secret.png", "/etc/passwd", "a%00.png"):

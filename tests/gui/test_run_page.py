@@ -98,7 +98,9 @@ def append(folder: Path, **row: object) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def test_one_sentence_says_what_it_does(live: Path) -> None:
+def test_one_sentence_says_what_it_does_and_before_the_first_step_there_are_stages(
+    live: Path, work: Workplace
+) -> None:
     images = {"phase": "cache", "done": 14, "total": 23, "message": "x.png"}
     stopped = "Stopped at step 12 of 30, its state saved; Resume goes on from there."
     for fields, words in (
@@ -115,6 +117,16 @@ def test_one_sentence_says_what_it_does(live: Path) -> None:
     ):
         write_status(live, **fields)
         assert said(live) == words
+    new = until(fake_run(work.runs / "new", steps=30), 0)
+    write_status(new, step=0, phase="cache", done=1, total=9, message="x.png", left_s=None)
+    shown = head(new)
+    assert "A step takes" not in shown and "Time left" not in shown and "meter" not in shown
+    stages = re.findall(r'<li class="(\w+)"', shown)
+    assert stages == ["done", "now", "later", "later", "later"]
+    assert "1 of 9" in shown and 'aria-current="step"' in shown and 'aria-valuenow="11"' in shown
+    assert "begins with the first step" in page(new)["chart"]["drawn"]
+    write_status(new, step=0, phase="train", done=0, total=30)
+    assert "stages" not in head(new)  # the first step is done: the time left is known
 
 
 def test_stop_saves_force_stop_does_not_and_a_process_that_obeys_neither_is_ended(
@@ -191,7 +203,9 @@ def test_what_ended_early_is_resumed_through_the_queue(
     assert page(live)["buttons"] == set()
 
 
-def test_a_failure_requests_silence_and_a_recovery_are_told_above_the_figures(live: Path) -> None:
+def test_a_failure_requests_silence_a_recovery_and_damage_are_told_above_the_figures(
+    live: Path,
+) -> None:
     assert "notice" not in head(live)
     for request, words in (("save", "Asked to save"), ("sample", "to make sample images")):
         run_actions.ask(Workplace(runs=live.parent), "live", request)
@@ -216,6 +230,15 @@ def test_a_failure_requests_silence_and_a_recovery_are_told_above_the_figures(li
     assert "Recovered from out of memory at step 15: images at a time 8 -&gt; 4" in head(full)
     append(full, event="change", key="memory.micro_batch", old=4, new=8, reason="50 steps fitted")
     assert "Recovered" not in head(full)
+    write_status(live)
+    until(fake_run(live.parent / "whole", steps=30), 12)
+    (live / "run.json").write_text("{")
+    with pytest.raises(RequestError) as refused:
+        Followed().read(live)
+    parts = run_parts.damaged_parts(now(live), str(refused.value))
+    drawn = {name: part.draw() for name, part in parts.items()}
+    assert set(drawn) == set(run_parts.parts(now(live), Followed().read(live.parent / "whole")))
+    assert "not JSON" in drawn["head"] and drawn["buttons"].stop
 
 
 def test_head_has_progress_pace_time_left_losses_and_memory_as_predicted_and_used(
@@ -252,19 +275,6 @@ def test_head_has_progress_pace_time_left_losses_and_memory_as_predicted_and_use
         "on the GPU, with all that uses it, now 8.0 GiB, this training at most 8.0 GiB, "
         "predicted 9.0 GiB, limit 11.0 GiB"
     ) in head(live), "the highest reserved plus what libraries hold"
-
-
-def test_before_the_first_step_there_are_stages_and_no_figures_of_steps(work: Workplace) -> None:
-    new = until(fake_run(work.runs / "new", steps=30), 0)
-    write_status(new, step=0, phase="cache", done=1, total=9, message="x.png", left_s=None)
-    shown = head(new)
-    assert "A step takes" not in shown and "Time left" not in shown and "meter" not in shown
-    stages = re.findall(r'<li class="(\w+)"', shown)
-    assert stages == ["done", "now", "later", "later", "later"]
-    assert "1 of 9" in shown and 'aria-current="step"' in shown and 'aria-valuenow="11"' in shown
-    assert "begins with the first step" in page(new)["chart"]["drawn"]
-    write_status(new, step=0, phase="train", done=0, total=30)
-    assert "stages" not in head(new)  # the first step is done: the time left is known
 
 
 def test_a_finished_run_names_the_best_step_that_has_a_file_and_where_its_lora_works(
@@ -380,17 +390,6 @@ def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     shown = page(long_run)
     assert "<svg" in shown["chart"]["drawn"]
     json.dumps(shown["samples"], allow_nan=False)
-
-
-def test_a_damaged_record_is_told_and_the_run_can_still_be_stopped(live: Path) -> None:
-    until(fake_run(live.parent / "whole", steps=30), 12)
-    (live / "run.json").write_text("{")
-    with pytest.raises(RequestError) as refused:
-        Followed().read(live)
-    parts = run_parts.damaged_parts(now(live), str(refused.value))
-    drawn = {name: part.draw() for name, part in parts.items()}
-    assert set(drawn) == set(run_parts.parts(now(live), Followed().read(live.parent / "whole")))
-    assert "not JSON" in drawn["head"] and drawn["buttons"].stop
 
 
 def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(

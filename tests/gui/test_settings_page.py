@@ -62,7 +62,11 @@ def call(work: Workplace, draft: drafts.Draft) -> Call:
 
 
 def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_nothing(
-    call: Call, work: Workplace, draft: drafts.Draft, capsys: pytest.CaptureFixture[str]
+    call: Call,
+    work: Workplace,
+    draft: drafts.Draft,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for key, text in (
         ("train.batch_size", "many"),
@@ -91,6 +95,14 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_
     assert drafts.read(work, draft.id) == draft
     drafts.save(work, replace(draft, started_as="000001"))
     assert "started already" in call("change", key="adapter.rank", text="4")["error"]
+    drafts.save(work, draft)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(drafts, "save", full)
+    assert "error" in call("change", key="train.seed", text="7")
+    assert drafts.read(work, draft.id) == draft
 
 
 def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
@@ -163,11 +175,8 @@ def test_a_preset_is_kept_loaded_without_the_name_of_the_run_and_read_by_the_com
     call: Call, work: Workplace, draft: drafts.Draft
 ) -> None:
     assert "nothing is changed" in call("keep", name="mine")["error"]
-    for key, text in (
-        ("adapter.rank", "8"),
-        ("output.name", "owl"),
-        ("sampling.prompts", "\u00fc"),
-    ):
+    chosen = {"adapter.rank": "8", "output.name": "owl", "sampling.prompts": "\u00fc"}
+    for key, text in chosen.items():
         call("change", key=key, text=text)
     assert "mine.json" in call("keep", name=" mine ")["note"]
     assert "there is a preset" in call("keep", name="mine")["error"]
@@ -188,30 +197,13 @@ def test_a_preset_is_kept_loaded_without_the_name_of_the_run_and_read_by_the_com
     assert '"adapter.rank": 9' in file.read_text()
 
 
-def test_a_full_disk_is_said(
-    call: Call, monkeypatch: pytest.MonkeyPatch, work: Workplace, draft: drafts.Draft
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(drafts, "save", full)
-    assert "error" in call("change", key="train.seed", text="7")
-    assert drafts.read(work, draft.id) == draft
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The real plan of a draft with a rank of its own, without a card."""
-    place = toy(tmp_path_factory.mktemp("expert"))
-    overrides = {"data.cache_dir": str(place.cache), "adapter.rank": 8, "hardware.device": "cpu"}
-    found = plan_json(prepare.prepare(prepare.Request(dataset=place.dataset, overrides=overrides)))
-    plain: dict[str, Any] = json.loads(json.dumps(found))
-    return plain
-
-
 def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan(
-    plan: Mapping[str, Any], work: Workplace, draft: drafts.Draft
+    work: Workplace, draft: drafts.Draft, tmp_path: Path
 ) -> None:
+    place = toy(tmp_path)
+    overrides = {"data.cache_dir": str(place.cache), "adapter.rank": 8, "hardware.device": "cpu"}
+    request = prepare.Request(dataset=place.dataset, overrides=overrides)
+    plan = json.loads(json.dumps(plan_json(prepare.prepare(request))))
     call = caller(work, draft, plan)
     call("replace", text='{"adapter.rank": 8, "hardware.device": "cpu"}')
     found = call("plan")
@@ -318,7 +310,7 @@ def test_a_value_arrives_as_it_was_chosen(
 
 
 def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
-    work: Workplace,
+    work: Workplace, tmp_path: Path
 ) -> None:
     forms: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -335,9 +327,7 @@ def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
         assert [word["text"] for word in field["words"]] == [
             text_of(info, word) for word in info.form.words
         ]
-
-
-def test_files_outside_of_the_allowed_folders_are_not_named(tmp_path: Path) -> None:
+    # Files outside of the allowed folders are not named.
     inside = tmp_path / "data"
     inside.mkdir()
     bounded = Workplace(runs=tmp_path / "runs", roots=(inside,))
@@ -351,17 +341,12 @@ def test_files_outside_of_the_allowed_folders_are_not_named(tmp_path: Path) -> N
         call("reset", key=key)
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
+def test_messages_name_settings_by_their_labels_and_show_code_as_code() -> None:
+    for said, shown in (
         ("leave optimizer.learning_rate out", "leave \u201cLearning rate\u201d out"),
         ("use --set train.precision=fp32, and", "use \u201cTrain: Precision\u201d = fp32, and"),
         ("run `lora-train <b>`", "run <code>lora-train &lt;b&gt;</code>"),
-        ("`--set train.steps=4` optimizer.beta1", "<code>--set train.steps=4</code> \u201cBeta1\u201d"),
+        ("`--set a.b=4` optimizer.beta1", "<code>--set a.b=4</code> \u201cBeta1\u201d"),
         ("a ` alone, data.none, mydata.flip", "a ` alone, data.none, mydata.flip"),
-    ],
-)  # fmt: skip
-def test_messages_name_settings_by_their_labels_and_show_code_as_code(
-    said: str, shown: str
-) -> None:
-    assert markup.inline(said) == shown
+    ):
+        assert markup.inline(said) == shown

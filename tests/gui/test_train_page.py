@@ -27,15 +27,9 @@ from lora_trainer.queue import commands
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
 
 
-@pytest.fixture
-def started(work: Workplace, tmp_path: Path) -> drafts.Draft:
-    item = commands.add(work.runs, ["images"], label="x")
-    draft = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
-    drafts.save(work, draft)
-    return draft
-
-
-def test_another_folder_begins_another_draft(work: Workplace) -> None:
+def test_another_folder_begins_another_draft_unless_its_images_were_sent_from_one(
+    work: Workplace,
+) -> None:
     first = drafts.new(work, dataset="/one")
     assert handlers._wanted(work, {"folder": "/one"}) == first
     second = handlers._wanted(work, {"folder": "/two"})
@@ -44,19 +38,16 @@ def test_another_folder_begins_another_draft(work: Workplace) -> None:
     example = handlers._wanted(work, {"example": "1"})
     assert (Path(example.dataset).name, example.step) == ("example", handlers.CHECK)
     assert handlers._wanted(work, {"example": "1"}) == example
-
-
-def test_images_sent_from_a_draft_are_its_own_unless_it_was_started(work: Workplace) -> None:
-    draft = replace(drafts.new(work, dataset="/one"), name="kept", step=handlers.CHECK)
+    draft = replace(first, name="kept", step=handlers.CHECK)
     drafts.save(work, draft)
-    asked = {"draft": draft.id, "folder": "/two"}
+    asked = {"draft": draft.id, "folder": "/three"}
     changed = handlers._wanted(work, asked)
-    assert changed == replace(draft, dataset="/two", step=handlers.IMAGES)
+    assert changed == replace(draft, dataset="/three", step=handlers.IMAGES)
     assert drafts.read(work, draft.id) == changed == handlers._wanted(work, asked)
     started = replace(changed, started_as="0001-x")
     drafts.save(work, started)
-    other = handlers._wanted(work, {"draft": draft.id, "folder": "/three"})
-    assert (other.dataset, drafts.read(work, draft.id)) == ("/three", started)
+    other = handlers._wanted(work, {"draft": draft.id, "folder": "/four"})
+    assert (other.dataset, drafts.read(work, draft.id)) == ("/four", started)
 
 
 def test_a_field_that_is_left_by_a_press_of_train_does_not_undo_it(
@@ -98,9 +89,10 @@ def test_typed_length_and_samples_are_settings_of_the_draft_until_they_are_clear
     assert drafts.read(work, draft.id).settings == {}
 
 
-def test_a_training_taken_off_the_queue_is_a_draft_again(
-    work: Workplace, started: drafts.Draft
-) -> None:
+def test_a_training_taken_off_the_queue_is_a_draft_again(work: Workplace, tmp_path: Path) -> None:
+    item = commands.add(work.runs, ["images"], label="x")
+    started = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
+    drafts.save(work, started)
     follow = handlers.following(work)
     follow(started.id)
     assert drafts.read(work, started.id) == started
@@ -200,9 +192,6 @@ def test_a_started_or_damaged_draft_makes_place_for_a_new_one(work: Workplace) -
         draft.with_setting("adapter.rank", "many")
 
 
-HOSTILE = ["$(touch marker)", "a b", "--strict", "\u202e"]
-
-
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     folder = tmp_path / "--resume; touch marker"
@@ -241,10 +230,7 @@ def test_full_draft_arrives_as_typed(images: Path, work: Workplace) -> None:
         "name": "my run",
         "output": work.runs,
     }
-
-
-def test_text_of_a_draft_is_a_value_and_never_a_flag(images: Path, work: Workplace) -> None:
-    for text in HOSTILE:
+    for text in ("$(touch marker)", "a b", "--strict", "\u202e"):  # a value and never a flag
         draft = replace(EMPTY, dataset=str(images), base=text, settings={"data.trigger": text})
         words = launch.train_words(draft, work)
         assert shlex.split(launch.command_line(words)) == ["lora-train", *words]
@@ -254,33 +240,8 @@ def test_text_of_a_draft_is_a_value_and_never_a_flag(images: Path, work: Workpla
         assert parse_assignment(arguments["set_"][0]) == ("data.trigger", text)
 
 
-def test_a_relative_folder_cannot_be_a_flag_or_a_command(
-    work: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(work.runs)
-    for name in ("--strict", "plan"):
-        (work.runs / name).mkdir()
-        words = launch.train_words(replace(EMPTY, dataset=name), work)
-        assert words[0] == str(work.runs / name)
-        assert parsed(words)[0] == "train"
-
-
-def test_a_shared_server_reads_its_own_folders_only(images: Path, tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    work = Workplace(runs=tmp_path / "runs", roots=(images,))
-    (images / "deeper").mkdir()
-    (images / "link").symlink_to(tmp_path / "outside")
-    launch.train_words(replace(EMPTY, dataset=str(images / "deeper")), work)
-    for other in (tmp_path, tmp_path / "outside", images / "link", images / ".." / "outside"):
-        with pytest.raises(InputError, match="outside of the folders"):
-            launch.train_words(replace(EMPTY, dataset=str(other)), work)
-        with pytest.raises(InputError, match="outside of the folders"):
-            draft = replace(EMPTY, dataset=str(images / "deeper"), base=str(other))
-            launch.train_words(draft, work)
-
-
-def test_a_name_or_setting_that_cannot_be_is_refused_before_anything_starts(
-    images: Path, work: Workplace
+def test_what_cannot_be_is_refused_before_anything_starts_and_no_folder_is_a_flag(
+    images: Path, work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("../up", "/abs", "a\\b", "..", ".hidden", "--strict", "C:x", "a\nb", "x" * 101):
         with pytest.raises(RequestError, match="name of a run"):
@@ -291,6 +252,23 @@ def test_a_name_or_setting_that_cannot_be_is_refused_before_anything_starts(
     for text in ("", "/no/such/folder", "a\0b"):
         with pytest.raises(InputError):
             launch.train_words(replace(EMPTY, dataset=text), work)
+    (tmp_path / "outside").mkdir()
+    bounded = Workplace(runs=tmp_path / "runs", roots=(images,))
+    (images / "deeper").mkdir()
+    (images / "link").symlink_to(tmp_path / "outside")
+    launch.train_words(replace(EMPTY, dataset=str(images / "deeper")), bounded)
+    for other in (tmp_path, tmp_path / "outside", images / "link", images / ".." / "outside"):
+        with pytest.raises(InputError, match="outside of the folders"):
+            launch.train_words(replace(EMPTY, dataset=str(other)), bounded)
+        with pytest.raises(InputError, match="outside of the folders"):
+            draft = replace(EMPTY, dataset=str(images / "deeper"), base=str(other))
+            launch.train_words(draft, bounded)
+    monkeypatch.chdir(work.runs)
+    for name in ("--strict", "plan"):
+        (work.runs / name).mkdir()
+        words = launch.train_words(replace(EMPTY, dataset=name), work)
+        assert words[0] == str(work.runs / name)
+        assert parsed(words)[0] == "train"
 
 
 @given(st.text(max_size=30))
@@ -322,16 +300,12 @@ def test_resume_finds_the_dataset_in_the_command_of_the_run_or_takes_the_typed_o
         launch.resume_words(run, dataset="", work=work)
 
 
-def python(program: str) -> Any:
-    return (sys.executable, "-c", program)
-
-
 def test_ask_returns_json_or_the_line_of_the_refusal() -> None:
-    assert launch.ask((), program=python("print('{\"a\": 1}')")).values == {"a": 1}
-    refused = launch.ask(
-        (), program=python(r"import sys; sys.stderr.write('x\nerror: no. Fix: do\n'); sys.exit(3)")
-    )
-    assert refused.values is None
-    assert refused.error == "error: no. Fix: do"
-    assert "no JSON" in launch.ask((), program=python("print('hello')")).error
+    def asked(program: str) -> launch.Answer:
+        return launch.ask((), program=(sys.executable, "-c", program))
+
+    assert asked("print('{\"a\": 1}')").values == {"a": 1}
+    refused = asked(r"import sys; sys.stderr.write('x\nerror: no. Fix: do\n'); sys.exit(3)")
+    assert (refused.values, refused.error) == (None, "error: no. Fix: do")
+    assert "no JSON" in asked("print('hello')").error
     assert "/no/such/program" in launch.ask((), program=("/no/such/program",)).error

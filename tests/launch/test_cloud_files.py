@@ -36,13 +36,9 @@ def test_every_file_is_looked_at_and_documented() -> None:
     assert [name for name in sorted(looked_at) if f"`{name}`" not in page] == []
 
 
-def test_compose_files_follow_the_specification() -> None:
-    pytest.importorskip("check_jsonschema")
-    words = ["-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE]
-    subprocess.run([sys.executable, *words], check=True)
-
-
-def test_compose_serves_the_gui_to_nobody_special_with_a_password() -> None:
+def test_compose_follows_its_specification_and_serves_the_gui_to_nobody_special_with_a_password() -> (
+    None
+):
     gui = read("compose.yaml")["services"]["gui"]
     assert gui["user"] == "1000:1000"
     assert ":?" in gui["environment"]["LORA_TRAIN_GUI_PASSWORD"], "unset, compose refuses to start"
@@ -56,16 +52,14 @@ def test_compose_serves_the_gui_to_nobody_special_with_a_password() -> None:
         assert set(read(file.name)["services"]["gui"]["build"]["args"]) <= set(
             re.findall(r"^ARG (\w+)=", recipe, re.MULTILINE)
         )
+    pytest.importorskip("check_jsonschema")
+    words = ["-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE]
+    subprocess.run([sys.executable, *words], check=True)
 
 
-def test_kubernetes_knows_every_field_of_the_job() -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    kubernetes_validate.validate(
-        read("kubernetes.yaml"), kubernetes_validate.latest_version(), strict=True
-    )
-
-
-def test_a_pod_is_replaced_unless_another_try_would_end_the_same_way() -> None:
+def test_kubernetes_knows_every_field_and_replaces_a_pod_unless_another_try_would_end_the_same_way() -> (
+    None
+):
     spec = read("kubernetes.yaml")["spec"]
     failing, ignored = spec["podFailurePolicy"]["rules"]
     script = (ROOT / "launch" / "spot.sh").read_text(encoding="utf-8")
@@ -76,6 +70,10 @@ def test_a_pod_is_replaced_unless_another_try_would_end_the_same_way() -> None:
     assert pod["restartPolicy"] == "Never", "the policy needs it"
     mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    kubernetes_validate.validate(
+        read("kubernetes.yaml"), kubernetes_validate.latest_version(), strict=True
+    )
 
 
 def test_examples_for_spot_machines_start_the_script_that_goes_on() -> None:

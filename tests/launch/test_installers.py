@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -58,10 +57,13 @@ def program(folder: Path, name: str, answer: str) -> None:
     (folder / name).chmod(0o755)
 
 
+def disk(free_bytes: int) -> SimpleNamespace:
+    return SimpleNamespace(total=10**13, used=10**13 - free_bytes, free=free_bytes)
+
+
 @pytest.fixture(autouse=True)
 def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil._ntuple_diskusage(10**12, 0, 10**12)  # type: ignore[attr-defined]  # its own type of answer
-    monkeypatch.setattr(installer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(installer.shutil, "disk_usage", lambda _: disk(10**12))
     monkeypatch.setenv(AS_ROOT, "1")
 
 
@@ -109,7 +111,7 @@ def test_each_gpu_gets_the_builds_of_torch_that_have_its_kernels(
     assert ("[cuda,gui,log]" if NVIDIA in programs else "[gui,log]") in shown
 
 
-def test_a_driver_that_cannot_work_is_refused_with_the_remedy(
+def test_a_driver_that_cannot_work_a_small_disk_root_and_an_old_python_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for answer, sentence in (
@@ -118,15 +120,10 @@ def test_a_driver_that_cannot_work_is_refused_with_the_remedy(
     ):
         assert dry_run(monkeypatch, tmp_path, {NVIDIA: answer}) == 1
         said = capsys.readouterr().err
-        assert sentence in said and "--gpu cpu" in said and said.count("\n") == 1
-
-
-def test_a_small_disk_root_and_an_old_python_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    usage = shutil._ntuple_diskusage(10**10, 9 * 10**9, 10**9)  # type: ignore[attr-defined]  # as above
+        assert sentence in said and "--gpu cpu" in said and said.count("\n") == 1, "the remedy"
+    monkeypatch.setattr(installer.sys, "platform", "linux")
     with monkeypatch.context() as patch:
-        patch.setattr(installer.shutil, "disk_usage", lambda _: usage)
+        patch.setattr(installer.shutil, "disk_usage", lambda _: disk(10**9))
         assert installer.main(["--gpu", "rocm", "--prefix", str(tmp_path)]) == 1
     assert "has 0.9 GiB free, PyTorch and its packages need 22" in capsys.readouterr().err
     with monkeypatch.context() as patch:
@@ -139,19 +136,16 @@ def test_a_small_disk_root_and_an_old_python_are_refused(
     assert "Python 3.10, lora-train needs 3.11 to 3.13" in capsys.readouterr().err
 
 
-def test_windows_paths_are_below_localappdata(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = Path("C:/Users/ann/AppData/Local")
-    monkeypatch.setenv("LOCALAPPDATA", str(home))
-    monkeypatch.setattr(installer, "WINDOWS", True)
-    paths = installer.locations(None)
-    assert paths.python == home / "lora-train" / "environment" / "Scripts" / "python.exe"
-    assert paths.command == home / "lora-train" / "bin" / "lora-train.cmd"
-
-
 @pytest.mark.parametrize("text", [None, "C:\\\\Tools;%USERPROFILE%\\\\bin;"])
-def test_the_command_is_added_to_the_path_of_a_windows_user_and_taken_off(
+def test_the_command_is_below_localappdata_and_on_the_path_of_a_windows_user_until_taken_off(
     text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    home = Path("C:/Users/ann/AppData/Local/lora-train")
+    monkeypatch.setenv("LOCALAPPDATA", str(home.parent))
+    monkeypatch.setattr(installer, "WINDOWS", True)
+    paths = installer.locations(None)
+    assert paths.python == home / "environment" / "Scripts" / "python.exe"
+    assert paths.command == home / "bin" / "lora-train.cmd"
     registry = {} if text is None else {"Path": (text, "REG_EXPAND_SZ")}
     told: list[tuple[object, ...]] = []
 
@@ -172,7 +166,7 @@ def test_the_command_is_added_to_the_path_of_a_windows_user_and_taken_off(
     monkeypatch.setitem(sys.modules, "winreg", winreg)
     windows = SimpleNamespace(user32=SimpleNamespace(SendMessageTimeoutW=lambda *a: told.append(a)))
     monkeypatch.setitem(sys.modules, "ctypes", SimpleNamespace(windll=windows))
-    folder = Path("C:/Users/ann/AppData/Local/lora-train/bin")
+    folder = home / "bin"
     for _ in range(2):
         installer.add_to_windows_path(folder)
     assert registry["Path"] == (";".join([*([text] if text else []), str(folder)]), "REG_EXPAND_SZ")
@@ -212,6 +206,7 @@ def test_a_mac_user_keeps_the_file_that_bash_reads_and_a_shell_that_is_not_known
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ZDOTDIR", raising=False)
     monkeypatch.setenv("SHELL", "/bin/bash")
     monkeypatch.setattr(installer.sys, "platform", "darwin")
     (tmp_path / ".profile").touch()
@@ -220,30 +215,10 @@ def test_a_mac_user_keeps_the_file_that_bash_reads_and_a_shell_that_is_not_known
     assert installer.shell_file() is None
     assert installer.main(["--dry-run"]) == 0
     assert "  5. " not in capsys.readouterr().out
-
-
-def test_a_shell_file_that_cannot_be_written_leaves_the_installation_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SHELL", "/bin/zsh")
-    monkeypatch.delenv("ZDOTDIR", raising=False)
-    (tmp_path / ".zshrc").mkdir()
+    (tmp_path / ".zshrc").mkdir()  # a file that cannot be written leaves the installation whole
     assert not installer._tell_terminals(installer.locations(None))
     assert "add " in capsys.readouterr().out
-
-
-def test_a_place_that_the_user_chose_is_left_on_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **options: object) -> None:
-        raise AssertionError("PATH was changed")
-
-    monkeypatch.setattr(installer, "change_path", refuse)
-    (tmp_path / "environment").mkdir()
-    (tmp_path / "environment" / installer.MARKER).touch()
-    assert installer.main(["--uninstall", "--yes", "--prefix", str(tmp_path)]) == 0
-    assert not (tmp_path / "environment").exists()
 
 
 def wheel(folder: Path, name: str, version: str, files: Mapping[str, str], extra: str = "") -> Path:
@@ -316,7 +291,9 @@ def test_installs_offline_runs_goes_on_and_is_removed_without_a_trace(tmp_path: 
     assert again.returncode == 1 and "nothing to remove" in again.stderr
 
 
-def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
+def test_what_others_put_there_and_a_place_that_the_user_chose_on_path_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix = tmp_path / "prefix"
     (prefix / "bin").mkdir(parents=True)
     (prefix / "bin" / "lora-train").write_text("mine")
@@ -329,3 +306,11 @@ def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
         refused = run(*arguments, "--yes", "--prefix", str(prefix))
         assert refused.returncode == 1
     assert (prefix / "environment" / "thesis.txt").read_text() == "mine"
+
+    def refuse(*_: object, **options: object) -> None:
+        raise AssertionError("PATH was changed")
+
+    monkeypatch.setattr(installer, "change_path", refuse)
+    (prefix / "environment" / installer.MARKER).touch()
+    assert installer.main(["--uninstall", "--yes", "--prefix", str(prefix)]) == 0
+    assert not (prefix / "environment").exists()
