@@ -17,7 +17,9 @@ from lora_trainer.config.running import Config
 from lora_trainer.run import run_folder
 
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
-BEFORE |= {"output.keep_best": False}
+PATIENCE = "train.stop_after_validations"
+"""Free by itself, but with it the validations decide something."""
+BEFORE |= {"output.keep_best": False, PATIENCE: None}
 OTHERS = (
     set(setting_keys())
     - run_folder.FREE_SETTINGS
@@ -103,7 +105,7 @@ def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
             compared({key: "now", "train.seed": "now"})
 
 
-FREE, ROUNDING = sorted(run_folder.FREE_SETTINGS), sorted(run_folder.ROUNDING_SETTINGS)
+FREE, ROUNDING = sorted(run_folder.FREE_SETTINGS - {PATIENCE}), sorted(run_folder.ROUNDING_SETTINGS)
 
 
 @given(
@@ -137,8 +139,9 @@ def test_a_device_that_is_not_deterministic_never_promises_the_bits() -> None:
     )
 
 
-def test_when_and_what_is_validated_matters_where_it_decides_something() -> None:
-    before = BEFORE | {"output.keep_best": True}
+@pytest.mark.parametrize("watching", ["output.keep_best", PATIENCE])
+def test_when_and_what_is_validated_matters_where_it_decides_something(watching: str) -> None:
+    before = BEFORE | {watching: 3}
     for key in ("train.validate_every_steps", "output.weights"):
         changed = compared({key: "now"}, before=before, now=before)
         assert changed == ("CHANGED", [f"{key}: before -> now"])

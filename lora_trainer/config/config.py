@@ -319,7 +319,6 @@ RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
     "adapter.init": ("refused", ("default",)),
     "train.tighten_on_spike": ("result", (False,)),
     "train.lower_on_plateau": ("result", (False,)),
-    "train.stop_after_validations": ("result", (None,)),
 }
 """Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
 another without it, and the values for which nothing is."""

@@ -189,6 +189,13 @@ class TrainSettings(Section, Generic[A_co]):
     validate_every_steps: Interval | A_co = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
     )
+    stop_after_validations: int | None = enforced_setting(
+        None,
+        "stop after this many validations in a row without a lower loss; none: train all steps",
+        ge=1,
+        le=1000,
+        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
     deterministic: bool = setting(
         False,
         "ask CUDA for deterministic kernels (slower; CPUs are deterministic anyway)",

@@ -201,11 +201,12 @@ def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:
             where = f" at step {fields['step']} of {steps}" if steps else ""
             yield f"stopped{where}: {fields['reason']}"
         case "finished":
+            early = f" (ended early: {fields['early']})" if fields.get("early") else ""
             took, loss = duration_text(fields["seconds"]), "nothing was validated"
             if fields["validation_loss"] is not None:
                 base_loss = measured(fields["base_validation_loss"])
                 loss = f"validation loss {_compared(fields['validation_loss'], base_loss)}"
-            yield f"finished {fields['step']} steps in {took}: {fields['export']}; {loss}"
+            yield f"finished {fields['step']} steps in {took}: {fields['export']}{early}; {loss}"
 
 
 def _compared(loss: float, base_loss: float) -> str:

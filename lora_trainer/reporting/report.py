@@ -134,11 +134,12 @@ def verdict(history: RunHistory) -> tuple[str, str, str]:
     if base is not None and last is not None:
         compared = f"the validation loss is {against_base(last.loss, base.loss)}"
     if end is not None and end["event"] == "finished":
+        early = f"; ended early, as {end['early']}" if end.get("early") else ""
         if last is None:
             compared = f"{len(history.steps):,} steps; nothing was validated"
         elif base is None:
             compared = f"the validation loss is {loss_text(last.loss)}; the base was not validated"
-        return "finished", f"Finished: {compared}.", ""
+        return "finished", f"Finished: {compared}{early}.", ""
     progress = f"step {history.steps[-1].step if history.steps else 0:,} of {_planned(history)}"
     also = f"; {compared}" if compared else ""
     if end is None:

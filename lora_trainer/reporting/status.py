@@ -253,8 +253,10 @@ def after(status: RunStatus, event: Event) -> RunStatus:
         case "sample" if status.phase == "sample":  # made between steps: the next one begins
             return _training(status, "training")
         case "finished":
+            early = f" early: {fields['early']}" if fields.get("early") else ""
+            message = f"finished{early}"
             return replace(
-                status, state="finished", step=fields["step"], message="finished", exit_code=0
+                status, state="finished", step=fields["step"], message=message, exit_code=0
             )
         case "stopped":
             code = fields["exit_code"]

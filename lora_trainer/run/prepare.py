@@ -382,10 +382,15 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
         # `check` lists them, but a training would learn from them.
         bad = "; ".join(f"{shown(finding.file or '')} {finding.what}" for finding in masks)
         raise InputError(f"masks cannot be used: {bad}", fix=masks[0].advice)
-    if settings.output.keep_best and not held_out:
+    switches = {
+        "output.keep_best": settings.output.keep_best,
+        "train.stop_after_validations": settings.train.stop_after_validations is not None,
+    }
+    keys = " and ".join(key for key, is_asked in switches.items() if is_asked)
+    if keys and not held_out:
         raise RequestError(
-            "output.keep_best needs the validation loss, but no image is held out for it",
-            fix="add images, raise data.validation_fraction, or leave output.keep_best out",
+            f"{keys} need the validation loss, but no image is held out for it",
+            fix=f"add images, raise data.validation_fraction, or leave {keys} out",
         )
 
 

@@ -61,10 +61,12 @@ FREE_SETTINGS = frozenset(
     | {
         "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps", "data.max_bad_fraction", "data.max_megapixels",
         "data.min_score", "hardware.vram_limit_gib", "hardware.process_timeout_s", "train.validate_every_steps",
+        "train.stop_after_validations",
     }
 )  # fmt: skip
+# With one of the first settings, validations influence training; then the second may not change either.
+_WATCHING = ("train.stop_after_validations", "output.keep_best")
 _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
-"""Settings that decide which weights are the best: with output.keep_best they may not change either."""
 _BY_VALIDATIONS = "train.lower_on_plateau"
 """A setting of earlier versions that had no effect in a run without validations."""
 # Settings that change only rounding: a resume may change them; all random draws stay the same, not all bits.
@@ -211,7 +213,7 @@ def compare(
     have counts as its default; one that is gone counts where its value had an effect.
     """
     before = flatten(Config()) | dict(before)
-    free = FREE_SETTINGS - (_WATCHED if now["output.keep_best"] else set())
+    free = FREE_SETTINGS - (_WATCHED if any(now[key] for key in _WATCHING) else set())
     changed = [key for key in now if before[key] != now[key] and key not in free]
     refused = [f"{key} {before[key]} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS]
     if refused:

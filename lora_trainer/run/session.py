@@ -141,7 +141,7 @@ def _export(
     began_s: float,
 ) -> None:
     """Write the final file, and whatever the settings ask for of a finished training."""
-    output, events = job.prepared.config.output, job.events
+    output, events, best_step = job.prepared.config.output, job.events, end.guard.best
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
@@ -157,9 +157,16 @@ def _export(
         row for row in read_events(job.folder.path / EVENTS_FILE) if row["event"] == "validation"
     ]
     losses = [row["loss"] for row in rows if "loss" in row] or [None]
+    early = ""
+    if end.step != job.prepared.config.train.steps:
+        early = (
+            f"the validation loss has not fallen for {best_step.stale} validations; "
+            f"it was lowest at step {best_step.step}"
+        )
     events.emit(
         "finished",
         step=end.step,
+        early=early,
         seconds=seconds,
         export=file.name,
         validation_loss=losses[-1],
@@ -245,6 +252,7 @@ def _training(
         plain_remedies=plain_remedies,
         restore=restore,
         stages=stages(config, adapter),
+        stop_after_validations=config.train.stop_after_validations,
         afterwards=afterwards,
         from_zero=parts.from_zero,
         compiled=compiled,
@@ -272,7 +280,7 @@ def fixed_loss_actions(
         chosen=parts.chosen,
         every_steps=config.train.validate_every_steps,
         events=job.events,
-        watch_best=config.output.keep_best,
+        watch_best=config.output.keep_best or config.train.stop_after_validations is not None,
         on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
     )
     step = None

@@ -22,10 +22,11 @@ from lora_trainer.common.errors import TrainingStopped
 
 @dataclass(frozen=True, kw_only=True)
 class BestValidation:
-    """The lowest validation loss of a trained adapter, and its step."""
+    """The lowest validation loss of a trained adapter, its step, and the number of validations since."""
 
     loss: float | None = None
     step: int = 0
+    stale: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +89,10 @@ class GuardState:
     def from_plain(cls, values: Mapping[str, Any]) -> GuardState:
         """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
 
-        Values that only older versions had (`ungraphed`, `trend`, `plateau`, `skipped`, `best.stale`) are ignored.
+        Values that only older versions had (`ungraphed`, `trend`, `plateau`, `skipped`) are ignored.
         """
         current = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        best = {name: value for name, value in values.get("best", {}).items() if name != "stale"}
-        current["best"] = BestValidation(**best)
+        current["best"] = BestValidation(**values.get("best", {}))
         return cls(**current | {"learning": Learning(**values.get("learning", {}))})
 
     def after_step(self, *, finite: bool, step: int) -> GuardState:
@@ -109,12 +109,13 @@ class GuardState:
         return state
 
     def with_best(self, loss: float, *, step: int) -> GuardState:
-        """Return the state after the validation loss of a step, if that is the lowest so far."""
-        is_lower = math.isfinite(loss) and (self.best.loss is None or loss < self.best.loss)
-        # At step 0 it is that of the untouched base, which is no adapter.
-        return (
-            replace(self, best=BestValidation(loss=loss, step=step)) if step and is_lower else self
-        )
+        """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""
+        best = self.best
+        if step == 0:  # the untouched base is no adapter
+            return self
+        if math.isfinite(loss) and (best.loss is None or loss < best.loss):
+            return replace(self, best=BestValidation(loss=loss, step=step))
+        return replace(self, best=replace(best, stale=best.stale + 1))
 
     def after_going_back(self, failed: GuardState) -> GuardState:
         """Return the state to continue with from this one, the last whose weights are whole."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,7 +118,7 @@ def _train(training: Training, start: Progress) -> Progress:
     with training.feeder.stream(
         start.step, training.steps, ahead=training.prefetch_steps
     ) as prepared_steps:
-        while progress.step < training.steps:
+        while progress.step < training.steps and not _has_converged(training, progress):
             try:
                 # ---- data: a thread prepares batches ahead, so this is the time the device may sit idle
                 began_s = time.perf_counter()
@@ -175,6 +175,9 @@ def _train(training: Training, start: Progress) -> Progress:
                 # for the reports that are still pending.
                 progress = _act(training, due, reports.judge(progress))
                 reports.lap_began_s = time.perf_counter()
+            if not progress.ending and _has_converged(training, progress):
+                progress = replace(progress, ending=True)
+                progress = _act(training, _due(training, progress, but=due), progress)
             if signal_number is not None:
                 raise StoppedBySignal(
                     signal_number,
@@ -182,6 +185,15 @@ def _train(training: Training, start: Progress) -> Progress:
                     fix=RESUME,
                 )
     return progress
+
+
+def _has_converged(training: Training, progress: Progress) -> bool:
+    """Say whether the validation loss has not fallen for `stop_after_validations` validations.
+
+    It is a function of the saved guard state alone, so a resumed run decides the same.
+    """
+    limit = training.stop_after_validations
+    return limit is not None and progress.guard.best.stale >= limit
 
 
 def report_lag(device: torch.device) -> int:
@@ -204,9 +216,10 @@ def _save_whole_steps(training: Training, progress: Progress) -> None:
         training.events.problem(error.found, fix=error.fix, code="CKP-03")
 
 
-def _due(training: Training, progress: Progress) -> list[Action]:
-    """Return the actions of this step, in order."""
-    return [action for action in training.actions if action.due(progress)]
+def _due(training: Training, progress: Progress, *, but: Collection[Action] = ()) -> list[Action]:
+    """Return the actions of this step, in order, except those `but` that it has run already."""
+    done = {id(action) for action in but}
+    return [a for a in training.actions if id(a) not in done and a.due(progress)]
 
 
 def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progress:

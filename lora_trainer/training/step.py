@@ -89,7 +89,8 @@ class Training:
     `plain_remedies` the out-of-memory fallbacks that remain there.
     `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
     it, instability ends the run.
-    `stages`: parts of the adapter whose training stops before the last step.
+    `stages`: parts of the adapter whose training stops before the last step. `stop_after_validations`: end
+    after so many validations without a lower loss.
     `afterwards` are called in order after each optimizer step with the number of finished steps; they may
     change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
     `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
@@ -117,6 +118,7 @@ class Training:
     plain_remedies: Sequence[OomFallback] = ()
     restore: Callable[[], Progress] | None = None
     stages: Sequence[FreezeAfter] = ()
+    stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()
     compiled: CompiledBlocks | None = None

@@ -56,6 +56,7 @@ SETTINGS: Mapping[str, Any] = {
     "output__keep_best": True,
     "train__ema_decay": 0.9,
     "train__new_tokens_until": 0.5,
+    "train__stop_after_validations": 1000,
     "train__text_encoder_until": 0.5,
 }
 PRIORS: dict[str, Any] = {}
