@@ -60,7 +60,7 @@ def test_doctor_prints_marked_sentences_and_no_fields(
 
 
 LACKING = with_cards(CARD)
-LACKING = replace(LACKING, packages={**LACKING.packages, "peft": None, "prodigyopt": None})
+LACKING = replace(LACKING, packages={**LACKING.packages, "peft": None, "xformers": None})
 BOUND = replace(
     with_cards(CARD),
     pinnable_bytes=GIB // 2,
@@ -88,7 +88,7 @@ WHEEL = "pip install --force-reinstall torch --index-url https://download.pytorc
         (with_cards(BUSY), None, "warn", "2.00 GiB of 24.00 GiB free"),
         (with_cards(GTX), None, "warn", "lower data.resolution"),
         (LACKING, None, "warn", "pip install peft"),
-        (LACKING, None, "ok", "to install it: pip install prodigyopt"),
+        (LACKING, None, "ok", "to install it: pip install xformers"),
         (MPS, None, "ok", "no adamw8bit"),
         (BOUND, None, "ok", "0.50 GiB may be pinned for copies to it (WSL2 refuses more)"),
         (LACKING, None, "ok", "HF_HUB_OFFLINE is set"),

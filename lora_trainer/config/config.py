@@ -314,7 +314,6 @@ RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
     "memory.kept_share": ("rounding", ("auto", 0.0)),
     "memory.modulation_cache": ("rounding", ("auto", False)),
     "memory.base_matmul": ("rounding", ("auto", "dequantized")),
-    "memory.attention": ("rounding", ("auto", "sdpa")),
     "hardware.cuda_graphs": ("rounding", ("auto", False)),
     "adapter.init": ("refused", ("default",)),
     "train.tighten_on_spike": ("result", (False,)),

@@ -174,15 +174,19 @@ WORKS_ANYWHERE: Mapping[str, Any] = {
     "memory.base_precision": "auto",
     "memory.streamed_blocks": 0,
     "memory.text_encoder_offload": False,
+    "memory.attention": "sdpa",
     "hardware.compile": "none",
 }
 """The value of each setting with needs that every machine meets."""
 PACKAGE_NEEDS: Mapping[tuple[str, Any], str] = {
     **{("optimizer.name", name): package for name, package in OPTIMIZER_PACKAGES.items()},
     ("memory.base_precision", "nf4"): "bitsandbytes",
+    ("memory.attention", "xformers"): "xformers",
 }
 OF_HOST_MEMORY = ("memory.streamed_blocks", "memory.text_encoder_offload")
 """Settings that need a GPU with memory of its own."""
+WISHES = ("memory.attention",)
+"""Settings whose value is replaced even if it is the user's, because the result is the same without it."""
 
 
 def unmet_needs(
@@ -206,18 +210,25 @@ def unmet_needs(
                 kind = "a GPU with memory of its own, but this run is on the processor"
             elif not gpu.can.own_memory:
                 kind = "a GPU with memory of its own, but this GPU shares the machine's memory"
+        elif (key, value) == ("memory.attention", "xformers") and gpu is None:
+            kind = "a GPU"
+        lead = f"instead of {value}, which" if key in WISHES else f"{value} is preset, but"
         # The kind of GPU comes first: a package would not help where the GPU cannot run it.
         if gpu is not None and (why := gpu.can.against(key, value)):
-            problem, reason = f"does not work on {gpu.can.says}: {why}", why
+            problem, reason = (
+                f"does not work on {gpu.can.says}: {why}",
+                f"{value} is preset, but {why}",
+            )
         elif kind:
-            problem, reason = f"needs {kind}", f"needs {kind}"
+            problem, reason = f"needs {kind}", f"{lead} needs {kind}"
         elif package and packages.get(package) is None:
             problem, fix = f"needs {package}, which is not installed", f"pip install {package}, or "
-            reason = f"{package} is missing (pip install {package})"
+            subject = "" if key in WISHES else f" {package}"
+            reason = f"{lead}{subject} is missing (pip install {package})"
         else:
             continue
-        if not is_preset(key):
+        if not (is_preset(key) or (key in WISHES and not problem.startswith("does not"))):
             fix += f"use --set {key}={typed(instead)}"
-            error = RequestError if kind else MachineError
+            error = RequestError if kind and key in OF_HOST_MEMORY else MachineError
             raise error(f"{key}={typed(value)} {problem}", fix=fix)
-        yield key, instead, f"{value} is preset, but {reason}"
+        yield key, instead, reason

@@ -60,6 +60,9 @@ class MemorySettings(Section, Generic[A_co]):
         only_for=CARD,
         headline=True,
     )
+    attention: A_co | Literal["sdpa", "xformers"] = setting(
+        "auto", "attention kernels; auto: SDPA", only_for=CARD
+    )
     text_encoder_precision: Precision | A_co = setting(
         "auto",
         "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16",

@@ -113,9 +113,11 @@ def variants(prepared: Prepared) -> Iterator[Settings]:
         "memory.gradient_checkpointing": ("none", "light", "selective", "full"),
         "data.resolution": tuple(filter(None, sides_px)),
     }
-    takes_fp16 = config.hardware.device != "cpu" and "fp16" in prepared.family.traits.precisions
-    if takes_fp16 and config.train.precision == "bf16":
-        values["train.precision"] = ("fp16",)
+    if config.hardware.device != "cpu":
+        if prepared.hardware.packages.get("xformers"):
+            values["memory.attention"] = ("sdpa", "xformers")
+        if config.train.precision == "bf16" and "fp16" in prepared.family.traits.precisions:
+            values["train.precision"] = ("fp16",)
     planned = flatten(config)
     for key, choices in values.items():
         for value in choices:

@@ -1,4 +1,4 @@
-"""The repeated blocks of a network, fused by torch.compile (inductor).
+"""The kernels of a network: attention, and the repeated blocks fused by torch.compile (inductor).
 
 Blocks of one class and shape share a graph, so compiling a network takes as long as compiling a few blocks
 (`compile_repeated_blocks` of diffusers does the same). Only the forward function of a block is compiled:
@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lora_trainer.common.errors import first_line
+from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, first_line
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.out_of_memory import is_out_of_memory
 
@@ -114,3 +114,23 @@ def compiler_version(device: torch.device) -> str:
     except OSError:
         return "none"
     return completed.stdout.partition("\n")[0]
+
+
+def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> None:
+    """Make `denoiser` use these kernels; raises MachineError when they cannot be used here."""
+    if kind == "sdpa":  # the default of every diffusers network
+        return
+    # `set_attention_backend` silently does nothing on a U-Net: the networks' own method, checked afterwards.
+    try:
+        denoiser.enable_xformers_memory_efficient_attention()  # type: ignore[operator]
+    except (*BROKEN_PACKAGE, ValueError) as error:
+        raise MachineError(
+            f"memory.attention=xformers cannot be used: {first_line(error)}",
+            fix="use --set memory.attention=sdpa",
+        ) from None
+    processors = {type(processor).__name__ for processor in denoiser.attn_processors.values()}  # type: ignore[operator]
+    if not all("XFormers" in name for name in processors):
+        raise MachineError(
+            f"memory.attention=xformers was accepted but {sorted(processors)} are in use",
+            fix="use --set memory.attention=sdpa",
+        )

@@ -184,8 +184,9 @@ class SelectivePolicy:
 
 @cache
 def _is_attention(kernel: Any) -> bool:
-    """Say by its name whether a kernel is a fused attention."""
-    return "attention" in kernel.__name__
+    """Say by its name whether a kernel is a fused attention of torch or xformers ("flash_fwd" is the latter's)."""
+    name = kernel.__name__
+    return "attention" in name or "flash_fwd" in name
 
 
 def selective_contexts(worth: SavePolicy) -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -215,6 +215,7 @@ class _Planner:
         )
         for key, value, reason in replaced:
             self.decide(key, value, reason)
+        self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")
 
     def decide_optimizer(self) -> None:
         """Replace presets that suit only AdamW where another optimizer is used; the user's values stay."""
@@ -312,6 +313,7 @@ class _Planner:
             "this gradient checkpointing keeps results of single kernels, which compiled code merges": (
                 config.memory.gradient_checkpointing in KEEP_ATTENTION
             ),
+            "memory.attention=xformers cannot be compiled": config.memory.attention == "xformers",
         }
         obstacles = [reason for reason, holds in reasons.items() if holds]
         if obstacles and config.hardware.compile == "blocks":

@@ -35,6 +35,7 @@ from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.network.block_swap import Streamed, offload, stream_blocks
+from lora_trainer.network.compiling import apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
 from lora_trainer.run.device import CPU, oom_as_error, planned_device
@@ -185,6 +186,7 @@ def load_networks(prepared: Prepared) -> Networks:
     smaller = streamed or base_precision in QUANTIZATIONS
     load_device = CPU if smaller else device
     denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=load_device)
+    apply_attention(denoiser, config.memory.attention)
     if base_precision in ("int8", "fp8", "nf4"):
         skip = family.traits.quantization_skip
         quantize(denoiser, base_precision, device=device, skip=skip)

@@ -154,7 +154,7 @@ def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
     if all(is_optional(name) for name in notes):
         yield ok("All required packages are installed.")
     for name in missing:
-        if name == "triton" and (gpu is None or not gpu.can.compiles):
+        if name in ("xformers", "triton") and (gpu is None or not gpu.can.compiles):
             continue  # useful on NVIDIA's GPUs only
         purpose = PURPOSES[name].removeprefix("optional: ")
         sentence = f"{name} is not installed and not required: {purpose}."

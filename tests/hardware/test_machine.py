@@ -261,7 +261,7 @@ def of_kind(fake: Any, build: TorchBuild) -> Hardware:
         Gpu(**fields, compute_capability=None, driver=build.toolkit)
         for fields in json.loads(json.dumps(device_calls.found_by_torch(torch=fake)))
     )
-    packages = dict.fromkeys((*MACHINE.packages, "triton"), "1")
+    packages = dict.fromkeys((*MACHINE.packages, "xformers", "triton"), "1")
     return replace(MACHINE, gpus=found, packages=packages, torch=build)
 
 

@@ -6,6 +6,7 @@ Windows' own names (CON, a dot at the end) need Windows; they are not tried here
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware import machine
+from lora_trainer.network.compiling import apply_attention
 from lora_trainer.training.optimizers import build_optimizer
 from tests.fakes.runs import STEPS, Toy, events, listing, run_cli, start, toy
 
@@ -156,6 +158,17 @@ def test_env_03_a_broken_bitsandbytes_is_named_with_what_helps(
     assert str(broken) in told.value.found
 
 
+def test_env_03_a_broken_xformers_is_named_with_what_helps() -> None:
+    class Denoiser(nn.Module):
+        attn_processors: Mapping[str, object] = {}
+
+        def enable_xformers_memory_efficient_attention(self) -> None:
+            raise OSError("libcudart.so.13: cannot open shared object file")
+
+    with pytest.raises(MachineError, match=r"libcudart.so.13.*memory.attention=sdpa"):
+        apply_attention(Denoiser(), "xformers")
+
+
 def test_env_03_doctor_says_what_is_wrong_with_each_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -168,14 +181,14 @@ def test_env_03_doctor_says_what_is_wrong_with_each_package(
         "torch": "2.5.1+cu124",
         "peft": "0.22.0",
         "bitsandbytes": "0.51.0",
-        "prodigyopt": None,
+        "xformers": None,
     }
     monkeypatch.setattr("importlib.metadata.requires", lambda name: requirements)
     assert machine.package_notes({**versions, "gradio": "6.31.0"}) == {
         "torch": '<2.14,>=2.10 is needed: pip install "torch<2.14,>=2.10"',
         "peft": '<0.22,>=0.21 is needed: pip install "peft<0.22,>=0.21"',
         "bitsandbytes": '<0.51,>=0.49 is needed: pip install "bitsandbytes<0.51,>=0.49"',
-        "prodigyopt": "not installed: pip install prodigyopt",
+        "xformers": "not installed: pip install xformers",
     }
     later = {"torch": "2.13.0+cpu", "peft": "0.21.2.dev0"}
     assert machine.package_notes(later) == {}

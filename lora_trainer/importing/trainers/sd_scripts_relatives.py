@@ -159,6 +159,8 @@ def _numbers_and_words(foreign: Foreign) -> None:
         "multires_noise_iterations", "multires_noise_discount")  # fmt: skip
     for key in unused if "noise_offset_type" in foreign.values else ():
         _drop(foreign, key, f"noise_offset_type is {kind}")
+    if foreign.values.get("xformers") is not None:
+        foreign.values["xformers"] = foreign.values["xformers"] in (True, "xformers")
     lines = foreign.word("sample_prompts", "").splitlines()
     texts = [line.partition(" --")[0].strip() for line in lines]
     texts = [text for text in texts if text and not text.startswith("#")]
