@@ -125,6 +125,7 @@ def chart_view(asked: Mapping[str, Any], *, best: int = 0) -> LossView:
         raise RequestError("this view of the chart is not one of the page", fix="reload the page")
     return LossView(
         smoothing=smoothing,
+        log=asked.get("log") is True,
         outliers=asked.get("outliers") is True,
         first=first,
         last=last,

@@ -31,7 +31,7 @@ FLAGS = {
     "publish": "--repository --public --json",
     "describe": f"{WRITTEN} --author --description --license --tags --title --trigger",
     "import": WRITTEN,
-    "validate": "--base --json --set",
+    "validate": "--base --clip --json --set",
     "sample": "--base --output --prompt --seed --strength",
     "profile": f"{PLANNED} --json --output --steps",
     "bench": f"{PLANNED} --json --only --steps",

@@ -1,4 +1,4 @@
-// The chart of the loss: smoothing, outliers, and a stretch of steps to look at closely.
+// The chart of the loss: smoothing, a logarithmic scale, outliers, and a stretch of steps to look at closely.
 // The server draws it. What is shown at first comes with the page; another view is asked for when it is chosen,
 // and again when the run has gone on. The choices are remembered for all runs, the stretch is not.
 import { make } from "/ui/dialog.js";
@@ -11,19 +11,20 @@ export function mount(place, { get, server, onchange }) {
   const saved = JSON.parse(localStorage.getItem(REMEMBERED) ?? "{}");
   const smoothing = make("select", {}, ...["none", "some", "much"].map((name) => make("option", { value: name, textContent: name })));
   smoothing.value = ["none", "much"].includes(saved.smoothing) ? saved.smoothing : "some";
+  const log = make("input", { type: "checkbox", checked: saved.log === true });
   const outliers = make("input", { type: "checkbox", checked: saved.outliers === true });
   const first = make("input", { type: "number", min: 0, placeholder: "first" });
   const last = make("input", { type: "number", min: 0, placeholder: "last" });
   const whole = make("button", { type: "button", textContent: "Whole run", hidden: true });
   const drawn = make("div", { className: "drawn" });
   const tools = make("div", { className: "chart-tools" },
-    make("label", {}, "Smoothing ", smoothing), make("label", {}, outliers, " All outliers"),
+    make("label", {}, "Smoothing ", smoothing), make("label", {}, log, " Logarithmic"), make("label", {}, outliers, " All outliers"),
     make("span", { className: "stretch" }, make("label", {}, "Steps ", first), make("label", {}, " to ", last), whole),
     make("span", { className: "quiet", textContent: "Drag over the chart to look closer." }));
   place.replaceChildren(tools, drawn);
   let asked = 0;
 
-  for (const field of [smoothing, outliers]) field.onchange = () => { remember(); show(); };
+  for (const field of [smoothing, log, outliers]) field.onchange = () => { remember(); show(); };
   for (const field of [first, last]) field.onchange = show;
   whole.onclick = () => { first.value = last.value = ""; show(); smoothing.focus(); };
   drawn.addEventListener("pointerdown", drag);
@@ -31,7 +32,7 @@ export function mount(place, { get, server, onchange }) {
   show();
 
   function remember() {
-    localStorage.setItem(REMEMBERED, JSON.stringify({ smoothing: smoothing.value, outliers: outliers.checked }));
+    localStorage.setItem(REMEMBERED, JSON.stringify({ smoothing: smoothing.value, log: log.checked, outliers: outliers.checked }));
   }
 
   async function show() {
@@ -41,8 +42,8 @@ export function mount(place, { get, server, onchange }) {
     whole.hidden = !zoomed;
     const turn = ++asked;
     let shown = markup;
-    if (steps && (zoomed || outliers.checked || smoothing.value !== "some")) {
-      const view = { smoothing: smoothing.value, outliers: outliers.checked };
+    if (steps && (zoomed || log.checked || outliers.checked || smoothing.value !== "some")) {
+      const view = { smoothing: smoothing.value, log: log.checked, outliers: outliers.checked };
       const stretch = { first: Number(first.value), last: Number(last.value) || ALL_STEPS };
       const run = new URL(location.href).searchParams.get("run");
       try {

@@ -162,14 +162,17 @@ def validate(
     dataset: Path | str,
     *,
     base: str | None = None,
+    clip: str | None = None,
     settings: Mapping[str, Any] = _NO_SETTINGS,
     listeners: Sequence[Listener] = (),
 ) -> Validation:
     """Score a LoRA against the images it was trained on (docs/scores.md); adds the score to a run's report.
 
-    Raises LoraTrainError.
+    `clip` names a CLIP image encoder on this machine. Raises LoraTrainError.
     """
     quiet_libraries()
     from lora_trainer.evaluate.validate import validate as measure
 
-    return measure(Path(run), Path(dataset), base=base, overrides=settings, listeners=listeners)
+    return measure(
+        Path(run), Path(dataset), base=base, clip=clip, overrides=settings, listeners=listeners
+    )

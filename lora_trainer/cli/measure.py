@@ -55,19 +55,24 @@ def validate(
     /,
     *,
     base: TrainedOn = None,
+    clip: str | None = None,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
     """Score a LoRA against the dataset it was trained on, part by part; adds it to the run's report.
 
     :param dataset: the images it was trained on
+    :param clip: CLIP image encoder on this machine that compares images: a folder or a Hub id
+        [default: openai/clip-vit-base-patch32 if it is there, else latents of a small VAE]
     """
     from lora_trainer import api
     from lora_trainer.reporting.console import ConsoleListener
 
     settings = overrides(set_)
     with ConsoleListener(console(stderr=True)) as listener:
-        validation = api.validate(run, dataset, base=base, settings=settings, listeners=(listener,))
+        validation = api.validate(
+            run, dataset, base=base, clip=clip, settings=settings, listeners=(listener,)
+        )
     if json:
         return validation.to_json()
     score = validation.score

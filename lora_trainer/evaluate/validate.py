@@ -2,39 +2,35 @@
 
 Input: a run folder or an adapter file, and the dataset it was trained on; output: a Validation, also
 as RUN/validation.json and in the run's report. Nothing is written beside a file or into the dataset.
-
-Samples are compared with the dataset's images as vectors, float32 [N, D]: latents of the embedded base's VAE, which
-hold colours and layout but no meaning. A sample's prompt is the caption of an image, so that image is left out in
-the search for copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from PIL import Image
-from torch import Tensor
-from torch.nn import functional as F
 
-from lora_trainer import families
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
-from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.dataset.caption_rules import has_trigger
 from lora_trainer.evaluate.evaluation import (
     Evaluation,
     build_evaluation,
     evaluated_lora_of,
-    pixels,
     plan_of,
 )
-from lora_trainer.families.locate import EMBEDDED, locate
+from lora_trainer.evaluate.features import (
+    LEAST_PICTURES,
+    Features,
+    ReferenceImages,
+    copy_ratio,
+    find_features,
+    set_distance,
+)
 from lora_trainer.reporting import score
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS, Validation
@@ -51,9 +47,6 @@ UNRELATED = (
     "a bowl of fruit on a wooden table",
 )
 """Prompts for subjects that a dataset is unlikely to hold; the miniature base was trained on the first two."""
-LEAST_PICTURES = 2
-GRIDS = (1, 2, 4)
-"""Cells per side over which latents are averaged: so coarse that a subject that moves a little still matches."""
 
 
 def validate(
@@ -61,14 +54,17 @@ def validate(
     dataset: Path,
     *,
     base: str | None = None,
+    clip: str | None = None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
     listeners: Sequence[Listener] = (),
 ) -> Validation:
     """Measure an adapter; writes validation.json and the report if `path` is a run folder.
 
-    `overrides` replace settings of the training. Raises LoraTrainError.
+    `clip` names a CLIP image encoder on this machine (`find_features`). `overrides` replace settings of the training.
+    Raises LoraTrainError.
     """
     events = EventStream(listeners=[*listeners])
+    features = find_features(clip)
     subject = evaluated_lora_of(path, base=base, overrides=overrides)
     plan = plan_of(subject, dataset)
     records = (*plan.held_out, *plan.trained)
@@ -82,13 +78,13 @@ def validate(
     ]
     with pinning(plan, events):
         scene = build_evaluation(subject, plan, prompts=(*prompts, *unrelated), events=events)
-        notes = list(_notes(scene))
+        notes = [f"image features: {features.name}", *_notes(scene)]
         findings = Validation(file=subject.file.name, notes=notes)
         measure_weights(scene.weights, findings)
         if scene.weights.finite:
             _measure_losses(scene, findings)
             events.emit("phase", phase="sample", message="samples", done=0, total=0)
-            _measure_samples(scene, prompts, findings)
+            _measure_samples(scene, prompts, features, findings)
             events.emit("phase", phase="sample", message="unrelated prompts", done=0, total=0)
             if unrelated:
                 images = scene.samples(unrelated, strength=0.0)
@@ -107,7 +103,6 @@ def validate(
 
 def _notes(scene: Evaluation) -> Iterator[str]:
     subject = scene.subject
-    yield f"image features: {IMAGE_FEATURES}"
     if not subject.has_settings:
         yield "the file does not say which images it was trained on, so all count as held out"
     elif not subject.fingerprint:
@@ -156,7 +151,9 @@ def _measure_losses(scene: Evaluation, findings: Validation) -> None:
     findings.figures |= gains
 
 
-def _measure_samples(scene: Evaluation, prompts: Sequence[str], findings: Validation) -> None:
+def _measure_samples(
+    scene: Evaluation, prompts: Sequence[str], features: Features, findings: Validation
+) -> None:
     """Measure similarity and memorisation."""
     plan = scene.plan
     records = (*plan.held_out, *plan.trained)[:MAX_ALBUM]
@@ -165,12 +162,12 @@ def _measure_samples(scene: Evaluation, prompts: Sequence[str], findings: Valida
         findings.leave_out("needs at least two images with different captions", *both)
         return
     album = ReferenceImages(
-        features=encode_images(scene.pictures(records)),
+        features=features.encode(scene.pictures(records)),
         captions=[record.caption for record in records],
         trained=[record not in plan.held_out for record in records],
     )
     base, adapted = (
-        encode_images(scene.samples(prompts, strength=strength)) for strength in (0.0, 1.0)
+        features.encode(scene.samples(prompts, strength=strength)) for strength in (0.0, 1.0)
     )
     if not torch.cat((base, adapted)).isfinite().all():
         findings.leave_out("features of the samples hold NaN or infinity", *both)
@@ -195,80 +192,3 @@ def _measure_samples(scene: Evaluation, prompts: Sequence[str], findings: Valida
         return
     findings.parts["memorisation"] = score.memorisation_part(base_ratio=before, adapted_ratio=after)
     findings.figures |= {"copy_ratio": after, "base_copy_ratio": before}
-
-
-# ---- images as vectors
-
-IMAGE_FEATURES = "latents of the embedded base's VAE"
-
-
-def encode_images(images: Sequence[Image.Image]) -> Tensor:
-    """Return means and deviations of the embedded VAE's latents over 1, 4 and 16 cells, float32 [N, 168]."""
-    facts = locate(BaseSettings(model=EMBEDDED))
-    encoder = families.family(facts.family).latents.encoder(facts, device=torch.device("cpu"))
-    squares = (pixels(image, side_px=facts.resolution_px) * 2 - 1 for image in images)
-    return torch.stack([pooled(encoder.encode_images(each)[0].mean) for each in squares])
-
-
-def pooled(latent: Tensor) -> Tensor:
-    """Return mean and deviation of [C, H, W] in the cells of each grid; all grids have the same weight."""
-    rows = []
-    for cells in GRIDS:
-        mean = F.adaptive_avg_pool2d(latent[None], cells)
-        square = F.adaptive_avg_pool2d(latent[None].square(), cells)
-        # E[x^2] - E[x]^2 may round below zero where a cell is uniform.
-        deviation = (square - mean.square()).clamp(min=0).sqrt()
-        # A grid has cells^2 numbers, so dividing by `cells` gives each grid the same squared norm.
-        rows.append(torch.cat([mean, deviation], dim=1).flatten() / cells)
-    return torch.cat(rows)
-
-
-def distances(first: Tensor, second: Tensor) -> Tensor:
-    """Return Euclidean distances [N, M] of [N, D] and [M, D], exact for near pairs too."""
-    # The product form |a|^2 + |b|^2 - 2ab cancels for near vectors, and copies are the nearest of all.
-    return torch.cdist(
-        first[None], second[None], compute_mode="donot_use_mm_for_euclid_dist"
-    ).squeeze(0)
-
-
-def set_distance(first: Tensor, second: Tensor) -> float:
-    """Return the energy distance of two sets of at least two vectors."""
-    return score.energy_distance(
-        distances(first, second).flatten().tolist(), _pairs(first), _pairs(second)
-    )
-
-
-def _pairs(features: Tensor) -> list[float]:
-    upper = torch.triu_indices(len(features), len(features), offset=1)
-    pair_distances: list[float] = distances(features, features)[upper[0], upper[1]].tolist()
-    return pair_distances
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceImages:
-    """Features [N, D] of a dataset's images with their captions; `trained` marks the training images."""
-
-    features: Tensor
-    captions: Sequence[str]
-    trained: Sequence[bool]
-
-
-def copy_ratio(samples: Tensor, prompts: Sequence[str], album: ReferenceImages) -> float | None:
-    """Return the mean over samples of nearest trained distance / nearest held-out distance.
-
-    Both sets are compared at the size of the smaller one. None where no trained or no held-out image is left.
-    """
-    ratios = []
-    for row, prompt in zip(distances(samples, album.features), prompts, strict=True):
-        near: dict[bool, list[float]] = {True: [], False: []}
-        every = zip(album.captions, album.trained, row.tolist(), strict=True)
-        for caption, is_trained, distance in every:
-            if caption.strip() != prompt.strip():
-                near[is_trained].append(distance)
-        count = min(map(len, near.values()))
-        if count == 0:
-            return None
-        held_out = score.expected_nearest(near[False], count=count)
-        if held_out > 0:
-            ratios.append(score.expected_nearest(near[True], count=count) / held_out)
-    return fmean(ratios) if ratios else None

@@ -20,7 +20,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -110,9 +110,9 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """The curves of a chart by step; `top` bounds the y axis, which starts at zero or below.
+    """The curves of a chart by step; `top` bounds the y axis: points above it are drawn at the edge.
 
-    Points above `top` are drawn at the edge.
+    With `log` the y axis is logarithmic, for positive lines. Otherwise it starts at zero or below.
     """
 
     title: str
@@ -120,6 +120,7 @@ class Chart:
     lines: Sequence[ChartLine]
     marks: Sequence[Mark] = ()
     top: float | None = None
+    log: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,7 @@ class Axes:
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]
     x_range: Point
+    log: bool = False
 
     left, top = LEFT_PX, TOP_PX
 
@@ -143,8 +145,10 @@ class Axes:
     def y(self, value: float) -> float:
         """Return the height of a value in pixels from the top; one outside of the range is at the edge."""
         low, high = self.y_ticks[0], self.y_ticks[-1]
-        share = (max(min(value, high), low) - low) / (high - low)
-        return self.bottom - (self.bottom - self.top) * share
+        value = max(min(value, high), low)
+        if self.log:
+            value, low, high = math.log10(value), math.log10(low), math.log10(high)
+        return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
 
     def path(self, points: Sequence[Point]) -> str:
         """Return the path of a line, thinned to about as many points as there are pixels, with its gaps."""
@@ -177,6 +181,7 @@ def axes_of(chart: Chart, *, width_px: int = WIDTHS_PX["wide"]) -> Axes | None:
     x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
     if chart.top is not None and chart.top > low:
         high = min(high, chart.top)
+    count = max(2, chart.height_px // 55)
     x_range = (x_low, x_high) if x_high > x_low else (x_low - 1, x_high + 1)
     x_ticks = round_ticks(*x_range, count=min(12, width_px // 60))
     return Axes(
@@ -188,8 +193,11 @@ def axes_of(chart: Chart, *, width_px: int = WIDTHS_PX["wide"]) -> Axes | None:
         x_ticks=[
             tick for tick in x_ticks if x_range[0] <= tick <= x_range[1] and tick.is_integer()
         ],
-        y_ticks=round_ticks(min(low, 0.0), high, count=max(2, chart.height_px // 55)),
+        y_ticks=log_ticks(low, high, count=count)
+        if chart.log
+        else round_ticks(min(low, 0.0), high, count=count),
         x_range=x_range,
+        log=chart.log,
     )
 
 
@@ -205,6 +213,17 @@ def round_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
     )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return tuple(float(f"{index * step:.10g}") for index in range(first, last + 1))
+
+
+def log_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
+    """Return 1, 2 and 5 times powers of ten that enclose [low, high], powers alone over `count` of them or more."""
+    # One power more at each end: a value one rounding below a power of ten has that power's logarithm.
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    factors = (1,) if math.log10(high / low) >= count - 1 else (1, 2, 5)
+    ticks = [float(f"{factor}e{power}") for power in powers for factor in factors]
+    below = max(tick for tick in ticks if tick <= low)
+    above = min(tick for tick in ticks if tick >= high and tick > below)
+    return tuple(tick for tick in ticks if below <= tick <= above)
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
@@ -273,6 +292,7 @@ class LossView:
     """How the loss chart is looked at: from step `first` to `last`, both included; `best` is marked, 0: none."""
 
     smoothing: Smoothing = "some"
+    log: bool = False
     outliers: bool = False
     first: int = 0
     last: int = sys.maxsize
@@ -310,11 +330,16 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
     if finite and not view.outliers:  # all that must show, and 98 % of the raw losses
         must_show = (loss for line in lines[1:] for _, loss in line.points if math.isfinite(loss))
         top = max([finite[math.ceil(0.98 * len(finite)) - 1], *must_show])
+    if view.log:  # a line breaks where it is not positive
+        lines = [
+            replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])
+            for line in lines
+        ]
     marks = [_mark(row) for row in history.marks if view.holds(row["step"])]
     if view.best and view.holds(view.best):
         tip = f"step {view.best:,}: the best of the saved steps"
         marks.append(Mark(x=view.best, css="best", tooltip=tip, rule=True))
-    chart = Chart(title="Loss", height_px=330, lines=lines, marks=marks, top=top)
+    chart = Chart(title="Loss", height_px=330, lines=lines, marks=marks, top=top, log=view.log)
     kinds = {mark.css for mark in chart.marks}
     legend = "; ".join(words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
     if legend:

@@ -20,6 +20,7 @@ from lora_trainer.reporting.history import read_history
 from tests.fakes.run_folder import fake_run
 
 RAW = curves.LossView(smoothing="none", outliers=True)
+LOG = curves.LossView(smoothing="none", outliers=True, log=True)
 WIDTH_PX, HEIGHT_PX, LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 1040, 330, 52, 1030, 22, 292
 numbers = st.floats(-1e6, 1e6).map(lambda value: round(value, 6))
 
@@ -71,6 +72,25 @@ def test_ticks_are_round_enclose_and_are_few(one: float, other: float) -> None:
     assert ticks[0] <= min(one, other, 0) + slack and ticks[-1] >= max(one, other) - slack
     assert 2 <= len(ticks) <= HEIGHT_PX // 55 + 2
     assert (places[ticks[0]], places[ticks[-1]]) == (BOTTOM_PX, TOP_PX)
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1.0, 1e4))
+@example(low=999999.9999999999, factor=1.0)
+def test_logarithmic_ticks_enclose(low: float, factor: float) -> None:
+    ticks = list(drawn([low, low * factor], LOG).y)
+    assert len(ticks) >= 2 and ticks == sorted(set(ticks))
+    assert ticks[0] <= low * (1 + 1e-9) and ticks[-1] >= low * factor * (1 - 1e-9)
+
+
+def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_height() -> None:
+    chart = drawn([0.01, 0.1, 0.0, 1.0], LOG)
+    at = [y for _, y in chart.points]
+    assert at[0] - at[1] == pytest.approx(at[1] - at[2], abs=0.2) and at[0] > at[2]
+    assert list(drawn([0.02, 0.05], LOG).y) == [0.02, 0.05]
+    assert chart.path.count("M") == 2  # nothing is drawn through the zero
+    assert drawn([0.0, -1.0], LOG).svg.startswith(
+        '<p class="quiet">Loss: nothing was recorded.</p>'
+    )
 
 
 def test_ticks_share_their_decimals() -> None:

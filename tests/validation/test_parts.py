@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter, ImageOps
 from torch import nn
 
-from lora_trainer.evaluate import validate as validation
+from lora_trainer.common.errors import InputError
+from lora_trainer.evaluate import features
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import update
 from lora_trainer.reporting import score as s
@@ -140,35 +142,53 @@ def test_alike_pictures_are_near_and_their_layout_counts() -> None:
     red = Image.new("RGB", (64, 64), "red")
     soft = red.resize((96, 128)).filter(ImageFilter.GaussianBlur(1))
     images = [red, soft, Image.new("RGB", (64, 64), "blue"), left, left, ImageOps.mirror(left)]
-    encoded = validation.encode_images(images)
-    near, far = validation.distances(encoded[:1], encoded[1:3])[0].tolist()
+    encoded = features.find_features().encode(images)
+    near, far = features.distances(encoded[:1], encoded[1:3])[0].tolist()
     assert near < 0.5 * far
     assert encoded.shape == (6, 168)
     assert torch.equal(encoded[3], encoded[4])
     assert (encoded[3] - encoded[5]).norm() > 0.3
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(30, 8, generator=generator) for _ in range(2))
-    assert abs(validation.set_distance(first, second)) < 0.2
-    assert validation.set_distance(first, second + 1) > 1
+    assert abs(features.set_distance(first, second)) < 0.2
+    assert features.set_distance(first, second + 1) > 1
+
+
+def test_a_clip_model_in_a_folder_is_used_by_name_and_another_is_refused(tmp_path: Path) -> None:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    with pytest.raises(InputError, match="nor in the local Hub cache"):
+        features.find_features("nobody/nothing")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        features.find_features(str(tmp_path))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = CLIPVisionConfig(**sizes, **layers)
+        CLIPVisionModelWithProjection(config).save_pretrained(tmp_path)
+    clip = features.find_features(str(tmp_path))
+    images = [Image.new("RGB", (64, 48), colour) for colour in ("red", "green", "blue")]
+    encoded = clip.encode(images)
+    assert "CLIP" in clip.name and encoded.shape == (3, 8)
+    assert torch.allclose(encoded.norm(dim=1), torch.ones(3))
 
 
 def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(12, 16, generator=generator)
     captions = [f"image {index}" for index in range(12)]
-    album = validation.ReferenceImages(
+    album = features.ReferenceImages(
         features=pictures, captions=captions, trained=[index < 8 for index in range(12)]
     )
     prompts = [f"image {index}" for index in range(8, 12)]
     new = torch.randn(4, 16, generator=generator)
     copies = pictures[:4] + 0.1 * new
-    told_new, told_copied = (
-        validation.copy_ratio(found, prompts, album) for found in (new, copies)
-    )
+    told_new, told_copied = (features.copy_ratio(found, prompts, album) for found in (new, copies))
     assert told_new is not None and told_copied is not None
     assert 0.8 < told_new < 1.25
     assert told_copied < 0.85
-    own = validation.copy_ratio(pictures[8:] + 0.1 * new, prompts, album)
+    own = features.copy_ratio(pictures[8:] + 0.1 * new, prompts, album)
     assert own is not None and own < 1.25, "the image whose caption is the prompt is left out"
-    alone = validation.ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
-    assert validation.copy_ratio(new, prompts, alone) is None
+    alone = features.ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
+    assert features.copy_ratio(new, prompts, alone) is None
