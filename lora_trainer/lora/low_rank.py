@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +39,6 @@ class LowRankUpdate:
     down: Tensor
     inputs: tuple[int, ...]
 
-    @property
-    def rank(self) -> int:
-        return self.up.shape[1]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Singular:
@@ -56,21 +52,6 @@ class Singular:
     right: Tensor
     inputs: tuple[int, ...]
     energy: float
-
-    def kept(self, rank: int) -> float:
-        """Return the share of the energy in the first `rank` values; 1 for an update of zero."""
-        if self.energy <= 0:
-            return 1.0
-        return min(1.0, float(self.values[:rank].square().sum()) / self.energy)
-
-    def lora(self, rank: int) -> ModuleTensors:
-        """Return the update cut to `rank`, float32, scale 1; both factors get half of every value."""
-        roots = self.values[:rank].sqrt()
-        return lora(
-            up=self.left[:, :rank] * roots,
-            down=roots[:, None] * self.right[:rank],
-            inputs=self.inputs,
-        )
 
 
 def lora(*, up: Tensor, down: Tensor, inputs: tuple[int, ...], scale: float = 1.0) -> ModuleTensors:
@@ -148,16 +129,6 @@ def fits(module: ModuleTensors, *, out: int, fan_in: int) -> bool:
         and columns in (0, fan_in)
         and fan_in % share == 0
         and shapes.get("bias", (out,))[0] == out
-    )
-
-
-def added(parts: Sequence[tuple[LowRankUpdate, float]]) -> LowRankUpdate:
-    """Return the weighted sum of updates of one module: their factors side by side."""
-    inputs = max((part.inputs for part, _ in parts), key=len)
-    return LowRankUpdate(
-        up=torch.cat([part.up * weight for part, weight in parts], dim=1),
-        down=torch.cat([part.down for part, _ in parts], dim=0),
-        inputs=inputs,
     )
 
 

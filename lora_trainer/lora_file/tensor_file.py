@@ -82,11 +82,8 @@ def open_checked(path: Path) -> Iterator[Opened]:
     path = file_of(path)
     try:
         if not path.is_file():  # a pipe would block
-            refuse(
-                path,
-                "is no file" if path.exists() else "does not exist",
-                fix="give the path of an adapter file",
-            )
+            fault = "is no file" if path.exists() else "does not exist"
+            refuse(path, fault, fix="give the path of an adapter file")
         with path.open("rb") as file:
             yield _opened(path, file)
     except OSError as error:
@@ -139,13 +136,10 @@ def _opened(path: Path, file: BinaryIO) -> Opened:
         metadata = header.pop("__metadata__", None) or {}
         entries = [
             HeaderEntry(
-                key=key,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                begin=entry["data_offsets"][0],
-                end=entry["data_offsets"][1],
+                key=key, dtype=each["dtype"], shape=tuple(each["shape"]), begin=begin, end=end
             )
-            for key, entry in header.items()
+            for key, each in header.items()
+            for begin, end in [each["data_offsets"]]
         ]
     except (SafetensorError, ValueError, RecursionError) as error:
         refuse(path, f"is not a safetensors file, or is cut off ({error})")
@@ -156,15 +150,9 @@ def _opened(path: Path, file: BinaryIO) -> Opened:
     for entry in entries:
         if entry.dtype not in ELEMENT_BYTES or len(entry.shape) > MAX_DIMENSIONS:
             refuse(path, f"has {entry.key!r} in {len(entry.shape)} dimensions of {entry.dtype}")
-    return Opened(
-        path=path,
-        file=file,
-        start=8 + length,
-        entries={
-            entry.key: entry for entry in sorted(entries, key=lambda each: (each.begin, each.end))
-        },
-        metadata=metadata,
-    )
+    entries.sort(key=lambda each: (each.begin, each.end))
+    by_key = {entry.key: entry for entry in entries}
+    return Opened(path=path, file=file, start=8 + length, entries=by_key, metadata=metadata)
 
 
 def json_object(text: str) -> dict[str, Any]:

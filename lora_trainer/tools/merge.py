@@ -26,7 +26,6 @@ from lora_trainer.lora.low_rank import (
     LowRankUpdate,
     NotLowRank,
     Singular,
-    added,
     approximated,
     kind_name,
     lora,
@@ -159,7 +158,6 @@ def _exact_sum(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> ModuleTens
             scale = scales.pop()
             units = [(replace(module, scale=1.0), 1.0) for module, _ in parts]
     try:
-        # U1 D1 + U2 D2 = [U1 U2] [D1; D2], so ranks add up.
         total = _side_by_side(key, units, kernel=kernel)
     except NotLowRank as error:
         raise RequestError(f"{key} cannot be added up: {error}", fix=_BAKE) from None
@@ -212,7 +210,12 @@ def _side_by_side(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> LowRank
             + " and ".join(f"{out}x{fan_in}" for out, fan_in in sorted(sizes)),
             fix="merge adapters of the same base model",
         )
-    return added(updates)
+    # U1 D1 + U2 D2 = [U1 U2] [D1; D2], so ranks add up.
+    return LowRankUpdate(
+        up=torch.cat([part.up * weight for part, weight in updates], dim=1),
+        down=torch.cat([part.down for part, _ in updates], dim=0),
+        inputs=max((part.inputs for part, _ in updates), key=len),
+    )
 
 
 def _with_bias(module: ModuleTensors, parts: Parts) -> ModuleTensors:
@@ -317,22 +320,32 @@ class RankCutter:
                 self.modules[key] = _exact_sum(key, parts, kernel=kernel)
                 continue
             decomposed = self._decomposed(key, parts, kernel=kernel, weight_of=weight_of)
-            module = parts[0][0]
-            is_whole = self.limits.rank_of(decomposed) >= min(module.rank, len(decomposed.values))
-            if keeps and is_whole and module.kind == "lora" and not module.dora:
-                self._add(key, module, decomposed, old_rank=module.rank, energy=1.0)
-            else:
-                self.cut(key, decomposed, old_rank=module.rank, parts=parts)
+            keeps_all = keeps and parts[0][0].kind == "lora" and not parts[0][0].dora
+            self.cut(key, decomposed, old_rank=parts[0][0].rank, parts=parts, keeps=keeps_all)
 
-    def cut(self, key: str, decomposed: Singular, *, old_rank: int, parts: Parts = ()) -> None:
-        """Keep the best LoRA of an update, with the biases of its `parts`."""
-        rank = self.limits.rank_of(decomposed)
-        module = _with_bias(decomposed.lora(rank), parts)
-        self._add(key, module, decomposed, old_rank=old_rank, energy=decomposed.kept(rank))
-
-    def _add(
-        self, key: str, module: ModuleTensors, decomposed: Singular, *, old_rank: int, energy: float
+    def cut(
+        self,
+        key: str,
+        decomposed: Singular,
+        *,
+        old_rank: int,
+        parts: Parts = (),
+        keeps: bool = False,
     ) -> None:
+        """Keep the best LoRA of an update, with the biases of its `parts`, float32 and of scale 1.
+
+        `keeps` leaves the only part as it is where all of its values are kept.
+        """
+        values, rank = decomposed.values, self.limits.rank_of(decomposed)
+        if keeps and rank >= min(old_rank, len(values)):
+            module, energy = parts[0][0], 1.0
+        else:
+            roots = values[:rank].sqrt()  # both factors get half of every value
+            up, down = decomposed.left[:, :rank] * roots, roots[:, None] * decomposed.right[:rank]
+            module = _with_bias(lora(up=up, down=down, inputs=decomposed.inputs), parts)
+            energy = 1.0  # of an update of zero
+            if decomposed.energy > 0:
+                energy = min(1.0, float(values[:rank].square().sum()) / decomposed.energy)
         self.modules[key] = module
         self.cuts[key] = {"old_rank": old_rank, "new_rank": module.rank, "energy": energy}
         self.reached += decomposed.energy

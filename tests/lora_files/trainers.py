@@ -7,14 +7,15 @@ of a file is some layers in one spelling and one kind. Facts: sd-scripts 48d368f
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -61,17 +62,9 @@ class Case:
         return self.name
 
 
-def case(name: str, family: str, *parts: Part, **more: object) -> Case:
-    return Case(name, family, parts, **more)
-
-
 def split(layers: Iterable[Layer]) -> list[Layer]:
     """Return layers in diffusers' names, joined ones apart: SD 1 and 2 have them in kohya's files too."""
     return [part for layer in layers for part in layer.split()]
-
-
-def only(layers: Iterable[Layer], *ends: str) -> list[Layer]:
-    return [layer for layer in layers if layer.name.endswith(ends)]
 
 
 def bare(*ends: str, **options: object) -> k.Kind:
@@ -80,159 +73,95 @@ def bare(*ends: str, **options: object) -> k.Kind:
 
 
 AB = ("lora_A.weight", "lora_B.weight")
-OLD = bare("lora.down.weight", "lora.up.weight")
 PROCESSOR = bare("_lora.down.weight", "_lora.up.weight")
 DEFAULT = bare("lora_A.default.weight", "lora_B.default.weight")
-PEFT, ORIGINAL = bare(*AB), k.lora(ends=(*AB, "alpha"))
-KOHYA, LOCON = k.lora(), k.lora(rank=4, alpha=2.0)
-UNET, TE, TE1, TE2, TE3 = (flat(f"lora_{name}_") for name in ("unet", "te", "te1", "te2", "te3"))
-MIX, LYCORIS, OFT = (flat(f"{name}_") for name in ("lora_transformer", "lycoris", "oft_unet"))
-TRANSFORMER, COMFY, BARE = dotted("transformer."), dotted("diffusion_model."), dotted("")
-DIFFUSERS_UNET, PEFT_FOLDER = dotted("unet."), dotted("base_model.model.")
-UNETS = {"sd15": a.SD15, "sd2": a.SD2, "sdxl": a.SDXL}
+KINDS: Mapping[str, k.Kind] = {
+    "kohya": k.lora(),
+    "locon": k.lora(rank=4, alpha=2.0),
+    "peft": bare(*AB),
+    "original": k.lora(ends=(*AB, "alpha")),
+    "old": bare("lora.down.weight", "lora.up.weight"),
+    "default": DEFAULT,
+    "processor": PROCESSOR,
+}
+"""Kinds that files.toml has by a name; others are a function of `kinds`, or "peft", with their options."""
 STATED = {
     "sd15": "sd_v1", "sd2": "sd_v2", "sdxl": "sdxl_base_v1-0", "sd3": "3-5-medium", "flux": "flux1",
     "flux2": "flux2", "chroma": "chroma", "zimage": "zimage", "qwen": "qwen_image",
 }  # fmt: skip
 
 
-def kohya_unet(family: str) -> list[Layer]:
-    return list(UNETS[family]) if family == "sdxl" else split(UNETS[family])
+def kind_of(kind: str | Mapping[str, Mapping[str, Any]]) -> k.Kind:
+    if isinstance(kind, str):
+        return KINDS[kind]
+    ((name, options),) = kind.items()
+    write: k.Kind = bare(*AB, **options) if name == "peft" else getattr(k, name)(**options)
+    return write
 
 
-def unet_texts(family: str) -> list[tuple[str, list[Layer], Spell, str]]:
-    """Return (component, layers, kohya's spelling, ComfyUI's name) of a U-Net's text encoders."""
-    first = ("text_encoder", a.clip(family), TE1 if family == "sdxl" else TE, "clip_l")
-    return [first, *([SECOND_CLIP] if family == "sdxl" else [])]
-
-
-T5 = a.text("chroma")
-FIRST_CLIP = ("text_encoder", a.clip("flux"), TE1, "clip_l")
-SECOND_CLIP = ("text_encoder_2", a.clip("sdxl", "text_encoder_2"), TE2, "clip_g")
-BASES: Mapping[str, tuple[list[Layer], list[tuple[str, list[Layer], Spell, str]]]] = {
-    "flux": (a.FLUX, [FIRST_CLIP, ("text_encoder_2", T5, TE2, "t5xxl")]),
-    "sd3": (a.SD3_MEDIUM, [FIRST_CLIP, SECOND_CLIP, ("text_encoder_3", T5, TE3, "t5xxl")]),
-    "chroma": (a.CHROMA, [("text_encoder", T5, TE1, "t5xxl")]),
-    "qwen": (a.QWEN, [("text_encoder", a.text("qwen", prefix="model."), TE, "qwen25_7b")]),
-    "zimage": (a.ZIMAGE, []),
-    "flux2": (a.FLUX2_4B, []),
-}
-
-
-def sd_scripts() -> Iterable[Case]:
-    for family in UNETS:
-        more = a.release(family, a.KERNELS)
-        more = more if family == "sdxl" else split(more)
-        text = [Part(layers, spell, KOHYA, name) for name, layers, spell, _ in unet_texts(family)]
-        yield case(
-            f"sd-scripts 0.9 networks.lora conv_dim {family}",
-            family,
-            Part(kohya_unet(family), UNET, KOHYA),
-            Part(more, UNET, LOCON),
-            *text,
-        )
-    turned = only(a.SDXL, "to_q", "to_k", "to_v", "to_out.0")
-    rotations = Part(turned, OFT, k.diag_oft(constraint=1e-4))
-    yield case(
-        "sd-scripts 0.9 networks.oft sdxl",
-        "sdxl",
-        rotations,
-        metadata={"ss_base_model_version": STATED["sdxl"]},
-    )
-    name = "sd-scripts sd3 branch networks.lora_flux"
-    clip_and_t5 = (
-        Part(a.clip("flux"), TE1, KOHYA, "text_encoder"),
-        Part(T5, TE3, KOHYA, "text_encoder_2"),
-    )
-    yield case(f"{name} with CLIP and T5", "flux", Part(a.FLUX, UNET, KOHYA), *clip_and_t5)
-    yield case(f"{name} in_dims", "flux", Part([*a.FLUX, *a.FLUX_IN], UNET, LOCON))
-    single = a.release("flux", r"single_blocks\.7\.")
-    yield case(f"{name} one block", "flux", Part(single, UNET, KOHYA))
-    turned = only(a.FLUX, "proj")
-    rotations = Part(turned, OFT, k.diag_oft(blocks=96, constraint=1e-4))
-    yield case("sd-scripts sd3 branch networks.oft_flux", "flux", rotations)
-    name, few = "sd-scripts 0.10 networks.lora_flux chroma", Part(a.CHROMA[:6], UNET, KOHYA)
-    stated = {"modelspec.architecture": "chroma/lora"}
-    yield case(f"{name} stated", "chroma", few, metadata=stated)
-    name = "sd-scripts sd3 branch networks.lora_sd3"
-    yield case(f"{name} large", "sd3", Part(a.SD3_LARGE, UNET, KOHYA))
-    outer = Part([*a.SD3_MEDIUM, *a.SD3_OUTER], UNET, KOHYA)
-    yield case(f"{name} emb_dims", "sd3", outer)
-
-
-def musubi() -> Iterable[Case]:
-    klein = Part(a.FLUX2_9B, UNET, KOHYA)
-    yield case("musubi-tuner 0.2 lora_flux_2 klein 9B", "flux2", klein)
-    yield case("musubi-tuner 0.2 lora_zimage", "zimage", Part(split(a.ZIMAGE), UNET, KOHYA))
-    fused = only(a.FLUX2_4B, "qkv", "linear1")
-    yield case("musubi-tuner 0.2 lokr FLUX.2", "flux2", Part(fused, UNET, k.lokr(factor=16)))
-
-
-def one_trainer() -> Iterable[Case]:
-    for family, (layers, texts) in BASES.items():
-        kohya = [Part(text, spell, KOHYA, name) for name, text, spell, _ in texts]
-        comfy = [
-            Part(text, dotted(f"text_encoders.{role}.transformer."), ORIGINAL, name)
-            for name, text, _, role in texts
-        ]
-        diffusers = [Part(text, dotted(f"{name}."), PEFT, name) for name, text, _, _ in texts]
-        apart = Part(split(layers), TRANSFORMER, PEFT)
-        yield case(f"OneTrainer kohya {family}", family, Part(layers, UNET, KOHYA), *kohya)
-        yield case(f"OneTrainer comfy {family}", family, Part(layers, COMFY, ORIGINAL), *comfy)
-        yield case(f"OneTrainer diffusers {family}", family, apart, *diffusers)
-    yield case("OneTrainer original flux", "flux", Part(a.FLUX, BARE, ORIGINAL))
-    t5 = Part(T5, TE, KOHYA, "text_encoder")
-    yield case("OneTrainer legacy chroma", "chroma", Part(split(a.CHROMA), MIX, KOHYA), t5)
-    own = split(a.release("flux", r"double_blocks\.1\."))
-    words = {"bundle_emb.zibbo.clip_l": (4, 768), "bundle_emb.zibbo.t5_out": (4, 4096)}
-    bundled = "OneTrainer legacy flux with bundled embeddings"
-    yield case(bundled, "flux", Part(own, MIX, KOHYA), extra=words)
-    some = only(own, "to_q", "to_out.0")
-    for name, spell, layers, kind in (
-        ("legacy flux DoRA of inputs", MIX, some, k.lora(dora="in")),
-        ("legacy flux DoRA of outputs", MIX, some, k.lora(dora="out")),
-        ("diffusers flux DoRA of outputs", TRANSFORMER, some, bare(*AB, dora="peft")),
-        ("legacy flux LoKr DoRA", MIX, some, k.lokr(factor=-1, dora="in")),
-    ):
-        yield case(f"OneTrainer {name}", "flux", Part(layers, spell, kind))
-    joined = Part(only(a.FLUX, "img_attn.qkv"), UNET, k.lora(dora="in"))
-    reason = "magnitude for each input of joined layers"
-    yield case("OneTrainer kohya flux DoRA of inputs", "flux", joined, refused=reason)
-    name, turned = "OneTrainer legacy flux OFT scaled, shared", k.oft_v2(scaled=True, shared=True)
-    stated = {"modelspec.architecture": "Flux.1-dev/lora"}
-    yield case(name, "flux", Part(some, MIX, turned), metadata=stated)
-    plain, kernels = split(a.SDXL), split(a.release("sdxl", a.KERNELS))
-    yield case("OneTrainer legacy sdxl", "sdxl", Part([*plain, *kernels], UNET, KOHYA))
-    inputs = Part([*plain, *kernels[:3]], UNET, k.lora(dora="in"))
-    yield case("OneTrainer legacy sdxl DoRA of inputs", "sdxl", inputs)
-    turned = Part([*plain[:4], kernels[0]], UNET, k.oft_v2())
-    yield case("OneTrainer legacy sdxl OFT", "sdxl", turned)
-    for family in ("sd15", "sdxl"):
-        named = unet_texts(family)
-        text = [Part(layers, dotted(f"{name}."), PEFT, name) for name, layers, _, _ in named]
-        denoiser = Part(split(UNETS[family]), DIFFUSERS_UNET, PEFT)
-        yield case(f"OneTrainer diffusers {family}", family, denoiser, *text)
-    text = [
-        Part(layers, dotted(f"text_encoders.{role}.transformer."), ORIGINAL, name)
-        for name, layers, _, role in unet_texts("sdxl")
+def layers_of(part: Mapping[str, Any]) -> list[Layer]:
+    """Return the layers of a part in files.toml: of `layers`, a release or a text encoder."""
+    if "layers" in part:
+        layers = getattr(a, part["layers"])
+    elif "text" in part:
+        encoder = part.get("encoder", "text_encoder")
+        layers = a.text(part["text"], encoder, prefix=part.get("prefix", ""))
+    else:
+        options = {key: part[key] for key in ("number", "dimensions") if key in part}
+        layers = a.release(part["release"], getattr(a, part["names"], part["names"]), **options)
+    layers = split(layers) if part.get("split") else layers
+    return [layer for layer in layers if layer.name.endswith(tuple(part.get("ends", ("",))))][
+        slice(*part.get("slice", (None,)))
     ]
-    yield case("OneTrainer comfy sdxl", "sdxl", Part(a.SDXL, COMFY, ORIGINAL), *text)
 
 
-def others() -> Iterable[Case]:
-    some = split(a.release("flux", r"double_blocks\.1\..*attn"))
-    kronecker = Part(some, LYCORIS, k.lokr(factor=16, whole=True))
-    yield case("ai-toolkit flux LoKr old names", "flux", kronecker)
-    some = only(a.CHROMA, "img_attn.qkv", "img_mlp.0", "linear1", "linear2")
-    kronecker = Part(some, COMFY, k.lokr(factor=4, whole=True))
-    stated = {"ss_base_model_version": STATED["chroma"]}
-    yield case("ai-toolkit chroma LoKr joined", "chroma", kronecker, metadata=stated)
-    alpha = json.dumps({"transformer.lora_alpha": 8, "transformer.r": 2})
-    stated = Part(split(a.FLUX), TRANSFORMER, bare(*AB, scale=4.0))
-    yield case("SimpleTuner 4 flux", "flux", stated, metadata={"lora_adapter_metadata": alpha})
-    kronecker = Part(split(a.SDXL)[:9], LYCORIS, k.lokr())
-    yield case("SimpleTuner 4 sdxl LyCORIS LoKr", "sdxl", kronecker)
-    yield case("SimpleTuner 1 flux", "flux", Part(split(a.FLUX)[:4], TRANSFORMER, OLD))
+def listed() -> Iterable[Case]:
+    """Yield the files of files.toml; one with `ways` is a file for each of these kinds."""
+    text = Path(__file__).with_name("files.toml").read_text(encoding="utf-8")
+    for file in tomllib.loads(text)["file"]:
+        ways, name = file.pop("ways", {"": ""}), file.pop("name")
+        for way, kind in ways.items():
+            parts = []
+            for part in file["parts"]:
+                own = kind if part["kind"] == "WAY" else part["kind"]
+                spell = (flat if part["spelt"].endswith("_") else dotted)(part["spelt"])
+                component = part.get("component", "denoiser")
+                parts.append(Part(layers_of(part), spell, kind_of(own), component))
+            yield Case(name.replace("WAY", way), **{**file, "parts": tuple(parts)})
+
+
+def renamed() -> Iterable[Case]:
+    """Yield files whose names are no layers' with a prefix."""
+
+    def case(name: str, family: str, *parts: Part) -> Case:
+        return Case(name, family, parts)
+
+    attention = ("to_q", "to_k", "to_v", "to_out.0")
+    sd15, sdxl = (
+        [layer for layer in split(layers) if layer.name.endswith(attention)]
+        for layers in (a.SD15, a.SDXL)
+    )
+
+    def processor(name: str) -> str:
+        return re.sub(r"\.attn([12])\.", r".attn\1.processor.", name).removesuffix(".0")
+
+    def clip_old(name: str) -> str:
+        return "text_encoder." + name.replace("_proj", "").replace("self_attn.", "self_attn.to_")
+
+    old = Part(sd15, processor, PROCESSOR)
+    yield case("diffusers 0.17 attention processors sd15", "sd15", old)
+    old = Part(sdxl, lambda name: f"unet.{processor(name)}", PROCESSOR)
+    yield case("diffusers 0.18 attention processors sdxl", "sdxl", old)
+    clip = [layer for layer in a.clip("sd15") if "self_attn" in layer.name]
+    ends = ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight")
+    text = Part(clip, clip_old, bare(*ends), "text_encoder")
+    denoiser = Part(sd15, dotted("unet."), bare(*AB))
+    yield case("diffusers 0.20 with text sd15", "sd15", denoiser, text)
+    (qkv,) = a.release("flux", r"double_blocks\.4\.img_attn\.qkv")
+    fused = Layer("transformer_blocks.4.attn.to_qkv", qkv.parts, (3072,))
+    single, spell = split(a.release("flux", r"single_blocks\.3\.")), dotted("transformer.")
+    parts = (Part([fused], spell, bare(*AB)), Part(single, spell, bare(*AB)))
+    yield case("diffusers 0.42 flux fused projections", "flux", *parts)
     names = {
         "double_blocks": "blocks", "img_attn.qkv": "attn.a_to_qkv", "txt_attn.qkv": "attn.b_to_qkv",
         "img_attn.proj": "attn.a_to_out", "txt_attn.proj": "attn.b_to_out", "img_mlp.": "ff_a.",
@@ -241,13 +170,11 @@ def others() -> Iterable[Case]:
     }  # fmt: skip
 
     def diffsynth(name: str) -> str:
-        for old, new in names.items():
-            name = name.replace(old, new)
+        for old_name, new in names.items():
+            name = name.replace(old_name, new)
         return f"pipe.dit.{name}"
 
     yield case("DiffSynth-Studio 2 flux pipe prefix", "flux", Part(a.FLUX, diffsynth, DEFAULT))
-    yield case("DiffSynth-Studio 2 zimage", "zimage", Part(split(a.ZIMAGE), BARE, DEFAULT))
-    yield case("DiffSynth-Studio 1 sdxl", "sdxl", Part(split(a.SDXL), BARE, DEFAULT))
     named = {
         layer.name.partition(".2.")[2]: layer
         for layer in a.release("flux", r"(double|single)_blocks\.2\.")
@@ -257,101 +184,19 @@ def others() -> Iterable[Case]:
         Layer("single_blocks.2.processor.qkv", joined.parts[:3], (3072,)),
         Layer("single_blocks.2.processor.proj", out.parts, out.inputs),
     ]
-    yield case("x-flux single blocks", "flux", Part(single, BARE, PROCESSOR))
-    image, text = (
-        [
+    yield case("x-flux single blocks", "flux", Part(single, dotted(""), PROCESSOR))
+    double = []
+    for number, side in enumerate(("img", "txt"), start=1):
+        layers = [
             Layer(f"double_blocks.2.processor.{end}", named[f"{side}_attn.{end}"].parts, (3072,))
             for end in ("qkv", "proj")
         ]
-        for side in ("img", "txt")
-    )
-    first, second = (bare(f"_lora{n}.down.weight", f"_lora{n}.up.weight") for n in (1, 2))
-    yield case("x-flux double blocks", "flux", Part(image, BARE, first), Part(text, BARE, second))
+        kind = bare(f"_lora{number}.down.weight", f"_lora{number}.up.weight")
+        double.append(Part(layers, dotted(""), kind))
+    yield case("x-flux double blocks", "flux", *double)
 
 
-def diffusers() -> Iterable[Case]:
-    attention = ("to_q", "to_k", "to_v", "to_out.0")
-    sd15, sdxl = (only(split(UNETS[family]), *attention) for family in ("sd15", "sdxl"))
-
-    def processor(name: str) -> str:
-        return re.sub(r"\.attn([12])\.", r".attn\1.processor.", name).removesuffix(".0")
-
-    unet = DIFFUSERS_UNET
-    old = Part(sd15, processor, PROCESSOR)
-    yield case("diffusers 0.17 attention processors sd15", "sd15", old)
-    old = Part(sdxl, lambda name: unet(processor(name)), PROCESSOR)
-    yield case("diffusers 0.18 attention processors sdxl", "sdxl", old)
-    yield case("diffusers 0.25 sdxl", "sdxl", Part(sdxl, unet, OLD))
-
-    def clip_old(name: str) -> str:
-        return "text_encoder." + name.replace("_proj", "").replace("self_attn.", "self_attn.to_")
-
-    attention = [layer for layer in a.clip("sd15") if "self_attn" in layer.name]
-    ends = ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight")
-    text = Part(attention, clip_old, bare(*ends), "text_encoder")
-    yield case("diffusers 0.20 with text sd15", "sd15", Part(sd15, unet, PEFT), text)
-    rslora = json.dumps({"unet.lora_alpha": 4, "unet.use_rslora": True, "unet.r": 2})
-    name, scaled = "diffusers 0.42 sdxl rsLoRA in the header", bare(*AB, scale=4 / 2**0.5)
-    stated = {"lora_adapter_metadata": rslora}
-    yield case(name, "sdxl", Part(sdxl, unet, scaled), metadata=stated)
-    yield case("peft 0.19 folder flux2", "flux2", Part(split(a.FLUX2_9B), PEFT_FOLDER, PEFT))
-    dora = Part(split(a.SDXL)[2:9], PEFT_FOLDER, bare(*AB, dora="peft"))
-    yield case("peft 0.19 sdxl DoRA", "sdxl", dora)
-    (qkv,) = a.release("flux", r"double_blocks\.4\.img_attn\.qkv")
-    fused = Layer("transformer_blocks.4.attn.to_qkv", qkv.parts, (3072,))
-    rest = Part(split(a.release("flux", r"single_blocks\.3\.")), TRANSFORMER, PEFT)
-    parts = (Part([fused], TRANSFORMER, PEFT), rest)
-    yield case("diffusers 0.42 flux fused projections", "flux", *parts)
-
-
-def lycoris() -> Iterable[Case]:
-    ways: Mapping[str, k.Kind] = {
-        "LoCon": LOCON,
-        "LoCon tucker": k.lora(tucker=True),
-        "LoCon DoRA": k.lora(dora="out"),
-        "LoHa": k.loha(),
-        "LoHa tucker": k.loha(tucker=True),
-        "LoHa DoRA": k.loha(dora="out"),
-        "LoHa DoRA of inputs": k.loha(dora="in"),
-        "LoKr": k.lokr(),
-        "LoKr full_matrix": k.lokr(whole=True, alpha=7.0),
-        "LoKr decompose_both": k.lokr(both=True),
-        "LoKr tucker": k.lokr(tucker=True),
-        "LoKr DoRA": k.lokr(dora="out"),
-        "diag-OFT": k.diag_oft(size=16),
-        "diag-OFT constraint": k.diag_oft(size=16, constraint=1e-4),
-        "diag-OFT rescaled": k.diag_oft(size=16, rescaled=True),
-        "BOFT": k.boft(),
-        "GLoRA": k.glora(),
-        "IA3 of outputs": k.ia3(on_input=False),
-        "IA3 of inputs": k.ia3(on_input=True),
-        "full with biases": k.full(bias=True),
-    }
-    linear = split(a.SD15)[:9]
-    layers = [*linear, *split(a.release("sd15", a.KERNELS))[:3]]
-    for name, kind in ways.items():
-        yield case(f"LyCORIS 3.2 {name} sd15", "sd15", Part(layers, UNET, kind))
-    norms = r"input_blocks\.1\.0\.in_layers\.0|middle_block\.1\.norm"
-    norms = a.release("sd15", norms, dimensions=1)
-    parts = (Part(linear, UNET, LOCON), Part(split(norms), UNET, k.norm()))
-    yield case("LyCORIS 3.2 train_norm sd15", "sd15", *parts)
-    joint = a.release("sd3", r"joint_blocks\.0\.x_block\.attn\.(qkv|proj)$")
-    for name in ("LoHa", "LoCon DoRA", "GLoRA", "IA3 of outputs", "IA3 of inputs"):
-        yield case(f"LyCORIS 3.2 {name} sd3 joined", "sd3", Part(joint, UNET, ways[name]))
-    yield case("LyCORIS 3.2 full sd3 joined", "sd3", Part(joint, UNET, k.full()))
-    rotations = Part(joint, UNET, k.diag_oft(blocks=96))
-    yield case("LyCORIS 3.2 diag-OFT sd3 joined", "sd3", rotations)
-    across = Part(only(joint, "qkv"), UNET, k.diag_oft(blocks=8))
-    reason = "turns outputs of joined layers"
-    yield case("LyCORIS 3.2 diag-OFT sd3 across", "sd3", across, refused=reason)
-    across = Part(a.release("flux", r"single_blocks\.9\.linear1"), UNET, k.lokr(factor=16))
-    yield case("LyCORIS 3.2 LoKr flux across", "flux", across)
-    biased = Part(split(a.SD15)[:3], UNET, k.lora(bias=True))
-    yield case("ComfyUI extraction with biases sd15", "sd15", biased)
-
-
-TRAINERS = (sd_scripts, musubi, one_trainer, others, diffusers, lycoris)
-CASES: tuple[Case, ...] = tuple(each for trainer in TRAINERS for each in trainer())
+CASES: tuple[Case, ...] = (*listed(), *renamed())
 
 
 # ---- files, and what each layer's weight must change by

@@ -66,60 +66,47 @@ def kinds(seen: Any) -> list[str]:
 # ---- what is recognised
 
 
-def test_a_kohya_file(file: Path) -> None:
-    layers = (
-        linear(kohya(f"{BLOCK}.attn1.to_q")),
-        linear(kohya(f"{BLOCK}.attn2.to_k"), inputs=768),
-    )
-    entries = {"ss_base_model_version": "sd_v1", "ss_network_dim": "4", "ss_network_alpha": "2.0"}
-    assert inspected(file, *layers, metadata=entries) == {
-        "family": "sd15",
-        "format": "kohya",
-        "kinds": ["lora"],
-        "rank": 4,
-        "alpha": 2.0,
-        "modules": 2,
-        "norms": {"down_blocks.0": pytest.approx(136.4698, rel=1e-6)},
-        "metadata": entries,
-        "problems": [],
-    }
+STATED = {"ss_base_model_version": "sd_v1", "ss_network_dim": "4", "ss_network_alpha": "2.0"}
+PEFT = json.dumps({"unet.r": 4, "unet.lora_alpha": 3.5, "unet.alpha_pattern": {"x": 8}})
+TO_K, CONV = kohya(f"{BLOCK}.attn2.to_k"), kohya("down_blocks.0.resnets.0.conv1")
+SECOND = "lora_te2_text_model_encoder_layers_0_mlp_fc1"
+SEEN: Sequence[tuple[Arrays, Mapping[str, str], Mapping[str, Any]]] = [
+    (
+        {**linear(kohya(f"{BLOCK}.attn1.to_q")), **linear(TO_K, inputs=768)},
+        STATED,
+        {
+            "family": "sd15", "format": "kohya", "kinds": ["lora"], "rank": 4, "alpha": 2.0,
+            "modules": 2, "norms": {"down_blocks.0": pytest.approx(136.4698, rel=1e-6)},
+            "metadata": STATED, "problems": [],
+        },
+    ),
+    (
+        linear(f"unet.{BLOCK}.attn2.to_k", inputs=768, alpha=None, names="peft"),
+        {"lora_adapter_metadata": PEFT},
+        {"format": "diffusers", "family": "sd15", "problems": [], "alpha": {"min": 3.5, "max": 8.0}},
+    ),
+    # Formats
+    (linear(SECOND), {}, {"format": "kohya", "family": "sdxl"}),
+    (linear("diffusion_model.layers.0.attention.qkv"), {}, {"format": "comfyui"}),
+    (linear("base_model.model.layers.0.q", names="named"), {}, {"format": "peft"}),
+    (linear("text_encoder.layers.0.q", names="peft"), {}, {"format": "diffusers", "family": "unknown"}),
+    (linear(f"{BLOCK}.attn1.to_q", names="peft"), {}, {"format": "unknown", "modules": 1}),
+    # Metadata decide only where the tensors do not.
+    (linear(kohya(f"{BLOCK}.attn2.to_v"), inputs=1024), STATED, {"family": "sd2"}),
+    (linear(TO_K, inputs=64), {}, {"family": "sd15"}),  # a small base of ours
+    (linear(CONV), {}, {"family": "unknown"}),
+    (linear(CONV), {"ss_base_model_version": "sdxl_base_v1-0"}, {"family": "sdxl"}),
+    (linear(CONV), STATED, {"family": "sd15"}),
+    (linear(CONV), {"ss_base_model_version": "wan2.1"}, {"family": "unknown"}),
+    (linear("diffusion_model.blocks.0.attention.qkv"), {}, {"family": "unknown"}),
+]  # fmt: skip
 
 
-def test_a_diffusers_file_has_its_alpha_in_the_metadata(file: Path) -> None:
-    config = {"unet.r": 4, "unet.lora_alpha": 3.5, "unet.alpha_pattern": {"x": 8}}
-    layer = linear(f"unet.{BLOCK}.attn2.to_k", inputs=768, alpha=None, names="peft")
-    seen = inspected(file, layer, metadata={"lora_adapter_metadata": json.dumps(config)})
-    assert (seen["format"], seen["family"], seen["problems"]) == ("diffusers", "sd15", [])
-    assert seen["alpha"] == {"min": 3.5, "max": 8.0}
-
-
-def test_key_formats(file: Path) -> None:
-    for module, names, expected in (
-        ("lora_te2_text_model_encoder_layers_0_mlp_fc1", "kohya", "kohya"),
-        ("diffusion_model.layers.0.attention.qkv", "kohya", "comfyui"),
-        ("base_model.model.layers.0.q", "named", "peft"),
-        ("text_encoder_2.layers.0.q", "peft", "diffusers"),
-        (f"{BLOCK}.attn1.to_q", "peft", "unknown"),
-    ):
-        seen = inspected(file, linear(module, alpha=None, names=names))
-        assert (seen["format"], seen["modules"]) == (expected, 1)
-
-
-def test_metadata_decide_only_where_the_tensors_do_not(file: Path) -> None:
-    shared = kohya("down_blocks.0.resnets.0.conv1")
-    for module, inputs, version, expected in (
-        (kohya(f"{BLOCK}.attn2.to_v"), 1024, "sd_v1", "sd2"),
-        (kohya(f"{BLOCK}.attn2.to_k"), 64, "", "sd15"),  # a small base of ours
-        ("lora_te2_text_model_encoder_layers_0_mlp_fc1", 8, "", "sdxl"),
-        (shared, 8, "", "unknown"),
-        (shared, 8, "sdxl_base_v1-0", "sdxl"),
-        (shared, 8, "sd_v1", "sd15"),
-        (shared, 8, "wan2.1", "unknown"),
-        ("diffusion_model.blocks.0.attention.qkv", 8, "", "unknown"),
-    ):
-        metadata = {"ss_base_model_version": version} if version else None
-        seen = inspected(file, linear(module, inputs=inputs), metadata=metadata)
-        assert seen["family"] == expected, module
+def test_what_is_recognised(file: Path) -> None:
+    for tensors, metadata, expected in SEEN:
+        seen = inspected(file, tensors, metadata=metadata)
+        assert {key: seen[key] for key in expected} == expected
+    assert seen.keys() == SEEN[0][2].keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])

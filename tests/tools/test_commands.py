@@ -39,7 +39,6 @@ def commands(file: Path, output: Path) -> dict[str, list[str]]:
     }
 
 
-TENSOR_FILE = "lora_trainer.lora_file.tensor_file"
 TOOLS = ("convert", "merge", "cut", "into", "resize")
 
 
@@ -74,15 +73,22 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str], folder: Path, *
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_each_tool_names_what_it_wrote(
+def test_each_tool_names_what_it_wrote_and_replaces_it_when_told_to(
     tool: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An output that cannot be is refused before any work: the input is not even looked for."""
     line = commands(file, tmp_path / "out.safetensors")[tool]
     shown = said(capsys, *line)
     written = line[line.index("--output") + 1]
     assert shown.splitlines()[0] == f"wrote {written}"
     assert Path(written).exists()
     assert "sd15" in shown
+    absent = tmp_path / "absent.safetensors"
+    again = commands(absent, tmp_path / "out.safetensors")[tool]
+    assert f"{written} exists already" in refusal(capsys, again, tmp_path, code=2)
+    assert "absent.safetensors" in refusal(capsys, [*again, "--force"], tmp_path, code=3)
+    nowhere = commands(absent, tmp_path / "absent" / "out.safetensors")[tool]
+    assert "does not exist" in refusal(capsys, nowhere, tmp_path, code=2)
     found = json.loads(said(capsys, *line, "--json", "--force"))
     assert (found["file"], found["family"]) == (written, "sd15")
     assert isinstance(found["notes"], list)
@@ -151,24 +157,6 @@ def test_a_missing_shard_and_a_pickled_base_are_named(
 # ---- outputs that cannot be
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_an_existing_output_is_refused_before_any_work(
-    tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The input is not even looked for; with --force it is what is missing."""
-    out = tmp_path / "out.safetensors"
-    line = commands(tmp_path / "absent.safetensors", out)[tool]
-    there = Path(line[line.index("--output") + 1])
-    if tool == "into":
-        copy_of("sd15", there)
-    else:
-        there.write_bytes(b"mine")
-    assert f"{there} exists already" in refusal(capsys, line, tmp_path, code=2)
-    assert "absent.safetensors" in refusal(capsys, [*line, "--force"], tmp_path, code=3)
-    line = commands(tmp_path / "absent.safetensors", tmp_path / "absent" / "out.safetensors")[tool]
-    assert "does not exist" in refusal(capsys, line, tmp_path, code=2)
-
-
 def test_what_does_not_go_with_into_is_refused(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,16 +183,11 @@ def test_a_full_disk_or_ctrl_c_at_the_end_leaves_what_was_there(
         copy_of("sd15", there)
     else:
         there.write_bytes(b"mine")
-
-    full, read_back = OSError(28, "No space left on device"), f"{TENSOR_FILE}.file_digest"
+    # Read back last: all is written then but for its name.
+    read_back = "lora_trainer.lora_file.tensor_file.file_digest"
     for place, error, code, reason in (
-        ("os.fsync", full, 4, "No space left"),
-        (
-            read_back,
-            KeyboardInterrupt(),
-            130,
-            "nothing was written",
-        ),  # all is there but for its name
+        ("os.fsync", OSError(28, "No space left on device"), 4, "No space left"),
+        (read_back, KeyboardInterrupt(), 130, "nothing was written"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, Mock(side_effect=error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -104,53 +103,46 @@ def test_biases_and_norms_change_too(tmp_path: Path) -> None:
         f"{changed}.lora_down.weight": torch.zeros(1, inputs, *kernel),
         f"{changed}.lora_up.weight": torch.zeros(out, 1, 1, 1),
         f"{changed}.diff_b": torch.full((out,), 0.25),
+        "lora_unet_conv_in.diff_b": torch.ones(len(before["conv_in.bias"])),  # and nothing else
         f"{normed}.w_norm": torch.full((inputs,), 0.5),
         f"{normed}.b_norm": torch.full((inputs,), -1.0),
     }
     save_file(tensors, file)
     after = load_file(baked({file: 2.0}, base, tmp_path / "baked") / unet)
-    moves = {f"{conv}.bias": 0.5, f"{norm}.weight": 1.0, f"{norm}.bias": -2.0}
+    moves = {f"{conv}.bias": 0.5, f"{norm}.weight": 1.0, f"{norm}.bias": -2.0, "conv_in.bias": 2.0}
     for key, value in before.items():
         torch.testing.assert_close(after[key], value + moves.get(key, 0.0), rtol=0, atol=1e-6)
 
 
-def test_shards_stay_shards(tmp_path: Path) -> None:
+def test_shards_and_variants_change_and_what_would_lack_the_adapters_is_left_out(
+    tmp_path: Path,
+) -> None:
     base = copy_of("sd15", tmp_path / "base")
     unet = UNet2DConditionModel.from_pretrained(base / "unet")
-    shutil.rmtree(base / "unet")
+    half = base / "unet" / "diffusion_pytorch_model.fp16.safetensors"
+    save_file({key: value.half() for key, value in unet.state_dict().items()}, half)
+    (base / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     unet.save_pretrained(base / "unet", max_shard_size="40KB")
-    assert len(list((base / "unet").glob("*.safetensors"))) > 3
-    files = {adapter_file(tmp_path / "a.safetensors", text=True): 0.6}
-    result = baked(files, base, tmp_path / "baked")
-    assert largest_error(base, result, files) < 1e-6
-    assert contents(base).keys() == contents(result).keys()
-    index = "unet/diffusion_pytorch_model.safetensors.index.json"
-    assert (base / index).read_bytes() == (result / index).read_bytes()
-
-
-def test_both_variants_change_and_what_would_lack_the_adapters_is_left_out(tmp_path: Path) -> None:
-    base = copy_of("sd15", tmp_path / "base")
+    assert len(list((base / "unet").glob("*.safetensors"))) > 4
     (base / "unet" / "diffusion_pytorch_model.bin").write_bytes(b"old weights")
     (base / "whole.ckpt").write_bytes(b"all of it")
     (base / "vae" / "kept.bin").write_bytes(b"not changed by adapters")
     (base / "README.md").write_text("kept")
     (base / ".cache").mkdir()
-    whole = base / "unet" / "diffusion_pytorch_model.safetensors"
-    half = whole.with_name("diffusion_pytorch_model.fp16.safetensors")
-    save_file({key: value.half() for key, value in load_file(whole).items()}, half)
-    file = adapter_file(tmp_path / "a.safetensors")
-    done = tool("merge", file, into=base, output=tmp_path / "baked")
+    files = {adapter_file(tmp_path / "a.safetensors", text=True): 0.6}
+    done = tool("merge", *weighted(files), into=base, output=tmp_path / "baked")
     result = Path(done["file"])
-    left = contents(base).keys() - contents(result).keys()
-    assert left == {"unet/diffusion_pytorch_model.bin", "whole.ckpt"}
-    assert [note.partition(" ")[2].partition(":")[0] for note in done["notes"]] == [
-        "was left out"
-    ] * 2
-    assert (result / "vae" / "kept.bin").read_bytes() == b"not changed by adapters"
-    wide, narrow = (load_file(result / "unet" / each.name) for each in (whole, half))
-    for key, value in wide.items():
-        assert narrow[key].dtype == torch.float16
-        assert torch.allclose(narrow[key].float(), value, atol=2e-3), key
+    assert largest_error(base, result, files) < 1e-6
+    before, after = contents(base), contents(result)
+    assert before.keys() - after.keys() == {"unet/diffusion_pytorch_model.bin", "whole.ckpt"}
+    assert len(done["notes"]) == sum("was left out" in note for note in done["notes"]) == 2
+    for kept in ("vae/kept.bin", "unet/diffusion_pytorch_model.safetensors.index.json"):
+        assert after[kept] == before[kept]
+    wide, narrow = weights(result), load_file(result / "unet" / half.name)
+    for key, value in narrow.items():
+        assert value.dtype == torch.float16
+        if (exact := wide.get(f"denoiser.{key.removesuffix('.weight')}")) is not None:
+            assert torch.allclose(value.float(), exact, atol=2e-3), key
 
 
 # ---- checkpoints in one file
@@ -188,34 +180,28 @@ def test_a_checkpoint_gets_the_sum_of_the_deltas_as_its_folder_does(
     assert [key for key in shared if not torch.equal(one[key].flatten(), many[key].flatten())] == []
 
 
-LAST_NORM = "denoiser.norm_out.linear"
-
-
-def transformer(path: Path, name: str) -> Path:
-    """Write a tiny base's transformer as its publisher does, q, k and v in one weight, shift before scale."""
-    network = denoiser_of(name)
-    tensors = with_places(name, network, {}).original()
-    last = network.state_dict()["norm_out.linear.weight"]
-    tensors["final_layer.adaLN_modulation.1.weight"] = last.roll(len(last) // 2, 0)
-    save_file(
-        {f"model.diffusion_model.{key}": each.contiguous() for key, each in tensors.items()}, path
-    )
-    return path
-
-
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_a_transformer_in_one_file_and_its_folder_become_the_same(
     name: str, tmp_path: Path
 ) -> None:
-    base = transformer(tmp_path / "base.safetensors", name)
-    before = weights(base)[LAST_NORM]
-    modules = {**adapter_of(name, every=2), LAST_NORM: draw_module(tuple(before.shape), rank=2)}
+    """As its publisher writes it: q, k and v in one weight, shift before scale."""
+    base, network, last = (
+        tmp_path / "base.safetensors",
+        denoiser_of(name),
+        "denoiser.norm_out.linear",
+    )
+    before = network.state_dict()["norm_out.linear.weight"]
+    tensors = with_places(name, network, {}).original()
+    tensors["final_layer.adaLN_modulation.1.weight"] = before.roll(len(before) // 2, 0)
+    named = {f"model.diffusion_model.{key}": each.contiguous() for key, each in tensors.items()}
+    save_file(named, base)
+    modules = {**adapter_of(name, every=2), last: draw_module(tuple(before.shape), rank=2)}
     files = {saved(tmp_path / "a.safetensors", name, modules): 0.7}
     one = weights(baked(files, base, tmp_path / "one.safetensors"))
     many = weights(baked(files, base_of(name), tmp_path / "many"))
     assert modules.keys() <= one.keys() <= many.keys()
     assert [key for key in one if not torch.equal(one[key], many[key])] == []
-    assert not torch.equal(one[LAST_NORM], before)
+    assert not torch.equal(one[last], before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -242,15 +228,14 @@ def test_modules_and_weights_come_and_go_one_by_one(
 ) -> None:
     """However many there are: a base of 60 GB is merged in the memory of a layer."""
     seen: list[weakref.ref[Tensor]] = []
-    most = 0
+    alive: list[int] = []
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            nonlocal most
             result = function(*arguments)
             tensors = [result] if isinstance(result, Tensor) else result.tensors.values()
             seen.extend(map(weakref.ref, tensors))
-            most = max(most, sum(each() is not None for each in seen))
+            alive.append(sum(each() is not None for each in seen))
             return result
 
         return call
@@ -264,7 +249,7 @@ def test_modules_and_weights_come_and_go_one_by_one(
     files = weighted({adapter_file(tmp_path / f"{n}.safetensors", rank=n): 0.5 for n in (2, 3)})
     output = tmp_path / ("result" if option == "into" else "result.safetensors")
     tool("merge", *files, output=output, **{option: base_of("sd15")})
-    assert most <= 8 < 100 < len(seen)
+    assert max(alive) <= 8 < 100 < len(seen)
 
 
 # ---- refusals: nothing is left behind
@@ -326,28 +311,24 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
         refused(tmp_path, match, source, into=into, output=output, force=True)
 
 
-def test_force_replaces_a_base_as_a_whole(tmp_path: Path) -> None:
-    file = adapter_file(tmp_path / "a.safetensors")
-    old = copy_of("sd15", tmp_path / "baked")
-    (old / "old.txt").touch()
-    baked({file: 1.0}, base_of("sd15"), old, force=True)
-    assert not (old / "old.txt").exists()
-    assert largest_error(base_of("sd15"), old, {file: 1.0}) < 1e-6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "baked"]
-
-
-def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(
+def test_force_replaces_a_base_as_a_whole_or_leaves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = adapter_file(tmp_path / "a.safetensors")
-    copy_of("sd15", tmp_path / "baked")
-    rename = Path.rename
+    file, old, rename = tmp_path / "a.safetensors", tmp_path / "baked", Path.rename
+    adapter_file(file)
+    copy_of("sd15", old)
+    (old / "old.txt").touch()
 
     def failing(self: Path, target: Path) -> Path:
         if self.name.startswith(".tmp-") and not self.name.endswith("-old"):
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", failing)
-    options = {"into": base_of("sd15"), "output": tmp_path / "baked", "force": True}
-    refused(tmp_path, "Input/output error", file, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        options = {"into": base_of("sd15"), "output": old, "force": True}
+        refused(tmp_path, "Input/output error", file, **options)
+    baked({file: 1.0}, base_of("sd15"), old, force=True)
+    assert not (old / "old.txt").exists()
+    assert largest_error(base_of("sd15"), old, {file: 1.0}) < 1e-6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "baked"]
