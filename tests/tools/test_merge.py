@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,8 @@ def test_adapters_of_two_families_are_refused(tmp_path: Path) -> None:
 def test_the_header_names_the_files_and_keeps_what_they_share(tmp_path: Path) -> None:
     files = {}
     for name, author in (("one", "me"), ("two", "you")):
-        entries = {"modelspec.author": author, "lora_train.settings": '{"base.model": "a/b"}'}
+        settings = json.dumps({"base.model": "a/b", "data.trigger": author})
+        entries = {"modelspec.author": author, "lora_train.settings": settings}
         files[saved(tmp_path / f"{name}.safetensors", BASE, adapter(1), **entries)] = 1.0
     found = entries_of(merged(files)["file"])
     assert found["modelspec.merged_from"] == "one, two"
