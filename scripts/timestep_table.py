@@ -1,7 +1,7 @@
 """Write the table of timestep shares in docs/objective.md: `python scripts/timestep_table.py`.
 
 How often a default run trains a release at noise levels below 0.5 and 0.2, beside a trainer's own formula,
-written here from its source and not from ours. tests/train/test_timestep_shares.py bounds one by the other
+written here from its source and not from ours. tests/train/test_levels.py bounds one by the other
 for every release and fails when the page holds another table.
 """
 

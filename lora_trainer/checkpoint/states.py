@@ -332,17 +332,17 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
             if match[1] == "del" and _is_ours(match):
                 candidates.append((int(match[2]), False, path))
         for step, is_published, path in sorted(candidates, key=lambda each: each[:2], reverse=True):
-            try:
-                state = _read(path, step=step)
-            except _InvalidStateError as error:
+            found = _read(path, step=step)
+            if isinstance(found, str):
                 if is_published:
-                    _report(events, path, f"resume state is not usable: {error}", severity="error")
+                    _report(events, path, f"resume state is not usable: {found}", severity="error")
                     aside = folder / f"bad-{path.name}"
                     numbered = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
                     free = next(name for name in chain([aside], numbered) if not name.exists())
                     with _tolerating(events, path, "cannot move it aside"):
                         os.rename(path, free)  # noqa: PTH104
                 continue
+            state = found
             if not is_published:
                 # Killed between taking an old state of this step away and putting the new one there.
                 with _tolerating(events, path, "cannot restore it"):
@@ -406,30 +406,23 @@ def _manifest(step: int, contents: Mapping[str, Data]) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "step": step, "files": files}
 
 
-class _InvalidStateError(Exception):
-    """Why a folder is no usable state."""
-
-
-def _read(folder: Path, *, step: int) -> TrainingState:
-    """Read and verify a state; raises _InvalidStateError with the reason that it is not valid."""
+def _read(folder: Path, *, step: int) -> TrainingState | str:
+    """Read and verify a state; return the reason when it is not valid."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         contents = {name: (folder / name).read_bytes() for name in FILES}
         if manifest["format_version"] != FORMAT_VERSION:
             version = manifest["format_version"]
-            raise _InvalidStateError(
-                f"its format is {version!r}, this program reads {FORMAT_VERSION}"
-            )
+            return f"its format is {version!r}, this program reads {FORMAT_VERSION}"
         expected = _manifest(step, contents)
         changed = [name for name in FILES if manifest["files"][name] != expected["files"][name]]
         if changed or manifest != expected:
-            what = changed[0] if changed else MANIFEST
-            raise _InvalidStateError(f"{what} is not as it was written")
+            return f"{(*changed, MANIFEST)[0]} is not as it was written"
         return state_of(contents)
     except FileNotFoundError as error:
-        raise _InvalidStateError(f"{Path(error.filename).name} is missing") from None
+        return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        raise _InvalidStateError(f"{type(error).__name__}: {error}") from None
+        return f"{type(error).__name__}: {error}"
 
 
 def _report(events: EventStream | None, path: Path, what: str, *, severity: Severity) -> None:

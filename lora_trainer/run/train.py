@@ -378,7 +378,7 @@ def gather(ranks: ProcessGroup, prepared: Prepared, folder: RunFolder, events: E
     if ranks.monitor is None:
         return
     ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
-    ranks.monitor.record(events)
+    ranks.monitor.events = events
     orders = {
         "settings": flatten(prepared.config),
         "at_once": prepared.at_once_by_size,

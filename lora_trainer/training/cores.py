@@ -65,34 +65,36 @@ def cores_taken(before: CpuTimes, after: CpuTimes, *, processors: int) -> float:
     return min(processors, max(0.0, after.all_s - before.all_s - own_s) / passed_s)
 
 
-class IdleTeams:
-    """Idle OpenMP teams, which make libgomp count more threads than processors, so that all wait asleep."""
+def idle_teams(*, threads: int, processors: int) -> Callable[[], None]:
+    """Start idle OpenMP teams, so that libgomp counts more threads than processors and all wait asleep.
 
-    def __init__(self, *, threads: int, processors: int) -> None:
-        self._end = threading.Event()
-        # The training's own team has `threads` threads, each idle team adds `threads` - 1 beside its leader;
-        # together they must exceed the processors by one.
-        team_count = math.ceil((processors + 1 - threads) / (threads - 1))
-        self._leaders: list[threading.Thread] = []
-        ready = threading.Semaphore(0)
+    Return the function that ends the teams; libgomp ends a team with its leading thread.
+    """
+    over, ready = threading.Event(), threading.Semaphore(0)
 
-        def lead() -> None:
-            # A thread's first operation of this size creates its own OpenMP team.
-            torch.ones(_GRAIN * threads, dtype=torch.uint8).add_(1)
-            ready.release()
-            self._end.wait()
+    def lead() -> None:
+        # A thread's first operation of this size creates its own OpenMP team.
+        torch.ones(_GRAIN * threads, dtype=torch.uint8).add_(1)
+        ready.release()
+        over.wait()
 
-        for _ in range(max(1, team_count)):
-            leader = threading.Thread(target=lead, name="lora-train-idle-team", daemon=True)
-            leader.start()
-            ready.acquire()
-            self._leaders.append(leader)
+    # The training's own team has `threads` threads, each idle team adds `threads` - 1 beside its leader;
+    # together they must exceed the processors by one.
+    team_count = max(1, math.ceil((processors + 1 - threads) / (threads - 1)))
+    leaders = [
+        threading.Thread(target=lead, name="lora-train-idle-team", daemon=True)
+        for _ in range(team_count)
+    ]
+    for leader in leaders:
+        leader.start()
+        ready.acquire()
 
-    def end(self) -> None:
-        """End the teams; libgomp ends a team with its leading thread."""
-        self._end.set()
-        for leader in self._leaders:
+    def end() -> None:
+        over.set()
+        for leader in leaders:
             leader.join()
+
+    return end
 
 
 @contextmanager
@@ -112,7 +114,8 @@ def shared_cores(
         return
 
     def watch() -> None:
-        numbers, teams, calm_intervals = usable_processors(), list[IdleTeams](), 0
+        numbers, calm_intervals = usable_processors(), 0
+        end_teams: Callable[[], None] | None = None
         try:
             before = measure(numbers)
             while not done.wait(interval_s):
@@ -120,20 +123,21 @@ def shared_cores(
                 taken = cores_taken(before, now, processors=len(numbers))
                 missing = threads - (len(numbers) - taken)
                 calm_intervals = calm_intervals + 1 if missing <= CALM_CORES else 0
-                was_asleep = bool(teams)
-                if not teams and missing > CONTENDED_CORES:
-                    teams.append(IdleTeams(threads=threads, processors=len(numbers)))
-                elif teams and calm_intervals >= CALM_INTERVALS:
-                    teams.pop().end()
-                if was_asleep is not bool(teams):
-                    waiting = "asleep" if teams else "spinning"
+                was_asleep = end_teams is not None
+                if end_teams is None and missing > CONTENDED_CORES:
+                    end_teams = idle_teams(threads=threads, processors=len(numbers))
+                elif end_teams is not None and calm_intervals >= CALM_INTERVALS:
+                    end_teams()
+                    end_teams = None
+                if was_asleep is not (end_teams is not None):
+                    waiting = "spinning" if was_asleep else "asleep"
                     events.emit("cores", taken=round(taken, 2), threads=threads, waiting=waiting)
                 before = now
         except (OSError, psutil.Error):
             pass  # without measurements threads spin, libgomp's default
         finally:
-            for team in teams:
-                team.end()
+            if end_teams is not None:
+                end_teams()
 
     watcher = threading.Thread(target=watch, name="lora-train-cores", daemon=True)
     watcher.start()

@@ -78,17 +78,14 @@ class StepPace:
 
     _sizes: dict[int, _Size] = field(default_factory=dict)
     _window: deque[tuple[Timed, Timed]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    _skip: int = 0
+    skip: bool = False
+    """Whether the next step is ignored, because an action ran between it and the step before."""
     _slow: bool = False
 
     @property
     def known(self) -> bool:
         """Whether there are steps to compare with."""
         return any(size.blocks for size in self._sizes.values())
-
-    def skip(self) -> None:
-        """Ignore the next step, because an action ran between it and the step before."""
-        self._skip = 1
 
     def forget(self) -> None:
         """Forget all measurements, because the training itself has changed (a remedy, say)."""
@@ -103,8 +100,8 @@ class StepPace:
         size = self._sizes.setdefault(key, _Size())
         size.count += 1
         # First steps of a size choose kernels and grow the allocator's pools: they are no measure of the others.
-        if self._skip or size.count <= WARM_UP_STEPS:
-            self._skip = 0
+        if self.skip or size.count <= WARM_UP_STEPS:
+            self.skip = False
             return None
         # The usual time is the lower quartile of the medians of blocks. The lowest median could be an accident; the
         # middle one would be too high in a run that began beside another and now has the GPU to itself.
@@ -337,7 +334,7 @@ class Notices:
 
     def __call__(self, event: Event) -> None:
         if event.kind in ("sample", "validation", "learned"):
-            self._pace.skip()
+            self._pace.skip = True
         elif event.kind in ("change", "out_of_memory"):
             self._pace.forget()
         elif event.kind == "cores":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -121,24 +119,6 @@ def block_sizes(network: nn.Module) -> list[int]:
     """Return the number of base weights in each repeated block; works on `meta` too."""
     blocks = repeated_blocks(network).values()
     return [sum(owner[name].numel() for owner, name in base_tensors(block)) for block in blocks]
-
-
-@contextmanager
-def failing(block: nn.Module, *, in_pass: int) -> Iterator[None]:
-    """Run out of memory after this pass of a block: the second is its recomputation."""
-    passes = count(1)
-
-    def fail(*_: object) -> None:
-        if next(passes) == in_pass:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    # In the middle of the block: after its first layer has run.
-    inside = next(module for module in block.modules() if isinstance(module, nn.Linear))
-    handle = inside.register_forward_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @cache

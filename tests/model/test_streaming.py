@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from lora_trainer.network.block_swap import (
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import storage_key
 from tests.fakes.family_bases import CPU
-from tests.fakes.trainee import Trainee, block_sizes, failing, same, trainee
+from tests.fakes.trainee import Trainee, block_sizes, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
 
@@ -152,8 +154,18 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
     expected = at.gradients()
     streamed(at, checkpointing="offloaded")
     for block in list(repeated_blocks(at.denoiser).values())[::3]:
-        with failing(block, in_pass=wanted), pytest.raises(torch.OutOfMemoryError):
+        passes = count(1)
+
+        def fail(*_: object, passes: Iterator[int] = passes) -> None:
+            if next(passes) == wanted:  # the second pass of a block is its recomputation
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        # In the middle of the block: after its first layer has run.
+        inside = next(module for module in block.modules() if isinstance(module, nn.Linear))
+        handle = inside.register_forward_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
             at.gradients()
+        handle.remove()
         for parameter in at.parameters:
             parameter.grad = None
         assert same(at.gradients(), expected)

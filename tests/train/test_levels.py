@@ -1,9 +1,10 @@
-"""Noise levels as a function of one uniform number: tables, densities, shifts, ends."""
+"""Noise levels as a function of one uniform number: tables, densities, shifts, ends; and those of default runs."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,19 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer.config.layers import TIERS
 from lora_trainer.config.learning import ObjectiveSettings
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.training.noise import flow_levels, table_levels
+from scripts.timestep_table import (
+    PAGE,
+    REFERENCES,
+    SIGMAS,
+    objective,
+    releases,
+    share,
+    with_timestep_table,
+)
 
 SIZE = (64, 64)
 SIGNAL = DDPMScheduler().alphas_cumprod.double().tolist()
@@ -120,3 +132,39 @@ def test_tables_are_drawn_by_the_same_densities(
     time = flow_levels(whole, base_shift=lambda size: 1.0).draw(uniform, size_px=SIZE).sigma
     level = table_levels(SIGNAL, settings).draw(uniform, size_px=SIZE)
     assert level.timestep == min(10 + int(900 * time), 909)
+
+
+# ---- at which noise levels default runs train, bounded by the trainers' own formulas; and docs/objective.md
+
+
+RELEASES = {facts.source: facts for facts in releases()}
+CLOSE = 0.002
+"""Of all timesteps: what discrete levels and a finite number of draws may differ by."""
+
+
+@pytest.mark.parametrize("source", RELEASES)
+@pytest.mark.parametrize("side_px", [512, 1024])
+def test_a_default_run_draws_the_timesteps_of_its_reference(source: str, side_px: int) -> None:
+    """R3: Z-Image trained 3.7 % of its timesteps below sigma 0.5, its reference half of them."""
+    facts, reference = RELEASES[source], REFERENCES[source]
+    settings = objective(facts)
+    for sigma in SIGMAS:
+        ours = share(facts, settings, sigma=sigma, side_px=side_px)
+        assert ours == pytest.approx(reference.below(sigma, side_px), abs=CLOSE), sigma
+
+
+@pytest.mark.parametrize("source", RELEASES)
+def test_no_tier_and_no_priority_draws_others(source: str) -> None:
+    facts: BaseFacts = RELEASES[source]
+    found = {
+        objective(facts, tier=tier, priority=priority).model_dump_json()
+        for tier in TIERS
+        for priority in ("balanced", "speed", "quality")
+    }
+    assert len(found) == 1
+
+
+def test_the_page_shows_what_is_drawn_of_every_release() -> None:
+    assert RELEASES.keys() == REFERENCES.keys()
+    page = Path(PAGE).read_text(encoding="utf-8")
+    assert with_timestep_table(page) == page, "run python scripts/timestep_table.py"

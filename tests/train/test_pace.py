@@ -59,7 +59,7 @@ def test_the_first_steps_of_a_size_and_those_after_pauses_do_not_count() -> None
     compiling = [timed(60.0)] * 3
     assert not said(judge, compiling + [timed(2.0)] * 40)
     for _ in range(30):  # sampling every second step
-        judge.skip()
+        judge.skip = True
         assert not said(judge, [timed(30.0), timed(2.0)])
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer.cache.cache_plan import SampleSource
 from lora_trainer.cache.store import CacheKey
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
@@ -45,25 +44,22 @@ def with_priors(
     """Return a feeder some of whose samples, by index, are for regularisation, masked, or kept as a class."""
     data = DataSettings(masks="files", mask_background=background)
     plain = build_feeder(shapes, data=data, **more)
-    generator = torch.Generator().manual_seed(4)
-    resident = plain.entries.resident
+    generator, sources = torch.Generator().manual_seed(4), dict(plain.sources)
 
-    def put(kind: Any, index: int, entry: Mapping[str, Tensor]) -> CacheKey:
-        key = CacheKey.of(kind, of=f"s{index}")
-        resident[key.digest] = entry
+    def put(kind: Any, name: str, entry: Mapping[str, Tensor]) -> CacheKey:
+        key = CacheKey.of(kind, of=name)
+        plain.entries.resident[key.digest] = entry
         return key
 
-    def changed(index: int, source: SampleSource) -> SampleSource:
-        shape = shapes[index]
+    for index, (name, source) in enumerate(plain.sources.items()):
+        changes: dict[str, Any] = {"regularisation": index in regularisation}
         if index in masked:
-            mask = (torch.rand(1, *shape[1:], generator=generator) > 0.5).float()
-            source = replace(source, mask=put("masks", index, {"mask": mask}))
+            mask = torch.rand(1, *shapes[index][1:], generator=generator) > 0.5
+            changes["mask"] = put("masks", name, {"mask": mask.float()})
         if index in of_class:
             text = torch.randn(1, TOKENS, TEXT_WIDTH, generator=generator)
-            source = replace(source, of_class=(put("text", index, {"text": text}),))
-        return replace(source, regularisation=index in regularisation)
-
-    sources = {f"s{i}": changed(i, plain.sources[f"s{i}"]) for i in range(len(shapes))}
+            changes["of_class"] = (put("text", name, {"text": text}),)
+        sources[name] = replace(source, **changes)
     return replace(
         plain,
         sources=sources,

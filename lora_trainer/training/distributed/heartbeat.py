@@ -61,17 +61,20 @@ def work_so_far() -> tuple[float, int]:
 class PeerMonitor:
     """A thread that watches the other processes; `timeout_s` limits silence, and idleness at the start.
 
-    `on_end(reason)` records the reason just before the thread ends this process.
+    `on_end(reason)` records the reason just before the thread ends this process. `events`, which only the leader
+    sets, get the events of followers. `is_starting` until this process is connected, and may wait for as long as
+    others work.
     """
 
     dist_env: DistEnv
     store: Store
     timeout_s: float
     on_end: Callable[[str], None] = lambda reason: None
+    events: EventStream | None = None
+    is_starting: bool = True
     _began_s: float = 0.0
     _worked: tuple[float, float, int] | None = None
     """When this process last worked while starting, and its work until then."""
-    _starting: bool = True
     _waiting: bool = False
     _limit: tuple[str, float] | None = None
     _last_beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)
@@ -80,7 +83,6 @@ class PeerMonitor:
     _rows: Counter[int] = field(default_factory=Counter)
     _done: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _events: EventStream | None = None
 
     def start(self) -> None:
         """Publish this process's host, pid and start time, and start the thread."""
@@ -91,10 +93,6 @@ class PeerMonitor:
         self._beat(0)
         self._thread = threading.Thread(target=self._work, name="lora-train-monitor", daemon=True)
         self._thread.start()
-
-    def started(self) -> None:
-        """Note that this process is connected: from now on it may wait for as long as others work."""
-        self._starting = False
 
     def stop(self) -> None:
         """End the thread and mark this process as done, so that its silence is no failure.
@@ -122,10 +120,6 @@ class PeerMonitor:
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.dist_env.count) if rank != self.dist_env.rank]
-
-    def record(self, events: EventStream) -> None:
-        """Emit the events of followers in `events` (only the leader calls this)."""
-        self._events = events
 
     def tell(self, event: Event) -> None:
         """Send the leader an event of this follower that concerns only this process (a listener).
@@ -222,13 +216,13 @@ class PeerMonitor:
 
     def _relay(self) -> None:
         """Emit what followers have sent since the last time, where events are recorded."""
-        for rank in range(1, self.dist_env.count if self._events is not None else 0):
+        for rank in range(1, self.dist_env.count if self.events is not None else 0):
             while self.store.check([key := f"row/{rank}/{self._rows[rank]}"]):
                 row = json.loads(self.store.get(key))
                 for name in {"what", "reason"} & row["fields"].keys():
                     row["fields"][name] = f"process {rank}: {row['fields'][name]}"
-                assert self._events is not None
-                self._events.emit(row["kind"], **row["fields"])
+                assert self.events is not None
+                self.events.emit(row["kind"], **row["fields"])
                 self._rows[rank] += 1
 
     def _limit_text(self) -> str:
@@ -239,7 +233,7 @@ class PeerMonitor:
         if self._limit is not None:
             sentence, since_s = self._limit
             return sentence if time.monotonic() - since_s >= self.timeout_s else ""
-        if self._waiting or not self._starting:
+        if self._waiting or not self.is_starting:
             self._worked = None  # measured anew afterwards
             return ""
         idle_s = self.idle_s()

@@ -94,7 +94,7 @@ class ProcessGroup:
                 raise MachineError(reason, fix=CONNECT) from error
             # NCCL connects in its first collective, so have that one under the limit.
             self.sum([1.0])
-        self.monitor.started()
+        self.monitor.is_starting = False
 
     def _backend(self, device: torch.device) -> str:
         """Return the backend for sums on these devices: gloo where the usual one is missing (Windows, say) or refuses.
