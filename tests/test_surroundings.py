@@ -169,7 +169,7 @@ def test_a_driver_that_says_nothing_is_no_error() -> None:
 def test_memory_that_lasts_to_the_end_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
     monkeypatch.setattr(pace, "free_ram_bytes", lambda: 1000 * GIB)
-    monkeypatch.setattr(pace, "look", lambda gpu: QUIET)
+    monkeypatch.setattr(pace.Notices, "_look", lambda self: QUIET)
     stream, seen = EventStream(), list[Event]()
     stream.subscribe(seen.append)
     config: Any = build_config({"train.steps": 1000})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 import pytest
@@ -154,7 +154,7 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
     expected = at.gradients()
     streamed(at, checkpointing="offloaded")
     for block in list(repeated_blocks(at.denoiser).values())[::3]:
-        passes = count(1)
+        passes = itertools.count(1)
 
         def fail(*_: object, passes: Iterator[int] = passes) -> None:
             if next(passes) == wanted:  # the second pass of a block is its recomputation

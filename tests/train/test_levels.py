@@ -108,9 +108,9 @@ def test_cosmap_has_the_density_of_its_paper() -> None:
     grid = np.linspace(0.0, 1.0, 20_001)
     density = 2 / (np.pi * (1 - 2 * grid + 2 * grid**2))
     below = np.cumsum(density) / density.sum()
-    for share in (0.1, 0.25, 0.5, 0.9):
-        wanted = grid[np.searchsorted(below, share)]
-        assert found[int(share * 4001)] == pytest.approx(wanted, abs=2e-3)
+    for part in (0.1, 0.25, 0.5, 0.9):
+        wanted = grid[np.searchsorted(below, part)]
+        assert found[int(part * 4001)] == pytest.approx(wanted, abs=2e-3)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
