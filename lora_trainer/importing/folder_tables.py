@@ -156,7 +156,7 @@ def add_extension(foreign: Foreign, extension: Any, key: str) -> None:
         foreign.set("data.caption_extensions", unique, key)
 
 
-def set_masks(foreign: Foreign, kind: str, key: str, *, background: Sourced = (0.0, THERE)) -> None:
+def set_masks(foreign: Foreign, kind: str, key: str, *, background: Sourced) -> None:
     """Set where masks come from, and how much the rest of an image counts."""
     foreign.set("data.masks", kind, key)
     foreign.set("data.mask_background", *background)

@@ -249,9 +249,7 @@ def _as_ours(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
 
     Raises ValueError for a value that the setting cannot take, or that is refused beside `settings`.
     """
-    info = next((info for info in all_settings() if info.key == key), None)
-    if info is None:
-        return value
+    info = next(info for info in all_settings() if info.key == key)
     form = info.form
     if form.kind == "number" and value not in form.words:
         number = as_number(value)
