@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
+from lora_trainer.common import randomness
+from lora_trainer.common.randomness import Stream, draw_seed, shuffled
 
 COUNTERS = st.lists(
     st.one_of(st.integers(-5, 5), st.sampled_from(["", "1", "a", "ab"])), max_size=4
@@ -38,14 +39,14 @@ def test_streams_and_seeds_share_no_numbers_and_fit_torch() -> None:
 
 
 def test_uniform_numbers_and_choices_are_even() -> None:
-    drawn = [draw_uniform(3, Stream.FLIP, k) for k in range(4000)]
+    drawn = [randomness.draw_uniform(3, Stream.FLIP, k) for k in range(4000)]
     assert min(drawn) >= 0 and max(drawn) < 1
     tenths = Counter(int(10 * value) for value in drawn)
     assert set(tenths) == set(range(10)) and all(330 < n < 470 for n in tenths.values())
-    choices = Counter(draw_choice(4, 1, Stream.TIMESTEP, k) for k in range(2000))
+    choices = Counter(randomness.draw_choice(4, 1, Stream.TIMESTEP, k) for k in range(2000))
     assert set(choices) == {0, 1, 2, 3} and all(420 < n < 580 for n in choices.values())
     with pytest.raises(ValueError, match="cannot choose from 0"):
-        draw_choice(0, 1, Stream.TIMESTEP)
+        randomness.draw_choice(0, 1, Stream.TIMESTEP)
 
 
 @given(names=st.sets(st.text(max_size=4), max_size=12), extra=st.text(min_size=5, max_size=6))

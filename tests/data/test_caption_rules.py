@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.config.running import SamplingSettings
+from lora_trainer.config.running import Config
 from lora_trainer.dataset import caption_rules
 from lora_trainer.dataset.captions import read_caption_file
 
@@ -221,7 +221,7 @@ def test_samples_are_of_captions_else_of_the_trigger_in_the_ways_of_its_kind() -
         return caption_rules.sample_prompts(
             captions,
             data=DataSettings.model_validate(data),
-            sampling=SamplingSettings.model_validate({"prompts_from_captions": count}),
+            sampling=Config.model_validate({"sampling": {"prompts_from_captions": count}}).sampling,
             concept=concept,
         )
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.config.layers import Origin, resolve
+from lora_trainer.config import layers as setting_layers
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.facts import BaseFacts
@@ -72,7 +72,7 @@ def request(
     """
     facts = families.known_base(base) if isinstance(base, str) else base or sd15_facts()
     assert facts is not None
-    resolved = resolve(
+    resolved = setting_layers.resolve(
         family=facts.family,
         tier=preset_tier or tier(hardware.gpus[0].total_bytes if hardware.gpus else None),
         priority=priority,
@@ -81,7 +81,7 @@ def request(
         overrides=overrides or {},
     )
     sampling = resolved.config.sampling
-    set_by = {key: Origin(layer=layer) for key, layer in (layers or {}).items()}
+    set_by = {key: setting_layers.Origin(layer=layer) for key, layer in (layers or {}).items()}
     plain = PlanInput(
         decided={"output.format": ("kohya", "known before")},
         resolved=replace(resolved, origins={**resolved.origins, **set_by}),

@@ -19,7 +19,7 @@ from lora_trainer import families
 from lora_trainer.cache.cache_plan import TextEntries, needs
 from lora_trainer.cache.encode import Encoded, fill
 from lora_trainer.cache.store import Cache
-from lora_trainer.common.caption_markup import words_of
+from lora_trainer.common import caption_markup
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.memo import HashMemo
@@ -62,7 +62,7 @@ class CountingTexts(TextEncoder):
         return self.real.tokenize(prompts)
 
     def tokenize_weighted(self, parts: Sequence[Any]) -> Mapping[str, Tensor]:
-        self.seen.append(words_of(parts))
+        self.seen.append(caption_markup.words_of(parts))
         return self.real.tokenize_weighted(parts)
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:

@@ -14,7 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.common.caption_markup import NewWord, weighted_parts
+from lora_trainer.common import caption_markup
+from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.facts import BaseFacts
@@ -188,7 +189,7 @@ def test_words_are_weighed_in_every_chunk_by_itself(name: str) -> None:
     text = "a " * 80 + "{} fox, {} {} " + "b " * 20
     marked = text.format("a (red:1.5)", "[blurred]", "(old hat)")
     words = text.format("a red", "blurred", "old hat")
-    tokens = encoder.tokenize_weighted(weighted_parts(marked))
+    tokens = encoder.tokenize_weighted(caption_markup.weighted_parts(marked))
     weights = {each: tokens[f"{each}.weights"].reshape(3, 77) for each in encoder.networks}
     for component, ids in encoder.tokenize([words]).items():
         assert torch.equal(tokens[component], ids) and ids.shape == (1, 3 * 77)
@@ -212,7 +213,7 @@ def test_a_new_word_has_its_place_and_weight_also_where_chunks_meet(name: str) -
     alone = encoder.count_tokens("a")
     encoder.learn(NewWord(text="zibbo", tokens=4))
     tokens = encoder.tokenize_weighted(
-        weighted_parts("a " * (73 // alone) + "(Zibbo fox:1.5) by zibbo")
+        caption_markup.weighted_parts("a " * (73 // alone) + "(Zibbo fox:1.5) by zibbo")
     )
     for component in encoder.networks:
         first, second = tokens[component].reshape(2, 77).tolist()

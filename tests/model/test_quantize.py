@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.declare import weight_bytes
+from lora_trainer.config import declare
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter import inject
@@ -64,7 +64,7 @@ def plain(layer: QuantizedLinear) -> nn.Linear:
 def test_a_predicted_byte_is_a_stored_byte(kind: Any, inputs: int, out: int) -> None:
     layer = quantized(linear(inputs, out), kind)
     stored_bytes = sum(buffer.nbytes for buffer in layer.buffers())
-    assert stored_bytes == weight_bytes(fan_in=inputs, out=out, precision=kind)
+    assert stored_bytes == declare.weight_bytes(fan_in=inputs, out=out, precision=kind)
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
 
 

@@ -17,7 +17,7 @@ from transformers import T5Config, T5EncoderModel
 
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.declare import moved_bytes, saved_bytes, streamed_indices
+from lora_trainer.config import declare
 from lora_trainer.network.block_swap import (
     offload,
     repeated_blocks,
@@ -137,7 +137,9 @@ def test_any_number_of_blocks_can_be_streamed(count: int) -> None:
     expected = at.gradients()
     names = list(repeated_blocks(at.denoiser))
     blocks = streamed(at, count=count)
-    assert blocks.names == tuple(names[index] for index in streamed_indices(len(names), count))
+    assert blocks.names == tuple(
+        names[index] for index in declare.streamed_indices(len(names), count)
+    )
     assert same(at.gradients(), expected)
     assert same(at.gradients(), expected)
 
@@ -209,9 +211,9 @@ def test_the_planner_s_bytes_are_those_of_the_network() -> None:
     for count in (3, len(block_bytes)):
         blocks = streamed(trainee("sdxl"), count=count)
         padding = 64 * 256 * count
-        assert 0 <= host_bytes(blocks) - moved_bytes(block_bytes, count) < padding
+        assert 0 <= host_bytes(blocks) - declare.moved_bytes(block_bytes, count) < padding
         freed = host_bytes(blocks) - buffer_bytes(blocks)
-        assert abs(freed - saved_bytes(block_bytes, count)) < padding
+        assert abs(freed - declare.saved_bytes(block_bytes, count)) < padding
 
 
 def test_all_but_the_streamed_weights_move_to_the_device() -> None:
@@ -236,7 +238,7 @@ def test_streamed_blocks_are_as_many_as_asked_for_and_evenly_spread(
     counts: tuple[int, int],
 ) -> None:
     total, count = counts
-    chosen = streamed_indices(total, count)
+    chosen = declare.streamed_indices(total, count)
     assert len(chosen) == count
     assert list(chosen) == sorted(set(chosen))
     assert 0 <= chosen[0] <= chosen[-1] < total
@@ -262,9 +264,9 @@ def test_what_is_set_free_is_what_is_moved_without_two_of_the_largest(
     count: int, chosen: tuple[int, ...], moved: int, saved: int
 ) -> None:
     blocks = [10, 20, 30, 40, 50]
-    assert streamed_indices(len(blocks), count) == chosen
-    assert moved_bytes(blocks, count) == moved
-    assert saved_bytes(blocks, count) == saved
+    assert declare.streamed_indices(len(blocks), count) == chosen
+    assert declare.moved_bytes(blocks, count) == moved
+    assert declare.saved_bytes(blocks, count) == saved
 
 
 # ---- the way there

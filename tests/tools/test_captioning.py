@@ -18,7 +18,7 @@ from filelock import FileLock
 from PIL import Image
 
 from lora_trainer.captioning import captioners, describer
-from lora_trainer.common.files import disk_error, write_atomic
+from lora_trainer.common import files
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.scan import scan
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
@@ -347,8 +347,8 @@ def test_a_full_disk_is_one_line_and_costs_no_caption(
 
     def full(path: Path, data: bytes, *, durable: bool = True) -> None:
         if path.name == "b.txt":
-            raise disk_error(path, OSError(28, "No space left on device"))
-        write_atomic(path, data, durable=durable)
+            raise files.disk_error(path, OSError(28, "No space left on device"))
+        files.write_atomic(path, data, durable=durable)
 
     monkeypatch.setattr("lora_trainer.captioning.caption_files.write_atomic", full)
     code, _, err = command("--overwrite")

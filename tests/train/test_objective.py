@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.declare import LossName
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.facts import Prediction
 from lora_trainer.training.dataloader import Sample
@@ -153,7 +152,7 @@ def test_errors_are_those_of_their_papers_and_of_other_trainers(error: float, de
         "smooth_l1": 2 * root,
         "log_cosh": float(exact + F.softplus(-2.0 * exact) - math.log(2.0)),
     }
-    assert list(wanted) == list(get_args(LossName))
+    assert list(wanted) == list(get_args(ObjectiveSettings.model_fields["loss"].annotation))
     for name, value in wanted.items():
         found = error_of(error, loss=name, delta=delta)
         assert found == pytest.approx(value, rel=1e-4, abs=2e-7), name
