@@ -14,9 +14,7 @@ from tests.fakes.runs import Toy, run_cli, toy
 
 BAD: dict[str, tuple[str, str, int, str]] = {
     "a LoRA": ("style.safetensors", "", 3, "is a LoRA, not a base model"),
-    "a header of exabytes": ("huge.safetensors", "", 3, "is not a whole safetensors file"),
     "4-bit whole numbers": ("int4.safetensors", "", 3, "get a bf16, fp16 or fp8 version of this"),
-    "a pickle": ("model.ckpt", "", 3, "is a pickle, which can run code"),
     "a cut part": ("cut", "", 3, "vae"),
     "another architecture": ("other", "", 3, "not a base model of a supported family"),
     "a preset of another family": (
@@ -32,11 +30,9 @@ BAD: dict[str, tuple[str, str, int, str]] = {
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
     save_file({"lora_unet_x.lora_down.weight": torch.zeros(4, 8)}, folder / "style.safetensors")
-    (folder / "huge.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     header = b'{"a.weight":{"dtype":"I4","shape":[4,4],"data_offsets":[0,8]}}'
     int4 = len(header).to_bytes(8, "little") + header + bytes(8)
     (folder / "int4.safetensors").write_bytes(int4)
-    (folder / "model.ckpt").write_bytes(b"PK\x03\x04")
     vae = copy_of("sd15", folder / "cut") / "vae" / "diffusion_pytorch_model.safetensors"
     vae.write_bytes(vae.read_bytes()[:-4])
     edit_json(copy_of("sd15", folder / "other") / "unet" / "config.json", in_channels=9)

@@ -112,7 +112,7 @@ def test_a_machine_without_faults_has_no_warning(
     assert not any("pinned" in one["sentence"] or "HF_HUB" in one["sentence"] for one in found)
 
 
-def test_fix_removes_what_killed_trainings_left_and_nothing_else(
+def test_fix_removes_what_killed_trainings_left_and_nothing_that_is_in_use(
     tmp_path: Path, doctor: Doctor
 ) -> None:
     cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
@@ -124,49 +124,32 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_else(
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"!")
     (cache.root / "damaged").mkdir()
     aside.rename(cache.root / "damaged" / aside.name)
+    run, begun, image = (
+        tmp_path / name for name in ("runs/cat", "runs/dog", "my-images/.tmp-1.png")
+    )
+    # The names that a save killed at any moment leaves: not published yet, or being replaced.
+    unfinished, replaced = (run / "states" / f".{kind}-step-00000001.1" for kind in ("tmp", "del"))
     leftovers = [
         whole.with_name(".tmp-1-2-entry"),
         cache.root / ".in-use-elsewhere-1.lock",
+        unfinished / "state.json",
+        begun / "events.jsonl",
     ]
-    for path in leftovers:
-        path.write_bytes(b"half")
-    image = tmp_path / "my-images" / ".tmp-1.png"
-    image.parent.mkdir()
-    image.write_bytes(b"an image")
-    run, begun = tmp_path / "runs" / "cat", tmp_path / "runs" / "dog"
-    for folder in (run / "states", begun):
-        folder.mkdir(parents=True)
-    for file in (run / "run.json", run / "events.jsonl", begun / "events.jsonl", begun / ".lock"):
+    others = [replaced / "state.json", run / "run.json", run / "events.jsonl", image]
+    for file in (*leftovers, *others, begun / ".lock"):
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}\n")
-    # The names that a save killed at any moment leaves: not published yet, or being replaced.
-    unfinished, replaced = (
-        run / "states" / ".tmp-step-00000002.1",
-        run / "states" / ".del-step-00000001.1",
-    )
-    for folder in (unfinished, replaced):
-        folder.mkdir()
-        (folder / "state.json").write_text("{}")
-
-    assert [repair["mark"] for repair in doctor()] == ["ok"] * 5
-    assert not [path for path in (*leftovers, spoilt, unfinished, begun) if path.exists()]
-    assert not list((cache.root / "damaged").iterdir())
-    assert store.read(keys[0]) is not None and image.read_bytes() == b"an image"
-    assert replaced.is_dir() and (run / "run.json").is_file()
-    assert [repair["sentence"] for repair in doctor()] == ["Nothing had to be mended."]
-
-
-def test_fix_leaves_alone_what_a_training_uses(tmp_path: Path, doctor: Doctor) -> None:
-    cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
-    cache.create()
-    (cache.root / "text").mkdir(exist_ok=True)
-    unfinished = cache.root / "text" / ".tmp-1-2-entry"
-    unfinished.write_bytes(b"half")
-    run = tmp_path / "runs" / "cat"
-    run.mkdir(parents=True)
-    (run / "events.jsonl").write_text("{}\n")
-    with in_use(cache.root), run_folder.claim(run):
+    with in_use(cache.root), run_folder.claim(run), run_folder.claim(begun):
         (run / ".tmp-1-2-x").write_bytes(b"being written")
         (repair,) = doctor()
-        assert (run / ".tmp-1-2-x").is_file() and unfinished.is_file()
+        assert all(path.exists() for path in (*leftovers, spoilt, run / ".tmp-1-2-x"))
     assert repair["mark"] == "warn" and "a training uses the cache" in repair["sentence"]
     assert repair["fix"] == "wait for it, or stop it first"
+    (cache.root / ".in-use-elsewhere-1.lock").touch()
+
+    assert [repair["mark"] for repair in doctor()] == ["ok"] * 5
+    gone = (*leftovers, spoilt, unfinished, begun, run / ".tmp-1-2-x")
+    assert not [path for path in gone if path.exists()]
+    assert not list((cache.root / "damaged").iterdir())
+    assert store.read(keys[0]) is not None and all(path.is_file() for path in others)
+    assert [repair["sentence"] for repair in doctor()] == ["Nothing had to be mended."]

@@ -1,4 +1,4 @@
-"""The best step is kept, and training ends once the validation loss stops falling; a killed run agrees."""
+"""The best step is kept, and training ends once the validation loss stops falling; kills: test_options_end_to_end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from lora_trainer.common.files import read_json_object
 from lora_trainer.reporting.status import read_status
 from tests.fakes.runs import (
     Toy,
-    assert_same_run,
     contents,
     events,
     last_state,
     run_cli,
-    run_killed,
     same_tensors,
     toy,
     trajectory,
@@ -64,18 +62,6 @@ def test_the_step_with_the_lowest_loss_is_kept_as_it_was(place: Toy) -> None:
     tensors = load_file(place.run / "toy-best.safetensors")
     assert same_tensors(tensors, load_file(place.run / f"toy-step{best:08d}.safetensors"))
     assert not same_tensors(tensors, load_file(place.run / "toy.safetensors"))
-
-
-def test_a_run_killed_while_it_writes_its_best_goes_on_to_the_same_bits(place: Toy) -> None:
-    line = place.arguments("--name", "killed", steps=STEPS, **BEST)
-    run_killed([(line, ("lora_trainer.run.saving", "write_atomic", 1, False))])
-    run = place.runs / "killed"
-    assert (run / "killed-best.safetensors").exists() and not (run / "best.json").exists()
-    assert run_cli([*line, "--resume"]) == 0
-    assert [row["exactness"] for row in events(run, "resumed")] == ["EXACT"]
-    assert_same_run(run, place.run)
-    steps = [read_json_object(each / "best.json")["step"] for each in (run, place.run)]
-    assert steps[0] == steps[1]
 
 
 @pytest.fixture(scope="module")

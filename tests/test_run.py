@@ -279,6 +279,7 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
     monkeypatch.undo()
     assert copied.train("--name", "full", "--resume", **QUIET) == 0
     assert [row[0] for row in trajectory(run)] == [1, 2, 3, 4, 5, 6]
+    assert not events(run, "stopped"), "the end of before is dropped"
 
 
 # ---- stopping

@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.events import read_jsonl
 from lora_trainer.config.config import flatten, setting_keys
 from lora_trainer.config.running import Config
 from lora_trainer.run import run_folder
@@ -41,31 +40,24 @@ def compared(
     return run_folder.compare(before, now | changes, environment=MACHINE, environment_now=here)
 
 
-def lines(file: Path, *rows: dict[str, Any]) -> None:
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 def test_a_name_that_exists_gets_the_next_number(tmp_path: Path) -> None:
-    folders = [run_folder.create(tmp_path / "runs", "toy") for _ in range(3)]
-    assert [folder.name for folder in folders] == ["toy", "toy-002", "toy-003"]
+    for name in ("toy", "toy-002", "toy-003"):
+        with run_folder.create(tmp_path / "runs", "toy") as folder:
+            assert folder == tmp_path / "runs" / name and folder.is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="file"):
         run_folder.create(tmp_path / "file", "toy")
 
 
 def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
-    folder = run_folder.create(tmp_path, "toy")
-    with folder, pytest.raises(MachineError, match="another process"):
-        run_folder.claim(folder.path)
-    assert run_folder.claim(folder.path).path == folder.path
-
-
-def write(run: Path, record: dict[str, Any]) -> None:
-    (run / "run.json").write_text(json.dumps(record))
+    taken = pytest.raises(MachineError, match="another process")
+    with run_folder.create(tmp_path, "toy") as folder, taken, run_folder.claim(folder):
+        pass
+    with run_folder.claim(folder) as claimed:
+        assert claimed == folder
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    folder = run_folder.create(tmp_path, "toy")
     record = {
         "name": "toy",
         "started_at_s": 1.5,
@@ -75,14 +67,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "dataset": {"fingerprint": "ab"},
         "plan": {"memory": {"images_at_once": {}}},
     }
-    write(folder.path, record)
-    assert run_folder.read_run(folder.path) == record
+    for name in ("toy", "apple", "not-a-run"):
+        (tmp_path / name).mkdir()
+    file = tmp_path / "toy" / "run.json"
+    for each in (file, tmp_path / "apple" / "run.json"):
+        each.write_text(json.dumps(record))
+    assert run_folder.read_run(tmp_path / "toy") == record
     for key in record:
-        write(folder.path, {name: value for name, value in record.items() if name != key})
+        file.write_text(json.dumps({name: record[name] for name in record if name != key}))
         with pytest.raises(RequestError, match=f"has no {key}"):
-            run_folder.read_run(folder.path)
-    write(run_folder.create(tmp_path, "apple").path, record)
-    (tmp_path / "not-a-run").mkdir()
+            run_folder.read_run(tmp_path / "toy")
     with pytest.raises(RequestError, match="runs there: apple, toy"):
         run_folder.read_run(tmp_path / "zebra")
 
@@ -158,38 +152,6 @@ def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(key: str) -
     else:
         changed = compared({key: "now"}, before=older)
         assert changed == ("CHANGED", [f"{key}: {default} -> now"])
-
-
-# ---- what it drops
-
-
-def test_what_came_after_the_state_is_dropped_and_a_torn_line_too(tmp_path: Path) -> None:
-    folder = run_folder.create(tmp_path, "toy")
-    events = folder.path / "events.jsonl"
-    assert run_folder.last_step(folder) == 0
-    kept: list[dict[str, Any]] = [
-        {"event": "run_started"},
-        {"event": "validation", "step": 0},
-        {"event": "step", "step": 1},
-        {"event": "step", "step": 2},
-        {"event": "saved", "step": 2},
-        {"event": "change", "reason": "  "},
-    ]
-    dropped: list[dict[str, Any]] = [
-        {"event": "step", "step": 3},
-        {"event": "saved", "step": 9},
-        {"event": "stopped", "step": 2},
-        {"event": "finished", "step": 2},
-    ]
-    lines(events, *kept, *dropped)
-    lines(folder.path / "problems.jsonl", {"event": "problem", "what": "x"})
-    assert run_folder.last_step(folder) == 3
-    events.write_text(events.read_text() + '{"event": "st')
-    run_folder.cut_events(folder, step=2)
-    assert read_jsonl(events) == kept
-    assert len(read_jsonl(folder.path / "problems.jsonl")) == 1
-    run_folder.cut_events(folder, step=-1)
-    assert [row["event"] for row in read_jsonl(events)] == ["run_started", "change"]
 
 
 GONE: list[tuple[str, object, str, dict[str, Any]]] = [

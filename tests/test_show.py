@@ -101,9 +101,18 @@ def test_a_plan_shows_time_length_and_every_item_of_the_peak(place: Toy, said: S
 
 
 def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said: Said) -> None:
+    """Scripts rely on the keys of its JSON."""
     asked = (place.dataset, "--vram", "24", "--base", "black-forest-labs/FLUX.1-schnell")
     shown, plan = said("plan", *asked), json.loads(said("plan", *asked, "--json"))
-    remarks = plan["remarks"]
+    designed = {"family", "tier", "priority", "settings", "memory", "time", "disk", "sampling"}
+    assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
+    memory, settings, remarks = (plan[key] for key in ("memory", "settings", "remarks"))
+    beside = {"phase", "phases", "by_phase", "images_at_once", "host"}
+    assert memory.keys() == {"items", "peak_bytes", "limit_bytes", "fits"} | beside
+    assert all(item.keys() == {"name", "bytes", "note"} for item in memory["items"])
+    assert 0 < memory["limit_bytes"] <= 24 * 2**30 and memory["fits"]
+    assert settings.keys() == {info.key for info in all_settings()}
+    assert all(each.keys() == {"value", "origin", "reason"} for each in settings.values())
     assert "distilled" in [remark["kind"] for remark in remarks]
     assert all(f": {one['what']}. {one['advice']}" in shown for one in remarks)
     last = shown.splitlines()[-len(remarks) :]
@@ -122,10 +131,16 @@ def test_check_shows_score_buckets_and_every_finding(
     assert all(f"{name} x{count}" in shown for name, count in report["buckets"].items())
     odd = shutil.copytree(place.dataset, tmp_path / "odd")
     Image.new("RGB", (9, 9), "red").save(odd / f"{ODD}.png")
-    findings = json.loads(said("check", odd, "--json"))["findings"]
-    shown = said("check", odd)
+    report, shown = json.loads(said("check", odd, "--json")), said("check", odd)
     assert ODD in shown and "no findings" not in shown
-    for one in findings:
+    rest = {"parts", "pictures", "caption_limit"}
+    assert report.keys() == {"images", "score", "findings", "buckets"} | rest
+    assert report["images"] == len(report["pictures"]) == sum(report["buckets"].values()) == 7
+    sizes = {"width_px", "height_px", "bucket", "kept", "cropped_fraction", "upscaled"}
+    assert all(picture.keys() == {"file", "score"} | sizes for picture in report["pictures"])
+    assert report["caption_limit"].keys() == {"tokenizer", "tokens"}
+    for one in report["findings"]:
+        assert one.keys() == {"kind", "severity", "file", "advice", "what", "code"}
         where = f"{one['file']}: " if one["file"] else ""
         assert f"{one['severity']}: {where}{one['what']}. {one['advice']}" in shown
 

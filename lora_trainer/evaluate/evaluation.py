@@ -39,7 +39,7 @@ from lora_trainer.run import build
 from lora_trainer.run.device import planned_device, setup_torch
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request, prepare_with_base
-from lora_trainer.run.run_folder import RunFolder, TrainingJob, read_run
+from lora_trainer.run.run_folder import TrainingJob, read_run
 from lora_trainer.run.samples import file_and_base
 from lora_trainer.run.saving import WeightFigures, weight_figures
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
@@ -201,7 +201,7 @@ def build_evaluation(
     setup_torch(plan)
     job = TrainingJob(
         prepared=plan,
-        folder=RunFolder(path=subject.file.parent),
+        folder=subject.file.parent,
         cache_needs=build.plan_cache(plan, prompts),
         state=None,
         events=events,

@@ -263,7 +263,7 @@ def ensure_worker(
     log = queue_folder(runs) / _WORKER_LOG
     with changing(runs):
         last = _read_worker(runs)
-        just_died = last is not None and last.pid_started_s > clock() - _NEXT_TRY_AFTER_S
+        just_died = last is not None and last[1] > clock() - _NEXT_TRY_AFTER_S
         if just_died or worker_pid(runs) is not None:  # another page started one meanwhile
             return
         try:
@@ -280,9 +280,8 @@ def ensure_worker(
 
 def worker_pid(runs: Path) -> int | None:
     """Return the process number of the queue's worker, None if none lives; never raises."""
-    record = _read_worker(runs)
-    lives = record is not None and is_alive(pid=record.pid, started_s=record.pid_started_s)
-    return record.pid if record is not None and lives else None
+    pid, started_s = _read_worker(runs) or (None, None)
+    return pid if is_alive(pid=pid, started_s=started_s) else None
 
 
 def worker_fault(runs: Path) -> str:
@@ -334,8 +333,11 @@ def work(
             except MachineError as error:  # a full disk, say, which may have room later
                 if str(error) != complaint:
                     say(complaint := str(error))
-            if idle > idle_polls and _retired(runs):
-                return
+            if idle > idle_polls:
+                with changing(runs):  # items that come now start a new worker
+                    if not _anything_left(runs):
+                        (lock_file.parent / _WORKER_FILE).unlink(missing_ok=True)
+                        return
             sleep(POLL_S)
 
 
@@ -358,18 +360,11 @@ def _only_worker(runs: Path, *, within_s: float) -> Iterator[Path]:
                 (file.parent / _WORKER_FILE).unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WorkerRecord:
-    """The process of a worker, written when it is started and by itself; a worker that ends removes it."""
-
-    pid: Annotated[int, Field(gt=0, lt=2**31)]
-    pid_started_s: FiniteFloat
+_WORKER = TypeAdapter(tuple[Annotated[int, Field(gt=0, lt=2**31)], FiniteFloat])
+"""The process of a worker and its start, written when it is started and by itself; one that ends removes them."""
 
 
-_WORKER = TypeAdapter(_WorkerRecord)
-
-
-def _read_worker(runs: Path) -> _WorkerRecord | None:
+def _read_worker(runs: Path) -> tuple[int, float] | None:
     try:
         return _WORKER.validate_json((queue_folder(runs) / _WORKER_FILE).read_bytes(), strict=True)
     except (OSError, ValueError):  # none, or damaged: the next worker replaces it
@@ -377,17 +372,8 @@ def _read_worker(runs: Path) -> _WorkerRecord | None:
 
 
 def _write_worker(runs: Path, process: psutil.Process) -> None:
-    record = {"pid": process.pid, "pid_started_s": process.create_time()}
+    record = [process.pid, process.create_time()]
     write_atomic(queue_folder(runs) / _WORKER_FILE, json_bytes(record), durable=False)
-
-
-def _retired(runs: Path) -> bool:
-    """Remove this worker's record and return True, or False if items came; a later `add` starts a new worker."""
-    with changing(runs):
-        if _anything_left(runs):
-            return False
-        (queue_folder(runs) / _WORKER_FILE).unlink(missing_ok=True)
-        return True
 
 
 def _anything_left(runs: Path) -> bool:

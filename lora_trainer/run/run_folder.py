@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,29 +95,6 @@ FORBIDDEN_SETTINGS = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFolder:
-    """A run folder, claimed until the block or the process ends; without a lock it is another process's."""
-
-    path: Path
-    lock: FileLock | None = None
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.lock is not None:
-            self.lock.release(force=True)
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def states(self) -> Path:
-        return self.path / STATES
-
-
 def checked_name(name: str) -> str:
     """Return a run's name if it works as a folder's name on this system; raises RequestError."""
     if not name.isprintable():  # includes lone surrogates, which Python makes of undecodable bytes
@@ -135,7 +112,7 @@ def checked_name(name: str) -> str:
     )
 
 
-def create(parent: Path, name: str) -> RunFolder:
+def create(parent: Path, name: str) -> AbstractContextManager[Path]:
     """Make and claim a new folder `name`, or `name-002`, `-003`, ... if that exists already.
 
     Raises RequestError for an unusable name and MachineError if the disk refuses.
@@ -176,10 +153,10 @@ def read_run(path: Path) -> dict[str, Any]:
     return record
 
 
-def cut_events(folder: RunFolder, *, step: int) -> None:
+def cut_events(folder: Path, *, step: int) -> None:
     """Drop events of steps after `step`, which a resumed run computes again with the same numbers."""
     for name in (EVENTS_FILE, PROBLEMS_FILE):
-        file = folder.path / name
+        file = folder / name
         if not file.exists():
             continue
         lines = []
@@ -192,9 +169,9 @@ def cut_events(folder: RunFolder, *, step: int) -> None:
         write_atomic(file, text.encode("utf-8", "backslashreplace"))
 
 
-def last_step(folder: RunFolder) -> int:
+def last_step(folder: Path) -> int:
     """Return the last optimizer step that was logged, 0 without any."""
-    rows = read_events(folder.path / EVENTS_FILE)
+    rows = read_events(folder / EVENTS_FILE)
     return max((int(row.get("step", 0)) for row in rows if row["event"] == "step"), default=0)
 
 
@@ -244,8 +221,9 @@ def has_no_record(path: Path) -> bool:
     return claimed and not (path / STATES).exists()
 
 
-def claim(path: Path) -> RunFolder:
-    """Take the lock of a run folder; raises MachineError when another process trains in it.
+@contextmanager
+def claim(path: Path) -> Iterator[Path]:
+    """Hold the lock of a run folder while the block runs; raises MachineError when another process trains in it.
 
     Temporary files of a killed process are removed, as no other process writes here now.
     """
@@ -260,7 +238,10 @@ def claim(path: Path) -> RunFolder:
     for unfinished in path.glob(f"{TEMPORARY_PREFIX}*"):
         with suppress(OSError):
             unfinished.unlink()
-    return RunFolder(path=path, lock=lock)
+    try:
+        yield path
+    finally:
+        lock.release(force=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +253,7 @@ class TrainingJob:
     """
 
     prepared: Prepared
-    folder: RunFolder
+    folder: Path
     cache_needs: Needs
     state: TrainingState | None
     events: EventStream

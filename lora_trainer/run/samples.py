@@ -111,7 +111,7 @@ class SampleAction:
         regular = every > 0 and (progress.step % every == 0 or progress.ending)
         request = None
         try:
-            request = Control(self.job.folder.path).take_samples()
+            request = Control(self.job.folder).take_samples()
         except LoraTrainError as error:
             what = f"no sample images were asked for at step {progress.step}: {error.found}"
             self._problem(what, fix=error.fix)
@@ -124,7 +124,7 @@ class SampleAction:
 
         Raises RuntimeError when the device is out of memory: with less in its caches they may fit.
         """
-        target = self.job.folder.path / "samples" / f"step-{progress.step:08d}"
+        target = self.job.folder / "samples" / f"step-{progress.step:08d}"
         began_s = time.monotonic()
         give_back_heap()  # decoding makes tensors larger than what a step on a processor has left
         assistant = self.parts.networks.assistant

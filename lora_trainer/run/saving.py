@@ -71,7 +71,7 @@ def exporter(
     It raises as `write_export` and `write_embedding`. It may run in any thread while training goes on, so the
     sample images for the thumbnail are listed now.
     """
-    images = last_samples(job.folder.path / "samples")
+    images = last_samples(job.folder / "samples")
     tensors = {
         key: replace(
             module,
@@ -214,7 +214,7 @@ class BestExport:
         if not self.adapter.best or best.step in (0, self.written_step):
             return lambda: None
         folder, batch_size = self.job.folder, self.job.prepared.config.train.batch_size
-        file = folder.path / best_export_name(folder.name)
+        file = folder / best_export_name(folder.name)
         then = replace(progress, step=best.step, images=best.step * batch_size)
         with self.adapter.swapped(self.adapter.best):
             write_file = exporter(
@@ -229,7 +229,7 @@ class BestExport:
                 "file": file.name,
                 "marked_at_s": time.time(),
             }
-            write_atomic(folder.path / BEST_RECORD, json_bytes(record))
+            write_atomic(folder / BEST_RECORD, json_bytes(record))
             self.written_step = best.step
 
         return write
@@ -239,11 +239,11 @@ def save_action(
     job: TrainingJob, writer: StateWriter, parts: TrainComponents, best: BestExport
 ) -> SaveAction:
     """Return the action that saves resume states, rolling exports and the best step's export."""
-    config, folder, control = job.prepared.config, job.folder, Control(job.folder.path)
+    config, folder, control = job.prepared.config, job.folder, Control(job.folder)
     every_epochs = config.output.save_every_epochs
 
     def export_step(progress: Progress, copy: Copy) -> Export:
-        file = folder.path / step_export_name(folder.name, step=progress.step)
+        file = folder / step_export_name(folder.name, step=progress.step)
         with parts.chosen():
             write = exporter(job, parts.adapter, file, progress, copy)
         write_best = best.prepared(progress, copy)
@@ -251,7 +251,7 @@ def save_action(
         def write_and_prune() -> str:
             write()
             write_best()
-            prune_exports(folder.path, name=folder.name, keep_last=config.output.keep_last)
+            prune_exports(folder, name=folder.name, keep_last=config.output.keep_last)
             return file.name
 
         return write_and_prune
@@ -360,7 +360,7 @@ def validate_at_the_end(
     try:
         result = Validation(file=file.name)
         measure_weights(weight_figures(networks.by_component, adapter.tensors()), result)
-        history = read_history(job.folder.path)
+        history = read_history(job.folder)
         base, last = history.base_validation, history.last_validation
         if base is None or last is None or last.step != end.step or not base.by_timestep:
             result.left_out["gain"] = "the run did not validate both the base and the last step"
@@ -377,7 +377,7 @@ def validate_at_the_end(
             ]
         for name in WEIGHTS.keys() - result.parts.keys() - result.left_out.keys():
             result.left_out[name] = BY_COMMAND
-        path = job.folder.path / VALIDATION_FILE
+        path = job.folder / VALIDATION_FILE
         write_atomic(path, json_bytes(result.to_json()), durable=False)
     except (LoraTrainError, RuntimeError) as error:
         job.events.problem(

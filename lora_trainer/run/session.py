@@ -40,7 +40,7 @@ from lora_trainer.run.device import (
     oom_fallbacks,
 )
 from lora_trainer.run.hub_upload import push
-from lora_trainer.run.run_folder import EVENTS_FILE, TrainingJob, cut_events
+from lora_trainer.run.run_folder import EVENTS_FILE, STATES, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
 from lora_trainer.training.actions import (
@@ -81,7 +81,7 @@ def train_job(job: TrainingJob) -> Path:
         parts = build_components(replace(job, state=_shared(ranks, job.state)))
     micro_batch = config.memory.micro_batch
     start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
-    writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
+    writer = StateWriter(folder=job.folder / STATES, keep=config.output.keep_states, events=events)
     best = BestExport(job=job, adapter=parts.adapter)
     saves = save_action(job, writer, parts, best)
     if leads:
@@ -124,7 +124,7 @@ def train_job(job: TrainingJob) -> Path:
     began = time.monotonic()
     with writer:
         end = run(training, start)
-    file = job.folder.path / final_export_name(job.folder.name)
+    file = job.folder / final_export_name(job.folder.name)
     if leads:
         _export(job, parts, best, file, end, began_s=began)
     ranks.end_together()
@@ -153,9 +153,7 @@ def _export(
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
     # The first validation loss is the base's; they are read from the whole run with its resumes.
-    rows = [
-        row for row in read_events(job.folder.path / EVENTS_FILE) if row["event"] == "validation"
-    ]
+    rows = [row for row in read_events(job.folder / EVENTS_FILE) if row["event"] == "validation"]
     losses = [row["loss"] for row in rows if "loss" in row] or [None]
     early = ""
     if end.step != job.prepared.config.train.steps:

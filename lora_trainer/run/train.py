@@ -53,7 +53,7 @@ from lora_trainer.run.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
     RUN_FILE,
-    RunFolder,
+    STATES,
     TrainingJob,
     checked_name,
     claim,
@@ -117,9 +117,8 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
         check_upload(output.hub_repo)
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
-    folder = claim(previous) if previous is not None else create(Path(output.folder), name)
     with (
-        folder,
+        claim(previous) if previous is not None else create(Path(output.folder), name) as folder,
         _recorded(folder, prepared, listeners, ranks, request) as (events, stop),
         pinning(prepared, events),
     ):
@@ -139,7 +138,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
         )
         _announce(job, resumption)
         record = _run_record(job, request, environment)
-        write_atomic(folder.path / RUN_FILE, json_bytes(record))
+        write_atomic(folder / RUN_FILE, json_bytes(record))
         with (
             _end_recorded(folder, events),
             in_use(prepared.cache_root),
@@ -148,7 +147,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
         ):
             file = train_job(job)
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
-        write_report(folder.path)
+        write_report(folder)
         return file
 
 
@@ -167,17 +166,17 @@ def _download_phase(events: EventStream) -> OnBytes:
 
 
 @contextmanager
-def _end_recorded(folder: RunFolder, events: EventStream) -> Iterator[None]:
+def _end_recorded(folder: Path, events: EventStream) -> Iterator[None]:
     """Record an error that ends the run in its events, status and report."""
     try:
         yield
     except LoraTrainError as error:
         _record_end(folder, events, str(error), code=error.exit_code)
-        write_report(folder.path)
+        write_report(folder)
         raise
 
 
-def _record_end(folder: RunFolder, events: EventStream, reason: str, *, code: int) -> None:
+def _record_end(folder: Path, events: EventStream, reason: str, *, code: int) -> None:
     events.emit("stopped", reason=reason, exit_code=code, step=last_step(folder))
 
 
@@ -216,16 +215,16 @@ def _refuse(request: Request, prepared: Prepared) -> None:
         )
 
 
-def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | None:
+def _newest_state(folder: Path, events: EventStream) -> TrainingState | None:
     """Return the newest valid state and drop events logged after it; None: nothing was saved yet.
 
     Raises MachineError if states exist and none is valid, as only the user may decide to start over.
     """
-    state = load_newest(folder.states, events=events)
-    damaged = sorted(path.name for path in folder.states.glob("bad-*"))
+    state = load_newest(folder / STATES, events=events)
+    damaged = sorted(path.name for path in (folder / STATES).glob("bad-*"))
     if state is None and damaged:
         raise MachineError(
-            f"no state of {folder.path} is valid; damaged: {', '.join(damaged)}",
+            f"no state of {folder} is valid; damaged: {', '.join(damaged)}",
             fix="check the disk, then start a new run without --resume",
         )
     cut_events(folder, step=state.step if state else -1)
@@ -234,7 +233,7 @@ def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | Non
 
 @contextmanager
 def _recorded(
-    folder: RunFolder,
+    folder: Path,
     prepared: Prepared,
     listeners: Sequence[Listener],
     ranks: ProcessGroup,
@@ -248,19 +247,19 @@ def _recorded(
         (EVENTS_FILE, lambda kind: kind not in ("phase", "problem")),
         (PROBLEMS_FILE, lambda kind: kind == "problem"),
     ):
-        events.subscribe(JsonlWriter(folder.path / name, kinds, events))
-    status = StatusWriter(folder.path, events)
+        events.subscribe(JsonlWriter(folder / name, kinds, events))
+    status = StatusWriter(folder, events)
     events.subscribe(status)
     if ranks.monitor is not None:
         ranks.monitor.on_end = partial(_record_end, folder, events, code=MachineError.exit_code)
-    control = Control(folder.path)
+    control = Control(folder)
     control.forget_before(status.started_s)
     stop = StopFlag(control=control, is_asked=request.is_asked_to_stop)
     with taking_signals(stop):
         start_trackers(
             prepared.config.logging.trackers,
             packages=prepared.hardware.packages,
-            run_folder=folder.path,
+            run_folder=folder,
             settings=flatten(prepared.config),
             events=events,
         )
@@ -373,7 +372,7 @@ def _run_record(job: TrainingJob, request: Request, environment: dict[str, Any])
 # launcher's store, because no collective is possible yet
 
 
-def gather(ranks: ProcessGroup, prepared: Prepared, folder: RunFolder, events: EventStream) -> None:
+def gather(ranks: ProcessGroup, prepared: Prepared, folder: Path, events: EventStream) -> None:
     """Send the leader's decisions to the other processes, and connect to them."""
     if ranks.monitor is None:
         return
@@ -386,7 +385,7 @@ def gather(ranks: ProcessGroup, prepared: Prepared, folder: RunFolder, events: E
         "hardware": asdict(prepared.hardware),
         "fingerprint": prepared.dataset.fingerprint,
         "identities": prepared.identities,
-        "folder": str(folder.path),
+        "folder": str(folder),
     }
     ranks.monitor.give("orders", json.dumps(orders))
     _connect(ranks, prepared)
@@ -436,7 +435,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
         return train_job(
             TrainingJob(
                 prepared=prepared,
-                folder=RunFolder(path=folder),
+                folder=folder,
                 cache_needs=plan_cache(prepared, prepared.sample_prompts),
                 state=None,
                 events=events,

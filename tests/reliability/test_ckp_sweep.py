@@ -177,7 +177,7 @@ def write_log(folder: Path, version: int) -> None:
         rows = [{"event": "step", "step": step} for step in (1, 2, 3)]
         (folder / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     else:
-        run_folder.cut_events(run_folder.RunFolder(path=folder), step=2)
+        run_folder.cut_events(folder, step=2)
 
 
 def read_log(folder: Path) -> int | None:

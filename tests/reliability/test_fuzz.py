@@ -251,10 +251,10 @@ def test_env_01_sec_03_fuzz_run_names(tmp_path: Path, figure: Figure) -> None:
     def each(name: str) -> None:
         with suppress(RequestError):
             with run_folder.create(parent, name) as folder:
-                assert folder.path.resolve().parent == parent.resolve()
+                assert folder.resolve().parent == parent.resolve()
                 assert folder.name.startswith(name)
                 folder.name.encode()
-            shutil.rmtree(folder.path)
+            shutil.rmtree(folder)
         assert not parent.exists() or not list(parent.iterdir())
         assert sorted(path.name for path in tmp_path.iterdir()) in ([], ["runs"])
 
