@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from jinja2 import Template
@@ -70,7 +68,7 @@ def push(
     Raises InputError for a file that is no LoRA of a known family, errors as `check_upload`, and MachineError
     for the rest.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # re-exported
 
     contents, fit = check_usable(file, names=None)
@@ -78,26 +76,22 @@ def push(
     samples = last_samples(file.parent / "samples")
     words = embedding_path(file)
     embedding = words if words.is_file() else None
-    api = HfApi()
+    api, contents_by_name = HfApi(), dict[str, Path | bytes]({file.name: file})
+    if embedding is not None:
+        contents_by_name[f"{embedding.parent.name}/{embedding.name}"] = embedding
+    contents_by_name |= {_sample_name(index): image for index, image in enumerate(samples)}
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        with TemporaryDirectory() as name:
-            folder = Path(name)
-            shutil.copyfile(file, folder / file.name)
-            if embedding is not None:
-                (folder / embedding.parent.name).mkdir()
-                shutil.copyfile(embedding, folder / embedding.parent.name / embedding.name)
-            (folder / "samples").mkdir()
-            for index, image in enumerate(samples):
-                shutil.copyfile(image, folder / _sample_name(index))
-            if not api.file_exists(repository, CARD):
-                card = _model_card(
-                    file, contents, fit.family, repository, samples=samples, embedding=embedding
-                )
-                (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
-            api.upload_folder(
-                repo_id=repository, folder_path=name, commit_message=f"Upload {file.name}"
+        if not api.file_exists(repository, CARD):
+            card = _model_card(
+                file, contents, fit.family, repository, samples=samples, embedding=embedding
             )
+            contents_by_name[CARD] = card.encode()
+        additions = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+            for name, content in contents_by_name.items()
+        ]
+        api.create_commit(repository, additions, commit_message=f"Upload {file.name}")
     except HfHubHTTPError as error:
         status = error.response.status_code
         fix = {401: LOGIN, 403: _WRITING_LOGIN}.get(status)

@@ -240,9 +240,7 @@ def _recorded(
     request: Request,
 ) -> Iterator[tuple[EventStream, StopFlag]]:
     """Open the run's records and handle Ctrl-C and SIGTERM while the block runs."""
-    events = EventStream()
-    for listener in listeners:
-        events.subscribe(listener)
+    events = EventStream(listeners=list(listeners))
     for name, kinds in (
         (EVENTS_FILE, lambda kind: kind not in ("phase", "problem")),
         (PROBLEMS_FILE, lambda kind: kind == "problem"),

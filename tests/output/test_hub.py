@@ -72,10 +72,12 @@ class FakeHub:
     def file_exists(self, repo_id: str, filename: str) -> bool:
         return self.has_card and filename == "README.md"
 
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        root = Path(folder_path)
-        files = (path for path in root.rglob("*") if path.is_file())
-        self.uploaded = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+    def create_commit(self, repo_id: str, additions: list[Any], *, commit_message: str) -> None:
+        contents = {each.path_in_repo: each.path_or_fileobj for each in additions}
+        self.uploaded = {
+            name: content if isinstance(content, bytes) else Path(content).read_bytes()
+            for name, content in contents.items()
+        }
 
 
 @pytest.fixture
