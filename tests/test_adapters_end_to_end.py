@@ -228,7 +228,7 @@ def test_an_assistant_is_trained_with_and_never_drawn_or_exported(
 
 
 def test_a_single_file_trains_as_the_folder_it_was_made_from(place: Place, tmp_path: Path) -> None:
-    texts = families.family("sd15").texts
+    texts = families.family("sd15").text
     file = write_checkpoint(base_of("sd15"), tmp_path / "single.safetensors", texts)
     line = place.command("plain", "single", base__companion=str(base_of("sd15")))
     line[line.index("--base") + 1] = str(file)

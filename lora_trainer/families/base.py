@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -94,6 +95,7 @@ class Family(ABC):
         self, release: BaseRelease, *, source: str, layout: Layout | None = None
     ) -> BaseFacts:
         """Return the facts of a release, or of the base in `layout` that is described like one."""
+        shared = {field.name for field in fields(BaseFacts)} & vars(release).keys()
         channels, factor = self.latents.shape(release.vae)
         native_px, token_px = self.latents.native_side * factor, factor * self.traits.patch
         return BaseFacts(
@@ -106,18 +108,10 @@ class Family(ABC):
             bucket_step_px=max(token_px, native_px // 16 // token_px * token_px),
             latent_channels=channels,
             vae_factor=factor,
-            max_tokens=release.max_tokens,
-            prediction=release.prediction,
             guidance=self.pipeline.guidance(release.architecture, release.distilled),
             patch=self.traits.patch,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
-            architecture=release.architecture,
-            scheduler=release.scheduler,
-            variant=release.variant,
-            distilled=release.distilled,
-            zero_terminal_snr=release.zero_terminal_snr,
-            download_bytes=release.download_bytes,
-            assumed=release.assumed,
+            **{name: getattr(release, name) for name in shared},
         )
 
     @abstractmethod
@@ -150,12 +144,12 @@ class Family(ABC):
             parameters={part: self._count(layout, part) for part in PARTS},
             max_tokens=self.published[0].max_tokens,
         )
-        facts = self.facts_of(self.described(plain, layout), source=source, layout=layout)
+        facts = self.facts_of(self._described(plain, layout), source=source, layout=layout)
         if (single := base_parts.part_file(layout, "denoiser")) is not None:
             base_parts.check_companion(single, facts, self.published)
         return facts
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release in a folder with the facts that files and names add; InputError for a relative."""
         return plain
 
@@ -343,9 +337,21 @@ class Family(ABC):
         `load_denoiser` or `load_text_encoder` gives.
         """
         if component != DENOISER:
-            # kohya writes no number where a U-Net has one encoder.
-            number = "" if self.text.trainable and len(self.text.roles) == 1 else "1"
-            return _text_key(format, component, module, roles=self.text.roles, number=number)
+            role = self.text.roles[component]
+            # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
+            start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
+            # Every name starts with an empty text, hence the blank, with which no name starts. transformers 5
+            # dropped the prefix of CLIP's layers, which files have.
+            is_whole = module.startswith((start or " ", "text_projection"))
+            whole_name = module if is_whole else start + module
+            if format == "comfyui":
+                return f"text_encoders.{role}.transformer.{whole_name}"
+            if format != "kohya":
+                return f"{component}.{whole_name}"
+            number = component.rpartition("_")[2]
+            if not number.isdigit():  # kohya writes no number where a U-Net has one encoder
+                number = "" if self.text.trainable and len(self.text.roles) == 1 else "1"
+            return f"lora_te{number}_{whole_name}".replace(".", "_")
         if format == "kohya":
             return f"lora_unet_{module}".replace(".", "_")
         prefix = self.formats.comfyui_prefix if format == "comfyui" else f"{self.traits.folder}."
@@ -354,25 +360,3 @@ class Family(ABC):
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         """Return the other names of denoiser layers of these shapes [out, in, ...]; () where unknown."""
         return other_names(self.name, shapes, swapped=self.traits.swapped_layers)
-
-
-def _text_key(
-    format: FileFormat, component: str, module: str, *, roles: Mapping[str, str], number: str
-) -> str:
-    """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder.
-
-    kohya's names have the encoder's number; `number` is that of `text_encoder`.
-    """
-    role = roles[component]
-    # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
-    start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
-    # Every name starts with an empty text, hence the blank, with which no name starts. transformers 5
-    # dropped the prefix of CLIP's layers, which files have.
-    whole_name = module if module.startswith((start or " ", "text_projection")) else start + module
-    if format == "comfyui":
-        return f"text_encoders.{role}.transformer.{whole_name}"
-    if format == "kohya":
-        own_number = component.rpartition("_")[2]
-        number = own_number if own_number.isdigit() else number
-        return f"lora_te{number}_{whole_name}".replace(".", "_")
-    return f"{component}.{whole_name}"

@@ -92,12 +92,19 @@ class Flux(FlowFamily):
         # Dev and schnell differ in no name and no shape but the embedder of the guidance scale.
         return self.published[0 if _reads_guidance(file) else 1]
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release by the network's guidance input.
 
         A dev file may have a schnell folder as companion, or the reverse.
         """
-        _require_text_to_image(int(plain.architecture["in_channels"]), source=plain.ids[0])
+        # Fill has 384 channels: 64 of noise, 64 of the masked image, 256 of the mask at full resolution (8 x 8
+        # x 4). Control releases have 128, noise and the control image.
+        in_channels, allowed = int(plain.architecture["in_channels"]), 4 * LATENT_CHANNELS
+        if in_channels != allowed:
+            raise InputError(
+                f"{plain.ids[0]} takes {in_channels} channels: a fill or control release; text-to-image has {allowed}",
+                fix="use FLUX.1-dev or a base fine-tuned from it",
+            )
         in_folder = bool(plain.architecture.get("guidance_embeds", False))
         single = part_file(layout, "denoiser")
         embeds = in_folder if single is None else _reads_guidance(single)
@@ -143,14 +150,3 @@ FAMILY = Flux()
 
 def _reads_guidance(file: Path) -> bool:
     return bool(_GUIDANCE & denoiser_names(read_header(file)).keys())
-
-
-def _require_text_to_image(in_channels: int, *, source: str) -> None:
-    # Fill has 384 channels: 64 of noise, 64 of the masked image, 256 of the mask at full resolution (8 x 8
-    # x 4). Control releases have 128, noise and the control image.
-    if in_channels != 4 * LATENT_CHANNELS:
-        raise InputError(
-            f"{source} takes {in_channels} channels: a fill or control release; "
-            f"text-to-image has {4 * LATENT_CHANNELS}",
-            fix="use FLUX.1-dev or a base fine-tuned from it",
-        )

@@ -70,7 +70,9 @@ class SquareLatents(VaeLatents):
     def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         # The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipeline
         # applies them by hand as here (Flux2KleinPipeline.__call__, before it decodes).
-        shift, scale = _statistics(vae)
+        norm = vae.bn
+        shift = norm.running_mean.view(1, -1, 1, 1)
+        scale = (norm.running_var + vae.config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
         latents = vae.encode(pixels).latent_dist
         return (_squares(latents.mean) - shift) / scale, _squares(latents.std) / scale
 
@@ -129,7 +131,7 @@ class Flux2(FlowFamily):
             fix="give FLUX.2 klein 4B or 9B, or a fine-tune of one",
         )
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return variant and whether it is distilled, by the pipeline's index or by a single file's name.
 
         A single file has no index: "klein" in its name without "base" means distilled.
@@ -199,13 +201,6 @@ def _squares(latents: Tensor) -> Tensor:
     # The order of channels is that of the pipeline's `_patchify_latents`; another one would
     # train, too, and give an adapter of no use elsewhere.
     return pixel_unshuffle(latents, 2)
-
-
-def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    norm = vae.bn
-    mean, variance = norm.running_mean, norm.running_var
-    deviation = (variance + vae.config.batch_norm_eps).sqrt()
-    return mean.view(1, -1, 1, 1), deviation.view(1, -1, 1, 1)
 
 
 def _positions(like: Tensor, *, rows: int = 1, columns: int = 1, tokens: int = 1) -> Tensor:

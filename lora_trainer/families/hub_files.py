@@ -175,7 +175,11 @@ def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
             # diffusers finds shards through this index; `_VARIANT` has kept it out of the texts above.
             if not plain:
                 chosen += [
-                    path for path in readable if path.parent == folder and _is_index_of_fp16(path)
+                    path
+                    for path in readable
+                    if path.parent == folder
+                    and path.suffix == ".json"
+                    and ".safetensors.index.fp16." in path.name
                 ]
     return sorted(map(str, chosen))
 
@@ -187,10 +191,6 @@ def _is_read(path: PurePosixPath) -> bool:
     folder = path.parts[0]
     is_component = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
     return len(path.parts) == 2 and bool(is_component)
-
-
-def _is_index_of_fp16(path: PurePosixPath) -> bool:
-    return path.suffix == ".json" and ".safetensors.index.fp16." in path.name
 
 
 def _is_part(folder: str, parts: frozenset[str]) -> bool:

@@ -8,7 +8,6 @@ follows from configs and headers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,20 +124,13 @@ def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFac
 
 def identified(facts: BaseFacts, memo: HashMemo) -> BaseFacts:
     """Return `facts` of a local base with the content hash of each part filled in."""
-    identities = {part: _identity(paths, memo) for part, paths in base_files(facts).items()}
-    parts = {name: replace(part, identity=identities[name]) for name, part in facts.parts.items()}
+    parts = {}
+    for name, files in families.family(facts.family).parts(facts.located).items():
+        # The folder is left out of the hash: the same base in another place keeps its cache.
+        joined = "\n".join(f"{path.name} {memo.sha256(path)}" for path in files)
+        identity = hashlib.sha256(joined.encode()).hexdigest()
+        parts[name] = replace(facts.parts[name], identity=identity)
     return replace(facts, parts=parts)
-
-
-def base_files(facts: BaseFacts) -> Mapping[str, tuple[Path, ...]]:
-    """Return the files of each part of a base that is on this machine."""
-    return families.family(facts.family).parts(facts.located)
-
-
-def _identity(files: tuple[Path, ...], memo: HashMemo) -> str:
-    # The folder is left out of the hash: the same base in another place keeps its cache.
-    joined = "\n".join(f"{path.name} {memo.sha256(path)}" for path in files)
-    return hashlib.sha256(joined.encode()).hexdigest()
 
 
 def _find(

@@ -159,7 +159,7 @@ class QwenImage(FlowFamily):
         is_vae = any(fits(header, marks) for marks in signature_tables()["qwen_image_vae"])
         return frozenset({"vae"}) if is_vae else super().detect_file(header)
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release with a single file's own number of blocks: some releases are pruned."""
         foreign = [name for name in OTHER_MODELS if plain.architecture.get(name)]
         if foreign:

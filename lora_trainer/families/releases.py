@@ -141,12 +141,12 @@ def text_layers(kind: str, **sizes: int) -> Shapes:
     return blocks | {name: shape for name, shape in shapes.items() if "#" not in name}
 
 
-def _network(role: str, row: Mapping[str, Any]) -> TextNetwork:
-    layers = text_layers(row["kind"], width=row["width"], **row["sizes"])
-    return TextNetwork(role=role, layers=layers, **row)
-
-
-BY_ROLE = {role: _network(role, row) for role, row in release_tables()["text_encoders"].items()}
+BY_ROLE = {
+    role: TextNetwork(
+        role=role, layers=text_layers(row["kind"], width=row["width"], **row["sizes"]), **row
+    )
+    for role, row in release_tables()["text_encoders"].items()
+}
 # Stable Diffusion 3 reads CLIP-L's pooled vector after the projection.
 CLIP_L_PROJECTED = replace(
     BY_ROLE["clip_l"], network="CLIPTextModelWithProjection", parameters=123_650_304

@@ -104,7 +104,7 @@ class StableDiffusion3(FlowFamily):
 
     # ---- facts
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release; only its name marks a distilled one, so a renamed one counts as undistilled."""
         source, (channels, _) = plain.ids[0], self.latents.shape(plain.vae)
         single, architecture = part_file(layout, "denoiser"), plain.architecture

@@ -72,9 +72,9 @@ class StableDiffusionXL(UNetFamily):
             )
         return super().facts(layout, source=source)
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Raise InputError for relatives of SDXL: other blocks (adapter files have no names for them) or EDM."""
-        release, source = super().described(plain, layout), plain.ids[0]
+        release, source = super()._described(plain, layout), plain.ids[0]
         keys = ("layers_per_block", "down_block_types", "up_block_types")
         unet, usual = map(unet_numbers, (release.architecture, self.published[0].architecture))
         if any(unet[key] != usual[key] for key in keys):

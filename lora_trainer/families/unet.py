@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import AdapterTargets, Family
@@ -31,10 +31,9 @@ from lora_trainer.families.facts import (
     OtherNames,
     Part,
     PipelineTraits,
-    Prediction,
     WeightPlace,
 )
-from lora_trainer.families.releases import BaseRelease
+from lora_trainer.families.releases import BaseRelease, text_layers
 from lora_trainer.families.text import clip
 
 if TYPE_CHECKING:
@@ -137,19 +136,27 @@ class UNetFamily(Family):
             else {skip: skip for skip in range(1, layers + 1)},
         )
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         single, scheduler = base_parts.part_file(layout, "denoiser"), plain.scheduler
         if single is not None:
             unet_file.check_unet_file(single, plain, self.published, folder=layout.folder)
         unet_file.check_vae(layout, plain.vae)
         text = base_parts.read_json(layout.folder / "text_encoder" / "config.json")
         marks = unet_file.training_marks(single)
+        # The key is absent in the oldest releases.
+        prediction = scheduler.get("prediction_type", "epsilon")
+        if unet_file.V_PREDICTION in marks:
+            prediction = "v_prediction"
+        if prediction not in ("epsilon", "v_prediction"):
+            raise InputError(
+                f"{layout.folder / 'scheduler'}: prediction_type={prediction!r}, allowed are epsilon and "
+                "v_prediction",
+                fix="use a base model that predicts epsilon or v_prediction",
+            )
         return replace(
             plain,
             max_tokens=base_parts.whole_number(text, "max_position_embeddings"),
-            prediction="v_prediction"
-            if unet_file.V_PREDICTION in marks
-            else stated_prediction(scheduler, layout.folder),
+            prediction=prediction,
             zero_terminal_snr=unet_file.ZERO_TERMINAL_SNR in marks
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
@@ -180,7 +187,12 @@ class UNetFamily(Family):
             sizes = unet_file.clip_sizes(facts.layout, component, self.text)
             unread = self.text.penultimate and "Projection" not in encoder.network
             layers = sizes["layers"] - (facts.clip_skip - 1) - unread
-            shapes[component] = clip.target_shapes({**sizes, "layers": layers})
+            trained = text_layers("clip", **{**sizes, "layers": layers}).items()
+            shapes[component] = {
+                name: (shape[1], shape[0])
+                for name, shape in trained
+                if name.startswith("encoder.") and name.endswith(clip.TARGETS)
+            }
         return shapes
 
     # ---- training
@@ -203,7 +215,16 @@ class UNetFamily(Family):
 
     def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
         if targets == "text_encoder":
-            return clip.text_targets(network, penultimate=self.text.penultimate)
+            # Of an encoder that is read one layer before the last, the last layer gets a gradient through
+            # `pooled` only.
+            is_cut = self.text.penultimate and not hasattr(network, "text_projection")
+            layers = cast(Any, network).config.num_hidden_layers
+            unread = f"layers.{layers - 1}." if is_cut else "?"
+            return [
+                name
+                for name, _ in network.named_modules()
+                if "encoder.layers." in name and name.endswith(clip.TARGETS) and unread not in name
+            ]
         return super().lora_targets(network, targets)
 
     # ---- files
@@ -212,16 +233,3 @@ class UNetFamily(Family):
         return OtherNames(
             layers=unet_file.checkpoint_names(shapes, architecture=self.published[0].architecture)
         )
-
-
-def stated_prediction(scheduler: Mapping[str, Any], folder: Path) -> Prediction:
-    """Return the prediction type in a scheduler's configuration; raises InputError for `sample`."""
-    prediction = scheduler.get("prediction_type", "epsilon")  # absent in the oldest releases
-    if prediction == "epsilon":
-        return "epsilon"
-    if prediction == "v_prediction":
-        return "v_prediction"
-    raise InputError(
-        f"{folder / 'scheduler'}: prediction_type={prediction!r}, allowed are epsilon and v_prediction",
-        fix="use a base model that predicts epsilon or v_prediction",
-    )

@@ -96,7 +96,7 @@ class ZImage(FlowFamily):
         # False is 0, the base; True is 1, the Turbo.
         return self.published[named_release == "turbo"]
 
-    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release; base and Turbo have equal tensors, so names and the scheduler's shift decide.
 
         A folder is a Turbo by its name or by its scheduler's shift. A single file is the release in its

@@ -1,20 +1,32 @@
-"""The loss of every transformer family beside its published training code, written out on the raw network."""
+"""The loss of every transformer family beside its published training code, every family's prompts beside diffusers'."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import QwenImagePipeline
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.training.loss import add_noise, sample_losses, target
-from tests.fakes.family_bases import base_with, conditioning_of, draw, facts_at, network_of
+from lora_trainer.families.texts import TextEncoder
+from lora_trainer.training.loss import add_noise, padded_alike, sample_losses, target
+from tests.fakes.family_bases import (
+    CPU,
+    base_of,
+    base_with,
+    conditioning_of,
+    draw,
+    encoder_of,
+    facts_at,
+    facts_of,
+    network_of,
+)
 
 PROMPTS = ("a red square", "a photo of the blue one, on the left")
 HEIGHT, WIDTH = 12, 8  # in latents, unequal: rows and columns cannot be taken for one another
@@ -94,14 +106,18 @@ def flux2(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
 def qwen(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     """diffusers/examples/dreambooth/train_dreambooth_lora_qwen_image.py."""
     tokens = network(
-        hidden_states=QwenImagePipeline._pack_latents(noisy[:, None], 2, 16, HEIGHT, WIDTH),
+        hidden_states=diffusers.QwenImagePipeline._pack_latents(
+            noisy[:, None], 2, 16, HEIGHT, WIDTH
+        ),
         encoder_hidden_states=told["text"],
         encoder_hidden_states_mask=told["text_mask"],
         timestep=sigma,
         img_shapes=[[(1, HEIGHT // 2, WIDTH // 2)]] * 2,
         return_dict=False,
     )[0]
-    answer: Tensor = QwenImagePipeline._unpack_latents(tokens, 2 * HEIGHT, 2 * WIDTH, 2)[:, :, 0]
+    answer: Tensor = diffusers.QwenImagePipeline._unpack_latents(tokens, 2 * HEIGHT, 2 * WIDTH, 2)[
+        :, :, 0
+    ]
     return answer
 
 
@@ -161,6 +177,7 @@ def test_the_loss_is_that_of_the_training_script(
     assert ("guidance" in told) == (name == "flux" or bool(options))
     if "guidance" in told:
         told["guidance"] = torch.full([2], 3.5)
+    assert {*families.MODULES} == VELOCITIES.keys() | {"sd15", "sd2", "sdxl"}
     shape = (2, facts.latent_channels, HEIGHT, WIDTH)
     latents, noise, sigma = draw(*shape), draw(*shape, seed=1), torch.tensor([0.31, 0.87])
     with torch.no_grad():
@@ -174,6 +191,96 @@ def test_the_loss_is_that_of_the_training_script(
     assert theirs[0] != pytest.approx(float(theirs[1]), rel=1e-3)
 
 
-def test_every_transformer_has_a_formula() -> None:
-    flow = {name for name in families.MODULES if name not in ("sd15", "sd2", "sdxl")}
-    assert flow == VELOCITIES.keys()
+# ---- prompts, alone and in a batch
+
+
+FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+SHORT, LONGER, TOO_LONG = "a red square", "a photo of the blue one, on the left", "a word " * 300
+
+
+def pooled(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    text, _, pooled, _ = pipeline.encode_prompt(
+        prompt, None, None, do_classifier_free_guidance=False
+    )
+    return {"text": text, "pooled": pooled}
+
+
+def flux_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    text, pooled, _ = pipeline.encode_prompt(prompt, None, device=CPU)
+    return {"text": text, "pooled": pooled}
+
+
+def chroma_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """The network sees the text, its end and one token of padding."""
+    text, _, mask, *_ = pipeline.encode_prompt(prompt, device=CPU)
+    length = int(mask.sum())
+    return {"text": text[:, :length]}
+
+
+def lumina2_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """An empty text is encoded as the pipeline's negative prompt, without a system prompt."""
+    text, mask, negative, negative_mask = pipeline.encode_prompt([prompt or SHORT])
+    if not prompt:
+        text, mask = negative, negative_mask
+    return {"text": text[:, : int(mask.sum())]}
+
+
+def one_clip(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    return {"text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]}
+
+
+IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
+    "sd15": one_clip,
+    "sd2": one_clip,
+    "sdxl": pooled,
+    "sd3": pooled,
+    "flux": flux_text,
+    "flux2": lambda pipeline, prompt: {"text": pipeline.encode_prompt(prompt)[0]},
+    "chroma": chroma_text,
+    "zimage": lambda pipeline, prompt: {
+        "text": pipeline.encode_prompt([prompt], do_classifier_free_guidance=False)[0][0][None]
+    },
+    "qwen": lambda pipeline, prompt: {
+        "text": pipeline.encode_prompt(prompt, max_sequence_length=512)[0]
+    },
+    "lumina2": lumina2_text,
+}
+
+
+@cache
+def encoder(name: str) -> TextEncoder:
+    return encoder_of(facts_of(name))
+
+
+@cache
+def pipeline_of(name: str) -> Any:
+    """Return the pipeline as diffusers itself loads the base's folder."""
+    return getattr(diffusers, families.family(name).pipeline.class_name).from_pretrained(
+        base_of(name)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own
+@pytest.mark.parametrize("prompt", [SHORT, "", TOO_LONG], ids=["short", "empty", "too long"])
+@FAMILIES
+def test_a_prompt_is_encoded_as_the_pipeline_does(name: str, prompt: str) -> None:
+    ours = encoder(name).encode_prompts([prompt])
+    with torch.no_grad():
+        theirs = IN_PIPELINE[name](pipeline_of(name), prompt)
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, atol=1e-5, rtol=1e-5)
+    length = ours["text"].shape[1]
+    shapes = families.family(name).text.shapes(facts_of(name).architecture, text_tokens=length)
+    assert {key: tuple(tensor.shape) for key, tensor in ours.items()} == shapes
+    assert "text_mask" not in ours or ours["text_mask"].tolist() == [[1] * length]
+
+
+@FAMILIES
+def test_a_prompt_is_the_same_in_a_batch(name: str) -> None:
+    """Longer neighbours add zeros behind it, and zeros to its mask."""
+    together = encoder(name).encode_prompts([SHORT, LONGER])
+    alone = [encoder(name).encode_prompts([prompt]) for prompt in (SHORT, LONGER)]
+    for key, tensor in together.items():
+        both = torch.cat(padded_alike([each[key] for each in alone]))
+        torch.testing.assert_close(tensor, both, atol=1e-5, rtol=1e-5)
+        assert not torch.equal(tensor[0], tensor[1])

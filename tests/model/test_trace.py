@@ -24,13 +24,13 @@ from lora_trainer.costs.trace import (
     trace_step,
     traced_network,
 )
-from lora_trainer.families.facts import Conditioning, Geometry
 from lora_trainer.lora.adapter import inject
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.live_storages import LiveStorages, MetaAnswers, storage_key
-from tests.fakes.family_bases import CPU, facts_of
+from lora_trainer.network.live_storages import LiveStorages
+from tests.fakes.family_bases import conditioning_of, encoder_of, facts_of
+from tests.fakes.family_bases import network_of as load
 
-RANK = 4
+RANK, PROMPT = 4, "a red square"
 OTHERS = [name for name in families.MODULES if name not in ("sd15", "sd2", "flux")]
 """The network of SD 2.x is one of SD 1.x with the linear projections of SDXL."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -50,18 +50,10 @@ def workload(name: str, **changes: Any) -> Workload:
 
 
 @cache
-def text_of(name: str) -> Conditioning:
-    """Return one encoded prompt."""
-    encoder = families.family(name).load_text_encoder(
-        facts_of(name), dtype=torch.float32, device=CPU
-    )
-    return encoder.encode_prompts(["a red square"])
-
-
-@cache
 def network_of(name: str, targets: Any, element_bytes: int, *, wide: bool) -> Any:
     given = workload(name, targets=targets, element_bytes=element_bytes, wide_adapter=wide)
-    prompt = {key: tuple(tensor.shape) for key, tensor in text_of(name).items()}
+    text = encoder_of(facts_of(name)).encode_prompts([PROMPT])
+    prompt = {key: tuple(tensor.shape) for key, tensor in text.items()}
     return traced_network(families.family(name), facts_of(name), given, prompt=prompt)
 
 
@@ -72,29 +64,8 @@ def traced(name: str, given: Workload) -> Any:
     return network.sample_cost(given, kernels_of="cpu")
 
 
-@cache
-def trained_network(name: str, targets: Any, element_bytes: int, *, wide: bool) -> nn.Module:
-    """Return the tiny base in memory with a real adapter, or for a wide one with peft's."""
-    family, dtype = families.family(name), DTYPES[element_bytes]
-    network = family.load_denoiser(facts_of(name), dtype=dtype, device=CPU).train()
-    if wide:
-        add_adapters(network, family.lora_targets(network, targets), rank=RANK, wide=True)
-        return network
-    inject(
-        {"denoiser": network},
-        modules={"denoiser": family.lora_targets(network, targets)},
-        settings=AdapterSettings(rank=RANK, targets=targets),
-        alpha=RANK,
-        seed=0,
-    )
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    return network
-
-
 class Real:
-    """The tiny base in memory with a real adapter, and one micro-batch of random inputs."""
+    """The tiny base in memory with a real adapter, for a wide one peft's, and one micro-batch of random inputs."""
 
     def __init__(self, name: str, given: Workload) -> None:
         family, facts, dtype = families.family(name), facts_of(name), DTYPES[given.element_bytes]
@@ -103,22 +74,23 @@ class Real:
         self.noisy = torch.randn(count, facts.latent_channels, *size).to(dtype)
         flow = facts.prediction == "flow"
         self.timesteps = torch.full((count,), 500, dtype=torch.float32 if flow else torch.int64)
-        whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
-        told = {
-            **text_of(name),
-            **facts.geometry_conditioning(whole),
-            **facts.guidance.conditioning(1.0),
+        self.conditioning = {
+            key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for key, tensor in conditioning_of(family, facts, [PROMPT] * count).items()
         }
-        self.conditioning: Conditioning = {
-            key: (tensor.to(dtype) if tensor.is_floating_point() else tensor).repeat_interleave(
-                count, 0
+        self.family, self.network = family, load(facts, dtype).train()
+        modules = family.lora_targets(self.network, given.targets)
+        if given.wide_adapter:
+            add_adapters(self.network, modules, rank=RANK, wide=True)
+        else:
+            settings = AdapterSettings(rank=RANK, targets=given.targets)
+            by_part = {"denoiser": modules}
+            inject(
+                {"denoiser": self.network}, modules=by_part, settings=settings, alpha=RANK, seed=0
             )
-            for key, tensor in told.items()
-        }
-        self.family = family
-        self.network = trained_network(
-            name, given.targets, given.element_bytes, wide=given.wide_adapter
-        )
+            for parameter in self.network.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
         self.inputs = [self.noisy, self.timesteps, *self.conditioning.values()]
         apply_checkpointing(self.network, given.checkpointing)
 
@@ -220,20 +192,6 @@ def test_rms_norm_on_cuda_is_one_kernel_that_keeps_its_input() -> None:
     assert step.saved_bytes == 6 * 10 * 2 + 6 * 4
     assert step.temporary_bytes == 2 * 6 * 10 * 2, "gradients of its output and of its input"
     assert step.kernels == 2 + 1 + 2  # product and norm, the gradient they start from, and theirs
-
-
-def test_a_repeated_call_is_answered_from_memory_and_another_is_not() -> None:
-    answers, add = MetaAnswers(), torch.ops.aten.add.Tensor
-    whole = torch.empty(4, 6, dtype=torch.int64, device="meta")
-    first, again = answers(add, (whole, 1), {}), answers(add, (whole, 1), {})
-    assert (again.shape, again.stride(), again.dtype) == (first.shape, first.stride(), first.dtype)
-    assert storage_key(again) != storage_key(first)
-    assert answers(add, (whole, 1.0), {}).dtype == torch.float32
-    assert answers(add, (whole.t(), 1), {}).stride() == (1, 6)
-    assert answers(add, (whole.int(), 1), {}).dtype == torch.int32
-    assert answers(add, (whole[:2], 1), {}).shape == (2, 6)
-    assert answers(add, (torch.ones(2), 1), {}).tolist() == [2.0, 2.0]
-    assert answers(add, (torch.zeros(2), 1), {}).tolist() == [1.0, 1.0]
 
 
 def test_live_storages_count_what_is_made_inside_once_and_while_it_lives() -> None:

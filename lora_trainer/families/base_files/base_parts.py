@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COMPANION = "name the base model it was made from with --set base.companion=..."
-CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
 _STEMS = ("diffusion_pytorch_model", "model")
@@ -165,22 +164,6 @@ def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     if "vocab.json" in files and not files.keys() & {"tokenizer.json", "merges.txt"}:
         raise InputError(f"base model part {folder} has vocab.json without merges.txt", fix=AGAIN)
     return tuple(sorted(files.values()))
-
-
-def check_chat_template(folder: Path) -> None:
-    """Raise InputError when a language model's tokenizer has no chat template.
-
-    Some releases keep the template in tokenizer_config.json, others in chat_template.jinja.
-    """
-    settings = folder / "tokenizer_config.json"
-    # transformers raises for a missing template too, but only once the prompt is
-    # encoded, after a download of 16 GB for FLUX.2 klein 4B.
-    if not (folder / CHAT_TEMPLATE).is_file() and "chat_template" not in read_json(settings):
-        raise InputError(
-            f"base model part {folder} has no chat template: neither {CHAT_TEMPLATE} nor one in "
-            f"{settings.name}",
-            fix=AGAIN,
-        )
 
 
 def whole(kind: Any, folder: Path, *, dtype: torch.dtype) -> nn.Module:

@@ -170,7 +170,18 @@ def check_vae(layout: Layout, config: Mapping[str, Any]) -> None:
     own_folder = layout.folder / "vae"
     folder = base_parts.part_folder(layout, "vae", "vae")
     if folder != own_folder:
-        _check_scale(folder, config, base_config=base_parts.read_json(own_folder / "config.json"))
+        used, base = [
+            (int(each["latent_channels"]), float(each.get("scaling_factor", DEFAULT_SCALE)))
+            for each in (config, base_parts.read_json(own_folder / "config.json"))
+        ]
+        # SDXL's VAE fits a Stable Diffusion 1 base in every shape, but its latents (scaled by 0.13025
+        # instead of 0.18215) are others than the denoiser has learned: training would silently go wrong.
+        if used[0] != base[0] or not math.isclose(used[1], base[1], rel_tol=1e-3):
+            raise InputError(
+                f"the VAE in {folder} has {used[0]} channels scaled by {used[1]:g}, the base model's "
+                f"{base[0]} scaled by {base[1]:g}",
+                fix=_OTHER_VAE,
+            )
     if (single := base_parts.part_file(layout, "vae")) is None:
         return
     file_shape = base_parts.vae_shape(read_header(single))
@@ -179,24 +190,6 @@ def check_vae(layout: Layout, config: Mapping[str, Any]) -> None:
         contents = f"a VAE with (latent, first level) channels {file_shape}"
         raise InputError(
             f"{single} holds {contents if file_shape else 'no VAE'}; the base model's has {base_shape}",
-            fix=_OTHER_VAE,
-        )
-
-
-def _check_scale(
-    folder: Path, config: Mapping[str, Any], *, base_config: Mapping[str, Any]
-) -> None:
-    """Raise InputError for latents of another scale or number of channels: training would silently go wrong."""
-    used, base = [
-        (int(each["latent_channels"]), float(each.get("scaling_factor", DEFAULT_SCALE)))
-        for each in (config, base_config)
-    ]
-    # SDXL's VAE fits a Stable Diffusion 1 base in every shape, but its latents (scaled by 0.13025
-    # instead of 0.18215) are others than the denoiser has learned.
-    if used[0] != base[0] or not math.isclose(used[1], base[1], rel_tol=1e-3):
-        raise InputError(
-            f"the VAE in {folder} has {used[0]} channels scaled by {used[1]:g}, the base model's "
-            f"{base[0]} scaled by {base[1]:g}",
             fix=_OTHER_VAE,
         )
 

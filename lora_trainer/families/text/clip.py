@@ -104,10 +104,24 @@ class ClipEncoder(TextEncoder):
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return int64 [B, tokens of all chunks] by component."""
-        return {
-            component: self._numbers_of(prompts, tokenizer)
-            for component, tokenizer in self.tokenizers.items()
-        }
+        import torch
+
+        tokens = {}
+        for component, tokenizer in self.tokenizers.items():
+            begin, *_, end = tokenizer("").input_ids  # an empty prompt has special tokens only
+            rows = [
+                self._row(
+                    [number for number, _ in self._read([(prompt, 1.0)], tokenizer)],
+                    begin=begin,
+                    end=end,
+                    # The end token for CLIP-L, "!" (0) for OpenCLIP. The network sees the padding: CLIP
+                    # gets no mask, in training as in diffusers' pipelines.
+                    padding=tokenizer.pad_token_id,
+                )
+                for prompt in prompts
+            ]
+            tokens[component] = torch.tensor(rows)
+        return tokens
 
     def learn(self, word: NewWord) -> None:
         self.word = word
@@ -132,23 +146,6 @@ class ClipEncoder(TextEncoder):
             part = values[first : min(first + room, self.prompt_room())]
             row += [begin, *part, end, *[padding] * (room - len(part))]
         return row
-
-    def _numbers_of(self, prompts: Sequence[str], tokenizer: CLIPTokenizer) -> Tensor:
-        import torch
-
-        begin, *_, end = tokenizer("").input_ids  # an empty prompt has special tokens only
-        rows = [
-            self._row(
-                [number for number, _ in self._read([(prompt, 1.0)], tokenizer)],
-                begin=begin,
-                end=end,
-                # The end token for CLIP-L, "!" (0) for OpenCLIP. The network sees the padding: CLIP
-                # gets no mask, in training as in diffusers' pipelines.
-                padding=tokenizer.pad_token_id,
-            )
-            for prompt in prompts
-        ]
-        return torch.tensor(rows)
 
     def _read(self, parts: Sequence[Weighted], tokenizer: CLIPTokenizer) -> list[tuple[int, float]]:
         """Return number and weight of each token; a token has the weight of its last letter."""
@@ -236,26 +233,3 @@ class ClipPairEncoder(ClipEncoder):
         # The rows of a prompt's chunks follow each other, so every count-th row is a first chunk.
         pooled = outputs[-1].text_embeds[:: self.facts.chunks]
         return {"text": torch.cat(states, dim=-1), "pooled": pooled}
-
-
-def text_targets(network: Any, *, penultimate: bool) -> list[str]:
-    """Return the linear layers of attention and MLP that get a gradient, in module order.
-
-    Of an encoder that is read one layer before the last, the last layer gets one through `pooled` only.
-    """
-    is_cut = penultimate and not hasattr(network, "text_projection")
-    unread = f"layers.{network.config.num_hidden_layers - 1}." if is_cut else "?"
-    return [
-        name
-        for name, _ in network.named_modules()
-        if "encoder.layers." in name and name.endswith(TARGETS) and unread not in name
-    ]
-
-
-def target_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return (fan_in, out) of each layer of `text_targets`."""
-    return {
-        name: (shape[1], shape[0])
-        for name, shape in text_layers("clip", **sizes).items()
-        if name.startswith("encoder.") and name.endswith(TARGETS)
-    }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import check_chat_template, read_json
+from lora_trainer.families.base_files.base_parts import read_json
 from lora_trainer.families.base_files.weight_files import AGAIN
 from lora_trainer.families.facts import BaseFacts, Conditioning
 from lora_trainer.families.texts import TextEncoder
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-SPIECE = "spiece.model"
+SPIECE, CHAT_TEMPLATE = "spiece.model", "chat_template.jinja"
 QWEN3_UNREAD = ("lm_head.",)
 """The language head, which scores words: 0.6 of the 8.2 billion parameters of Qwen3-8B."""
 
@@ -163,9 +163,20 @@ def text_config(folder: Path, *, kind: str) -> Mapping[str, Any]:
 
 
 def qwen3_config(folder: Path) -> Mapping[str, Any]:
-    """Return Qwen3's configuration; raises InputError for another network or a missing chat template."""
-    config = text_config(folder, kind="qwen3")
-    check_chat_template(folder / "tokenizer")
+    """Return Qwen3's configuration; raises InputError for another network or a missing chat template.
+
+    Some releases keep the template in tokenizer_config.json, others in chat_template.jinja.
+    """
+    config, tokenizer = text_config(folder, kind="qwen3"), folder / "tokenizer"
+    settings = tokenizer / "tokenizer_config.json"
+    # transformers raises for a missing template too, but only once the prompt is
+    # encoded, after a download of 16 GB for FLUX.2 klein 4B.
+    if not (tokenizer / CHAT_TEMPLATE).is_file() and "chat_template" not in read_json(settings):
+        raise InputError(
+            f"base model part {tokenizer} has no chat template: neither {CHAT_TEMPLATE} nor one in "
+            f"{settings.name}",
+            fix=AGAIN,
+        )
     return config
 
 
