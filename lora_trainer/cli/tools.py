@@ -20,7 +20,6 @@ from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.config.declare import Precision, Targets
 from lora_trainer.families.facts import FileFormat
-from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.key_formats import FormatRequest
 
 if TYPE_CHECKING:
@@ -84,9 +83,6 @@ def convert(
     :param format: key names of the result
     :param output: file to write [default: FILE-FORMAT.safetensors]
     """
-    if options.base is None:
-        # Refused from its header, before torch is imported, which takes seconds.
-        check_usable(file, names=None)
     quiet_libraries()
     from lora_trainer.tools.adapters import beside, convert
 

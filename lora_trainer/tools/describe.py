@@ -20,14 +20,8 @@ from lora_trainer.run.hub_upload import LOGIN, check_upload, push
 MAX_TEXT_CHARACTERS = 20_000
 """Of one entry; ComfyUI ignores headers above 8 MiB."""
 _TRIGGER, _HINT = "modelspec.trigger_phrase", "modelspec.usage_hint"
-_KEYS = {
-    "title": "modelspec.title",
-    "description": "modelspec.description",
-    "author": "modelspec.author",
-    "license": "modelspec.license",
-    "trigger": _TRIGGER,
-    "tags": "modelspec.tags",
-}
+_NAMES = ("title", "description", "author", "license", "trigger", "tags")
+_KEYS = {name: f"modelspec.{name}" for name in _NAMES} | {"trigger": _TRIGGER}
 
 
 def description_of(metadata: Mapping[str, str]) -> dict[str, str]:

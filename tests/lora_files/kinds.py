@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +32,37 @@ class Written:
     bias: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options of a kind; each reads its own."""
+
+    rank: int = 2
+    alpha: float | None = 1.0
+    ends: tuple[str, str, str] = ("lora_down.weight", "lora_up.weight", "alpha")
+    scale: float | None = None  # the strength of a LoRA where no alpha is written
+    dora: str = ""  # "out", "in" or "peft"
+    tucker: bool = False
+    bias: bool = False
+    factor: int = 8  # of a LoKr
+    whole: bool = False
+    both: bool = False
+    blocks: int = (
+        16  # of a diagonal OFT by number, as sd-scripts cuts them, or by size, as LyCORIS does
+    )
+    size: int = 0
+    constraint: float = 0.0
+    rescaled: bool = False
+    scaled: bool = False  # OneTrainer's rotations of inputs
+    shared: bool = False
+    on_input: bool = False
+
+
 Kind = Callable[[Layer, torch.Generator], Written]
+
+
+def kind(write: Callable[[Layer, torch.Generator, Options], Written]) -> Callable[..., Kind]:
+    """Return what makes a kind of options, by their names."""
+    return lambda **options: partial(write, o=Options(**options))
 
 
 def draw(generator: torch.Generator, *shape: int, size: float = 1.0) -> Tensor:
@@ -39,75 +70,61 @@ def draw(generator: torch.Generator, *shape: int, size: float = 1.0) -> Tensor:
     return torch.randint(-12, 13, shape, generator=generator).float() / 64 * size
 
 
-def lora(
-    rank: int = 2,
-    alpha: float | None = 1.0,
-    *,
-    ends: tuple[str, str, str] = ("lora_down.weight", "lora_up.weight", "alpha"),
-    scale: float | None = None,
-    dora: str = "",
-    tucker: bool = False,
-    bias: bool = False,
-) -> Kind:
+@kind
+def lora(layer: Layer, generator: torch.Generator, o: Options) -> Written:
     """LoRA or LoCon; `scale` is the strength where no alpha is written, `dora` "out", "in" or "peft"."""
+    kernel = layer.inputs[1:]
+    squashed = o.tucker and math.prod(kernel) > 1
+    inputs = (layer.inputs[0], *(1 for _ in kernel)) if squashed else layer.inputs
+    down = draw(generator, o.rank, *inputs)
+    up = draw(generator, layer.out, o.rank, *(1 for _ in kernel))
+    strength = (1.0 if o.alpha is None else o.alpha / o.rank) if o.scale is None else o.scale
+    tensors = {o.ends[0]: down.half(), o.ends[1]: up.half()}
+    wide = down.double().flatten(1)
+    if squashed:
+        middle = draw(generator, o.rank, o.rank, *kernel)
+        tensors["lora_mid.weight"] = middle.half()
+        wide = torch.einsum("rs...,si->ri...", middle.double(), wide).flatten(1)
+    if o.alpha is not None:
+        tensors[o.ends[2]] = torch.tensor(o.alpha)
 
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        kernel = layer.inputs[1:]
-        squashed = tucker and math.prod(kernel) > 1
-        inputs = (layer.inputs[0], *(1 for _ in kernel)) if squashed else layer.inputs
-        down = draw(generator, rank, *inputs)
-        up = draw(generator, layer.out, rank, *(1 for _ in kernel))
-        strength = (1.0 if alpha is None else alpha / rank) if scale is None else scale
-        tensors = {ends[0]: down.half(), ends[1]: up.half()}
-        wide = down.double().flatten(1)
+    def delta(_: Tensor, rows: slice) -> Tensor:
+        change = up.double().flatten(1)[rows] @ wide
+        return change.reshape(-1, *layer.inputs) * strength
+
+    added = draw(generator, layer.out) if o.bias else None
+    if added is not None:
+        tensors["diff_b"] = added
+    return _decomposed(Written(tensors, delta, "lora", bias=added), o.dora, layer, generator)
+
+
+@kind
+def loha(layer: Layer, generator: torch.Generator, o: Options) -> Written:
+    kernel = layer.inputs[1:]
+    squashed = o.tucker and math.prod(kernel) > 1
+    tensors = dict[str, Tensor]()
+    for number in "12":
         if squashed:
-            middle = draw(generator, rank, rank, *kernel)
-            tensors["lora_mid.weight"] = middle.half()
-            wide = torch.einsum("rs...,si->ri...", middle.double(), wide).flatten(1)
-        if alpha is not None:
-            tensors[ends[2]] = torch.tensor(alpha)
+            tensors[f"hada_w{number}_a"] = draw(generator, o.rank, layer.out)
+            tensors[f"hada_w{number}_b"] = draw(generator, o.rank, layer.inputs[0])
+            tensors[f"hada_t{number}"] = draw(generator, o.rank, o.rank, *kernel)
+        else:
+            tensors[f"hada_w{number}_a"] = draw(generator, layer.out, o.rank)
+            tensors[f"hada_w{number}_b"] = draw(generator, o.rank, math.prod(layer.inputs))
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    tensors["alpha"] = torch.tensor(o.alpha)
 
-        def delta(_: Tensor, rows: slice) -> Tensor:
-            change = up.double().flatten(1)[rows] @ wide
-            return change.reshape(-1, *layer.inputs) * strength
+    def part(number: str, rows: slice) -> Tensor:
+        left, right = wide[f"hada_w{number}_a"], wide[f"hada_w{number}_b"]
+        if squashed:
+            core = wide[f"hada_t{number}"]
+            return torch.einsum("rs...,ro,si->oi...", core, left[:, rows], right)
+        return (left[rows] @ right).reshape(-1, *layer.inputs)
 
-        added = draw(generator, layer.out) if bias else None
-        if added is not None:
-            tensors["diff_b"] = added
-        return _decomposed(Written(tensors, delta, "lora", bias=added), dora, layer, generator)
+    def delta(_: Tensor, rows: slice) -> Tensor:
+        return part("1", rows) * part("2", rows) * (o.alpha / o.rank)
 
-    return write
-
-
-def loha(rank: int = 2, alpha: float = 1.0, *, tucker: bool = False, dora: str = "") -> Kind:
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        kernel = layer.inputs[1:]
-        squashed = tucker and math.prod(kernel) > 1
-        tensors = dict[str, Tensor]()
-        for number in "12":
-            if squashed:
-                tensors[f"hada_w{number}_a"] = draw(generator, rank, layer.out)
-                tensors[f"hada_w{number}_b"] = draw(generator, rank, layer.inputs[0])
-                tensors[f"hada_t{number}"] = draw(generator, rank, rank, *kernel)
-            else:
-                tensors[f"hada_w{number}_a"] = draw(generator, layer.out, rank)
-                tensors[f"hada_w{number}_b"] = draw(generator, rank, math.prod(layer.inputs))
-        wide = {name: tensor.double() for name, tensor in tensors.items()}
-        tensors["alpha"] = torch.tensor(alpha)
-
-        def part(number: str, rows: slice) -> Tensor:
-            left, right = wide[f"hada_w{number}_a"], wide[f"hada_w{number}_b"]
-            if squashed:
-                core = wide[f"hada_t{number}"]
-                return torch.einsum("rs...,ro,si->oi...", core, left[:, rows], right)
-            return (left[rows] @ right).reshape(-1, *layer.inputs)
-
-        def delta(_: Tensor, rows: slice) -> Tensor:
-            return part("1", rows) * part("2", rows) * (alpha / rank)
-
-        return _decomposed(Written(tensors, delta, "loha"), dora, layer, generator)
-
-    return write
+    return _decomposed(Written(tensors, delta, "loha"), o.dora, layer, generator)
 
 
 def factors(size: int, factor: int) -> tuple[int, int]:
@@ -117,79 +134,63 @@ def factors(size: int, factor: int) -> tuple[int, int]:
     return first, size // first
 
 
-def lokr(
-    rank: int = 2,
-    alpha: float = 1.0,
-    *,
-    factor: int = 8,
-    whole: bool = False,
-    both: bool = False,
-    tucker: bool = False,
-    dora: str = "",
-) -> Kind:
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        kernel = layer.inputs[1:]
-        (a, b), (c, d) = factors(layer.out, factor), factors(layer.inputs[0], factor)
-        tensors = dict[str, Tensor]()
-        if both:
-            up, down = draw(generator, a, rank), draw(generator, rank, c)
-            tensors |= {"lokr_w1_a": up, "lokr_w1_b": down}
-            left = up.double() @ down.double()
-        else:
-            tensors["lokr_w1"] = draw(generator, a, c)
-            left = tensors["lokr_w1"].double()
-        if whole:
-            tensors["lokr_w2"] = draw(generator, b, d, *kernel)
-            right = tensors["lokr_w2"].double()
-        elif tucker and math.prod(kernel) > 1:
-            core = draw(generator, rank, rank, *kernel)
-            up, down = draw(generator, rank, b), draw(generator, rank, d)
-            tensors |= {"lokr_t2": core, "lokr_w2_a": up, "lokr_w2_b": down}
-            right = torch.einsum("rs...,ro,si->oi...", core.double(), up.double(), down.double())
-        else:
-            up, down = draw(generator, b, rank), draw(generator, rank, d * math.prod(kernel))
-            tensors |= {"lokr_w2_a": up, "lokr_w2_b": down}
-            right = (up.double() @ down.double()).reshape(b, d, *kernel)
-        tensors["alpha"] = torch.tensor(alpha)
-        strength = 1.0 if whole and not both else alpha / rank
-        left = left.reshape(a, c, *(1 for _ in kernel))
+@kind
+def lokr(layer: Layer, generator: torch.Generator, o: Options) -> Written:
+    kernel = layer.inputs[1:]
+    (a, b), (c, d) = factors(layer.out, o.factor), factors(layer.inputs[0], o.factor)
+    tensors = dict[str, Tensor]()
+    if o.both:
+        up, down = draw(generator, a, o.rank), draw(generator, o.rank, c)
+        tensors |= {"lokr_w1_a": up, "lokr_w1_b": down}
+        left = up.double() @ down.double()
+    else:
+        tensors["lokr_w1"] = draw(generator, a, c)
+        left = tensors["lokr_w1"].double()
+    if o.whole:
+        tensors["lokr_w2"] = draw(generator, b, d, *kernel)
+        right = tensors["lokr_w2"].double()
+    elif o.tucker and math.prod(kernel) > 1:
+        core = draw(generator, o.rank, o.rank, *kernel)
+        up, down = draw(generator, o.rank, b), draw(generator, o.rank, d)
+        tensors |= {"lokr_t2": core, "lokr_w2_a": up, "lokr_w2_b": down}
+        right = torch.einsum("rs...,ro,si->oi...", core.double(), up.double(), down.double())
+    else:
+        up, down = draw(generator, b, o.rank), draw(generator, o.rank, d * math.prod(kernel))
+        tensors |= {"lokr_w2_a": up, "lokr_w2_b": down}
+        right = (up.double() @ down.double()).reshape(b, d, *kernel)
+    tensors["alpha"] = torch.tensor(o.alpha)
+    strength = 1.0 if o.whole and not o.both else o.alpha / o.rank
+    left = left.reshape(a, c, *(1 for _ in kernel))
 
-        def delta(_: Tensor, rows: slice) -> Tensor:
-            start, stop, _step = rows.indices(layer.out)
-            first = start // b
-            near = torch.kron(left[first : -(-stop // b)], right.contiguous())
-            return near[start - first * b : stop - first * b] * strength
+    def delta(_: Tensor, rows: slice) -> Tensor:
+        start, stop, _step = rows.indices(layer.out)
+        first = start // b
+        near = torch.kron(left[first : -(-stop // b)], right.contiguous())
+        return near[start - first * b : stop - first * b] * strength
 
-        return _decomposed(Written(tensors, delta, "lokr"), dora, layer, generator)
-
-    return write
+    return _decomposed(Written(tensors, delta, "lokr"), o.dora, layer, generator)
 
 
-def diag_oft(
-    *, blocks: int = 16, size: int = 0, constraint: float = 0.0, rescaled: bool = False
-) -> Kind:
+@kind
+def diag_oft(layer: Layer, generator: torch.Generator, o: Options) -> Written:
     """Blocks by number, as sd-scripts cuts them, or by `size`, as LyCORIS does."""
+    count = layer.out // o.size if o.size else o.blocks
+    side = layer.out // count
+    values = draw(generator, count, side, side, size=0.1)
+    tensors = {"oft_blocks": values, "alpha": torch.tensor(o.constraint)}
+    turn = _cayley(values, most=o.constraint * layer.out or math.inf)
+    rescale = torch.ones(layer.out, dtype=torch.float64)
+    if o.rescaled:
+        tensors["rescale"] = 1 + draw(generator, layer.out, *(1 for _ in layer.inputs))
+        rescale = tensors["rescale"].double().flatten()
 
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        count = layer.out // size if size else blocks
-        side = layer.out // count
-        values = draw(generator, count, side, side, size=0.1)
-        tensors = {"oft_blocks": values, "alpha": torch.tensor(constraint)}
-        turn = _cayley(values, most=constraint * layer.out or math.inf)
-        rescale = torch.ones(layer.out, dtype=torch.float64)
-        if rescaled:
-            tensors["rescale"] = 1 + draw(generator, layer.out, *(1 for _ in layer.inputs))
-            rescale = tensors["rescale"].double().flatten()
+    def delta(weight: Tensor, rows: slice) -> Tensor:
+        grouped = weight.double().reshape(count, side, -1)
+        turned = torch.einsum("knm,kni->kmi", turn, grouped).reshape(weight.shape)
+        column = rescale.reshape(-1, *(1 for _ in layer.inputs))
+        return (column * turned - weight.double())[rows]
 
-        def delta(weight: Tensor, rows: slice) -> Tensor:
-            grouped = weight.double().reshape(count, side, -1)
-            turned = torch.einsum("knm,kni->kmi", turn, grouped).reshape(weight.shape)
-            column = rescale.reshape(-1, *(1 for _ in layer.inputs))
-            return (column * turned - weight.double())[rows]
-
-        return Written(tensors, delta, "oft", based=True)
-
-    return write
+    return Written(tensors, delta, "oft", based=True)
 
 
 def _cayley(values: Tensor, *, most: float = math.inf) -> Tensor:
@@ -200,116 +201,102 @@ def _cayley(values: Tensor, *, most: float = math.inf) -> Tensor:
     return (identity + skew) @ torch.linalg.inv(identity - skew)
 
 
-def boft(*, size: int = 8, rounds: int = 3) -> Kind:
+@kind
+def boft(layer: Layer, generator: torch.Generator, o: Options) -> Written:
     """LyCORIS's butterflies: each round turns groups of channels that are farther apart."""
+    values = draw(generator, 3, layer.out // o.size, o.size, o.size, size=0.1)
 
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        values = draw(generator, rounds, layer.out // size, size, size, size=0.1)
+    def delta(weight: Tensor, rows: slice) -> Tensor:
+        turned = weight.double().flatten(1)
+        for number, turn in enumerate(_cayley(values)):
+            # Channel (c, g, k) is the one at (c, k, g) in the order in which groups are cut.
+            order = torch.arange(layer.out).reshape(-1, 2, 2**number * o.size // 2).mT.flatten()
+            changed = torch.einsum(
+                "bij,bjn->bin", turn, turned[order].reshape(-1, o.size, turned.shape[1])
+            )
+            turned = torch.empty_like(turned).index_copy(0, order, changed.flatten(0, 1))
+        return (turned.reshape(weight.shape) - weight.double())[rows]
 
-        def delta(weight: Tensor, rows: slice) -> Tensor:
-            turned = weight.double().flatten(1)
-            for number, turn in enumerate(_cayley(values)):
-                # Channel (c, g, k) is the one at (c, k, g) in the order in which groups are cut.
-                order = torch.arange(layer.out).reshape(-1, 2, 2**number * size // 2).mT.flatten()
-                changed = torch.einsum(
-                    "bij,bjn->bin", turn, turned[order].reshape(-1, size, turned.shape[1])
-                )
-                turned = torch.empty_like(turned).index_copy(0, order, changed.flatten(0, 1))
-            return (turned.reshape(weight.shape) - weight.double())[rows]
-
-        return Written({"oft_blocks": values, "alpha": torch.tensor(0.0)}, delta, "oft", based=True)
-
-    return write
+    return Written({"oft_blocks": values, "alpha": torch.tensor(0.0)}, delta, "oft", based=True)
 
 
-def oft_v2(*, size: int = 32, scaled: bool = False, shared: bool = False) -> Kind:
+@kind
+def oft_v2(layer: Layer, generator: torch.Generator, o: Options) -> Written:
     """OneTrainer's rotations of inputs: upper triangles, a Cayley transform by its Neumann series."""
+    count = 1 if o.shared else math.prod(layer.inputs) // o.size
+    values = draw(generator, count, o.size * (o.size - 1) // 2, size=0.2)
+    tensors = {"oft_R.weight": values}
+    if o.scaled:
+        tensors["oft_R.scaled_oft"] = torch.tensor(True)
+    own = values.double() / (2 * math.sqrt(o.size - 1) if o.scaled else 1.0)
+    skew = torch.zeros(count, o.size, o.size, dtype=torch.float64)
+    upper = [(row, column) for row in range(o.size) for column in range(row + 1, o.size)]
+    for place, (high, low) in enumerate(upper):
+        skew[:, high, low] = own[:, place]
+        skew[:, low, high] = -own[:, place]
+    powers = [torch.linalg.matrix_power(skew, number) for number in range(5)]
+    turn = powers[0] + 2 * (powers[1] + powers[2] + powers[3]) + powers[4]
 
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        count = 1 if shared else math.prod(layer.inputs) // size
-        values = draw(generator, count, size * (size - 1) // 2, size=0.2)
-        tensors = {"oft_R.weight": values}
-        if scaled:
-            tensors["oft_R.scaled_oft"] = torch.tensor(True)
-        own = values.double() / (2 * math.sqrt(size - 1) if scaled else 1.0)
-        skew = torch.zeros(count, size, size, dtype=torch.float64)
-        upper = [(row, column) for row in range(size) for column in range(row + 1, size)]
-        for place, (high, low) in enumerate(upper):
-            skew[:, high, low] = own[:, place]
-            skew[:, low, high] = -own[:, place]
-        powers = [torch.linalg.matrix_power(skew, number) for number in range(5)]
-        turn = powers[0] + 2 * (powers[1] + powers[2] + powers[3]) + powers[4]
+    def delta(weight: Tensor, rows: slice) -> Tensor:
+        grouped = weight.double().reshape(layer.out, -1, o.size)
+        whole = turn.expand(grouped.shape[1], o.size, o.size)
+        order = "rck" if len(layer.inputs) == 1 else "rkc"
+        turned = torch.einsum(f"ork,{order}->orc", grouped, whole).reshape(weight.shape)
+        return (turned - weight.double())[rows]
 
-        def delta(weight: Tensor, rows: slice) -> Tensor:
-            grouped = weight.double().reshape(layer.out, -1, size)
-            whole = turn.expand(grouped.shape[1], size, size)
-            order = "rck" if len(layer.inputs) == 1 else "rkc"
-            turned = torch.einsum(f"ork,{order}->orc", grouped, whole).reshape(weight.shape)
-            return (turned - weight.double())[rows]
-
-        return Written(tensors, delta, "oft_in", based=True)
-
-    return write
+    return Written(tensors, delta, "oft_in", based=True)
 
 
-def glora(rank: int = 2, alpha: float = 1.0) -> Kind:
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        point = tuple(1 for _ in layer.inputs[1:])
-        width = layer.inputs[0]
-        tensors = {
-            "a1.weight": draw(generator, width, rank, *point),
-            "a2.weight": draw(generator, rank, width, *point),
-            "b1.weight": draw(generator, layer.out, rank, *point),
-            "b2.weight": draw(generator, rank, *layer.inputs),
-            "alpha": torch.tensor(alpha),
-        }
-        a1, a2, b1, b2 = (tensors[f"{name}.weight"].double() for name in ("a1", "a2", "b1", "b2"))
+@kind
+def glora(layer: Layer, generator: torch.Generator, o: Options) -> Written:
+    point = tuple(1 for _ in layer.inputs[1:])
+    width = layer.inputs[0]
+    tensors = {
+        "a1.weight": draw(generator, width, o.rank, *point),
+        "a2.weight": draw(generator, o.rank, width, *point),
+        "b1.weight": draw(generator, layer.out, o.rank, *point),
+        "b2.weight": draw(generator, o.rank, *layer.inputs),
+        "alpha": torch.tensor(o.alpha),
+    }
+    a1, a2, b1, b2 = (tensors[f"{name}.weight"].double() for name in ("a1", "a2", "b1", "b2"))
 
-        def delta(weight: Tensor, rows: slice) -> Tensor:
-            inner = a1.flatten(1) @ a2.flatten(1)
-            turned = torch.einsum("oi...,ij->oj...", weight.double(), inner)
-            added = (b1.flatten(1) @ b2.flatten(1)).reshape(weight.shape)
-            return ((turned + added) * (alpha / rank))[rows]
+    def delta(weight: Tensor, rows: slice) -> Tensor:
+        inner = a1.flatten(1) @ a2.flatten(1)
+        turned = torch.einsum("oi...,ij->oj...", weight.double(), inner)
+        added = (b1.flatten(1) @ b2.flatten(1)).reshape(weight.shape)
+        return ((turned + added) * (o.alpha / o.rank))[rows]
 
-        return Written(tensors, delta, "glora", based=True)
-
-    return write
+    return Written(tensors, delta, "glora", based=True)
 
 
-def ia3(*, on_input: bool) -> Kind:
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        kernel = tuple(1 for _ in layer.inputs[1:])
-        size = layer.inputs[0] if on_input else layer.out
-        values = draw(generator, *((1, size, *kernel) if kernel else (size,)))
-        tensors = {"weight": values, "on_input": torch.tensor(int(on_input))}
+@kind
+def ia3(layer: Layer, generator: torch.Generator, o: Options) -> Written:
+    kernel = tuple(1 for _ in layer.inputs[1:])
+    size = layer.inputs[0] if o.on_input else layer.out
+    values = draw(generator, *((1, size, *kernel) if kernel else (size,)))
+    tensors = {"weight": values, "on_input": torch.tensor(int(o.on_input))}
 
-        def delta(weight: Tensor, rows: slice) -> Tensor:
-            flat = values.double().flatten()
-            shape = (1, -1, *kernel) if on_input else (-1, 1, *kernel)
-            return (weight.double() * flat.reshape(shape))[rows]
+    def delta(weight: Tensor, rows: slice) -> Tensor:
+        flat = values.double().flatten()
+        shape = (1, -1, *kernel) if o.on_input else (-1, 1, *kernel)
+        return (weight.double() * flat.reshape(shape))[rows]
 
-        return Written(tensors, delta, "ia3", based=True)
-
-    return write
+    return Written(tensors, delta, "ia3", based=True)
 
 
-def full(*, bias: bool = False) -> Kind:
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        change = draw(generator, layer.out, *layer.inputs).half()
-        added = draw(generator, layer.out) if bias else None
-        tensors = {"diff": change, **({"diff_b": added} if added is not None else {})}
-        return Written(tensors, lambda _, rows: change.double()[rows], "full", bias=added)
-
-    return write
+@kind
+def full(layer: Layer, generator: torch.Generator, o: Options) -> Written:
+    change = draw(generator, layer.out, *layer.inputs).half()
+    added = draw(generator, layer.out) if o.bias else None
+    tensors = {"diff": change, **({"diff_b": added} if added is not None else {})}
+    return Written(tensors, lambda _, rows: change.double()[rows], "full", bias=added)
 
 
-def norm() -> Kind:
-    def write(layer: Layer, generator: torch.Generator) -> Written:
-        change, added = draw(generator, layer.out), draw(generator, layer.out)
-        tensors = {"w_norm": change, "b_norm": added}
-        return Written(tensors, lambda _, rows: change.double()[rows], "norm", bias=added)
-
-    return write
+@kind
+def norm(layer: Layer, generator: torch.Generator, o: Options) -> Written:
+    change, added = draw(generator, layer.out), draw(generator, layer.out)
+    tensors = {"w_norm": change, "b_norm": added}
+    return Written(tensors, lambda _, rows: change.double()[rows], "norm", bias=added)
 
 
 def _decomposed(written: Written, axis: str, layer: Layer, generator: torch.Generator) -> Written:
