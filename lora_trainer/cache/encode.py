@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from lora_trainer.cache.background import MOST_AHEAD, Later, prefetch_map, write_behind
 from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries
@@ -209,20 +208,18 @@ def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArra
     if jobs[0].key.kind == "masks":
         assert record.mask is not None, "only masks are planned here"
         mask = decode_mask(record.mask, settings=settings)
-        return tuple(_mask_values(job, mask) for job in jobs)
+        masks = []
+        for job in jobs:
+            masks.append(mask_values(mask, job.placement, flip=job.flip, factor=job.factor))
+            if not masks[-1].any():
+                raise InputError(
+                    f"the mask of {record.name} is black in all that its crop to {job.placement.bucket} leaves",
+                    fix="crop the image and its mask around the subject, or raise data.max_aspect",
+                )
+        return tuple(masks)
     image = decode(record.path, settings=settings, content_hash=record.content_hash).image
     cuts = (cut(image, job.placement, flip=job.flip) for job in jobs)
     return tuple(np.asarray(part, dtype=np.float32) / 127.5 - 1.0 for part in cuts)
-
-
-def _mask_values(job: ImageJob, mask: Image.Image) -> NDArray[np.float32]:
-    values = mask_values(mask, job.placement, flip=job.flip, factor=job.factor)
-    if not values.any():
-        raise InputError(
-            f"the mask of {job.record.name} is black in all that its crop to {job.placement.bucket} leaves",
-            fix="crop the image and its mask around the subject, or raise data.max_aspect",
-        )
-    return values
 
 
 def _encode_image(job: ImageJob, pixels: NDArray[np.float32], encoder: ImageEncoder) -> Entry:

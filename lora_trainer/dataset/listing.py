@@ -42,14 +42,10 @@ Entry = os.DirEntry[str]
 FolderKind = Literal["mask", "control", "class"]
 _IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
 _DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
-_FOLDER_KINDS: Mapping[str, FolderKind] = {
-    **dict.fromkeys(("masks", "mask"), "mask"),
-    **dict.fromkeys(
-        ("control", "controls", "control_images", "conditioning", "conditioning_images"), "control"
-    ),
-    **dict.fromkeys(("class", "class_images", "class_data", "reg", "reg_images"), "class"),
-    **dict.fromkeys(("regularization", "regularisation"), "class"),
-    **dict.fromkeys(("regularization_images", "regularisation_images"), "class"),
+_FOLDER_KINDS: Mapping[FolderKind, str] = {
+    "mask": r"masks?",
+    "control": r"controls?|control_images|conditioning(_images)?",
+    "class": r"class(_images|_data)?|reg(ulari[sz]ation)?(_images)?",
 }
 """Folders that other trainers keep beside the images to learn."""
 # End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks.
@@ -60,7 +56,10 @@ CONTROL_SUFFIX = "-condlabel"
 
 def folder_kind(name: str) -> FolderKind | None:
     """Return the kind of images that a folder holds by its name; None: images to learn."""
-    return _FOLDER_KINDS.get(name.casefold())
+    folded = name.casefold()
+    return next(
+        (kind for kind, names in _FOLDER_KINDS.items() if re.fullmatch(names, folded)), None
+    )
 
 
 def entries_in(path: Path | str) -> list[Entry]:
@@ -97,13 +96,6 @@ def holds(question: Callable[[], bool]) -> bool:
 def is_inside(path: str, real_root: str) -> bool:
     """Say whether a path, its links followed, lies in a folder."""
     return Path(os.path.realpath(path)).is_relative_to(real_root)
-
-
-def kind_of(entry: Entry) -> str:
-    """Return the kind of an entry that is no regular file, for a message."""
-    if entry.is_symlink():
-        return "a link to no file"
-    return "a folder" if holds(entry.is_dir) else "a pipe, socket or device"
 
 
 MAX_DEPTH = 2
@@ -419,8 +411,10 @@ class _Walk:
         if group == "other":
             return True
         if group != "folder" and not holds(entry.is_file):
+            what = "a folder" if holds(entry.is_dir) else "a pipe, socket or device"
+            what = "a link to no file" if entry.is_symlink() else what
             kind = "unusable.not-a-file" if group == "picture" else "not-a-file"
-            self._say(kind, file.name, entry=kind_of(entry))
+            self._say(kind, file.name, entry=what)
             return False
         if entry.is_symlink() and not is_inside(entry.path, self.real_root):
             self._say("outside-link", file.name)

@@ -55,12 +55,8 @@ PICTURE_WEIGHTS: Mapping[str, float] = {
 UNCAPTIONED_COST = 1.5
 STAND_IN_LACK, LONE_STAND_IN_LACK = 0.5, 0.1
 """What of a caption a folder's name or the trigger lacks: among captions, and where no image has one."""
-BLANK_BELOW = 0.03
-UPSCALED_ADVISED = 1.25
-CROPPED_ADVISED = 0.25
 CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
 DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
-WORST_NAMED = 3
 PRINT_BITS, PRINT_COLOUR = 8, 12.0
 _BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
 # A band shared by more images than this (a plain background, say) tells none from another.
@@ -113,7 +109,7 @@ def inspect_images(
         for finding in dataset.findings
     )
     contrasts = [one.measures.brightest - one.measures.darkest for one in records]
-    blank = sum(contrast < BLANK_BELOW for contrast in contrasts)
+    blank = sum(contrast < 0.03 for contrast in contrasts)
     total = len(records) + broken
     means = {name: _mean(parts[name] for parts in own_parts) for name in PICTURE_WEIGHTS}
     parts = {
@@ -134,7 +130,7 @@ def inspect_images(
     )
     if score < settings.min_score:
         lost = sorted(parts, key=lambda name: -_loss(name, parts[name]))
-        worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
+        worst = [f"{name} {parts[name]:.2f}" for name in lost[:3] if parts[name] < 1]
         words = {"least": settings.min_score, "worst": ", ".join(worst)}
         findings.append(finding("score", score=score, **words))
     for record in records:
@@ -213,8 +209,11 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     prints = [int(record.measures.structure, 16) for record in records]
     bands: dict[int, list[int]] = {}
     twins: dict[str, str] = {}
+    starts, mask = range(0, PRINT_LENGTH_BITS, _BAND_BITS), (1 << _BAND_BITS) - 1
     for index, record in enumerate(records):
-        print_bits, keys = prints[index], _bands(prints[index])
+        print_bits = prints[index]
+        # A number for each band: its position and its bits.
+        keys = [start << _BAND_BITS | print_bits >> start & mask for start in starts]
         # In one expression, as a hundred others are looked at for each image.
         close = {
             other
@@ -243,13 +242,6 @@ def exposure_fault(measures: Measures) -> str | None:
     if measures.brightest - measures.darkest < CONTRAST_BELOW:
         return "has hardly any contrast"
     return None
-
-
-def _bands(structure: int) -> list[int]:
-    """Return a number for each band of a perceptual hash: its position and its bits."""
-    mask = (1 << _BAND_BITS) - 1
-    starts = range(0, PRINT_LENGTH_BITS, _BAND_BITS)
-    return [start << _BAND_BITS | structure >> start & mask for start in starts]
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -290,7 +282,7 @@ def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> fl
 def _picture_findings(record: ImageRecord) -> Iterator[Finding]:
     placement, enlargement = record.placement, _enlargement(record)
     size, bucket = f"{record.width_px}x{record.height_px}", placement.bucket
-    if enlargement > UPSCALED_ADVISED:
+    if enlargement > 1.25:
         words = {"size": size, "enlargement": enlargement, "bucket": bucket}
         yield finding("low-resolution", record.name, **words)
     fault = exposure_fault(record.measures)
@@ -298,7 +290,7 @@ def _picture_findings(record: ImageRecord) -> Iterator[Finding]:
         yield finding("exposure", record.name, fault=fault)
     elif _crispness(record) < CRISP_ADVISED:
         yield finding("blurred", record.name)
-    if placement.cropped_fraction > CROPPED_ADVISED:
+    if placement.cropped_fraction > 0.25:
         yield finding("cropped", record.name, cropped=placement.cropped_fraction, bucket=bucket)
 
 
@@ -316,7 +308,6 @@ _MARKS: Mapping[str, tuple[Callable[[str], bool], Callable[[DataSettings], bool]
     ),
 }
 """Marks that other trainers read: whether a text has one, whether the settings read it, the setting."""
-_MAX_IMAGES_READ = 5
 _EXAMPLE_CHARACTERS = 60
 
 
@@ -352,7 +343,7 @@ def _other_captions(records: Sequence[ImageRecord], settings: DataSettings) -> s
     """Return the setting that finds captions where nobody wrote any, with an example; "" if none does."""
     if settings.caption_fallback != "none":
         return ""
-    for record in records[:_MAX_IMAGES_READ]:
+    for record in records[:5]:
         try:
             text = read_image_text(record.path, settings=settings, content_hash=record.content_hash)
         except ImageDecodeError:  # it has changed since it was checked; training will name it

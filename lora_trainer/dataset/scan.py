@@ -77,11 +77,6 @@ class VerifiedImage(NamedTuple):
     measures: Measures
     background: str
 
-    def holds_with(self, settings: DataSettings) -> bool:
-        """Say whether decoding with these settings gives the same facts."""
-        fits = self.width_px * self.height_px <= max_pixels(settings)
-        return fits and self.background in ("", settings.alpha_background)
-
 
 MaskSize = tuple[int, int, int]
 """Width and height in pixels, and the brightest value."""
@@ -196,13 +191,15 @@ class Inspector:
 
     def _facts(self, path: Path, content_hash: str) -> VerifiedImage:
         facts = self.memo.images.get(content_hash)
-        if facts is None or not facts.holds_with(self.settings):
-            decoded = decode(path, settings=self.settings, content_hash=content_hash)
-            background = "" if decoded.alpha is None else self.settings.alpha_background
-            facts = VerifiedImage(
-                *decoded.image.size, decoded.notes, measure(decoded.image), background
-            )
-            self.memo.images.put(content_hash, facts)
+        backgrounds, most = ("", self.settings.alpha_background), max_pixels(self.settings)
+        if facts and facts.background in backgrounds and facts.width_px * facts.height_px <= most:
+            return facts
+        decoded = decode(path, settings=self.settings, content_hash=content_hash)
+        background = "" if decoded.alpha is None else self.settings.alpha_background
+        facts = VerifiedImage(
+            *decoded.image.size, decoded.notes, measure(decoded.image), background
+        )
+        self.memo.images.put(content_hash, facts)
         return facts
 
     def _caption_inside(self, image: ImageFile, content_hash: str) -> CaptionText:

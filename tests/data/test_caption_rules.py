@@ -146,6 +146,8 @@ def test_alternatives_are_drawn_anew_and_the_first_is_the_plain_one() -> None:
     assert caption_rules.max_texts(("no braces",), settings=settings) == 1
     around = DataSettings(wildcards=True, caption_prefix="{a|b}", caption_variants=20)
     assert set(drawn("hat", around)) == {"a hat", "b hat"}
+    both = around.model_copy(update={"caption_suffix": "{a|b}"})
+    assert len(set(drawn("hat", both))) == 4, "each place draws for itself"
 
 
 def test_tags_are_left_out_at_their_rate_and_kept_ones_never() -> None:

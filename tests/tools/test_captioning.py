@@ -331,6 +331,7 @@ def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
     code, out, _ = command("--overwrite")
     assert (code, texts(dataset)) == (0, TAGS)
     assert len(described) == 5, "b was done, a was edited since"
+    assert (dataset / FOLDER / "0001" / "old" / "a.txt").read_text() == "hand a"
     assert out.splitlines()[-1].startswith("captions written: 4;")
     command("--undo")
     assert texts(dataset) == by_hand | {"a": "edited between"}
