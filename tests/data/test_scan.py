@@ -24,7 +24,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.records import Dataset
-from lora_trainer.dataset.scan import DatasetMemo, read_image_text, scan
+from lora_trainer.dataset.scan import DatasetMemo, scan
 
 LENIENT = DataSettings(max_bad_fraction=0.9)
 
@@ -227,13 +227,14 @@ def test_images_for_regularisation_are_told_apart(tmp_path: Path) -> None:
 
 @contextmanager
 def opened_in(folder: Path) -> Iterator[set[str]]:
-    """Collect the names of the files that are opened in a folder."""
+    """Collect the names of the files that are opened in a folder, by other threads than this one."""
     names: set[str] = set()
     active = True
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if active and event == "open" and str(arguments[0]).startswith(f"{folder}/"):
             names.add(os.path.basename(arguments[0]))  # noqa: PTH119 - a Path would open nothing either
+            assert threading.current_thread() is not threading.main_thread(), "one at a time"
 
     sys.addaudithook(hear)
     try:
@@ -281,26 +282,3 @@ def test_a_warm_scan_says_the_same_and_opens_only_what_changed(tmp_path: Path) -
         warm = with_memo()
     assert opened - {"bad.png"} == {"p03.png", "p04.txt"}
     assert warm == scanned(folder, settings)
-
-
-def test_of_known_images_only_what_is_new_is_read_and_many_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, memo = tmp_path / "data", DatasetMemo()
-    fill(folder, 3)
-    for path in folder.iterdir():
-        os.utime(path, (1_000_000_000, 1_000_000_000))
-    scan(folder, settings=LENIENT, memo=memo)
-    threads = []
-
-    def noted(path: Path, **options: Any) -> Any:
-        threads.append(threading.current_thread())
-        return read_image_text(path, **options)
-
-    monkeypatch.setattr("lora_trainer.dataset.scan.read_image_text", noted)
-    monkeypatch.delattr("lora_trainer.dataset.scan.decode")
-    inside = LENIENT.model_copy(update={"caption_fallback": "metadata"})
-    scan(folder, settings=inside, memo=memo)
-    assert len(threads) == 3 and threading.main_thread() not in threads
-    renamed = folder.rename(tmp_path / "renamed")
-    assert len(scan(renamed, settings=inside, memo=memo).records) == len(threads) == 3

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import save_file
 
 from tests.fakes.runs import Toy, events, problems, run_cli, toy
-from tests.fakes.sample_image import sample
 
 BASE = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 HEADER = {
@@ -84,11 +84,17 @@ class FakeHub:
 def run(tmp_path: Path) -> Path:
     """Return a run folder with all that must stay at home beside what is uploaded."""
     folder = tmp_path / "runs" / "zibbo"
-    sample(folder / "samples" / "step-00000100" / "00.png", "old")
-    sample(folder / "samples" / "step-00000200" / "00.png", "zibbo in a hat")
-    sample(folder / "samples" / "step-00000200" / "01.png", "from /home/jane/secret\nat night")
+    for name, prompt in {
+        "step-00000100/00.png": "old",
+        "step-00000200/00.png": "zibbo in a hat",
+        "step-00000200/01.png": "from /home/jane/secret\nat night",
+        "step-00000300/asked-00.png": "somebody's own prompt",
+    }.items():
+        file, info = folder / "samples" / name, PngInfo()
+        info.add_text("parameters", f"{prompt}\nNegative prompt: \nSteps: 4, CFG scale: 5, Seed: 1")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), "red").save(file, pnginfo=info)
     Image.new("RGB", (4, 4)).save(folder / "samples" / "step-00000200" / "02.png")
-    sample(folder / "samples" / "step-00000300" / "asked-00.png", "somebody's own prompt")
     (folder / "states").mkdir()
     (folder / "states" / "state.safetensors").write_bytes(b"state")
     record = {"token": "hf_abcdefghijklmnopqrst", "base": {"source": BASE}}

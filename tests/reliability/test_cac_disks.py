@@ -20,14 +20,11 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.training import loop
 from tests.fakes.disk import Disk
-from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
+from tests.fakes.runs import QUIET, STEPS, Toy, events, toy, trajectory
 from tests.fakes.studio import Studio, elsewhere, files_of
 from tests.reliability.conftest import CASES
 
 Figure = Callable[..., None]
-QUIET = {"logging__trackers": [], "sampling__every_steps": 0, "train__validate_every_steps": 0}
-
-
 pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 

@@ -18,16 +18,9 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 from lora_trainer.training import loop
-from tests.fakes.runs import events, toy, trajectory
+from tests.fakes.runs import QUIET, events, toy, trajectory
 
 Figure = Callable[..., None]
-QUIET: dict[str, Any] = {
-    "logging__trackers": [],
-    "sampling__every_steps": 0,
-    "train__validate_every_steps": 0,
-}
-
-
 pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 

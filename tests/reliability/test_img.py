@@ -27,7 +27,7 @@ from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 from tests.fakes.odd_pictures import chunk, cmyk_profile, encoded, picture, png, stored_for
-from tests.fakes.runs import contents, events, toy
+from tests.fakes.runs import QUIET, contents, events, toy
 
 Figure = Callable[..., None]
 WHITE = (255, 255, 255)
@@ -74,8 +74,7 @@ def test_img_01_too_many_are_refused_before_training_and_a_few_are_left_out(
     place = toy(tmp_path, images=18).with_base()
     for name in ("x.png", "y.jpg", "z.webp"):
         (place.dataset / name).write_bytes(b"")
-    quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
-    quiet |= {"output__save_every_steps": 0}
+    quiet = {**QUIET, "output__save_every_steps": 0}
     capsys.readouterr()
     assert place.train(steps=1, **quiet) == 3
     refused = capsys.readouterr().err
@@ -297,11 +296,10 @@ def test_img_08_names_that_nearly_clash_are_kept_apart_and_told(
     (tmp_path / "copy.png").write_bytes((tmp_path / "A.PNG").read_bytes())
     (tmp_path / "a.txt").write_text("whose caption is this")
     dataset = scanned(tmp_path)
-    assert {record.name for record in dataset.records} == set(names)
-    contents = {record.name: record.content_hash for record in dataset.records}
-    assert len(set(contents.values())) == len(names) - 1, "only the copy shares an entry"
-    samples = [sample for record in dataset.records for sample in record.sample_ids()]
-    assert len(set(samples)) == len(names)
+    samples = {record.name: record.sample_ids()[0] for record in dataset.records}
+    assert set(samples) == set(names) and len(set(samples.values())) == len(names)
+    contents = {record.content_hash for record in dataset.records}
+    assert len(contents) == len(names) - 1, "only the copy shares an entry"
     kinds = {finding.kind: finding for finding in dataset.findings if finding.code == "IMG-08"}
     assert "A.PNG, a.jpg, a.png" in kinds["ambiguous-caption"].what
     assert kinds["duplicate"].file == "copy.png"

@@ -273,19 +273,19 @@ def test_undo_takes_back_call_after_call_and_leaves_what_was_edited(
     assert command("--undo")[0] == 3, "there is nothing more to take back"
 
 
-@pytest.mark.parametrize("name", ["sub/../../outside.txt", "/outside.txt"])
 def test_a_record_that_came_with_a_dataset_reaches_nothing_outside(
-    name: str, command: Command, dataset: Path, tmp_path: Path
+    command: Command, dataset: Path, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside.txt"
     outside.write_text("mine")
     folder = dataset / FOLDER / "0001"
     (folder / "old").mkdir(parents=True)
     digest = contents(tmp_path)["outside.txt"]
-    row = {"file": name.replace("/outside", str(outside)[:-4]) if name[0] == "/" else name}
-    (folder / "journal.jsonl").write_text(json.dumps({**row, "sha256": digest, "old": None}))
-    code, _, err = command("--undo")
-    assert code == 3 and outside.read_text() == "mine" and "names" in err
+    for name in ("sub/../../outside.txt", str(outside)):
+        row = {"file": name, "sha256": digest, "old": None}
+        (folder / "journal.jsonl").write_text(json.dumps(row))
+        code, _, err = command("--undo")
+        assert code == 3 and outside.read_text() == "mine" and "names" in err
 
 
 def test_two_at_a_time_are_refused_and_a_dataset_that_may_not_be_written_is_not_called_busy(
