@@ -117,14 +117,10 @@ def _score(folder: Path) -> dict[str, Any] | None:
         sentence = f"{name}: {score:.2f} of 1 from its parts so far, {missing}"
     parts, left_out = mapping(row, "parts"), mapping(row, "left_out")
     rows = [
-        (name, f"{weight:.2f}", _two_decimals(number(parts, name), ""), left_out.get(name, ""))
+        (name, weight, number(parts, name), left_out.get(name, ""))
         for name, weight in WEIGHTS.items()
     ]
     return {"verdict": sentence, "parts": rows, "notes": sequence(row, "notes")}
-
-
-def _two_decimals(value: float, otherwise: str) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else otherwise
 
 
 def verdict(history: RunHistory) -> tuple[str, str, str]:
@@ -247,28 +243,16 @@ def _dataset(data: Row) -> dict[str, Any]:
         if isinstance(row, dict)
     ]
     return {
-        "images": _count(number(data, "images")),
+        "images": number(data, "images"),
         "name": data.get("name", "unknown"),
         "held_out": [str(name) for name in sequence(data, "held_out")],
-        "scores": [
-            (name, _two_decimals(score, "not measured"), _share(score))
-            for name, score in scores.items()
-        ],
+        "scores": scores.items(),
         "buckets": [
-            (name.replace("x", " \u00d7 "), _count(count), _share(count / most))
+            (name, count, count / most)
             for name, count in sorted(buckets.items(), key=lambda entry: -entry[1])
         ],
         "findings": sorted(findings, key=lambda row: (_severity(row), row["file"])),
     }
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if math.isfinite(value) else "an unknown number of"
-
-
-def _share(value: float) -> float:
-    """Return a number as the length of a bar, 0 to 1."""
-    return min(1.0, max(0.0, value)) if math.isfinite(value) else 0.0
 
 
 def _settings(history: RunHistory) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
