@@ -24,10 +24,6 @@ from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, first_line
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.out_of_memory import is_out_of_memory
 
-LatentShape = tuple[int, int, int]
-"""(height, width, images) of the latents of a pass."""
-Backend = Callable[[Any, Any], Any]
-"""A compiler backend as a function, which torch.compile accepts besides a name."""
 GRAPHS_PER_SHAPE = 4
 """Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
 gradient, and blocks of one kind may be at several resolutions of a U-Net."""
@@ -40,17 +36,17 @@ class CompilationFailed(Exception):
 class CompiledBlocks:
     """The compiled blocks of a network, active inside `used` until `is_off`, after a failure and for good.
 
-    The caller runs only passes of the latent `shapes` compiled (None: all, one at a time). They are fixed before
-    the first step, because compiled code rounds differently: if they depended on the order in which shapes come
-    up, an interrupted run would end with other weights.
+    The caller runs only passes of the latent `shapes` (height, width, images) compiled (None: all, one at a time).
+    They are fixed before the first step, because compiled code rounds differently: if they depended on the order in
+    which shapes come up, an interrupted run would end with other weights.
     """
 
     def __init__(
         self,
         network: nn.Module,
         *,
-        shapes: Collection[LatentShape] | None = None,
-        backend: str | Backend = "inductor",
+        shapes: Collection[tuple[int, int, int]] | None = None,
+        backend: str | Callable[[Any, Any], Any] = "inductor",
     ) -> None:
         # Two warnings that torch's tracer causes itself, by reading every attribute of an object.
         for message in (r"The \.grad attribute", r".*torch\.autograd\.function\.Function"):

@@ -192,47 +192,40 @@ def _is_attention(kernel: Any) -> bool:
 def selective_contexts(worth: SavePolicy) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the modes of the forward pass and of the recomputation of one call of a block."""
     results: deque[tuple[Any, Any]] = deque()
-    return _SavingMode(worth, results), _ReturningMode(worth, results)
+    return _KernelMode(worth, results, saves=True), _KernelMode(worth, results, saves=False)
 
 
 class _KernelMode(TorchDispatchMode):
-    """Meets the kernels of one call of a block. Both modes ask `worth` the same question of the same kernels
-    in the same order, so the (kernel, detached result) pairs are a queue: no result needs a key.
+    """Saves results of the kernels of one call of a block in the forward pass, or returns them in the recomputation.
 
-    A network must not write in place to a result after the call.
+    Both ask `worth` the same question of the same kernels in the same order, so the (kernel, detached result)
+    pairs are a queue: no result needs a key. A network must not write in place to a result after the call.
     """
 
-    def __init__(self, worth: SavePolicy, results: deque[tuple[Any, Any]]) -> None:
+    def __init__(self, worth: SavePolicy, results: deque[tuple[Any, Any]], *, saves: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
-        self._worth, self._results = worth, results
+        self._worth, self._results, self._saves = worth, results, saves
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True: compiled code inside a block is not watched and is recomputed as a whole."""
         return True
 
-
-class _SavingMode(_KernelMode):
-    def __torch_dispatch__(
-        self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = kernel(*args, **(kwargs or {}))
-        if self._worth(kernel, args):
-            self._results.append((kernel, _detached(result)))
-        return result
-
-
-class _ReturningMode(_KernelMode):
     def __exit__(self, *error: Any) -> None:
-        """Drop results that were not used, so that a second backward pass recomputes everything."""
-        self._results.clear()
+        # Results that were not used are dropped, so that a second backward pass recomputes everything.
+        if not self._saves:
+            self._results.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not self._results or not self._worth(kernel, args):
+        if not (self._saves or self._results) or not self._worth(kernel, args):
             return kernel(*args, **(kwargs or {}))
+        if self._saves:
+            result = kernel(*args, **(kwargs or {}))
+            self._results.append((kernel, _detached(result)))
+            return result
         saved_kernel, value = self._results.popleft()
         if saved_kernel is not kernel:
             raise RuntimeError(

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from lora_trainer.checkpoint.states import TrainingState, freeze, snapshot, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import LoraTrainError, RequestError
@@ -56,7 +58,7 @@ from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.step import FreezeAfter, OomFallback, Training
+from lora_trainer.training.step import OomFallback, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
 PLAIN: Checkpointing = "full"
@@ -320,7 +322,7 @@ def plain_way(
     return changes, oom_fallbacks(denoiser, planned, device=parts.model.device, sharing=sharing)
 
 
-def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
+def stages(config: RunConfig, adapter: Adapter) -> list[tuple[list[nn.Parameter], int]]:
     """Return the parameters that are frozen before the end of the run, with the step of each group."""
     steps = config.train.steps
     text = [
@@ -332,14 +334,14 @@ def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
     words = list(adapter.new_tokens.values())
     stages = [
         # At least one step, so that each part trains.
-        FreezeAfter(parameters=parameters, end_step=max(1, round(until * steps)))
+        (parameters, max(1, round(until * steps)))
         for parameters, until in (
             (text, config.train.text_encoder_until),
             (words, config.train.new_tokens_until),
         )
     ]
-    ending = [stage for stage in stages if stage.parameters and stage.end_step < steps]
-    if sum(len(stage.parameters) for stage in ending) == len(adapter.parameters()):
+    ending = [(part, end_step) for part, end_step in stages if part and end_step < steps]
+    if sum(len(part) for part, _ in ending) == len(adapter.parameters()):
         raise RequestError(
             "nothing is left to train once the text encoders stop, as the denoiser is frozen",
             fix="leave train.text_encoder_until and new_tokens_until out",

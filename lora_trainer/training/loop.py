@@ -130,8 +130,9 @@ def _train(training: Training, start: Progress) -> Progress:
                 # the resume state holds: a resume needs no scheduler state.
                 rate = training.learning_rate(progress.step) * progress.guard.lr_scale
                 set_learning_rate(training.optimizer, rate)
-                for stage in training.stages:
-                    stage.enter(progress.step)
+                for parameters, end_step in training.stages:
+                    for parameter in parameters:
+                        parameter.requires_grad_(progress.step < end_step)
                 loss, guard = compute_gradients_with_oom_retry(training, samples, progress.guard)
             except (MachineError, TrainingStopped) as error:
                 if isinstance(error, NoFallbackLeft):  # a resume must not try again what failed

@@ -46,23 +46,6 @@ Fallback = Callable[[], GuardState]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreezeAfter:
-    """Parameters (a text encoder's, say) that are trained before `end_step` (0-based) and frozen from then on.
-
-    A frozen parameter gets no gradient, and optimizers skip parameters without one: neither weight decay nor
-    momentum moves it. Freezing depends on the step number alone, so a resumed run does the same.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    end_step: int
-
-    def enter(self, step: int) -> None:
-        """Set `requires_grad` of the parameters for this step (0-based)."""
-        for parameter in self.parameters:
-            parameter.requires_grad_(step < self.end_step)
-
-
-@dataclass(frozen=True, kw_only=True)
 class OomFallback:
     """An out-of-memory fallback: a setting's change that needs less memory for the same result.
 
@@ -89,8 +72,10 @@ class Training:
     `plain_remedies` the out-of-memory fallbacks that remain there.
     `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
     it, instability ends the run.
-    `stages`: parts of the adapter whose training stops before the last step. `stop_after_validations`: end
-    after so many validations without a lower loss.
+    `stages`: parameters (a text encoder's, say) that are trained before a step (0-based) and frozen from then on.
+    A frozen parameter gets no gradient, and optimizers skip parameters without one: neither weight decay nor
+    momentum moves it. Freezing depends on the step number alone, so a resumed run does the same.
+    `stop_after_validations`: end after so many validations without a lower loss.
     `afterwards` are called in order after each optimizer step with the number of finished steps; they may
     change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
     `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
@@ -117,7 +102,7 @@ class Training:
     plain: Sequence[OomFallback] = ()
     plain_remedies: Sequence[OomFallback] = ()
     restore: Callable[[], Progress] | None = None
-    stages: Sequence[FreezeAfter] = ()
+    stages: Sequence[tuple[Sequence[nn.Parameter], int]] = ()
     stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()

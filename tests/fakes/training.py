@@ -27,12 +27,12 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.facts import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.training import optimizers
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.noise import table_levels
-from lora_trainer.training.optimizers import build_optimizer, learning_rate, restore_optimizer
 from lora_trainer.training.step import Training, compute_gradients_with_oom_retry
 from tests.fakes.tiny_base import write_tiny_base
 
@@ -188,8 +188,8 @@ def build_training(
     training = Training(
         model=adapt(model),
         parameters=adapter.parameters(),
-        optimizer=build_optimizer(adapter.groups(settings), settings),
-        learning_rate=learning_rate(settings, steps=steps),
+        optimizer=optimizers.build_optimizer(adapter.groups(settings), settings),
+        learning_rate=optimizers.learning_rate(settings, steps=steps),
         scaler=torch.amp.GradScaler("cpu", enabled=precision == torch.float16),
         feeder=feeder,
         steps=steps,
@@ -234,7 +234,7 @@ def saves(tiny: TinyTraining, folder: Path, *, every_steps: int = 0) -> SaveActi
 def restored(tiny: TinyTraining, state: TrainingState) -> Progress:
     """Put a training back to a state, as a resume does, and return its progress."""
     tiny.adapter.load_state(state.adapter)
-    restore_optimizer(tiny.training.optimizer, state.optimizer)
+    optimizers.restore_optimizer(tiny.training.optimizer, state.optimizer)
     state.loop.restore_loss_scale(tiny.training.scaler)
     guard = GuardState.from_plain(state.loop.guard)
     return Progress(step=state.step, images=state.images_seen, guard=guard)
