@@ -332,17 +332,18 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
             if match[1] == "del" and _is_ours(match):
                 candidates.append((int(match[2]), False, path))
         for step, is_published, path in sorted(candidates, key=lambda each: each[:2], reverse=True):
-            found = _read(path, step=step)
-            if isinstance(found, str):
+            state_or_reason = _read(path, step=step)
+            if isinstance(state_or_reason, str):
                 if is_published:
-                    _report(events, path, f"resume state is not usable: {found}", severity="error")
+                    unusable = f"resume state is not usable: {state_or_reason}"
+                    _report(events, path, unusable, severity="error")
                     aside = folder / f"bad-{path.name}"
                     numbered = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
                     free = next(name for name in chain([aside], numbered) if not name.exists())
                     with _tolerating(events, path, "cannot move it aside"):
                         os.rename(path, free)  # noqa: PTH104
                 continue
-            state = found
+            state = state_or_reason
             if not is_published:
                 # Killed between taking an old state of this step away and putting the new one there.
                 with _tolerating(events, path, "cannot restore it"):

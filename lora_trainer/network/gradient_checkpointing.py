@@ -103,8 +103,8 @@ class HostInputs:
         """
         input_keys = {storage_key(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
         if len(self._on_device) == BLOCKS_ON_DEVICE:
-            for held in self._on_device.popleft():
-                held.clear()
+            for device_copy in self._on_device.popleft():
+                device_copy.clear()
         block: list[list[Tensor]] = []
         self._on_device.append(block)
 

@@ -322,7 +322,7 @@ def plain_way(
     return changes, oom_fallbacks(denoiser, planned, device=parts.model.device, sharing=sharing)
 
 
-def stages(config: RunConfig, adapter: Adapter) -> list[tuple[list[nn.Parameter], int]]:
+def stages(config: RunConfig, adapter: Adapter) -> list[tuple[nn.Parameter, int]]:
     """Return the parameters that are frozen before the end of the run, with the step of each group."""
     steps = config.train.steps
     text = [
@@ -332,16 +332,11 @@ def stages(config: RunConfig, adapter: Adapter) -> list[tuple[list[nn.Parameter]
         if split_key(key)[0] != DENOISER and parameter.requires_grad
     ]
     words = list(adapter.new_tokens.values())
-    stages = [
-        # At least one step, so that each part trains.
-        (parameters, max(1, round(until * steps)))
-        for parameters, until in (
-            (text, config.train.text_encoder_until),
-            (words, config.train.new_tokens_until),
-        )
-    ]
-    ending = [(part, end_step) for part, end_step in stages if part and end_step < steps]
-    if sum(len(part) for part, _ in ending) == len(adapter.parameters()):
+    parts = ((text, config.train.text_encoder_until), (words, config.train.new_tokens_until))
+    # At least one step, so that each part trains.
+    ends = [(part, max(1, round(until * steps))) for part, until in parts]
+    ending = [(parameter, end) for part, end in ends if end < steps for parameter in part]
+    if ending and len(ending) == len(adapter.parameters()):
         raise RequestError(
             "nothing is left to train once the text encoders stop, as the denoiser is frozen",
             fix="leave train.text_encoder_until and new_tokens_until out",

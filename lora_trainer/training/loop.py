@@ -115,9 +115,8 @@ def run(training: Training, start: Progress) -> Progress:
 def _train(training: Training, start: Progress) -> Progress:
     """Train from `start` to the end; raises Unstable and PartialOptimizerStep, and the errors of `run`."""
     progress, reports = start, _Reports(training=training)
-    with training.feeder.stream(
-        start.step, training.steps, ahead=training.prefetch_steps
-    ) as prepared_steps:
+    stream = training.feeder.stream(start.step, training.steps, ahead=training.prefetch_steps)
+    with stream as prepared_steps:
         while progress.step < training.steps and not _has_converged(training, progress):
             try:
                 # ---- data: a thread prepares batches ahead, so this is the time the device may sit idle
@@ -130,9 +129,8 @@ def _train(training: Training, start: Progress) -> Progress:
                 # the resume state holds: a resume needs no scheduler state.
                 rate = training.learning_rate(progress.step) * progress.guard.lr_scale
                 set_learning_rate(training.optimizer, rate)
-                for parameters, end_step in training.stages:
-                    for parameter in parameters:
-                        parameter.requires_grad_(progress.step < end_step)
+                for parameter, end_step in training.stages:
+                    parameter.requires_grad_(progress.step < end_step)
                 loss, guard = compute_gradients_with_oom_retry(training, samples, progress.guard)
             except (MachineError, TrainingStopped) as error:
                 if isinstance(error, NoFallbackLeft):  # a resume must not try again what failed
@@ -167,9 +165,9 @@ def _train(training: Training, start: Progress) -> Progress:
 
             # ---- save, sample, validate, stop
             # A signal after the last step changes nothing: the run ends as it would have.
-            may_stop = step < training.steps
-            signal_number = training.ranks.stop_asked(training.stop) if may_stop else None
-            ending = signal_number is not None or step == training.steps
+            is_last = step == training.steps
+            signal_number = None if is_last else training.ranks.stop_asked(training.stop)
+            ending = signal_number is not None or is_last
             progress = replace(progress, ending=ending, stopping=signal_number is not None)
             if due := _due(training, progress):
                 # A state on disk must hold the guards' verdict on every step before it, so actions wait

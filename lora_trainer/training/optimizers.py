@@ -41,7 +41,7 @@ LEARNED_IN_GROUPS = frozenset(
 them."""
 
 
-def _made(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
+def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
     """Return the optimizer of these settings as its library makes it, before its state is allocated."""
     device, name = kind_of(groups[0]["params"][0].device), settings.name
     betas, decay = (settings.beta1, settings.beta2), settings.weight_decay
@@ -116,7 +116,7 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
     """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
     rated = [{**group, "lr": settings.learning_rate * group["lr_scale"]} for group in groups]
     try:
-        optimizer: torch.optim.Optimizer = _made(rated, settings)
+        optimizer: torch.optim.Optimizer = _from_library(rated, settings)
     except BROKEN_PACKAGE as error:
         package = OPTIMIZER_PACKAGES.get(settings.name)
         raise MachineError(

@@ -102,7 +102,7 @@ class Training:
     plain: Sequence[OomFallback] = ()
     plain_remedies: Sequence[OomFallback] = ()
     restore: Callable[[], Progress] | None = None
-    stages: Sequence[tuple[Sequence[nn.Parameter], int]] = ()
+    stages: Sequence[tuple[nn.Parameter, int]] = ()
     stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()

@@ -425,16 +425,18 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
 def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
     looks: list[list[Tensor]] = []
     rate = OptimizerSettings(learning_rate=1e-2, weight_decay=0.5)
-    look = EveryStep(lambda _: looks.append(tiny.weights))
-    tiny = build_training(build_feeder(), steps=5, optimizer=rate, actions=[look])
-    stopping = tiny.adapter.parameters()[:2]
-    run(replace(tiny.training, stages=[(stopping, 3)]), at_start(micro_batch=4))
+    tiny = build_training(build_feeder(), steps=5, optimizer=rate)
+    weights = tiny.adapter.parameters()
+    look = EveryStep(lambda _: looks.append([weight.detach().clone() for weight in weights]))
+    stages = [(weight, 3) for weight in weights[:2]]
+    training = replace(tiny.training, stages=stages, actions=[look])
+    run(training, at_start(micro_batch=4))
     for step, (before, after) in enumerate(pairwise(looks)):
         moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
         assert moved == [step < 3] * 2 + [True] * len(moved[2:])
     # Step 0 comes again after a rollback, and is trained as before.
-    run(replace(tiny.training, stages=[(stopping, 3)], steps=1), at_start(micro_batch=4))
-    assert all(parameter.requires_grad for parameter in stopping)
+    run(replace(training, steps=1), at_start(micro_batch=4))
+    assert all(weight.requires_grad for weight in weights)
 
 
 # ---- compiled passes in the loop, of planned shapes only; no step waits for a number
