@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.gui import state  # noqa: E402 - after sys.path
-from lora_trainer.gui.run_follow import Followed  # noqa: E402 - after sys.path
 from lora_trainer.gui.run_parts import parts, stamp  # noqa: E402 - after sys.path
 from lora_trainer.gui.run_state import look  # noqa: E402 - after sys.path
 
@@ -61,7 +60,7 @@ class Tab:
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
-        self.followed = Followed()
+        self.followed = state.Followed()
         self.stamp: state.Stamp = ()
         self.keys: Mapping[str, object] = {}
 

@@ -26,12 +26,12 @@ from starlette.routing import Route, Router
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.charts import tag
 
-from . import asset_files, dataset_upload, home_view, language, media
+from . import asset_files, home_view, language, media, uploads
 from .guard import Application, Message, Receive, Send
 from .launch import warm_up
 from .live import live
 from .markup import PLACES, bar, document
-from .run_follow import Followed
+from .state import Followed
 from .workplace import Workplace
 
 _SCRIPT = """
@@ -62,7 +62,7 @@ class Front:
                 Route("/live", self._live),
                 Route("/ready", self._ready),
                 *asset_files.routes(),
-                *dataset_upload.routes(work),
+                *uploads.routes(work),
                 *media.routes(work),
             ],
             default=self._other,

@@ -23,7 +23,7 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Mapping[str, str]
 
 UPLOAD_PATH = "/gradio_api/upload"
-"""Of gradio's own form; the pages send files to `/upload/BATCH/NUMBER`, see dataset_upload.py."""
+"""Of gradio's own form; the pages send files to `/upload/BATCH/NUMBER`, see uploads.py."""
 BODY_MAX_BYTES = 16 * 2**20
 _OWN_UPLOAD = re.compile(r"/upload/[^/]+/[^/]+")
 UPLOAD_MAX_BYTES = 4 * 2**30

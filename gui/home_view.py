@@ -29,8 +29,7 @@ from .markup import (
     state_line,
 )
 from .media import run_url
-from .run_follow import Followed
-from .state import RunEntry, page_url
+from .state import Followed, RunEntry, page_url
 from .workplace import Workplace
 
 MAX_CARDS = 60

@@ -10,7 +10,10 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ Words = tuple[str, ...]
 TRAINER: Words = (sys.executable, "-m", "lora_trainer")
 _ANSWER_WITHIN_S = 900
 _NAME_MAX_LENGTH = 100
+_KEPT_PLANS = 64
+_PLAN_FRESH_S = 60.0
 # Two, so that a look at ten thousand images keeps no plan waiting.
 _PLANS, _CHECKS = (WarmProcess(within_s=_ANSWER_WITHIN_S) for _ in range(2))
 _WARM = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS}
@@ -189,3 +194,41 @@ def _run(command: Words) -> Done:
 def _last_line(output: bytes) -> str:
     lines = output.decode("utf-8", errors="replace").strip().splitlines()
     return one_line(lines[-1]) if lines else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Aged:
+    answer: Answer
+    at_s: float
+
+
+class Plans:
+    """The plans of the last drafts that were asked for; free memory changes, so an answer ages.
+
+    One command at a time, so that two tabs do not compute the same twice.
+    """
+
+    def __init__(
+        self,
+        work: Workplace,
+        *,
+        ask: Callable[[Words], Answer] = ask,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._work, self._ask, self._clock_s = work, ask, clock_s
+        self._lock = threading.Lock()
+        self._answers: OrderedDict[tuple[Words, int], _Aged] = OrderedDict()
+
+    def of(self, draft: Draft) -> Answer:
+        """Return the plan of a draft; raises RequestError or InputError for what cannot be asked."""
+        words = plan_words(draft, self._work)
+        key = (words, self._work.folder(draft.dataset).stat().st_mtime_ns)
+        with self._lock:
+            kept = self._answers.pop(key, None)
+            now_s = self._clock_s()
+            if kept is None or now_s - kept.at_s > _PLAN_FRESH_S:
+                kept = _Aged(answer=self._ask(words), at_s=now_s)
+            self._answers[key] = kept
+            while len(self._answers) > _KEPT_PLANS:
+                self._answers.popitem(last=False)
+            return kept.answer

@@ -15,8 +15,8 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.queue import commands
 
 from . import state
-from .run_follow import Followed
 from .run_state import left_text, look, sentence
+from .state import Followed
 from .workplace import Workplace
 
 _ENDED_WITHIN_S = 3600.0

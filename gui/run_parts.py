@@ -6,28 +6,30 @@ for: most ticks change the head alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.nvml import card_states
-from lora_trainer.reporting.charts import SMOOTHING, Html, LossView, loss_curve, tag
-from lora_trainer.reporting.history import RunHistory
+from lora_trainer.reporting.charts import SMOOTHING, Html, LossView, join, loss_curve, tag
+from lora_trainer.reporting.history import RunHistory, SampleImage
 from lora_trainer.run.run_folder import BEST_RECORD
 
 from . import launch, state
-from .media import REPORT
-from .run_best import exports, losses, read_best, recommended
-from .run_files import files_html
-from .run_follow import Records
+from .markup import delete_button, table
+from .media import REPORT, run_url, samples_url
+from .run_best import Best, exports, losses, read_best, recommended
 from .run_log import log
-from .run_samples import sample_sheet
 from .run_settings import settings_html
 from .run_state import Look, possible
 from .run_view import head, machine_now
+from .state import Records
 
+_IMAGE = re.compile(r"samples/step-\d{8,}/(asked-)?\d{2,}\.png")
 _REDRAWS = 200
 """How often a chart is drawn anew while its length doubles at most."""
 
@@ -139,3 +141,101 @@ def _chart_key(history: RunHistory) -> tuple[object, ...]:
     stride = max(1, count // _REDRAWS)
     ended = None if history.end is None else history.end.get("event")
     return (stride, count // stride, len(history.validations), len(history.marks), ended)
+
+
+def sample_sheet(
+    folder: Path, history: RunHistory, *, exported: Mapping[int, str], best: Best | None
+) -> dict[str, Any]:
+    """Return prompts, steps and the images where they meet; a missing image is null.
+
+    `best` is the step that somebody marked; without one the step that did best is shown as such.
+    """
+    take = recommended(exported, losses(history), best)
+    newest = {(image.prompt, image.seed, image.step): image for image in history.samples}
+    rows = list(dict.fromkeys((image.prompt, image.seed) for image in history.samples))
+    steps = sorted({image.step for image in history.samples})
+    return {
+        "run": folder.name,
+        "prompts": [{"text": prompt, "seed": seed} for prompt, seed in rows],
+        "steps": [
+            {
+                "step": step,
+                "name": f"step {step:,}" if step else "base",
+                "file": run_url(folder.name, exported[step]) if step in exported else None,
+                "best": take is not None and take.is_found and take.step == step,
+                "marked": best is not None and best.step == step,
+            }
+            for step in steps
+        ],
+        "images": [
+            [_address(folder, newest.get((prompt, seed, step))) for step in steps]
+            for prompt, seed in rows
+        ],
+    }
+
+
+def _address(folder: Path, image: SampleImage | None) -> str | None:
+    if image is None or not _IMAGE.fullmatch(image.file):
+        return None
+    try:
+        version = (folder / image.file).stat().st_mtime_ns
+    except OSError:
+        return None
+    return f"{run_url(folder.name, *image.file.split('/'))}?v={version:x}"
+
+
+def files_html(folder: Path, *, exported: Mapping[int, str], best: Best | None) -> Html:
+    """Return the LoRA files with their download, the newest first, the best one on top."""
+    rows = [
+        _file_row(folder, exported[step], step=step, best=best) for step in sorted(exported)[::-1]
+    ]
+    if best is not None:
+        rows.insert(0, _file_row(folder, best.file, step=best.step, best=None, best_of_all=True))
+    listed = (
+        table(("LoRA of", "file", "size", ""), rows, class_="files")
+        if rows
+        else tag("p", "No LoRA file yet: the first save writes one.", class_="quiet")
+    )
+    delete = delete_button("run", folder.name, name=folder.name, then="/")
+    where = tag("p", "Folder: ", tag("code", str(folder.resolve())))
+    return join((listed, _report(folder), _samples_zip(folder), where, tag("p", delete)))
+
+
+def _samples_zip(folder: Path) -> Html:
+    if not (folder / "samples").is_dir():
+        return Html("")
+    name = f"{folder.name}.zip"
+    link = tag("a", "Download all samples", href=samples_url(folder.name), download=name)
+    return tag("p", link, " as one zip.")
+
+
+def _file_row(
+    folder: Path, name: str, *, step: int, best: Best | None, best_of_all: bool = False
+) -> tuple[str, ...]:
+    marked = best is not None and best.step == step
+    button = tag(
+        "button",
+        "\u2605 Marked as the best" if marked else "\u2606 Mark this as the best",
+        type="button",
+        data_best=step,
+        disabled="" if marked else None,
+        aria_label=f"Mark step {step} as the best",
+    )
+    link = tag("a", name, href=run_url(folder.name, name), download=name, translate="no")
+    of = f"the best: step {step:,}" if best_of_all else f"step {step:,}"
+    return of, link, _size(folder / name), "" if best_of_all else button
+
+
+def _size(file: Path) -> str:
+    try:
+        return bytes_text(file.stat().st_size)
+    except OSError:  # pruned since it was listed
+        return "gone"
+
+
+def _report(folder: Path) -> Html:
+    if not (folder / REPORT).is_file():
+        return tag("p", "The report is written when the training ends.", class_="quiet")
+    href = run_url(folder.name, REPORT)
+    link = tag("a", "Open the report", href=href, target="_blank", rel="noopener")
+    return tag("p", link, ": curves, problems, dataset, settings, timings on one page.")

@@ -1,8 +1,8 @@
 """A LoRA made ready for others: file, preview and A1111's card in a folder, or a repository of the Hub.
 
-Inputs: a file of the library and what its user says about it. Outputs: what others will miss in it,
-NAME.safetensors, NAME.preview.png, NAME.json in a folder, never in place of something else, and the job
-that publishes. The folder of another program's LoRAs is chosen once and remembered.
+Inputs: a file of the library, samples drawn with it and what its user says about it. Outputs: what others will miss
+in it, its preview, NAME.safetensors, NAME.preview.png, NAME.json in a folder, never in place of something else, and
+the job that publishes. The folder of another program's LoRAs is chosen once and remembered.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from lora_trainer.families.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.tensor_file import whole_or_absent
 from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.sample_files import last_samples
 from lora_trainer.run.hub_upload import WRITE_REFUSED
 
-from . import jobs, launch
-from .library import preview_of
+from . import jobs, launch, tries
+from .library import preview_of, small_url
 from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile
 from .markup import inline
 from .media import EXPORTS, run_url
 from .workplace import Workplace
 
 MAX_PREVIEW_PX = 1536
+_MAX_PREVIEWS = 24
 PUBLISH = "publish"
 # Where ComfyUI, Forge and A1111 look for LoRAs, below their own folder.
 _BELOW = ("models/loras", "models/Lora", "ComfyUI/models/loras", "webui/models/Lora")
@@ -288,3 +290,49 @@ def exported_html(file: LoraFile, done: Exported) -> Html:
         role="status",
         class_="notice",
     )
+
+
+def preview_choices(work: Workplace, file: LoraFile) -> dict[str, Path]:
+    """Return the pictures that can become the preview, by the name a page knows them by."""
+    return dict(list(_drawn(work, file))[:_MAX_PREVIEWS])
+
+
+def chosen_preview(work: Workplace, file: LoraFile, name: str) -> Path:
+    """Return one of the choices; raises RequestError for any other name."""
+    found = preview_choices(work, file)
+    if name not in found:
+        raise RequestError("this picture is not there any more", fix="reload the page")
+    return found[name]
+
+
+def write_preview(file: LoraFile, picture: Path) -> Path:
+    """Make a picture the preview; raises InputError for what is none, MachineError."""
+    target = file.path.with_name(f"{file.path.stem}{PREVIEW_SUFFIX}")
+    write_atomic(target, png_bytes(picture))
+    return target
+
+
+def preview_choices_html(work: Workplace, file: LoraFile) -> Html:
+    """Return the choices as buttons with pictures."""
+    found = preview_choices(work, file)
+    if not found:
+        return tag("p", "There are no samples of it yet; draw some under Try.", class_="quiet")
+    buttons = (
+        tag(
+            "button",
+            tag("img", src=small_url(image, size_px=192), alt="", loading="lazy"),
+            type="button",
+            data_choose=name,
+            aria_label=f"Use as preview: {name}",
+        )
+        for name, image in found.items()
+    )
+    return tag("div", *buttons, class_="choices")
+
+
+def _drawn(work: Workplace, file: LoraFile) -> Iterator[tuple[str, Path]]:
+    for image in last_samples(file.path.parent / "samples"):
+        yield f"sample {image.parent.name}/{image.name}", image
+    for job in tries.of_file(work, file):
+        for image in tries.images(work, job).values():
+            yield f"try {image.parent.name}/{image.name}", image

@@ -14,7 +14,7 @@ from .. import state
 from ..home_view import newest_samples
 from ..posted import Posted
 from ..run_best import exports, read_best
-from ..run_samples import sample_sheet
+from ..run_parts import sample_sheet
 from ..run_settings import compared_settings
 from ..workplace import Workplace
 from .gradio_events import answering, html, module

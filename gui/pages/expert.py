@@ -18,7 +18,7 @@ from lora_trainer.common.files import disk_error
 from .. import drafts, expert_edit, expert_view, launch, setting_presets
 from ..asset_files import asset
 from ..drafts import Draft
-from ..plans import Plans
+from ..launch import Plans
 from ..workplace import Workplace
 from .gradio_events import html
 

@@ -13,7 +13,7 @@ from lora_trainer.hardware.machine import detect
 
 from .. import home_view, run_actions
 from ..markup import error_html
-from ..run_follow import Followed
+from ..state import Followed
 from ..workplace import Workplace
 from . import trash_page
 from .gradio_events import PRIVATE, html, module

@@ -10,7 +10,7 @@ import gradio as gr
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.tools.describe import describe, description_of
 
-from .. import library, previews
+from .. import library, sharing
 from ..asset_files import asset
 from ..lora_files import Header, LoraFile, find, read_header, take_note
 from ..lora_files import rename as rename_lora
@@ -64,13 +64,15 @@ def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
     def take(name: str, picture: Path | str) -> list[Any]:
         try:
             file = find(work, name)
-            image = previews.chosen(work, file, picture) if isinstance(picture, str) else picture
-            written = previews.write(file, image)
+            image = (
+                sharing.chosen_preview(work, file, picture) if isinstance(picture, str) else picture
+            )
+            written = sharing.write_preview(file, image)
         except LoraTrainError as error:
             return [error_html(str(error)), gr.skip(), gr.skip()]
         return [
             note_html(f"The preview is now {written.name}, beside the LoRA."),
-            previews.choices_html(work, file),
+            sharing.preview_choices_html(work, file),
             library.head(file, read_header(file)),
         ]
 
@@ -102,6 +104,6 @@ def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
     def opened(file: LoraFile, header: Header) -> list[Any]:
         texts = description_of(header.metadata)
         values = [texts[name] for name in names]
-        return [*values, previews.choices_html(work, file), file.path.stem, file.note]
+        return [*values, sharing.preview_choices_html(work, file), file.path.stem, file.note]
 
     return LibraryTab(outputs=[*fields, choices, file_name, note], opened=opened)

@@ -22,9 +22,9 @@ from .. import run_actions, state
 from ..asset_files import asset
 from ..markup import error_html, note_html
 from ..posted import Posted
-from ..run_follow import Followed
 from ..run_parts import Part, chart_view, damaged_parts, parts, shown_best, stamp
 from ..run_state import look
+from ..state import Followed
 from ..workplace import Workplace
 from . import share, trash_page
 from .gradio_events import PRIVATE, QUIET, TICK_S, answering, html, looked_at, module

@@ -22,8 +22,8 @@ from lora_trainer.reporting.history import mapping
 from .. import bases, drafts, expert_edit, launch, plan_view, run_actions, state, uploads
 from ..dataset_summary import summary
 from ..drafts import Draft
+from ..launch import Plans
 from ..markup import button, error_html, note_html
-from ..plans import Plans
 from ..posted import Posted
 from ..run_state import downloading
 from ..run_view import stages_html

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from tests.gui.conftest import tree
 
 Snapshot = dict[str, bytes]
 NAMES = ("a.txt", "b.txt", "c.txt", "_excluded/a.txt")
+NEVER = 99
+KILLS = st.just(NEVER) | st.integers(0, 2)
+"""The file of a step before which a kill comes."""
 
 
 @pytest.fixture
@@ -108,47 +112,6 @@ def kill_at(number: int, write_atomic: Callable[..., None]) -> Callable[..., Non
     return writing
 
 
-@pytest.mark.parametrize("operation", ["do", "undo", "redo"])
-@pytest.mark.parametrize("files_before_the_kill", [0, 1])
-def test_a_step_that_a_kill_cuts_short_is_finished_later(
-    operation: str,
-    files_before_the_kill: int,
-    journal: Journal,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    old = {f"{name}.txt": b"old" for name in "abc"}
-    new = {f"{name}.txt": b"new" for name in "abc"}
-    for name in old:
-        (root / name).write_text("old")
-    all_new = [changes.FileChange(file=name, before="old", after="new") for name in old]
-
-    def bulk() -> None:
-        with journal.locked():
-            journal.perform("bulk", all_new)
-
-    steps = {"do": [bulk], "undo": [bulk, journal.undo], "redo": [bulk, journal.undo, journal.redo]}
-    *earlier, last = steps[operation]
-    for step in earlier:
-        step()
-    with monkeypatch.context() as patch:
-        killed = kill_at(files_before_the_kill, changes.write_atomic)
-        patch.setattr(changes, "write_atomic", killed)
-        with pytest.raises(Killed):
-            last()
-    assert tree(root) not in (old, new) or files_before_the_kill == 0
-    history = Journal(root=root, folder=journal.folder).history()
-    assert tree(root) == (old if operation == "undo" else new)
-    assert len(history.done) == (0 if operation == "undo" else 1)
-    assert len(history.undone) == (1 if operation == "undo" else 0)
-    if operation == "undo":
-        journal.redo()
-        assert tree(root) == new
-    else:
-        journal.undo()
-        assert tree(root) == old
-
-
 def test_a_log_cut_anywhere_is_a_history(journal: Journal, root: Path) -> None:
     """As a kill in the middle of an append leaves it; the next edits count all the same."""
     write(journal, "a.txt", "one")
@@ -185,7 +148,10 @@ def test_a_large_log_forgets_the_oldest_steps(
 
 
 class Model(RuleBasedStateMachine):
-    """Any sequence of edits, undo, redo and restarts against two stacks of snapshots."""
+    """Any sequence of edits, undo, redo, restarts and kills against two stacks of snapshots.
+
+    A step that a kill cuts short before one of its files is finished by the next look.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,48 +167,61 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.place.cleanup()
 
-    def _perform(self, step: list[Any]) -> None:
-        with self.journal.locked():
-            assert not self.journal.perform("step", step).left
+    def act(self, act: Callable[[], Any], kill: int) -> None:
+        with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+            patch.setattr(changes, "write_atomic", kill_at(kill, changes.write_atomic))
+            outcome = act()
+            assert outcome is not None and not outcome.left
+
+    def perform(self, step: list[Any], after: Snapshot, kill: int) -> None:
+        def act() -> Any:
+            with self.journal.locked():
+                return self.journal.perform("step", step)
+
+        self.act(act, kill)
         self.done.append(self.now)
         self.undone.clear()
-        self.now = tree(self.root)
+        self.now = after
 
-    @rule(name=st.sampled_from(NAMES), after=st.binary(max_size=4) | st.none())
-    def edit(self, name: str, after: bytes | None) -> None:
+    @rule(name=st.sampled_from(NAMES), after=st.binary(max_size=4) | st.none(), kill=KILLS)
+    def edit(self, name: str, after: bytes | None, kill: int) -> None:
         before = changes.read_content(self.root / name)
         text = None if after is None else after.decode("utf-8", "surrogateescape")
         if before is None and text is None:
             return
         (self.root / name).parent.mkdir(exist_ok=True)
-        self._perform([changes.FileChange(file=name, before=before, after=text)])
+        new = {each: data for each, data in self.now.items() if each != name}
+        step = [changes.FileChange(file=name, before=before, after=text)]
+        self.perform(step, new if after is None else {**new, name: after}, kill)
 
-    @rule(suffix=st.sampled_from("xyz"))
-    def edit_all(self, suffix: str) -> None:
-        found: list[Any] = []
+    @precondition(lambda self: self.now)
+    @rule(suffix=st.sampled_from(["x", "y"]), kill=KILLS)
+    def edit_all(self, suffix: str, kill: int) -> None:
+        step: list[Any] = []
         for name in self.now:
             before = changes.read_content(self.root / name)
-            found.append(changes.FileChange(file=name, before=before, after=f"{suffix}{before}"))
-        if found:
-            self._perform(found)
+            step.append(changes.FileChange(file=name, before=before, after=f"{suffix}{before}"))
+        new = {name: suffix.encode() + data for name, data in self.now.items()}
+        self.perform(step, new, kill)
 
     @rule(pair=st.permutations(NAMES))
     def move(self, pair: list[str]) -> None:
         source, target = pair[:2]
         if source in self.now and target not in self.now:
-            self._perform([changes.MoveChange(file=source, to=target)])
+            new = {target if name == source else name: data for name, data in self.now.items()}
+            self.perform([changes.MoveChange(file=source, to=target)], new, NEVER)
 
     @precondition(lambda self: self.done)
-    @rule()
-    def undo(self) -> None:
-        assert self.journal.undo() is not None
+    @rule(kill=KILLS)
+    def undo(self, kill: int) -> None:
+        self.act(self.journal.undo, kill)
         self.undone.append(self.now)
         self.now = self.done.pop()
 
     @precondition(lambda self: self.undone)
-    @rule()
-    def redo(self) -> None:
-        assert self.journal.redo() is not None
+    @rule(kill=KILLS)
+    def redo(self, kill: int) -> None:
+        self.act(self.journal.redo, kill)
         self.done.append(self.now)
         self.now = self.undone.pop()
 
@@ -252,8 +231,8 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def the_folder_is_as_the_model_says(self) -> None:
-        assert tree(self.root) == self.now
         history = self.journal.history()
+        assert tree(self.root) == self.now
         assert (len(history.done), len(history.undone)) == (len(self.done), len(self.undone))
 
 

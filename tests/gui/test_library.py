@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import library, lora_files, previews, trash, tries
+from lora_trainer.gui import library, lora_files, sharing, trash, tries
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, RequestError
@@ -58,17 +58,17 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
     beside.symlink_to(picture(work.runs.parent / "secret.png"))
     assert library.preview_of(result) != beside
     beside.unlink()
-    name = next(iter(previews.choices(work, result)))
-    written = previews.write(result, previews.chosen(work, result, name))
+    name = next(iter(sharing.preview_choices(work, result)))
+    written = sharing.write_preview(result, sharing.chosen_preview(work, result, name))
     assert written == run / "zorble.preview.png"
     assert library.preview_of(result) == written
     for wrong in ("../../secret.png", "", "sample step-00000030/99.png"):
         with pytest.raises(RequestError):
-            previews.chosen(work, result, wrong)
+            sharing.chosen_preview(work, result, wrong)
     before = written.read_bytes()
     (run / "notes.txt").write_text("no picture")
     with pytest.raises(InputError, match="no picture"):
-        previews.write(result, run / "notes.txt")
+        sharing.write_preview(result, run / "notes.txt")
     assert written.read_bytes() == before
 
 

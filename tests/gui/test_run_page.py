@@ -7,8 +7,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts, run_actions, run_parts, state
-from lora_trainer.gui.run_follow import Followed
 from lora_trainer.gui.run_state import look
 from lora_trainer.gui.workplace import Workplace
 
@@ -62,7 +61,7 @@ def now(folder: Path, *, later_s: float = 0.0) -> Any:
 
 def page(folder: Path, **when: float) -> dict[str, Any]:
     """Return the parts of the page as they are drawn; the buttons by those that are of use."""
-    parts = run_parts.parts(now(folder, **when), Followed().read(folder))
+    parts = run_parts.parts(now(folder, **when), state.Followed().read(folder))
     drawn = {name: part.draw() for name, part in parts.items()}
     drawn["buttons"] = {name for name, on in asdict(drawn["buttons"]).items() if on}
     return drawn
@@ -234,10 +233,12 @@ def test_a_failure_requests_silence_a_recovery_and_damage_are_told_above_the_fig
     until(fake_run(live.parent / "whole", steps=30), 12)
     (live / "run.json").write_text("{")
     with pytest.raises(RequestError) as refused:
-        Followed().read(live)
+        state.Followed().read(live)
     parts = run_parts.damaged_parts(now(live), str(refused.value))
     drawn = {name: part.draw() for name, part in parts.items()}
-    assert set(drawn) == set(run_parts.parts(now(live), Followed().read(live.parent / "whole")))
+    assert set(drawn) == set(
+        run_parts.parts(now(live), state.Followed().read(live.parent / "whole"))
+    )
     assert "not JSON" in drawn["head"] and drawn["buttons"].stop
 
 
@@ -348,7 +349,7 @@ def long_run(work: Workplace) -> Path:
     return folder
 
 
-def changed(folder: Path, followed: Followed, before: dict[str, object]) -> set[str]:
+def changed(folder: Path, followed: state.Followed, before: dict[str, object]) -> set[str]:
     found = run_parts.parts(now(folder), followed.read(folder))
     names = {name for name, part in found.items() if before.get(name) != part.key}
     before.update({name: part.key for name, part in found.items()})
@@ -356,7 +357,7 @@ def changed(folder: Path, followed: Followed, before: dict[str, object]) -> set[
 
 
 def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
-    followed, before = Followed(), dict[str, object]()
+    followed, before = state.Followed(), dict[str, object]()
     assert len(changed(long_run, followed, before)) == 8
     assert changed(long_run, followed, before) == set()
     drawn = []
@@ -395,27 +396,21 @@ def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
 def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(
     long_run: Path, tmp_path: Path
 ) -> None:
-    followed = Followed()
-    counts: list[int] = []
+    followed = state.Followed()
 
-    def read() -> None:
-        for _ in range(20):
-            counts.append(len(followed.read(long_run).history.steps))
+    def steps() -> Any:
+        return followed.read(long_run).history.steps
 
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for step in range(601, 640):
-        append(long_run, event="step", step=step, loss=0.5)
-    for thread in threads:
-        thread.join()
-    assert len(followed.read(long_run).history.steps) == 639
-    assert all(600 <= count <= 639 for count in counts)
-    first = followed.read(long_run).history.steps[0]
-    assert followed.read(long_run).history.steps[0] is first, "it was not parsed again"
+    with ThreadPoolExecutor(3) as tabs:
+        counts = [tabs.submit(lambda: len(steps())) for _ in range(60)]
+        for step in range(601, 640):
+            append(long_run, event="step", step=step, loss=0.5)
+        assert all(600 <= count.result() <= 639 for count in counts)
+    first = steps()[0]
+    assert len(steps()) == 639 and steps()[0] is first, "it was not parsed again"
     for number in range(9):
         followed.read(fake_run(tmp_path / str(number), steps=2).write())
-    assert followed.read(long_run).history.steps[0] is not first
+    assert steps()[0] is not first
 
 
 def test_a_run_is_trained_again_with_what_was_chosen_for_it(
@@ -453,47 +448,40 @@ def test_a_run_is_trained_again_with_what_was_chosen_for_it(
     assert "adapter.init" not in run_actions.clone(work, "live").settings
 
 
-@pytest.mark.parametrize(
-    ("message", "chosen", "offered", "then"),
-    [
-        (
-            "the learning rate, 1e-12, is far too low. Fix: leave optimizer.learning_rate out "
-            "for the preset's, which suits most images",
-            {"optimizer.learning_rate": 1e-12},
-            "Train again with the usual learning rate, 0.0001",
-            {},
-        ),
-        (
-            "the loss is not finite. Fix: lower optimizer.learning_rate, or use "
-            "--set train.precision=fp32, and resume",
-            {},
-            "Train again with precision fp32",
-            {"train.precision": "fp32"},
-        ),
-        ("the disk is full. Fix: free some space", {}, "", {}),
-    ],
-)
 def test_a_failed_run_is_trained_again_with_the_setting_that_mends_it(
-    work: Workplace,
-    live: Path,
-    message: str,
-    chosen: dict[str, object],
-    offered: str,
-    then: dict[str, object],
+    work: Workplace, live: Path
 ) -> None:
-    def choose(record: dict[str, Any]) -> None:
-        record["settings"] |= chosen
-        record["origins"] |= {key: {"layer": "command line", "reason": ""} for key in chosen}
-
-    change_record(live, choose)
-    write_status(live, state="failed", exit_code=5, message=message)
-    shown = page(live)
-    assert shown["buttons"] == set(), "a run that learns nothing would learn nothing again"
-    assert offered in shown["head"] and ("mended=1" in shown["head"]) is bool(offered)
     usual = {"train.steps": 30, "data.trigger": "zorble thing"}
-    assert run_actions.clone(work, "live").settings == {**usual, **chosen}
-    mended = run_actions.clone(work, "live", mended=True)
-    assert mended.settings == {**usual, **then} and mended == drafts.read(work, mended.id)
+    low = (
+        "the learning rate, 1e-12, is far too low. Fix: leave optimizer.learning_rate out "
+        "for the preset's, which suits most images"
+    )
+    infinite = (
+        "the loss is not finite. Fix: lower optimizer.learning_rate, or use "
+        "--set train.precision=fp32, and resume"
+    )
+    at_usual = "Train again with the usual learning rate, 0.0001"
+    in_fp32 = "Train again with precision fp32"
+    before = (live / "run.json").read_bytes()
+    for message, chosen, offered, then in (
+        (low, {"optimizer.learning_rate": 1e-12}, at_usual, {}),
+        (infinite, {}, in_fp32, {"train.precision": "fp32"}),
+        ("the disk is full. Fix: free some space", {}, "", {}),
+    ):
+        (live / "run.json").write_bytes(before)
+
+        def choose(record: dict[str, Any], chosen: dict[str, float] = chosen) -> None:
+            record["settings"] |= chosen
+            record["origins"] |= {key: {"layer": "command line", "reason": ""} for key in chosen}
+
+        change_record(live, choose)
+        write_status(live, state="failed", exit_code=5, message=message)
+        shown = page(live)
+        assert shown["buttons"] == set(), "a run that learns nothing would learn nothing again"
+        assert offered in shown["head"] and ("mended=1" in shown["head"]) is bool(offered)
+        assert run_actions.clone(work, "live").settings == {**usual, **chosen}
+        mended = run_actions.clone(work, "live", mended=True)
+        assert mended.settings == {**usual, **then} and mended == drafts.read(work, mended.id)
 
 
 def test_the_sheet_is_prompts_by_steps_with_the_base_first(finished: Path) -> None:

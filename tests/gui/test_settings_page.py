@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, markup
+from lora_trainer.gui import drafts, launch, markup
 from lora_trainer.gui.expert_text import text_of
 from lora_trainer.gui.pages import expert
-from lora_trainer.gui.plans import Plans
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
@@ -45,7 +44,7 @@ def caller(work: Workplace, draft: drafts.Draft, plan: Any = None) -> Call:
     def answer(words: Any) -> Any:
         return SimpleNamespace(values=plan, error="" if plan else " ".join(words))
 
-    desk = expert.ExpertDesk(work=work, plans=Plans(work, ask=answer))
+    desk = expert.ExpertDesk(work=work, plans=launch.Plans(work, ask=answer))
     functions = {function.__name__: function for function in expert.served(desk)}
 
     def ask(function: str, /, **asked: Any) -> Any:
@@ -89,7 +88,7 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_
         {"key": "output.name", "text": "../owl"},
     ):
         assert "Fix: " in call("change", **wrong)["error"]
-    for function in expert.served(expert.ExpertDesk(work=work, plans=Plans(work))):
+    for function in expert.served(expert.ExpertDesk(work=work, plans=launch.Plans(work))):
         for asked in (None, [], "x"):
             assert "error" in (function(asked) or {})
     assert drafts.read(work, draft.id) == draft
@@ -160,14 +159,8 @@ def test_what_is_gone_since_an_earlier_version_is_left_out(
 
 def test_changes_at_once_are_all_kept(call: Call, work: Workplace, draft: drafts.Draft) -> None:
     keys = ("adapter.rank", "train.seed", "train.steps", "data.repeats", "sampling.steps")
-    threads = [
-        threading.Thread(target=call, args=("change",), kwargs={"key": key, "text": "9"})
-        for key in keys
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(keys)) as tabs:
+        list(tabs.map(lambda key: call("change", key=key, text="9"), keys))
     assert drafts.read(work, draft.id).settings == dict.fromkeys(keys, 9)
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts, launch, plan_view
 from lora_trainer.gui.pages import train_handlers as handlers
-from lora_trainer.gui.plans import Plans
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
@@ -149,16 +149,13 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
         asked.append(words)
         return len(asked)
 
-    plans = Plans(work, ask=ask, clock_s=lambda: now_s[0])
+    plans = launch.Plans(work, ask=ask, clock_s=lambda: now_s[0])
 
     def plan(**more: Any) -> Any:
         return plans.of(replace(EMPTY, **{"dataset": str(tmp_path), **more}))
 
-    threads = [threading.Thread(target=plan) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as tabs:
+        assert set(tabs.map(lambda _: plan(), range(8))) == {1}
     assert plan() == plan(name="other") == 1
     assert plan(settings={"adapter.rank": 4}) == 2 and plan() == 1
     now_s[0] = 61.0

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_trainer.gui import archives, browse, uploads
-from lora_trainer.gui.dataset_upload import receive
 from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
 
@@ -45,7 +44,7 @@ def uploaded(work: Workplace, name: str, files: dict[str, bytes]) -> tuple[dict[
     folder.mkdir(parents=True, exist_ok=True)
     for number, content in enumerate(files.values()):
         (folder / str(number)).write_bytes(content)
-    answer = receive(work, BATCH, Posted.of({"name": name, "files": list(files)}))
+    answer = uploads.receive(work, BATCH, Posted.of({"name": name, "files": list(files)}))
     assert not folder.exists()
     return tree(Path(answer["received"])), answer["said"]
 
@@ -86,15 +85,15 @@ def test_files_that_did_not_arrive_make_no_folder(work: Workplace) -> None:
         *((name, ["x.png"]) for name in ("../../outside", "")),
     ):
         with pytest.raises((InputError, RequestError)):
-            receive(work, name, Posted.of({"name": "n", "files": files}))
+            uploads.receive(work, name, Posted.of({"name": "n", "files": files}))
     waiting = work.own / "incoming" / BATCH
     waiting.mkdir(parents=True)
     (waiting / "0").symlink_to(secret)
     with pytest.raises(InputError, match="was not uploaded"):
-        receive(work, BATCH, Posted.of({"name": "n", "files": ["a.png"]}))
+        uploads.receive(work, BATCH, Posted.of({"name": "n", "files": ["a.png"]}))
     (waiting / "1").write_bytes(PICTURE)
     with pytest.raises(InputError, match="a zip came with other files"):
-        receive(work, BATCH, Posted.of({"name": "n", "files": ["a.zip", "a.png"]}))
+        uploads.receive(work, BATCH, Posted.of({"name": "n", "files": ["a.zip", "a.png"]}))
     assert not (work.own / "uploads").exists()
     os.utime(waiting, (time.time() - 1000,) * 2)
     (work.own / "incoming" / "new").mkdir()
