@@ -103,11 +103,6 @@ def server(place: Path, gui_server: StartGui) -> GuiServer:
     return gui_server(place / "runs", env={"XDG_CACHE_HOME": str(place / "cache")})
 
 
-@pytest.fixture
-def work(server: GuiServer, place: Path) -> Workplace:
-    return Workplace(runs=place / "runs")
-
-
 _IMAGE_FAILED = """() => new Promise((done) => {
   const image = new Image();
   image.onerror = () => requestAnimationFrame(done);
@@ -469,20 +464,6 @@ def test_a_mask_is_painted_saved_and_undone(page: Any, server: GuiServer, folder
 # ---- all settings
 
 
-@pytest.fixture
-def draft(work: Workplace) -> drafts.Draft:
-    """A draft of six images."""
-    images = work.runs.parent / "toy"
-    if not images.exists():
-        write_dataset(images, images=6)
-    return drafts.new(work, dataset=str(images))
-
-
-@pytest.fixture
-def settings(page: Any, server: Any, draft: drafts.Draft) -> Any:
-    return server.open(page, f"/settings?draft={draft.id}", "[id='set-adapter.rank']")
-
-
 def field(page: Any, key: str) -> Any:
     return page.locator(f'[id="set-{key}"]')
 
@@ -501,9 +482,13 @@ def saved(page: Any, work: Workplace, draft: drafts.Draft, settings: dict[str, A
     assert drafts.read(work, draft.id).settings == settings
 
 
-def test_fold_search_change_refusal_reset(
-    settings: Any, work: Workplace, draft: drafts.Draft
+def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a_file(
+    page: Any, server: GuiServer, place: Path, tmp_path: Path
 ) -> None:
+    work = Workplace(runs=place / "runs")
+    write_dataset(tmp_path / "toy", images=6)
+    draft = drafts.new(work, dataset=str(tmp_path / "toy"))
+    settings = server.open(page, f"/settings?draft={draft.id}", "[id='set-adapter.rank']")
     keys = settings.locator(".field").evaluate_all("fields => fields.map((field) => field.id)")
     assert sorted(keys) == sorted(info.key for info in all_settings())
     settings.locator(".memory .fit").wait_for()
@@ -540,11 +525,6 @@ def test_fold_search_change_refusal_reset(
     settings.reload()
     field(settings, "adapter.rank").wait_for()
     settings.wait_for_function("() => document.getElementById('set-adapter.rank').value === '16'")
-
-
-def test_two_tabs_a_number_under_the_cursor_and_a_file_out_and_in(
-    settings: Any, server: Any, work: Workplace, draft: drafts.Draft, tmp_path: Path
-) -> None:
     other = settings.context.new_page()
     server.open(other, f"/settings?draft={draft.id}", "[id='set-train.seed']")
     typing = field(settings, "train.steps")

@@ -432,16 +432,14 @@ def test_what_is_deleted_comes_back_until_the_trash_is_emptied(
 # ---- a LoRA
 
 
-def opened(page: Any, place: Place, ref: str = "toy/toy.safetensors") -> Any:
-    return place.server.open(page, f"/library?{urlencode({'file': ref})}", ".lora-head")
-
-
 def tab(page: Any, name: str) -> None:
     page.get_by_role("tab", name="Try").wait_for()
     page.get_by_role("tab", name=name).click()
 
 
-def test_the_grid_filters_and_leads_to_one(page: Any, place: Place) -> None:
+def test_a_lora_is_found_tried_described_exported_and_converted(page: Any, place: Place) -> None:
+    file = place.toy.run / "toy.safetensors"
+    before = {name: value.tobytes() for name, value in load_file(file).items()}
     place.server.open(page, "/library")
     page.locator(".lora").nth(2).wait_for()
     assert page.get_by_text(HOSTILE).first.is_visible(), "a hostile title is shown as text"
@@ -449,12 +447,10 @@ def test_the_grid_filters_and_leads_to_one(page: Any, place: Place) -> None:
     page.get_by_text(re.compile("^1 of ")).wait_for()
     page.get_by_role("link", name="toy", exact=True).click()
     page.locator(".lora-head").wait_for()
-    page.get_by_role("link", name="All LoRAs").click()
-    page.locator(".lora").nth(2).wait_for()
-
-
-def test_prompts_are_drawn_at_each_strength(page: Any, place: Place) -> None:
-    opened(page, place)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy", exact=True).click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "toy"
     page.get_by_label("Prompts").fill(f"a toy\n{HOSTILE}")
     page.get_by_label("Strengths").fill("0 1")
     page.get_by_role("button", name="Draw", exact=True).click()
@@ -469,16 +465,6 @@ def test_prompts_are_drawn_at_each_strength(page: Any, place: Place) -> None:
     page.get_by_label("Strengths").fill("much")
     page.get_by_role("button", name="Draw", exact=True).click()
     page.get_by_text("'much' are no strengths").wait_for()
-
-
-def test_a_text_is_saved_into_the_file_and_the_tensors_stay(page: Any, place: Place) -> None:
-    file = place.toy.run / "toy.safetensors"
-    before = {name: value.tobytes() for name, value in load_file(file).items()}
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    opened(page, place)
-    page.get_by_role("button", name="Copy", exact=True).click()
-    page.get_by_role("button", name="Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == "toy"
     tab(page, "Describe")
     page.get_by_label("Title").fill(HOSTILE)
     page.get_by_role("button", name="Save into the file").click()
@@ -490,10 +476,14 @@ def test_a_text_is_saved_into_the_file_and_the_tensors_stay(page: Any, place: Pl
     page.locator(".choices button").first.click()
     page.get_by_text("The preview is now toy.preview.png").wait_for()
     assert (place.toy.run / "toy.preview.png").is_file()
-
-
-def test_convert_makes_a_new_file_of_the_list(page: Any, place: Place) -> None:
-    opened(page, place)
+    tab(page, "Export")
+    page.get_by_role("button", name="Check and export").click()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="toy.safetensors").click()
+    exported = place.toy.run / "export"
+    content = Path(download.value.path()).read_bytes()
+    assert content == (exported / "toy.safetensors").read_bytes()
+    assert json.loads((exported / "toy.json").read_bytes())["activation text"] == "toy"
     tab(page, "Tools")
     page.get_by_text("Make it smaller").click()
     page.get_by_role("button", name="Make smaller").click()
@@ -503,22 +493,13 @@ def test_convert_makes_a_new_file_of_the_list(page: Any, place: Place) -> None:
     page.get_by_role("link", name="toy-diffusers.safetensors").click()
     page.get_by_role("heading", name="toy-diffusers").wait_for()
     assert (place.toy.run / "toy-diffusers.safetensors").is_file()
-
-
-def test_an_export_can_be_downloaded(page: Any, place: Place) -> None:
-    opened(page, place)
-    tab(page, "Export")
-    page.get_by_role("button", name="Check and export").click()
-    with page.expect_download() as download:
-        page.get_by_role("link", name="toy.safetensors").click()
-    exported = place.toy.run / "export"
-    content = Path(download.value.path()).read_bytes()
-    assert content == (exported / "toy.safetensors").read_bytes()
-    assert json.loads((exported / "toy.json").read_bytes())["activation text"] == "toy"
+    page.get_by_role("link", name="All LoRAs").click()
+    page.locator(".lora").nth(2).wait_for()
 
 
 def test_it_gets_a_name_and_a_note_by_which_it_is_found(page: Any, place: Place) -> None:
-    opened(page, place, "evil/zorble.safetensors")
+    query = urlencode({"file": "evil/zorble.safetensors"})
+    place.server.open(page, f"/library?{query}", ".lora-head")
     tab(page, "Describe")
     page.get_by_label("Notes").fill(HOSTILE)
     page.get_by_label("Title").focus()
