@@ -51,27 +51,24 @@ def remarks(prepared: prepare.Prepared) -> list[dict[str, str]]:
 DEFAULT = next(iter(families.family(families.DEFAULT_FAMILY).releases))
 
 
-@pytest.mark.parametrize(
-    ("base", "device", "hardware", "vram_gib", "expected"),
-    [
-        ("auto", "auto", PROCESSOR, None, ("embedded", "cpu", "cpu")),
-        ("auto", "auto", CARD, None, (DEFAULT, "10-12", "cuda")),
-        ("auto", "auto", PROCESSOR, 24.0, (DEFAULT, "16-24", "cuda")),  # an assumed GPU
-        ("auto", "cpu", CARD, None, ("embedded", "cpu", "cpu")),
-        ("embedded", "auto", CARD, None, ("embedded", "cpu", "cuda")),
-        (DEFAULT, "auto", PROCESSOR, None, (DEFAULT, "6-8", "cpu")),
-        ("flux", "auto", PROCESSOR, None, ("flux", "cpu", "cpu")),
-    ],
-)
+CHOSEN: list[tuple[str, str, Hardware, float | None, tuple[str, ...]]] = [
+    ("auto", "auto", PROCESSOR, None, ("embedded", "cpu", "cpu")),
+    ("auto", "auto", CARD, None, (DEFAULT, "10-12", "cuda")),
+    ("auto", "auto", PROCESSOR, 24.0, (DEFAULT, "16-24", "cuda")),  # an assumed GPU
+    ("auto", "cpu", CARD, None, ("embedded", "cpu", "cpu")),
+    ("embedded", "auto", CARD, None, ("embedded", "cpu", "cuda")),
+    (DEFAULT, "auto", PROCESSOR, None, (DEFAULT, "6-8", "cpu")),
+    ("flux", "auto", PROCESSOR, None, ("flux", "cpu", "cpu")),
+]
+"""Base, device, hardware and assumed GiB -> base, tier and device."""
+
+
+@pytest.mark.parametrize("case", range(len(CHOSEN)))
 def test_base_preset_and_device_follow_from_the_hardware_and_what_is_typed(
-    base: str,
-    device: str,
-    hardware: Hardware,
-    vram_gib: float | None,
-    expected: tuple[str, ...],
-    place: Toy,
+    case: int, place: Toy
 ) -> None:
     """A real base on a processor takes the recipe of the smallest GPUs, another family its own."""
+    base, device, hardware, vram_gib, expected = CHOSEN[case]
     model = str(base_of(base)) if base == "flux" else base
     small = {"data__resolution": 32} if base == "flux" else {}  # no table has the tiny network
     request = asked(place, base__model=model, hardware__device=device, **small)
@@ -80,9 +77,8 @@ def test_base_preset_and_device_follow_from_the_hardware_and_what_is_typed(
     assert (source, prepared.resolved.tier, prepared.config.hardware.device) == expected
     assert prepared.resolved.preset == f"{prepared.family.name}/{prepared.resolved.tier}"
     assert prepared.config.base.model == (model if base == "flux" else source)
-    assert prepared.plan.origins["base.model"].layer == (
-        "planner" if base == "auto" else "command line"
-    )
+    layer = "planner" if base == "auto" else "command line"
+    assert prepared.plan.origins["base.model"].layer == layer
 
 
 def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
@@ -124,31 +120,26 @@ def test_the_format_is_one_that_can_hold_the_adapter(place: Toy) -> None:
     assert (origin.layer, "zimage" in origin.reason) == ("planner", True)
 
 
-@pytest.mark.parametrize(
-    ("base", "settings", "said"),
-    [
-        ("sd15", {"output__format": "diffusers", "adapter__kind": "loha"}, "LoHa is not written"),
-        (
-            "flux",
-            {"adapter__new_tokens": 1, "data__trigger": "toy"},
-            "adapter.new_tokens=1, but the text",
-        ),
-        ("sd3", {"data__emphasis": True}, "support no prompt weights"),
-        ("sd15", {"base__prediction": "flow"}, "base.prediction=flow, but"),
-        ("sd15", {"objective__zero_terminal_snr": True}, "pure noise says nothing"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_dataset_is_read(
-    base: str, settings: dict[str, Any], said: str, place: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*_: object, **__: object) -> None:
-        raise AssertionError("the dataset was read")
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoHa is not written": ("sd15", {"output__format": "diffusers", "adapter__kind": "loha"}),
+    "adapter.new_tokens=1, but the text": (
+        "flux", {"adapter__new_tokens": 1, "data__trigger": "toy"},
+    ),
+    "support no prompt weights": ("sd3", {"data__emphasis": True}),
+    "base.prediction=flow, but": ("sd15", {"base__prediction": "flow"}),
+    "pure noise says nothing": ("sd15", {"objective__zero_terminal_snr": True}),
+}  # fmt: skip
 
-    monkeypatch.setattr("lora_trainer.run.prepare.read_dataset", read)
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_is_refused_before_the_dataset_is_read(
+    said: str, place: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("lora_trainer.run.prepare.read_dataset")
+    base, settings = REFUSED[said]
+    request = asked(place, base__model=str(base_of(base)), **settings)
     with pytest.raises(RequestError, match=re.escape(said)):
-        prepare.prepare(
-            asked(place, base__model=str(base_of(base)), **settings), hardware=PROCESSOR
-        )
+        prepare.prepare(request, hardware=PROCESSOR)
 
 
 # ---- what is remarked

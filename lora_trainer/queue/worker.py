@@ -93,8 +93,8 @@ class Worker:
             present = items(self.runs)
             if waiting := in_order(present):
                 running = [item for item in present if item.state == "running"]
-                taken = {item.device for item in running}
-                free = [slot for slot in self.slots if slot not in taken]
+                busy = {item.device for item in running}
+                free = [slot for slot in self.slots if slot not in busy]
                 # A training that the user started by hand takes a device, presumably the first, so the
                 # last ones count as free.
                 room = len(self.slots) - len(running) - len(outside(self.runs, running))
