@@ -336,7 +336,7 @@ def stages(config: RunConfig, adapter: Adapter) -> list[tuple[nn.Parameter, int]
     # At least one step, so that each part trains.
     ends = [(part, max(1, round(until * steps))) for part, until in parts]
     ending = [(parameter, end) for part, end in ends if end < steps for parameter in part]
-    if ending and len(ending) == len(adapter.parameters()):
+    if len(ending) == len(adapter.parameters()):
         raise RequestError(
             "nothing is left to train once the text encoders stop, as the denoiser is frozen",
             fix="leave train.text_encoder_until and new_tokens_until out",
