@@ -48,8 +48,8 @@ from lora_trainer.training.loss import Model, add_noise, target
 from lora_trainer.training.noise import Level
 
 QUANTILES = 16
+# Most trained and most held-out images whose losses are measured: enough for a mean, in bounded time.
 MAX_PICTURES = 16
-"""Most trained and most held-out images whose losses are measured: enough for a mean, in bounded time."""
 SAMPLE_STEPS = 12
 
 
@@ -138,10 +138,7 @@ class Evaluation:
             encoder.encode_images(pixels(image, side_px=side) * 2 - 1)[0].mean for image in images
         ]
         whole = Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
-        shared = {
-            **self.plan.facts.geometry_conditioning(whole),
-            **self.feeder.shared_conditioning,
-        }
+        shared = {**self.plan.facts.geometry_conditioning(whole), **self.feeder.shared_conditioning}
 
         def sample(prompt: str, latent: Tensor, level: Level) -> Sample:
             seed = draw_seed(self.feeder.seed, Stream.DRIFT_NOISE, prompt, int(level.timestep))
@@ -241,12 +238,10 @@ def build_evaluation(
     )
 
 
-KEPT_SECTIONS = ("base.", "data.", "objective.", "adapter.", "sampling.")
-KEPT_SETTINGS = (
-    "hardware.threads",
-    "train.seed",
-    "train.precision",
-    "memory.text_encoder_precision",
+# Sections and settings of the training that a validation follows.
+KEPT = (
+    *("base.", "data.", "objective.", "adapter.", "sampling.", "hardware.threads"),
+    *("train.seed", "train.precision", "memory.text_encoder_precision"),
 )
 OF_THIS_MACHINE = (
     "hardware.threads",
@@ -283,7 +278,7 @@ def evaluated_lora_of(
     keys = {
         info.key
         for info in all_settings()
-        if (info.key.startswith(KEPT_SECTIONS) or info.key in KEPT_SETTINGS)
+        if info.key.startswith(KEPT)
         and not (elsewhere and (info.path or info.key in OF_THIS_MACHINE))
     }
     again = {key: value for key, value in settings.items() if key in keys and value != "auto"}

@@ -2,35 +2,42 @@
 
 Input: a run folder or an adapter file, and the dataset it was trained on; output: a Validation, also
 as RUN/validation.json and in the run's report. Nothing is written beside a file or into the dataset.
+
+Samples are compared with the dataset's images as vectors, float32 [N, D], of images of any size, cropped square here.
+The encoder is a CLIP image encoder if this machine has one (Radford et al. 2021, arXiv 2103.00020), else the
+embedded base's VAE, whose latents hold colours and layout but no meaning. Nothing is downloaded. A sample's prompt is
+the caption of an image, so that image is left out in the search for copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
 
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.dataset.caption_rules import has_trigger
 from lora_trainer.evaluate.evaluation import (
     Evaluation,
     build_evaluation,
     evaluated_lora_of,
+    pixels,
     plan_of,
 )
-from lora_trainer.evaluate.features import (
-    LEAST_PICTURES,
-    Features,
-    ReferenceImages,
-    copy_ratio,
-    find_features,
-    set_distance,
-)
+from lora_trainer.families.hub_files import cached_snapshot
+from lora_trainer.families.locate import EMBEDDED, locate
 from lora_trainer.reporting import score
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS, Validation
@@ -40,13 +47,19 @@ from lora_trainer.run.saving import measure_weights
 STRENGTHS = (0.0, 0.5, 1.0, 1.5)
 SAMPLES = 8
 MAX_ALBUM = 64
+# Prompts for subjects that a dataset is unlikely to hold; the miniature base was trained on the first two.
 UNRELATED = (
     "a red circle on a white background",
     "a blue square on a yellow background",
     "a photo of a mountain lake",
     "a bowl of fruit on a wooden table",
 )
-"""Prompts for subjects that a dataset is unlikely to hold; the miniature base was trained on the first two."""
+CLIP = "openai/clip-vit-base-patch32"
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+LEAST_PICTURES = 2
+# Cells per side over which latents are averaged: so coarse that a subject that moves a little still matches.
+GRIDS = (1, 2, 4)
 
 
 def validate(
@@ -161,20 +174,15 @@ def _measure_samples(
     if len(records) < LEAST_PICTURES or len(prompts) < LEAST_PICTURES:
         findings.leave_out("needs at least two images with different captions", *both)
         return
-    album = ReferenceImages(
-        features=features.encode(scene.pictures(records)),
-        captions=[record.caption for record in records],
-        trained=[record not in plan.held_out for record in records],
-    )
+    album = features.encode(scene.pictures(records))
+    images = [(record.caption, record not in plan.held_out) for record in records]
     base, adapted = (
         features.encode(scene.samples(prompts, strength=strength)) for strength in (0.0, 1.0)
     )
     if not torch.cat((base, adapted)).isfinite().all():
         findings.leave_out("features of the samples hold NaN or infinity", *both)
         return
-    base_distance, adapted_distance = (
-        set_distance(images, album.features) for images in (base, adapted)
-    )
+    base_distance, adapted_distance = (set_distance(each, album) for each in (base, adapted))
     findings.figures |= {"distance": adapted_distance, "base_distance": base_distance}
     if base_distance > 0:
         findings.parts["similarity"] = score.similarity_part(
@@ -184,11 +192,131 @@ def _measure_samples(
         why = "the base's samples are already as near as the dataset itself"
         findings.leave_out(why, "similarity")
     before, after = (
-        copy_ratio(images, prompts, album) if scene.subject.has_settings else None
-        for images in (base, adapted)
+        copy_ratio(each, prompts, album, images) if scene.subject.has_settings else None
+        for each in (base, adapted)
     )
     if before is None or after is None:
         findings.leave_out("too few images are known to be held out", "memorisation")
         return
     findings.parts["memorisation"] = score.memorisation_part(base_ratio=before, adapted_ratio=after)
     findings.figures |= {"copy_ratio": after, "base_copy_ratio": before}
+
+
+# ---- images as vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """An image encoder; the report names it, as numbers of different encoders cannot be compared."""
+
+    name: str
+    encode: Callable[[Sequence[Image.Image]], Tensor]
+
+
+def find_features(clip: str | None = None) -> Features:
+    """Return CLIP from `clip`, a folder or a Hub id in the local cache; None: the best encoder on the machine.
+
+    Raises InputError where `clip` is named but not on this machine.
+    """
+    if clip is not None and (folder := Path(clip).expanduser()).is_dir():
+        return clip_features(folder, name=clip)
+    snapshot = cached_snapshot(clip or CLIP, revision=None)
+    if snapshot is not None:
+        return clip_features(snapshot, name=clip or CLIP)
+    if clip is not None:
+        raise InputError(
+            f"{clip} is neither a folder nor in the local Hub cache",
+            fix="give a folder with a CLIP vision model, or leave --clip out",
+        )
+    # Means and deviations of the embedded VAE's latents over 1, 4 and 16 cells, D = 168.
+    facts = locate(BaseSettings(model=EMBEDDED))
+    encoder = families.family(facts.family).latents.encoder(facts, device=torch.device("cpu"))
+    side_px = facts.resolution_px
+
+    def encode(images: Sequence[Image.Image]) -> Tensor:
+        squares = (pixels(image, side_px=side_px) * 2 - 1 for image in images)
+        return torch.stack([pooled(encoder.encode_images(each)[0].mean) for each in squares])
+
+    return Features(name="latents of the embedded base's VAE", encode=encode)
+
+
+def clip_features(folder: Path, *, name: str) -> Features:
+    """Return unit-length image embeddings of a CLIP model in a folder; raises InputError."""
+    from transformers import CLIPVisionModelWithProjection
+
+    try:
+        model: Any = CLIPVisionModelWithProjection.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{name} cannot be loaded as a CLIP image encoder: {first_line(error)}",
+            fix="give a folder with a CLIP vision model, or leave --clip out",
+        ) from error
+    model = model.eval().requires_grad_(False)
+    side_px = int(model.config.image_size)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+
+    @torch.no_grad()
+    def encode(images: Sequence[Image.Image]) -> Tensor:
+        rows = [(pixels(image, side_px=side_px) - mean) / std for image in images]
+        return torch.cat([F.normalize(model(row).image_embeds, dim=-1) for row in rows])
+
+    return Features(name=f"CLIP ({name})", encode=encode)
+
+
+def pooled(latent: Tensor) -> Tensor:
+    """Return mean and deviation of [C, H, W] in the cells of each grid; all grids have the same weight."""
+    rows = []
+    for cells in GRIDS:
+        mean = F.adaptive_avg_pool2d(latent[None], cells)
+        square = F.adaptive_avg_pool2d(latent[None].square(), cells)
+        # E[x^2] - E[x]^2 may round below zero where a cell is uniform.
+        deviation = (square - mean.square()).clamp(min=0).sqrt()
+        # A grid has cells^2 numbers, so dividing by `cells` gives each grid the same squared norm.
+        rows.append(torch.cat([mean, deviation], dim=1).flatten() / cells)
+    return torch.cat(rows)
+
+
+def distances(first: Tensor, second: Tensor) -> Tensor:
+    """Return Euclidean distances [N, M] of [N, D] and [M, D], exact for near pairs too."""
+    # The product form |a|^2 + |b|^2 - 2ab cancels for near vectors, and copies are the nearest of all.
+    return torch.cdist(
+        first[None], second[None], compute_mode="donot_use_mm_for_euclid_dist"
+    ).squeeze(0)
+
+
+def set_distance(first: Tensor, second: Tensor) -> float:
+    """Return the energy distance of two sets of at least two vectors."""
+    return score.energy_distance(
+        distances(first, second).flatten().tolist(), _pairs(first), _pairs(second)
+    )
+
+
+def _pairs(features: Tensor) -> list[float]:
+    upper = torch.triu_indices(len(features), len(features), offset=1)
+    pair_distances: list[float] = distances(features, features)[upper[0], upper[1]].tolist()
+    return pair_distances
+
+
+def copy_ratio(
+    samples: Tensor, prompts: Sequence[str], album: Tensor, images: Sequence[tuple[str, bool]]
+) -> float | None:
+    """Return the mean over samples of nearest trained distance / nearest held-out distance.
+
+    `album` are the features [N, D] of the dataset's images, `images` their captions and whether each was trained.
+    Both sets are compared at the size of the smaller one. None where no trained or no held-out image is left.
+    """
+    ratios = []
+    for row, prompt in zip(distances(samples, album), prompts, strict=True):
+        near: dict[bool, list[float]] = {True: [], False: []}
+        for (caption, is_trained), distance in zip(images, row.tolist(), strict=True):
+            if caption.strip() != prompt.strip():
+                near[is_trained].append(distance)
+        count = min(map(len, near.values()))
+        if count == 0:
+            return None
+        held_out = score.expected_nearest(near[False], count=count)
+        if held_out > 0:
+            ratios.append(score.expected_nearest(near[True], count=count) / held_out)
+    return fmean(ratios) if ratios else None

@@ -237,10 +237,7 @@ def _of_other_makers(
         try:
             # In a process of its own, because commands that only plan must not import torch.
             answer = subprocess.run(
-                [sys.executable, "-c", _ASK_TORCH],
-                capture_output=True,
-                timeout=120,
-                check=True,
+                [sys.executable, "-c", _ASK_TORCH], capture_output=True, timeout=120, check=True
             ).stdout
             gpus = tuple(
                 Gpu(**fields, compute_capability=None, driver=build.toolkit)

@@ -195,8 +195,6 @@ def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
 
 # ---- what GPUs do at this moment
 
-_SM_CLOCK, _CORE_SENSOR = 1, 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class CardState:
@@ -252,8 +250,8 @@ def _state(asker: _Asker, handle: Any) -> CardState | None:
         total_bytes=int(memory.total),
         used_bytes=int(memory.total) - int(memory.free),
         load_percent=None if load is None else int(load.gpu),
-        clock_mhz=ask("nvmlDeviceGetClockInfo", _SM_CLOCK),
-        celsius=ask("nvmlDeviceGetTemperature", _CORE_SENSOR),
+        clock_mhz=ask("nvmlDeviceGetClockInfo", 1),  # of the multiprocessors
+        celsius=ask("nvmlDeviceGetTemperature", 0),
         watts=None if milliwatts is None else milliwatts / 1000,
         held_back=ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0,
         users=frozenset(int(process.pid) for process in processes),

@@ -384,11 +384,7 @@ class MemoryChooser(Evaluator):
     # ---- why
 
     def _decisions(
-        self,
-        choice: MemoryChoice,
-        seconds: Mapping[BasePrecision, float],
-        *,
-        sampling_bytes: int,
+        self, choice: MemoryChoice, seconds: Mapping[BasePrecision, float], *, sampling_bytes: int
     ) -> Iterator[tuple[str, tuple[Any, str]]]:
         load, limit = choice.load, self.limit
         peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())

@@ -71,7 +71,6 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_device()
     planner.decide_numbers()
     planner.decide_objective()
-    planner.decide_possible()
     planner.decide_optimizer()
     planner.decide_length()
     return planner.finish(planner.decide_memory())
@@ -159,7 +158,7 @@ class _Planner:
             self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
 
     def decide_objective(self) -> None:
-        """Decide settings that suit only some kinds of bases: replace a preset's value, refuse the user's."""
+        """Decide settings that suit only some bases or machines: replace a preset's value, refuse the user's."""
         facts, objective = self.inputs.facts, self.config.objective
         gamma, key = "objective.min_snr_gamma", "objective.weighting"
         if is_flow := facts.prediction == "flow":
@@ -190,6 +189,13 @@ class _Planner:
         zero_snr = facts.zero_terminal_snr
         self.decide_auto("objective.zero_terminal_snr", zero_snr, "as the base was trained")
         self.decide_auto("base.prediction", facts.prediction, "from the base's files")
+        # Settings that this machine cannot follow: a preset's value is replaced, the user's refused.
+        packages = self.inputs.hardware.packages
+        for key, value, reason in unmet_needs(
+            self.config, gpu=self.gpu, packages=packages, is_preset=self._is_preset
+        ):
+            self.decide(key, value, reason)
+        self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")
 
     def _best_precision(self) -> tuple[Precision, str]:
         """Return the value of `train.precision=auto` and its reason."""
@@ -206,16 +212,6 @@ class _Planner:
                 "memory of 16 bits and several times as long"
             )
         return best, reason
-
-    def decide_possible(self) -> None:
-        """Decide settings that this machine cannot follow: replace a preset's value, refuse the user's."""
-        packages = self.inputs.hardware.packages
-        replaced = unmet_needs(
-            self.config, gpu=self.gpu, packages=packages, is_preset=self._is_preset
-        )
-        for key, value, reason in replaced:
-            self.decide(key, value, reason)
-        self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")
 
     def decide_optimizer(self) -> None:
         """Replace presets that suit only AdamW where another optimizer is used; the user's values stay."""

@@ -74,12 +74,12 @@ def join(parts: Iterable[str | None]) -> Html:
 
 
 Point = tuple[float, float]
+# The style sheet of charts, for any page that has its colours.
 CHARTS_CSS = Path(__file__).with_name("charts.css")
-"""The style sheet of charts, for any page that has its colours."""
+# The margins of a chart, which hold the tick labels.
 LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 52, 10, 22, 38
-"""The margins of a chart, which hold the tick labels."""
+# The drawings of a chart by the class that shows them: in a wide and in a narrow window.
 WIDTHS_PX = {"wide": 1040, "narrow": 368}
-"""The drawings of a chart by the class that shows them: in a wide and in a narrow window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +283,8 @@ _MARKS_LEGEND = {
 
 
 Smoothing = Literal["none", "some", "much"]
+# The share of all steps that the mean of the loss is taken over.
 SMOOTHING: Mapping[Smoothing, float] = {"none": 0.0, "some": 1 / 20, "much": 1 / 5}
-"""The share of all steps that the mean of the loss is taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)

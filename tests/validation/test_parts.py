@@ -16,7 +16,7 @@ from PIL import Image, ImageFilter, ImageOps
 from torch import nn
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.evaluate import features
+from lora_trainer.evaluate import validate as features
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import update
 from lora_trainer.reporting import score as s
@@ -177,18 +177,16 @@ def test_a_clip_model_in_a_folder_is_used_by_name_and_another_is_refused(tmp_pat
 def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(12, 16, generator=generator)
-    captions = [f"image {index}" for index in range(12)]
-    album = features.ReferenceImages(
-        features=pictures, captions=captions, trained=[index < 8 for index in range(12)]
-    )
+    album = [(f"image {index}", index < 8) for index in range(12)]
     prompts = [f"image {index}" for index in range(8, 12)]
     new = torch.randn(4, 16, generator=generator)
     copies = pictures[:4] + 0.1 * new
-    told_new, told_copied = (features.copy_ratio(found, prompts, album) for found in (new, copies))
-    assert told_new is not None and told_copied is not None
+    told_new, told_copied, own = (
+        features.copy_ratio(samples, prompts, pictures, album) or 9.0
+        for samples in (new, copies, pictures[8:] + 0.1 * new)
+    )
     assert 0.8 < told_new < 1.25
     assert told_copied < 0.85
-    own = features.copy_ratio(pictures[8:] + 0.1 * new, prompts, album)
-    assert own is not None and own < 1.25, "the image whose caption is the prompt is left out"
-    alone = features.ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
-    assert features.copy_ratio(new, prompts, alone) is None
+    assert own < 1.25, "the image whose caption is the prompt is left out"
+    alone = [(caption, True) for caption, _ in album]
+    assert features.copy_ratio(new, prompts, pictures, alone) is None
