@@ -182,12 +182,12 @@ def _with_text(line: str, text: str) -> str:
     """Return a line of a `metadata.jsonl` with another caption, in the style it is written in."""
     mark = "\ufeff" if line.startswith("\ufeff") else ""
     body = line.removeprefix(mark).strip(" \t\r")
-    row = read_metadata_row(body)
+    values, _, key = read_metadata_row(body)
     style = next(
-        (style for style in _JSON_STYLES if json.dumps(dict(row.values), **style) == body),
+        (style for style in _JSON_STYLES if json.dumps(values, **style) == body),
         _JSON_STYLES[0],
     )
-    edited = json.dumps({**row.values, row.key: _plain(text)}, **style)
+    edited = json.dumps({**values, key: _plain(text)}, **style)
     return line.replace(body, edited)
 
 

@@ -187,7 +187,7 @@ def find_lines(lines: Sequence[str], names: Iterable[str]) -> dict[str, int]:
     alike: dict[str, int] = {}
     for index, line in enumerate(lines):
         try:
-            found = read_metadata_row(line.removeprefix("\ufeff")).name
+            _, found, _ = read_metadata_row(line.removeprefix("\ufeff"))
         except ValueError:
             continue
         exact[found] = index

@@ -132,7 +132,14 @@ class _Work:
                 with suppress(OutOfRoom):
                     descriptions = captioner.describe([picture for *_, picture in part])
                 if descriptions is None:
-                    batch = self._halved(len(part))
+                    if len(part) == 1:
+                        raise no_room(self.request.model, "has not enough memory for one image")
+                    batch = len(part) // 2
+                    self.events.problem(
+                        f"out of memory with {len(part)} images at a time; going on with {batch}",
+                        fix="nothing to do",
+                        severity="note",
+                    )
                     continue
                 for (index, target, _), description in zip(part, descriptions, strict=True):
                     self._write(index, target, description, journal)
@@ -165,7 +172,8 @@ class _Work:
 
         The trigger is left out where the words hold it already, and stands where they say `[trigger]`.
         """
-        if not clean(description.text).strip(" .,;"):
+        model_text, cut = description
+        if not clean(model_text).strip(" .,;"):
             fix = "take another --model, or a lower --threshold for a tagger"
             self._fail(target.name, "is one that the model says nothing about", fix)
             return
@@ -173,7 +181,7 @@ class _Work:
             fix = "nothing to do, or run it again with --overwrite"
             self._fail(target.name, f"got another caption meanwhile ({target.file.name})", fix)
             return
-        words = "".join(sign for sign in clean(description.text) if sign.isprintable())
+        words = "".join(sign for sign in clean(model_text) if sign.isprintable())
         words = words.strip(" ,;")
         prefix, suffix = clean(self.request.prefix), clean(self.request.suffix)
         if suffix.startswith(","):
@@ -190,18 +198,8 @@ class _Work:
             image=target.name,
             file=str(target.file),
             caption=text,
-            cut=description.cut,
+            cut=cut,
         )
-
-    def _halved(self, count: int) -> int:
-        if count == 1:
-            raise no_room(self.request.model, "has not enough memory for one image")
-        self.events.problem(
-            f"out of memory with {count} images at a time; going on with {count // 2}",
-            fix="nothing to do",
-            severity="note",
-        )
-        return count // 2
 
     def _fail(self, name: str, what: str, fix: str) -> None:
         self.failed += 1

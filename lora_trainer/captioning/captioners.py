@@ -237,12 +237,8 @@ def _refuse_incomplete(folder: Path) -> None:
 # ---- what they say
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelCaption:
-    """A model's caption of one image; `cut`: it ended at the limit of tokens."""
-
-    text: str
-    cut: bool = False
+ModelCaption = tuple[str, bool]
+"""A model's caption of one image, and whether it was cut at the limit of tokens."""
 
 
 class OutOfRoom(Exception):
@@ -315,7 +311,8 @@ class Tagger:
         except Exception as error:  # noqa: BLE001 - onnxruntime's errors have no class of their own
             if "allocate memory" in str(error):
                 raise OutOfRoom from None
-            raise _not_to_be_run(self.name, error) from None
+            problem = f"has no {TAGGER_FILES[0]} that can be run ({one_line(error)})"
+            raise UnusableModel(self.name, problem) from None
         if probabilities.shape[0] != filled or any(
             tag.column >= probabilities.shape[1] for tag in self.tags
         ):
@@ -327,7 +324,7 @@ class Tagger:
                 for tag in self.tags
                 if row[tag.column] >= tag.threshold
             )
-            captions.append(ModelCaption(text=", ".join(text for *_, text in likely)))
+            captions.append((", ".join(text for *_, text in likely), False))
         return captions
 
 
@@ -402,9 +399,10 @@ def _session(file: Path, *, name: str, device: str) -> Any:
             providers=[*([_CUDA] if with_card else []), "CPUExecutionProvider"],
         )
     except Exception as error:  # noqa: BLE001 - as above
-        raise _not_to_be_run(name, error) from None
+        problem = f"has no {TAGGER_FILES[0]} that can be run ({one_line(error)})"
+        raise UnusableModel(name, problem) from None
 
 
-def _not_to_be_run(name: str, error: Exception) -> UnusableModel:
-    reason = " ".join(str(error).split())[:200]
-    return UnusableModel(name, f"has no {TAGGER_FILES[0]} that can be run ({reason})")
+def one_line(error: Exception) -> str:
+    """Return the class and the beginning of the message of a library's error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

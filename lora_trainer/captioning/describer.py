@@ -27,6 +27,7 @@ from lora_trainer.captioning.captioners import (
     OutOfRoom,
     UnusableModel,
     no_room,
+    one_line,
     weight_files,
 )
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
@@ -222,7 +223,7 @@ def _misfits_named(name: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise MachineError(
-            f"captioning model {name} needs a package that is missing: {_one_line(error)}",
+            f"captioning model {name} needs a package that is missing: {one_line(error)}",
             fix="pip install that package, or take another --model",
         ) from None
     except LoraTrainError:
@@ -230,11 +231,7 @@ def _misfits_named(name: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - files that do not fit make transformers raise anything
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise no_room(name, "does not fit into the memory") from None
-        raise UnusableModel(name, f"does not load: {_one_line(error)}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UnusableModel(name, f"does not load: {one_line(error)}") from None
 
 
 def _device(device: str) -> tuple[torch.device, torch.dtype]:
@@ -263,4 +260,4 @@ def _description(text: str, *, cut: bool) -> ModelCaption:
     """Return the caption; of one that was cut, the whole sentences where there are any."""
     if cut and (whole := re.match(r".*[.!?](?=\s)", text, re.DOTALL)):
         text = whole[0]
-    return ModelCaption(text=text, cut=cut)
+    return text, cut

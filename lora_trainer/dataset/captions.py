@@ -236,15 +236,6 @@ _MAX_PROBLEMS_NAMED = 5
 _TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\S.*)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetadataRow:
-    """One line of a `metadata.jsonl`: its object, the image's name, and the key of the caption."""
-
-    values: Mapping[str, Any]
-    name: str
-    key: str
-
-
 @dataclass(kw_only=True)
 class CaptionTables:
     """The captions of all tables of a dataset, found by the name of an image.
@@ -321,8 +312,8 @@ def read_table(name: str, data: bytes) -> tuple[dict[str, CaptionText], list[str
     return captions, [*problems, *bad_rows[:_MAX_PROBLEMS_NAMED], *more]
 
 
-def read_metadata_row(line: str) -> MetadataRow:
-    """Read one line of JSON; raises ValueError with the reason."""
+def read_metadata_row(line: str) -> tuple[dict[str, Any], str, str]:
+    """Return the object in a line of a `metadata.jsonl`, its image's name and its caption's key; raises ValueError."""
     try:
         values: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -333,7 +324,7 @@ def read_metadata_row(line: str) -> MetadataRow:
     key = next((key for key in CAPTION_KEYS if key in values), None)
     if key is None or not is_text(values[key]):
         raise ValueError(f"no text under {', '.join(CAPTION_KEYS[:3])}")
-    return MetadataRow(values=values, name=_as_posix(name), key=key)
+    return values, _as_posix(name), key
 
 
 def _rows(
@@ -363,12 +354,12 @@ def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip(" \t\r\ufeff\0"):
             try:
-                row = read_metadata_row(line)
+                values, name, key = read_metadata_row(line)
             except ValueError as error:
                 bad_rows.append(f"line {number}: {error}")
             else:
-                texts = caption_lines(row.values[row.key])
-                yield row.name, (", ".join(texts),) if row.key in TAG_KEYS else texts
+                texts = caption_lines(values[key])
+                yield name, (", ".join(texts),) if key in TAG_KEYS else texts
 
 
 def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:

@@ -62,7 +62,7 @@ class Measures(NamedTuple):
 
 
 def measure(image: Image.Image) -> Measures:
-    """Measure an RGB image."""
+    """Measure an RGB image; its crispness is that of the worse of the two directions."""
     gray = image.convert("L")
     factor = _MEASURED_SIDE_PX / math.sqrt(gray.width * gray.height)
     if factor < 1:
@@ -77,7 +77,9 @@ def measure(image: Image.Image) -> Measures:
     level = gray
     while True:
         side_px = round(math.sqrt(level.width * level.height))
-        crispness.append((side_px, round(crispness_of(np.asarray(level, dtype=np.float32)), 3)))
+        pixels = np.asarray(level, dtype=np.float32)
+        value = min(_crispness_along(pixels), _crispness_along(pixels.T))
+        crispness.append((side_px, round(value, 3)))
         if side_px < 2 * _LEAST_MEASURED_SIDE_PX or min(level.size) < 2:
             break
         level = level.reduce(2)
@@ -93,16 +95,12 @@ def measure(image: Image.Image) -> Measures:
     )
 
 
-def crispness_of(gray: NDArray[np.float32]) -> float:
-    """Return how much of an image's variation a blur removes, in [0, 1]: little if it is blurred.
+def _crispness_along(gray: NDArray[np.float32]) -> float:
+    """Return how much of an image's variation a blur along its rows removes, in [0, 1]: little if it is blurred.
 
     1 - blur of Crete et al. 2007, "The blur effect: perception and estimation with a new
-    no-reference perceptual blur metric", for the worse of the two directions; 0 for a flat image.
+    no-reference perceptual blur metric"; 0 for a flat image.
     """
-    return min(_crispness_along(gray), _crispness_along(gray.T))
-
-
-def _crispness_along(gray: NDArray[np.float32]) -> float:
     if gray.shape[1] <= _BLUR_WIDTH_PX:
         return 0.0
     sums = np.cumsum(gray, axis=1)  # whole numbers far below 2**24: exact in float32

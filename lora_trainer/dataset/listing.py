@@ -263,7 +263,16 @@ class _Walk:
             files = [file for file in files if file.entry.name.casefold() != EXCLUDED_FOLDER]
         is_project = not self.pictures and any(_is_kohya_folder(file.entry) for file in files)
         for file in files:
-            if self._is_aside(file.name, in_project=is_project):
+            last, names = file.name.rpartition("/")[2], self.settings.folders
+            kind: str | None = folder_kind(last)
+            if kind not in ("control", "class"):
+                is_beside = is_project and last.casefold() != PROJECT_FOLDER
+                kind = "project" if is_beside else None
+            # A folder that `data.folders` names is read, whatever its name.
+            if kind and not any(f"{name}/".startswith(f"{file.name}/") for name in names):
+                self._say(
+                    f"aside-folder.{kind}", f"{file.name}/", name=file.name, project=PROJECT_FOLDER
+                )
                 continue
             match = _REPEATS_FOLDER.fullmatch(file.entry.name)
             folder_settings = self.settings.folders.get(file.name)
@@ -289,22 +298,6 @@ class _Walk:
                 self._say("not-a-file.own-folder", inner.prefix)
                 continue
             self.read(inner, masks)
-
-    def _is_aside(self, name: str, *, in_project: bool) -> bool:
-        """Return whether a subfolder holds no images to learn, by its name; report it.
-
-        A folder that `data.folders` names is read, whatever its name.
-        """
-        last = name.rpartition("/")[2]
-        if any(one == name or one.startswith(f"{name}/") for one in self.settings.folders):
-            return False
-        kind: str | None = folder_kind(last)
-        if kind not in ("control", "class"):
-            if not in_project or last.casefold() == PROJECT_FOLDER:
-                return False
-            kind = "project"
-        self._say(f"aside-folder.{kind}", f"{name}/", name=name, project=PROJECT_FOLDER)
-        return True
 
     def _read_files(self, folder: _Folder, masks_beside: Masks) -> tuple[list[_File], Masks]:
         """Add the files of one folder; return its subfolders and masks of their images.

@@ -147,21 +147,21 @@ def epoch_order(
     One of these is named by its id and the round of the stream it comes in, as it may come twice in an
     epoch with other draws; `sample_id` takes the name apart.
     """
-    names = [*learned_ids, *_turns(regularisation, range(epoch * count, (epoch + 1) * count), seed)]
-    return shuffled(names, seed, Stream.ORDER, epoch)
+    # The positions of this epoch in the endless stream, each in a round of all samples.
+    size = len(regularisation)
+    positions = range(epoch * count, (epoch + 1) * count if size else epoch * count)
+    places = [divmod(position, size) for position in positions]
+    orders = {
+        turn: shuffled(regularisation, seed, Stream.REGULARISATION, turn)
+        for turn in sorted({turn for turn, _ in places})
+    }
+    names = [f"{orders[turn][index]}{_ROUND}{turn}" for turn, index in places]
+    return shuffled([*learned_ids, *names], seed, Stream.ORDER, epoch)
 
 
 def sample_id(name: str) -> str:
     """Return the id of the sample that stands under a name in an epoch."""
     return name.partition(_ROUND)[0]
-
-
-def _turns(samples: Sequence[str], positions: range, seed: int) -> list[str]:
-    """Return the names at these positions of the endless stream."""
-    rounds = sorted({position // len(samples) for position in positions}) if samples else []
-    orders = {turn: shuffled(samples, seed, Stream.REGULARISATION, turn) for turn in rounds}
-    places = (divmod(position, len(samples)) for position in positions)
-    return [f"{orders[turn][index]}{_ROUND}{turn}" for turn, index in places]
 
 
 def finding(name: str, file: str | None = None, /, **words: object) -> Finding:
