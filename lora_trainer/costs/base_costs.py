@@ -47,19 +47,14 @@ if TYPE_CHECKING:
 ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class FrozenBase:
-    """The weights of a base: `shapes` are (fan_in, out) of the linear layers in its repeated blocks.
+    """The weights of a base, of which the linear layers in its repeated blocks are kept in `kept_as`.
 
-    If `kept_as` is a quantisation, these layers are quantised, except layers with a part of their name
-    in `quantization_skip`; everything else (embeddings, norms, biases, convolutions) stays in `dtype`.
-    `block_pattern` matches the block's name at the beginning of a layer's name.
+    All other weights (embeddings, norms, biases, convolutions, layers that quantization skips) stay in `dtype`.
     """
 
-    parameters: int
-    shapes: Mapping[str, tuple[int, int]]
-    quantization_skip: tuple[str, ...]
-    block_pattern: str
+    costs: BaseCosts
     dtype: Precision
     kept_as: BasePrecision
 
@@ -69,30 +64,27 @@ class FrozenBase:
 
     @cached_property
     def linear_bytes(self) -> int:
-        """Bytes of the layers of `shapes`, with their scales."""
+        """Bytes of the layers of `linear_shapes`, with their scales."""
         return sum(self.layer_bytes.values())
 
     @cached_property
     def layer_bytes(self) -> Mapping[str, int]:
-        """Bytes of each layer of `shapes` as it is kept."""
+        """Bytes of each layer of `linear_shapes` as it is kept."""
         return {
-            name: weight_bytes(fan_in=fan_in, out=out, precision=self._precision(name))
-            for name, (fan_in, out) in self.shapes.items()
+            name: weight_bytes(fan_in=fan_in, out=out, precision=self.kept_as)
+            for name, (fan_in, out) in self.costs.linear_shapes.items()
         }
-
-    def _precision(self, name: str) -> BasePrecision:
-        # Whole parts of the name: `norm` skips `norm.linear`, not `normal_attention`.
-        return self.dtype if set(name.split(".")) & set(self.quantization_skip) else self.kept_as
 
     @cached_property
     def linear_elements(self) -> int:
-        """Weights in the layers of `shapes`, counted."""
-        return sum(fan_in * out for fan_in, out in self.shapes.values())
+        """Weights in the layers of `linear_shapes`, counted."""
+        return sum(fan_in * out for fan_in, out in self.costs.linear_shapes.values())
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of all weights outside `shapes`, which are never quantised."""
-        return (self.parameters - self.linear_elements) * ELEMENT_BYTES[self.dtype]
+        """Bytes of all weights outside `linear_shapes`, which are never quantised."""
+        elements = self.costs.parameters("denoiser") - self.linear_elements
+        return elements * ELEMENT_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -105,17 +97,16 @@ class FrozenBase:
         if not self.is_quantized:
             return 0
         # Layers are dequantised where they are multiplied and freed at once, so only the largest counts.
-        largest = max((fan_in * out for fan_in, out in self.shapes.values()), default=0)
+        largest = max(map(math.prod, self.costs.linear_shapes.values()), default=0)
         return largest * ELEMENT_BYTES[self.dtype]
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of each repeated block that can be streamed, in module order, without biases and norms."""
         blocks: dict[str, int] = {}
-        pattern = re.compile(self.block_pattern)
         for name, size in self.layer_bytes.items():
-            if match := pattern.match(name):
-                blocks[match[0]] = blocks.get(match[0], 0) + size
+            if block := self.costs.block_of(name):
+                blocks[block] = blocks.get(block, 0) + size
         return tuple(blocks.values())
 
     def streamed_bytes(self, count: int) -> int:
@@ -145,14 +136,20 @@ class BaseCosts:
     @cached_property
     def sample_cost(self) -> Callable[[Workload], SampleCost]:
         """Return the cost of a workload: from the table, or of an unknown architecture traced."""
-        return cache(self._sample_cost)
+        # Of one encoded prompt as it is cached: float32, masks int64.
+        conditioning_bytes = sum(
+            math.prod(shape) * (8 if name.endswith("mask") else 4)
+            for name, shape in self._prompt.items()
+        )
 
-    def _sample_cost(self, workload: Workload) -> SampleCost:
-        cost = None
-        if self._release is not None:
-            cost = tabled(self._release, workload, text_tokens=self.facts.text_tokens)
-        cost = cost or self.traced(workload)
-        return replace(cost, conditioning_bytes=self._conditioning_bytes)
+        def cost_of(workload: Workload) -> SampleCost:
+            cost = None
+            if self._release is not None:
+                cost = tabled(self._release, workload, text_tokens=self.facts.text_tokens)
+            cost = cost or self.traced(workload)
+            return replace(cost, conditioning_bytes=conditioning_bytes)
+
+        return cache(cost_of)
 
     @cached_property
     def _release(self) -> Mapping[str, Any] | None:
@@ -168,12 +165,6 @@ class BaseCosts:
     def texts_vary(self) -> bool:
         """Whether texts keep their own length, with a mask, instead of being padded to one length."""
         return any(name.endswith("mask") for name in self._prompt)
-
-    @property
-    def _conditioning_bytes(self) -> int:
-        """Bytes of one encoded prompt as it is cached: float32, masks int64."""
-        sizes = {name: math.prod(shape) for name, shape in self._prompt.items()}
-        return sum(size * (8 if name.endswith("mask") else 4) for name, size in sizes.items())
 
     def known_checkpointing(
         self, *, element_bytes: int, targets: Targets, wide_adapter: bool
@@ -237,14 +228,7 @@ class BaseCosts:
     def frozen_base(self) -> Callable[[Precision, BasePrecision], FrozenBase]:
         """Return the frozen weights in a training precision, with the blocks kept in another."""
         return cache(
-            lambda precision, kept_as: FrozenBase(
-                parameters=self.parameters("denoiser"),
-                shapes=self.linear_shapes,
-                quantization_skip=self.family.traits.quantization_skip,
-                block_pattern=self.family.traits.block_pattern,
-                dtype=precision,
-                kept_as=kept_as,
-            )
+            lambda precision, kept_as: FrozenBase(costs=self, dtype=precision, kept_as=kept_as)
         )
 
     @cached_property

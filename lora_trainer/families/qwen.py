@@ -75,8 +75,6 @@ class QwenVLEncoder(MaskedEncoder):
 class FrameLatents(PackedLatents):
     """Latents of a video VAE, standardised by channel; an image is a video of one frame, [B, C, 1, H, W]."""
 
-    in_files = False  # not in the names that other families' VAEs have: see `QwenImage.detect_file`
-
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         # diffusers spells the key so. It has an entry for each halving of the image's
         # sides, True where the number of frames is halved too.

@@ -144,7 +144,7 @@ def _layer_bytes(base: FrozenBase) -> float:
 
 
 def _layer_kernels(base: FrozenBase) -> int:
-    return len(base.shapes) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
+    return len(base.costs.linear_shapes) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
 
 
 def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Precision) -> StepTime:

@@ -143,6 +143,11 @@ def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) 
     assert {part: files[0] for part, files in of(name).parts(facts.located).items()} == (
         dict.fromkeys(PARTS, file)
     )
+    if name == "sdxl":  # the order is a part of the identity
+        texts = [path.name for path in of(name).parts(facts.located)["text_encoder"]]
+        assert texts[:4] == [file.name, "config.json", "config.json", "tokenizer.json"]
+        texts = [path.name for path in of(name).parts(own.located)["text_encoder"]]
+        assert texts[:4] == 2 * ["model.safetensors"] + 2 * ["config.json"]
     if name == "sd3":
         assert pipeline_of(facts).text_encoder_3 is not None
         return
