@@ -165,9 +165,6 @@ def test_new_tokens_are_trained_beside_text_encoders(place: Place) -> None:
     assert moved == {"denoiser", "text_encoder", "text_encoder_2", "new_tokens"}
 
 
-# ---- Schedule-Free, whose weights are not those to export
-
-
 def test_schedule_free_exports_its_average_and_looking_at_it_changes_no_bit(place: Place) -> None:
     run, file = place.runs / "locon", load_file(place.file("locon"))
     trained = load_file(last_state(run) / ADAPTER)

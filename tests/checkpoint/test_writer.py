@@ -217,9 +217,6 @@ def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused
     assert newest.optimizer["state"][0]["exp_avg"].unique().tolist() == [6.0]
 
 
-# ---- the end of a run
-
-
 def test_the_end_waits_for_the_disk(place: Place) -> None:
     place.open.clear()
     with pytest.raises(ZeroDivisionError), place.writer:

@@ -149,9 +149,6 @@ def test_a_missing_workspace_counts_on_a_card_that_is_nearly_full(
     assert is_out_of_memory(RuntimeError(text)) is full
 
 
-# ---- the bound on the allocator: what was asked for, what the driver really has, or none
-
-
 CARD = torch.device("cuda", 0)
 CONTEXT = KINDS["cuda"].runtime_bytes
 MARGIN = spill_margin_bytes(24 * GIB)

@@ -182,9 +182,6 @@ def test_a_quantised_base_is_restored_and_never_kept(kind: Any) -> None:
     assert max(tensor.nbytes for tensor in kept) < whole / 2
 
 
-# ---- what is kept and recomputed
-
-
 class Shared(nn.Module):
     """Query, key and value of one input, and a layer after them."""
 

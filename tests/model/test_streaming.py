@@ -144,9 +144,6 @@ def test_any_number_of_blocks_can_be_streamed(count: int) -> None:
     assert same(at.gradients(), expected)
 
 
-# ---- after errors
-
-
 @pytest.mark.parametrize("wanted", [1, 2], ids=["forward", "backward"])
 def test_a_step_after_one_that_ran_out_of_memory_is_right(
     wanted: int, monkeypatch: pytest.MonkeyPatch
@@ -269,9 +266,6 @@ def test_what_is_set_free_is_what_is_moved_without_two_of_the_largest(
     assert declare.saved_bytes(blocks, count) == saved
 
 
-# ---- the way there
-
-
 @pytest.mark.parametrize("name", ["flux", "sdxl"])
 def test_after_one_step_every_copy_is_foreseen_and_none_is_made_twice(name: str) -> None:
     at = trainee(name)
@@ -333,9 +327,6 @@ def test_weights_that_are_no_plain_tensors_are_refused_before_anything_is_moved(
     with pytest.raises(RequestError, match=r"weights of type Wrapped.*streamed_blocks=0"):
         streamed(at)
     assert same(at.gradients(), expected)
-
-
-# ---- text encoders
 
 
 def test_an_offloaded_network_gives_the_same_bits_on_the_cpu() -> None:

@@ -127,9 +127,6 @@ def test_ckp_02_03_a_fault_while_loading_loses_nothing(
         assert (folder / "bad-step-00000300").is_dir()
 
 
-# ---- the other writers: a file that is replaced, seen by whoever reads it next
-
-
 class Writer(NamedTuple):
     """Writes version 0 or 1 of something into a folder; `read` says which is there, None: nothing."""
 

@@ -80,9 +80,6 @@ def full(_: object) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-# ---- TRN-01
-
-
 @pytest.mark.parametrize("number", range(INJECTIONS))
 def test_trn_01_not_a_number_anywhere_loses_no_run_and_is_never_saved(
     number: int, tmp_path_factory: pytest.TempPathFactory, place: Toy, figure: Figure
@@ -112,9 +109,6 @@ def assert_finite(*files: Path) -> None:
             assert tensor.double().isfinite().all(), file
 
 
-# ---- TRN-03
-
-
 def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(place: Toy) -> None:
     """For lack of memory, also one by one, and then for another reason."""
     errors = iter([torch.OutOfMemoryError("CUDA out of memory")] * 2 + [KeyError("x")] * 2)
@@ -135,9 +129,6 @@ def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(place: Toy) -> 
     assert trajectory(run) == trajectory(place.run), "and the weights are the exact ones again"
 
 
-# ---- TRN-04
-
-
 def test_trn_04_fp16_overflows_advance_neither_the_optimizer_nor_the_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,9 +147,6 @@ def test_trn_04_fp16_overflows_advance_neither_the_optimizer_nor_the_row(
     assert [row["lr"] for row in tiny.of_kind("step")] == [
         tiny.training.learning_rate(step) for step in range(9)
     ]
-
-
-# ---- TRN-02
 
 
 BESIDE = {
@@ -243,9 +231,6 @@ def test_trn_02_what_cannot_be_made_smaller_is_one_line_and_the_same_command_goe
         assert trajectory(place.runs / run) == trajectory(place.run)
 
 
-# ---- TRN-05
-
-
 @pytest.mark.parametrize(
     ("file", "lines", "steps"), [("events.jsonl", 4, 2), ("status.json", 5, STEPS)]
 )
@@ -284,9 +269,6 @@ def test_trn_05_a_log_whose_disk_is_full_is_one_warning(
     assert (run / "report.html").exists()
     assert (shown.out + shown.err).count("No space left on device") == 1
     assert len(events(run, "step")) == steps
-
-
-# ---- TRN-06
 
 
 def test_trn_06_whatever_ends_the_thread_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,12 +41,13 @@ def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> N
     good = guards.GuardState(micro_batch=8, lr_scale=0.5)
     facts = {"micro_batch": 2, "remedies": 1, "plain": True, "uncompiled": True}
     facts |= {"fitting_steps": 3, "patience_steps": 100}
-    failed = guards.GuardState.from_plain({**facts, **SPOILT, "skipped_in_row": 5, "lr_scale": 0.5})
+    counts = {"skipped_in_row": 5, "lr_scale": 0.5, "rollbacks": 1}
+    failed = guards.GuardState.from_plain({**facts, **SPOILT, **counts})
     learning = replace(failed.learning, zero_gradients=0)
     back = replace(good, **facts, learning=learning)  # type: ignore[arg-type]  # facts of several types
     assert good.after_going_back(failed) == back
     assert good.after_rollback(guards.Unstable("x", failed)) == replace(
-        back, lr_scale=0.25, rollbacks=1
+        back, lr_scale=0.25, rollbacks=2
     )
     state, rates = START, []
     for _ in range(3):

@@ -419,9 +419,6 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     resumed.unscale_(optimizer)
 
 
-# ---- what has stopped being trained stays as it is, to the bit, whatever the optimizer would do to it
-
-
 def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
     looks: list[list[Tensor]] = []
     rate = OptimizerSettings(learning_rate=1e-2, weight_decay=0.5)
@@ -437,9 +434,6 @@ def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
     # Step 0 comes again after a rollback, and is trained as before.
     run(replace(training, steps=1), at_start(micro_batch=4))
     assert all(weight.requires_grad for weight in weights)
-
-
-# ---- compiled passes in the loop, of planned shapes only; no step waits for a number
 
 
 def test_planned_shapes_run_compiled_others_do_not_and_it_is_said_once() -> None:
@@ -465,9 +459,6 @@ def test_planned_shapes_run_compiled_others_do_not_and_it_is_said_once() -> None
     assert not end.guard.uncompiled
     (said,) = tiny.of_kind("problem")
     assert "hardware.compile" in said["what"] and "1 latents of 10x6 at once" in said["what"]
-
-
-# ---- nothing waits for the device
 
 
 class NoWaiting(TorchDispatchMode):

@@ -278,9 +278,6 @@ def test_flow_weights_are_those_of_diffusers_and_finite(kind: str) -> None:
     assert all(0 < flow_weight(sigma, kind) <= 1e6 for sigma in (0.0, 1e-9, 1.0))
 
 
-# ---- the delta of Huber's error
-
-
 @pytest.mark.parametrize("loss", ["huber", "smooth_l1"])
 @given(lowest=st.floats(0.01, 1.0), index=st.integers(0, 999))
 def test_deltas_are_those_of_sd_scripts(loss: str, lowest: float, index: int) -> None:

@@ -146,9 +146,6 @@ def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
     assert not torch.equal(again.conditioning["text"], first.conditioning["text"])
 
 
-# ---- strata
-
-
 def test_strata_span_the_whole_epoch() -> None:
     objective = ObjectiveSettings(timestep_strata=8, prior="base")
     feeder = with_priors(

@@ -49,9 +49,6 @@ def test_nothing_of_accelerate_waits_for_other_processes(monkeypatch: pytest.Mon
     assert done.stdout.split()[-1:] == ["1"], done.stderr[-3000:]
 
 
-# ---- the time a start may take
-
-
 class MetError(Exception):
     """The processes would meet now."""
 
