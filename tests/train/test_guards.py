@@ -15,7 +15,7 @@ from lora_trainer.training import guards
 
 START = guards.GuardState(micro_batch=8)
 SPOILT = {
-    "best": {"loss": 0.25, "step": 4},
+    "best": {"loss": 0.25, "step": 4, "stale": 1},
     "learning": {"zero_gradients": 3, "base": [0.1, 1 / 3]},
 }
 
@@ -62,8 +62,8 @@ def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> N
 def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
     values = {**asdict(START), **SPOILT, "micro_batch": 3, "skipped_in_row": 1, "lr_scale": 0.5}
     assert json.loads(json.dumps(asdict(guards.GuardState.from_plain(values)))) == values
-    older = {"micro_batch": 4, "plateau": {"best": 0.1}, "trend": {}, "best": {"stale": 2}}
-    assert guards.GuardState.from_plain(older) == guards.GuardState(micro_batch=4)
+    older = {"micro_batch": 4, "lr_scale": 0.5, "plateau": {"best": 0.1, "stale": 2}, "trend": {}}
+    assert guards.GuardState.from_plain(older) == guards.GuardState(micro_batch=4, lr_scale=0.5)
 
 
 def test_the_best_is_the_lowest_loss_of_a_trained_adapter() -> None:
@@ -71,7 +71,7 @@ def test_the_best_is_the_lowest_loss_of_a_trained_adapter() -> None:
     assert state == START, "the base is no adapter"
     for loss, step in ((0.5, 2), (float("nan"), 4), (0.4, 6), (0.4, 8), (0.6, 10)):
         state = state.with_best(loss, step=step)
-    assert (state.best.loss, state.best.step) == (0.4, 6)
+    assert (state.best.loss, state.best.step, state.best.stale) == (0.4, 6, 2)
 
 
 # ---- memory
