@@ -404,22 +404,15 @@ def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(tmp_path
 
 # ---- the page Doctor
 
-CARD = Gpu(
-    index=0,
-    name="<b>RTX 4090</b>",
-    total_bytes=24 * GIB,
-    free_bytes=23 * GIB,
-    compute_capability=(8, 9),
-    driver="580.1",
-)
-
 
 def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command() -> None:
     here = replace(detect(), gpus=(), gpu_reason="no driver")
+    sizes = {"total_bytes": 24 * GIB, "free_bytes": 23 * GIB, "compute_capability": (8, 9)}
+    card = Gpu(index=0, name="<b>RTX 4090</b>", driver="580.1", **sizes)
     assert "Trains on the processor" in doctor.machine(here)
     assert "no driver" in doctor.machine(here)
     build = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
-    markup = doctor.machine(replace(here, gpus=(CARD,), torch=build))
+    markup = doctor.machine(replace(here, gpus=(card,), torch=build))
     assert "Trains on &lt;b&gt;RTX 4090&lt;/b&gt;." in markup
     assert "23.0 GiB free of 24.0 GiB" in markup
     needed = replace(here, packages={**here.packages, "peft": None})

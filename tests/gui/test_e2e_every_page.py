@@ -130,7 +130,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
         faults += scanned(page, shown)
     page.goto("about:blank")  # as it is served it may run no script, not even axe
     page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
-    faults += scan(page, "report") + dark(page, "report")
+    faults += scan(page, "report", in_the_dark=True)
     assert not faults, "\n".join(faults)
     assert {name: urls for name, urls in asked.items() if urls} == {}
 
@@ -204,13 +204,13 @@ def filled(place: Place) -> Iterator[None]:
 
 def scanned(page: Any, shown: Shown) -> list[str]:
     """Return what axe says of the page that is open, of its dialogs, and of its other tabs."""
-    faults = scan(page, shown.path) + dark(page, shown.path)
+    faults = scan(page, shown.path, in_the_dark=True)
     dialog = page.locator("dialog[open]")
     for press in shown.presses:
         page.locator(press).first.click()
         dialog.wait_for()
         name = f"{shown.path}, {press}"
-        faults += scan(page, name, "dialog[open]") + dark(page, name, "dialog[open]")
+        faults += scan(page, name, "dialog[open]", in_the_dark=True)
         page.keyboard.press("Escape")
         dialog.wait_for(state="hidden")
     for tab in page.locator("[role=tab]:enabled:visible").all()[1:]:
@@ -219,7 +219,7 @@ def scanned(page: Any, shown: Shown) -> list[str]:
     return faults
 
 
-def scan(page: Any, name: str, part: str = "html") -> list[str]:
+def scan(page: Any, name: str, part: str = "html", *, in_the_dark: bool = False) -> list[str]:
     """Return what axe says of a part of the page that is open, and whether a phone has to scroll it sideways."""
     page.emulate_media(color_scheme="light", reduced_motion="reduce")
     faults = violations(page, name, {}, part)
@@ -230,13 +230,10 @@ def scan(page: Any, name: str, part: str = "html") -> list[str]:
         width_px = page.evaluate("document.documentElement.scrollWidth")
         if width_px > size["width"]:
             faults.append(f"{name}: {width_px} px wide on {size['width']}")
+    if in_the_dark:
+        page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+        faults += violations(page, f"{name}, dark", COLOURS, part)
     return faults
-
-
-def dark(page: Any, name: str, part: str = "html") -> list[str]:
-    """Return what axe says of the colours of a part of the page in the dark."""
-    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
-    return violations(page, f"{name}, dark", COLOURS, part)
 
 
 def violations(page: Any, name: str, options: dict[str, Any], part: str) -> list[str]:

@@ -50,7 +50,7 @@ class Desk:
         page.context.set_offline(False)
 
     @contextmanager
-    def server_killed(self, page: Any) -> Iterator[None]:
+    def server_killed(self, _: Any) -> Iterator[None]:
         self.server.kill()
         yield
         self.server = self.start(self.runs, port=self.server.port, env=SLOW_DISK)

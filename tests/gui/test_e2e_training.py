@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,14 +107,6 @@ def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> Non
 def set_in_draft(place: Place, settings: dict[str, Any]) -> None:
     newest = max((place.runs / ".gui" / "drafts").glob("*.json"))
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"settings": settings}))
-
-
-def state(place: Place, name: str) -> str:
-    return read_status(place.runs / name).state
-
-
-def training(place: Place, name: str, *, beyond: int = 0) -> Callable[[], bool]:
-    return lambda: read_status(place.runs / name).step > beyond
 
 
 def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed(
@@ -285,14 +277,15 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     page.locator(".plan-line", has_text="Fits:").wait_for()
     page.get_by_role("button", name=STARTS).click()
     page.wait_for_url("**/run?run=*")
-    until(training(place, "one"), what="the first step")
-    pid = read_status(place.runs / "one").pid
+    run = place.runs / "one"
+    until(lambda: read_status(run).step > 0, what="the first step")
+    pid = read_status(run).pid
     assert pid is not None
     address = page.url
     page.goto("about:blank")  # what it was still loading would fail, as it does for anybody
     place.server.kill()
-    at = read_status(place.runs / "one").step
-    until(training(place, "one", beyond=at), what="a step without the interface")
+    at = read_status(run).step
+    until(lambda: read_status(run).step > at, what="a step without the interface")
     gui_server(place.runs, port=place.server.port, env=place.env)  # with the same link
     page.goto(address)
     page.reload()
@@ -306,12 +299,12 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     (second,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
     commands.remove(place.runs, second.id)
     tabs[0].get_by_role("button", name="Stop", exact=True).click()
-    until(lambda: state(place, "one") == "stopped", what="stopped")
+    until(lambda: read_status(run).state == "stopped", what="stopped")
     for tab in tabs:
         tab.get_by_role("button", name="Resume", exact=True).wait_for()
     until(lambda: not psutil.pid_exists(pid), what="no process is left")
-    at = read_status(place.runs / "one").step
+    at = read_status(run).step
     tabs[1].get_by_role("button", name="Resume", exact=True).click()
-    until(training(place, "one", beyond=at), what="a step after the resume")
+    until(lambda: read_status(run).step > at, what="a step after the resume")
     tabs[1].get_by_role("button", name="Stop", exact=True).click()
-    until(lambda: state(place, "one") == "stopped", what="stopped again")
+    until(lambda: read_status(run).state == "stopped", what="stopped again")

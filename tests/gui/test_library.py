@@ -72,10 +72,6 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
     assert written.read_bytes() == before
 
 
-def refs(found: tuple[lora_files.Entry, ...]) -> set[str]:
-    return {entry.file.ref for entry in found}
-
-
 def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) -> None:
     run = finished_run(work.runs / "a", modelspec__trigger_phrase="zorble")
     (entry,) = lora_files.entries(work)
@@ -101,7 +97,7 @@ def test_files_that_tools_made_stand_for_themselves(work: Workplace) -> None:
     for name in ("zorble-merged", "other-step00000010"):
         lora(run / f"{name}.safetensors", ss_network_dim="8")
     found = lora_files.entries(work)
-    assert refs(found) == {
+    assert {entry.file.ref for entry in found} == {
         "a/zorble.safetensors",
         "a/zorble-merged.safetensors",
         "a/other-step00000010.safetensors",
@@ -145,7 +141,7 @@ def test_a_name_leads_to_a_listed_file_or_nowhere(work: Workplace) -> None:
         (run / folder).mkdir()
     for path in (run / ".hidden.safetensors", run / "sub" / "zorble.safetensors"):
         lora(path)
-    assert refs(lora_files.entries(work)) == {"a/zorble.safetensors"}
+    assert {entry.file.ref for entry in lora_files.entries(work)} == {"a/zorble.safetensors"}
     for ref in (
         *("", "a/", "/", "../a/zorble.safetensors", "a/../a/zorble.safetensors", "a/run.json"),
         *("a/.hidden.safetensors", "a/link.safetensors", "a//zorble.safetensors", "a/\0"),

@@ -49,16 +49,10 @@ def started(monkeypatch: pytest.MonkeyPatch, work: Workplace) -> list[jobs.Job]:
     found: list[jobs.Job] = []
 
     def start(work: Workplace, *, kind: str, argv: list[str], about: Mapping[str, Any]) -> jobs.Job:
-        folder = work.own / "jobs" / str(len(found))
-        job = jobs.Job(
-            id=str(len(found)),
-            folder=folder,
-            kind=kind,
-            argv=tuple(argv),
-            about=about,
-            state="running",
-            exit_code=None,
-        )
+        number = str(len(found))
+        more = {"kind": kind, "argv": tuple(argv), "about": about, "exit_code": None}
+        folder = work.own / "jobs" / number
+        job = jobs.Job(id=number, folder=folder, state="running", **more)
         found.insert(0, job)
         return job
 
