@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
 from lora_trainer.families.base_files.weight_files import (
-    MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
-    MAX_KEY_LENGTH,
-    MAX_TENSORS,
-    could_fill_memory,
+    check_limits,
+    safetensors_header,
 )
 from lora_trainer.families.facts import Header, TensorInfo
 
@@ -121,18 +119,13 @@ def refuse(
 def _opened(path: Path, file: BinaryIO) -> Opened:
     """Read a header within the limits of this program, once safetensors itself finds the file whole."""
     first = file.read(8)
-    length = int.from_bytes(first, "little")
-    if length > MAX_HEADER_BYTES:
-        if first.startswith((b"PK", b"\x80")):
-            fault = "is a pickle, which can run code when opened"
-            refuse(path, fault, fix="convert it to safetensors where it was made")
-        refuse(path, "is not a safetensors file")
-    text = file.read(length)
-    if could_fill_memory(text):
-        refuse(path, f"names more tensors than the {MAX_TENSORS:,} any adapter has")
+    is_pickle = first.startswith((b"PK", b"\x80"))
+    if is_pickle and int.from_bytes(first, "little") > MAX_HEADER_BYTES:
+        fault = "is a pickle, which can run code when opened"
+        refuse(path, fault, fix="convert it to safetensors where it was made")
+    file.seek(0)
     try:
-        with safe_open(path, framework="numpy"):
-            header = json.loads(text)
+        header, start = safetensors_header(file)
         metadata = header.pop("__metadata__", None) or {}
         entries = [
             HeaderEntry(
@@ -141,18 +134,15 @@ def _opened(path: Path, file: BinaryIO) -> Opened:
             for key, each in header.items()
             for begin, end in [each["data_offsets"]]
         ]
+        entries.sort(key=lambda each: (each.begin, each.end))
+        by_key = {entry.key: entry for entry in entries}
+        check_limits(by_key)
     except (SafetensorError, ValueError, RecursionError) as error:
         refuse(path, f"is not a safetensors file, or is cut off ({error})")
-    if len(entries) > MAX_TENSORS or any(len(entry.key) > MAX_KEY_LENGTH for entry in entries):
-        refuse(
-            path, f"names more than {MAX_TENSORS:,} tensors or one of {MAX_KEY_LENGTH:,} characters"
-        )
     for entry in entries:
-        if entry.dtype not in ELEMENT_BYTES or len(entry.shape) > MAX_DIMENSIONS:
-            refuse(path, f"has {entry.key!r} in {len(entry.shape)} dimensions of {entry.dtype}")
-    entries.sort(key=lambda each: (each.begin, each.end))
-    by_key = {entry.key: entry for entry in entries}
-    return Opened(path=path, file=file, start=8 + length, entries=by_key, metadata=metadata)
+        if entry.dtype not in ELEMENT_BYTES:
+            refuse(path, f"has numbers of {entry.dtype} in {entry.key!r}")
+    return Opened(path=path, file=file, start=start, entries=by_key, metadata=metadata)
 
 
 def json_object(text: str) -> dict[str, Any]:

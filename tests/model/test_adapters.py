@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from peft.tuners.lokr.layer import factorization
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
 from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.lora.adapter_size import adapter_tensors
 from lora_trainer.lora.tensors import update
 from tests.fakes.small_network import adapted, awaken, images, network
 
@@ -157,24 +160,73 @@ def test_a_layer_starts_by_its_name_and_the_seed_whatever_else_is_adapted(
 def test_exactly_the_named_modules_are_adapted_at_their_ranks() -> None:
     """peft takes a name in a list for every name that ends with it."""
     net = nn.ModuleDict({"linear": nn.Linear(6, 8), "outer": network()}).requires_grad_(False)
-    pattern = {"^outer.linear": 3}
     names = ("linear", "outer.linear", "outer.conv")
-    adapter = adapted(net, *names, alpha=8.0, conv_rank=2, rank_pattern=pattern)
+    adapter = adapted(net, *names, conv_rank=2, rank_pattern={"^outer.linear": 3})
     assert {name for name, each in net.named_modules() if isinstance(each, LoraLayer)} == {*names}
     trainable = {id(parameter) for parameter in net.parameters() if parameter.requires_grad}
     assert trainable == {id(parameter) for parameter in adapter.parameters()}
-    widths = {key: (each.width.rank, each.width.scale) for key, each in adapter.layers.items()}
-    assert widths == {
-        "denoiser.linear": (4, 2.0),
-        "denoiser.outer.linear": (3, 2.0),
-        "denoiser.outer.conv": (2, 2.0),
-    }
-    assert adapted(alpha=8.0, rslora=True).layers["denoiser.linear"].width.scale == 4.0
-    assert [len(adapter.state()[f"{key}.down"]) for key in widths] == [4, 3, 2]
+    assert [len(adapter.state()[f"denoiser.{name}.down"]) for name in names] == [4, 3, 2]
     # Readers ignore the alpha of a LoKr of full factors.
-    for rank, names, scale in ((4, {"w1", "w2"}, 1.0), (1, {"w1", "w2_a", "w2_b"}, 2.0)):
+    for rank, tensors, scale in ((4, {"w1", "w2"}, 1.0), (1, {"w1", "w2_a", "w2_b"}, 2.0)):
         module = adapted(kind="lokr", rank=rank, alpha=2.0).tensors()["denoiser.linear"]
-        assert (set(module.tensors), module.scale) == (names, scale)
+        assert (set(module.tensors), module.scale) == (tensors, scale)
+
+
+@pytest.mark.parametrize(
+    ("settings", "alpha", "widths"),
+    [
+        ({"rank_pattern": {"^denoiser\\.linear": 2, "lin": 3}, "conv_rank": 8}, 6.0,
+         {"linear": (2, 1.5), "conv": (8, 1.5), "point": (4, 1.5)}),
+        ({"conv_rank": 8, "conv_alpha": 2.0}, 4.0, {"linear": (4, 1.0), "conv": (8, 0.25)}),
+        ({"conv_rank": 8, "conv_alpha": 2.0, "rank_pattern": {"co": 4}}, 4.0, {"conv": (4, 0.25)}),
+        ({"rank": 16, "rslora": True, "rank_pattern": {"point": 4}}, 8.0,
+         {"linear": (16, 2.0), "point": (4, 1.0)}),
+    ],
+)  # fmt: skip
+def test_a_pattern_or_a_convolution_keeps_the_strength_and_the_first_pattern_wins(
+    settings: dict[str, Any], alpha: float, widths: dict[str, tuple[int, float]]
+) -> None:
+    layers = adapted(alpha=alpha, **settings).layers
+    own = {name: layers[f"denoiser.{name}"].width for name in widths}
+    assert {name: (each.rank, each.scale) for name, each in own.items()} == widths
+
+
+def planned(shapes: dict[str, tuple[int, ...]], **settings: Any) -> Counter[tuple[int, ...]]:
+    return adapter_tensors(shapes, AdapterSettings.model_validate({"rank": 4, **settings}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*KINDS, {"conv_rank": 2}, {"rank_pattern": {"^conv$": 3, "line": 5}},
+     {"kind": "loha", "conv_rank": 3}, {"kind": "lokr", "rank": 1, "lokr_factor": 3},
+     {"kind": "lokr", "rank": 2, "conv_rank": 1, "lokr_factor": 4}, {"kind": "oft", "rank": 5}],
+    ids=str,
+)  # fmt: skip
+def test_the_planned_tensors_are_the_injected_ones(settings: dict[str, Any]) -> None:
+    """A plan does not tell a 1x1 convolution from a linear layer."""
+    adapter = adapted(network(inputs=24, out=36), **settings)
+    shapes = {"linear": (24, 36), "conv": (24 * 9, 36, 9), "point": (24, 36)}
+    injected = Counter(
+        shape if shape[-2:] != (1, 1) else tuple(side for side in shape if side != 1)
+        for shape in (tuple(parameter.shape) for parameter in adapter.parameters())
+    )
+    written = Counter[tuple[int, ...]]()
+    for shape, count in planned(shapes, **settings).items():
+        written[shape if shape[-2:] != (1, 1) else tuple(s for s in shape if s != 1)] += count
+    assert written == injected
+
+
+@given(size=st.integers(1, 3000), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))
+def test_a_lokr_splits_as_peft_and_a_rotation_has_the_largest_blocks(
+    size: int, factor: int
+) -> None:
+    left, right = factorization(size, factor)
+    tensors = planned({"layer": (size, size)}, kind="lokr", rank=10**6, lokr_factor=factor)
+    assert tensors == Counter([(left, left), (right, right)])
+    rank = max(1, factor)
+    ((count, block, _),) = planned({"layer": (1, size)}, kind="oft", rank=rank)
+    assert count * block == size and block <= rank
+    assert not any(size % larger == 0 for larger in range(block + 1, min(rank, size) + 1))
 
 
 def test_other_layers_are_refused_by_name() -> None:

@@ -234,11 +234,22 @@ def test_a_flipped_bit_is_seen_where_the_file_states_its_hash(file: Path) -> Non
 WHOLE = save(
     {"lora_unet_a.lora_down.weight": np.ones((4, 8)), "lora_unet_a.lora_up.weight": np.ones((8, 4))}
 )
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def described(tensors: Mapping[str, Any]) -> bytes:
+    header = json.dumps(tensors).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 REFUSED = {
     "empty": (b"", "not a safetensors file"),
     "cut in the tensors": (WHOLE[:-1], "cut off"),
     "longer": (WHOLE + b"x", "not fully covered"),
     "pickle": (b"\x80\x02}q\x00." + bytes(60), "pickle"),
+    "too many": (described(dict.fromkeys(map(str, range(100_001)), EMPTY)), "more than 100,000"),
+    "dtype": (described({"a": {**EMPTY, "dtype": "F8_E8M0"}}), "numbers of F8_E8M0 in 'a'"),
+    "dimensions": (described({"a": {**EMPTY, "shape": [0] * 17}}), "more than 16 dimensions"),
     "no LoRA": (save({"model.diffusion_model.out.weight": np.ones(3)}), "no LoRA"),
     "LoHa": (save({"lora_unet_a.hada_w1_a": np.ones((3, 3))}), "no LoRA"),
 }

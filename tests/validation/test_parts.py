@@ -17,7 +17,6 @@ from torch import nn
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.evaluate import validate as features
-from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import update
 from lora_trainer.reporting import score as s
 from lora_trainer.run.saving import weight_figures
@@ -100,7 +99,7 @@ def layer(shape: tuple[int, ...]) -> nn.Module:
     ("kind", "shape"),
     [("lora", (6, 4, 3, 3)), ("loha", (8, 6)), ("lokr", (6, 4, 3, 3)), ("oft", (8, 6))],
 )
-def test_norms_are_those_of_the_whole_matrices(kind: AdapterKind, shape: tuple[int, ...]) -> None:
+def test_norms_are_those_of_the_whole_matrices(kind: str, shape: tuple[int, ...]) -> None:
     base, module = layer(shape), draw_module(shape, kind=kind)
     weight = base[0].weight  # type: ignore[index]  # a Sequential
     found = weight_figures({"denoiser": base}, {"denoiser.0": module})

@@ -7,14 +7,15 @@ load such a file, not to plan with it. Every function raises InputError naming t
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
@@ -58,14 +59,17 @@ def read_header(file: Path) -> Header:
     """
     is_gguf = file.suffix == GGUF
     try:
-        tensors = read_gguf_header(file) if is_gguf else _safetensors_header(file)
-        _check_count(tensors)
-        if any(len(name) > MAX_KEY_LENGTH for name in tensors):
-            raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
-        if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
-            raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
-        if any(length < 0 for info in tensors.values() for length in info.shape):
-            raise ValueError("a tensor of negative size")
+        if is_gguf:
+            tensors = read_gguf_header(file)
+        else:
+            with file.open("rb") as stream:
+                header, _ = safetensors_header(stream)
+            tensors = {
+                name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"]))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        check_limits(tensors)
     except (
         OSError, ValueError, SafetensorError, struct.error, MemoryError, OverflowError, AttributeError, KeyError,
         TypeError, IndexError, RecursionError,
@@ -84,37 +88,36 @@ def read_header(file: Path) -> Header:
     }
 
 
-def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
-    with file.open("rb") as stream:
-        # The first 8 bytes are the header's length: any other file gives an absurd number here.
-        length = int.from_bytes(stream.read(8), "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {length:,} bytes")
-        if could_fill_memory(stream.read(length)):
-            raise ValueError(_TOO_MANY)
-    with safe_open(file, framework="numpy") as mapped:  # checks that the file is whole
-        names = mapped.keys()
-        _check_count(names)
-        entries = {name: mapped.get_slice(name) for name in names}
-        return {
-            name: TensorInfo(dtype=entry.get_dtype(), shape=tuple(entry.get_shape()))
-            for name, entry in entries.items()
-        }
+def safetensors_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return the header of a whole safetensors file, parsed, and where its tensors begin.
 
-
-def could_fill_memory(header: bytes) -> bool:
-    """Return whether a safetensors header has more brackets or commas than `MAX_TENSORS` tensors need.
-
-    A tensor's entry has three brackets and, with `MAX_DIMENSIONS`, at most 19 commas. Counted before
-    the header is parsed, which takes many times its bytes.
+    Raises ValueError, SafetensorError, RecursionError or OSError for any other file.
     """
-    brackets = header.count(b"{") + header.count(b"[")
-    return brackets > 4 * MAX_TENSORS or header.count(b",") > 20 * MAX_TENSORS
-
-
-def _check_count(names: Collection[str]) -> None:
-    if len(names) > MAX_TENSORS:
+    # The first 8 bytes are the header's length: any other file gives an absurd number here.
+    length = int.from_bytes(stream.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length:,} bytes")
+    text = stream.read(length)
+    # A tensor's entry has three brackets and, with `MAX_DIMENSIONS`, at most 19 commas. Counted before the header is
+    # parsed, which takes many times its bytes.
+    brackets = text.count(b"{") + text.count(b"[")
+    if brackets > 4 * MAX_TENSORS or text.count(b",") > 20 * MAX_TENSORS:
         raise ValueError(_TOO_MANY)
+    with safe_open(stream.name, framework="numpy"):  # checks that the file is whole
+        header: dict[str, Any] = json.loads(text)
+    return header, 8 + length
+
+
+def check_limits(tensors: Header) -> None:
+    """Raise ValueError for more tensors, longer names or more dimensions than any model has."""
+    if len(tensors) > MAX_TENSORS:
+        raise ValueError(_TOO_MANY)
+    if any(len(name) > MAX_KEY_LENGTH for name in tensors):
+        raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
+    if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
+        raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
+    if any(length < 0 for info in tensors.values() for length in info.shape):
+        raise ValueError("a tensor of negative size")
 
 
 def refuse_quantised(file: Path, header: Header) -> None:
