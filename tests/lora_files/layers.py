@@ -58,29 +58,3 @@ def text(family: str, component: str = "text_encoder", *, prefix: str = "") -> l
         for name, shape in families.family(family).text.layers[component].items()
         if re.search(r"(?:layers|block)\.3\.", name) and len(shape) > 1
     ]
-
-
-def clip(family: str, component: str = "text_encoder") -> list[Layer]:
-    return text(family, component, prefix="text_model.")
-
-
-FLUX = release("flux", r"double_blocks\.(0|18)\.|single_blocks\.37\.")
-FLUX_IN = release("flux", r"img_in|txt_in|time_in\.in|guidance_in\.out|vector_in\.in")
-CHROMA = release("chroma", r"double_blocks\.3\.|single_blocks\.5\.")
-FLUX2_4B = release("flux2", r"double_blocks\.4\.|single_blocks\.19\.")
-FLUX2_9B = release("flux2", r"double_blocks\.7\.|single_blocks\.23\.", number=1)
-SD3_MEDIUM = release("sd3", r"joint_blocks\.0\.")
-SD3_LARGE = release("sd3", r"joint_blocks\.30\.", number=1)
-SD3_OUTER = release(
-    "sd3", r"context_embedder$|t_embedder\.mlp\.0|x_embedder|y_embedder\.mlp\.2|final_layer\.linear"
-)
-ZIMAGE = release("zimage", r"layers\.29\.|noise_refiner\.1\.|context_refiner\.0\.")
-QWEN = release("qwen", r"transformer_blocks\.(0|59)\.")
-SD15 = release(
-    "sd15", r"(input_blocks\.1\.1|middle_block\.1|output_blocks\.9\.1)\.(proj_|.*(attn|ff))"
-)
-SD2 = release("sd2", r"(input_blocks\.4\.1|output_blocks\.11\.1)\.(proj_|.*(attn|ff))")
-SDXL = release(
-    "sdxl", r"(input_blocks\.4\.1|middle_block\.1|output_blocks\.5\.1)\.(proj_|.*[01]\.(attn|ff))"
-)
-KERNELS = r"input_blocks\.(1\.0\.in_layers\.2|1\.0\.emb_layers\.1|3\.0\.op|4\.0\.skip_connection)"

@@ -91,6 +91,9 @@ STATED = {
 }  # fmt: skip
 
 
+LISTING = tomllib.loads(Path(__file__).with_name("files.toml").read_text(encoding="utf-8"))
+
+
 def kind_of(kind: str | Mapping[str, Mapping[str, Any]]) -> k.Kind:
     if isinstance(kind, str):
         return KINDS[kind]
@@ -102,13 +105,15 @@ def kind_of(kind: str | Mapping[str, Mapping[str, Any]]) -> k.Kind:
 def layers_of(part: Mapping[str, Any]) -> list[Layer]:
     """Return the layers of a part in files.toml: of `layers`, a release or a text encoder."""
     if "layers" in part:
-        layers = getattr(a, part["layers"])
+        layers = layers_of(LISTING["layers"][part["layers"]])
     elif "text" in part:
         encoder = part.get("encoder", "text_encoder")
         layers = a.text(part["text"], encoder, prefix=part.get("prefix", ""))
     else:
         options = {key: part[key] for key in ("number", "dimensions") if key in part}
-        layers = a.release(part["release"], getattr(a, part["names"], part["names"]), **options)
+        layers = a.release(
+            part["release"], LISTING["names"].get(part["names"], part["names"]), **options
+        )
     layers = split(layers) if part.get("split") else layers
     return [layer for layer in layers if layer.name.endswith(tuple(part.get("ends", ("",))))][
         slice(*part.get("slice", (None,)))
@@ -117,8 +122,7 @@ def layers_of(part: Mapping[str, Any]) -> list[Layer]:
 
 def listed() -> Iterable[Case]:
     """Yield the files of files.toml; one with `ways` is a file for each of these kinds."""
-    text = Path(__file__).with_name("files.toml").read_text(encoding="utf-8")
-    for file in tomllib.loads(text)["file"]:
+    for file in LISTING["file"]:
         ways, name = file.pop("ways", {"": ""}), file.pop("name")
         for way, kind in ways.items():
             parts = []
@@ -139,7 +143,7 @@ def renamed() -> Iterable[Case]:
     attention = ("to_q", "to_k", "to_v", "to_out.0")
     sd15, sdxl = (
         [layer for layer in split(layers) if layer.name.endswith(attention)]
-        for layers in (a.SD15, a.SDXL)
+        for layers in map(layers_of, ({"layers": "SD15"}, {"layers": "SDXL"}))
     )
 
     def processor(name: str) -> str:
@@ -152,7 +156,7 @@ def renamed() -> Iterable[Case]:
     yield case("diffusers 0.17 attention processors sd15", "sd15", old)
     old = Part(sdxl, lambda name: f"unet.{processor(name)}", PROCESSOR)
     yield case("diffusers 0.18 attention processors sdxl", "sdxl", old)
-    clip = [layer for layer in a.clip("sd15") if "self_attn" in layer.name]
+    clip = [layer for layer in a.text("sd15", prefix="text_model.") if "self_attn" in layer.name]
     ends = ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight")
     text = Part(clip, clip_old, bare(*ends), "text_encoder")
     denoiser = Part(sd15, dotted("unet."), bare(*AB))
@@ -174,7 +178,11 @@ def renamed() -> Iterable[Case]:
             name = name.replace(old_name, new)
         return f"pipe.dit.{name}"
 
-    yield case("DiffSynth-Studio 2 flux pipe prefix", "flux", Part(a.FLUX, diffsynth, DEFAULT))
+    yield case(
+        "DiffSynth-Studio 2 flux pipe prefix",
+        "flux",
+        Part(layers_of({"layers": "FLUX"}), diffsynth, DEFAULT),
+    )
     named = {
         layer.name.partition(".2.")[2]: layer
         for layer in a.release("flux", r"(double|single)_blocks\.2\.")

@@ -216,12 +216,12 @@ def test_the_planned_tensors_are_the_injected_ones(settings: dict[str, Any]) -> 
     assert written == injected
 
 
-@given(size=st.integers(1, 3000), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))
+@given(size=st.integers(1, 2048), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))
 def test_a_lokr_splits_as_peft_and_a_rotation_has_the_largest_blocks(
     size: int, factor: int
 ) -> None:
     left, right = factorization(size, factor)
-    tensors = planned({"layer": (size, size)}, kind="lokr", rank=10**6, lokr_factor=factor)
+    tensors = planned({"layer": (size, size)}, kind="lokr", rank=1024, lokr_factor=factor)
     assert tensors == Counter([(left, left), (right, right)])
     rank = max(1, factor)
     ((count, block, _),) = planned({"layer": (1, size)}, kind="oft", rank=rank)
