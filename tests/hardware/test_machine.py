@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.errors import MachineError
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware import device_calls, devices, machine
 from lora_trainer.hardware.devices import TorchBuild
@@ -298,6 +298,9 @@ def test_a_gpu_of_another_maker_is_planned_for_and_what_it_lacks_is_refused(
         key, _, value = wish.partition("=")
         with pytest.raises(MachineError, match=re.escape(why)):
             planned(SDXL, here, overrides={key: value})
+    if not devices.KINDS[kind].own_memory:
+        with pytest.raises(RequestError, match="shares the machine's memory"):
+            planned(SDXL, here, overrides={"memory.streamed_blocks": 4})
 
 
 @pytest.mark.parametrize("kind", sorted(devices.KINDS))
