@@ -62,11 +62,9 @@ class BaseSettings(Section):
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
         "auto", "prediction type of the base; auto: read from its files"
     )
-    clip_skip: int = setting(
+    clip_skip: Annotated[int, Field(ge=1, le=12)] = setting(
         1,
         "text encoder layer, from the last, for Stable Diffusion 1 and 2; 2 is usual for anime bases",
-        ge=1,
-        le=12,
     )
     assistant: str | None = setting(
         None,
@@ -123,12 +121,8 @@ class DataSettings(Section, Generic[A_co]):
     buckets: bool = setting(
         True, "keep aspect ratios by training in buckets; off: crop everything square"
     )
-    max_aspect: float = setting(
-        2.0,
-        "longest bucket side over the shortest",
-        ge=1.0,
-        le=8.0,
-        only_for={"data.buckets": (True,)},
+    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = setting(
+        2.0, "longest bucket side over the shortest", only_for={"data.buckets": (True,)}
     )
     repeats: Repeats = setting(
         1, "number of times each image is used per epoch; `10_name` folders set their own"
@@ -186,11 +180,9 @@ class DataSettings(Section, Generic[A_co]):
     caption_dropout_every_epochs: EpochCount = setting(
         0, "leave out all captions in every n-th epoch; 0: never"
     )
-    caption_variants: int = setting(
+    caption_variants: Annotated[int, Field(ge=1, le=64)] = setting(
         4,
         "texts encoded per caption where shuffling, dropout or wildcards change it at random",
-        ge=1,
-        le=64,
         idle_with={**TAGS_IN_ORDER, "data.wildcards": (False,)},
     )
     caption_tokens: AutoCaptionTokens = setting(
@@ -200,11 +192,8 @@ class DataSettings(Section, Generic[A_co]):
     emphasis: bool = setting(
         False, "read (word:1.2), (word), [word] as prompt weights; CLIP text encoders only"
     )
-    validation_fraction: float = setting(
-        0.1,
-        "fraction of images held out for the validation loss, rounded down; 0: none",
-        ge=0.0,
-        le=0.5,
+    validation_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = setting(
+        0.1, "fraction of images held out for the validation loss, rounded down; 0: none"
     )
     alpha_background: str = setting(
         "white", "background colour of transparent images: a CSS name or #rrggbb"
@@ -224,14 +213,18 @@ class DataSettings(Section, Generic[A_co]):
     max_bad_fraction: Share = setting(
         0.1, "fraction of unusable images above which the run refuses to start"
     )
-    max_megapixels: float = setting(
-        100.0, "larger images are refused before they are decoded", unit="MP", gt=0, le=1000
+    max_megapixels: Annotated[float, Field(gt=0, le=1000)] = setting(
+        100.0, "larger images are refused before they are decoded", unit="MP"
     )
     cache_dir: str = setting(
         "auto", "cache of latents and text embeddings; auto: the user's cache folder", path=True
     )
-    cache_max_gib: float = setting(20.0, "size cap of the cache", unit="GiB", gt=0, le=100_000)
-    prefetch_steps: int = setting(4, "optimizer steps prepared ahead of the device", ge=1, le=64)
+    cache_max_gib: Annotated[float, Field(gt=0, le=100_000)] = setting(
+        20.0, "size cap of the cache", unit="GiB"
+    )
+    prefetch_steps: Annotated[int, Field(ge=1, le=64)] = setting(
+        4, "optimizer steps prepared ahead of the device"
+    )
 
     def of_folder(self, name: str) -> Self:
         """Return the settings of the images in a subfolder; `.`: images directly in the dataset folder."""

@@ -37,6 +37,7 @@ from lora_trainer.config.inputs import NO_REGULARISATION
 
 Scale = Annotated[float, Field(gt=0, le=4096)]
 Rank = Annotated[int, Field(ge=1, le=1024)]
+Timestep = Annotated[int, Field(ge=0, le=999)]
 LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 BelowAll = Annotated[float, Field(ge=0.0, le=0.9)]
 """A share of channels, ranks, layers or steps that leaves some over."""
@@ -110,22 +111,18 @@ class AdapterSettings(Section):
         "fraction of layers whose adapter is switched off, drawn for each sample",
         not_for={**NOT_OFT, "adapter.dora": (True,)},
     )
-    lokr_factor: int = enforced_setting(
+    lokr_factor: Annotated[int, Field(ge=-1, le=1024)] = enforced_setting(
         -1,
         "size of LoKr's left factor; -1: the most even split",
-        ge=-1,
-        le=1024,
         only_for={"adapter.kind": ("lokr",)},
     )
     text_encoder: bool = setting(
         False, "train the text encoders too; their outputs cannot be cached then"
     )
-    new_tokens: int = setting(
+    new_tokens: Annotated[int, Field(ge=0, le=32)] = setting(
         0,
         "pivotal tuning: number of new token vectors per text encoder for data.trigger; 0: none",
         unit="tokens",
-        ge=0,
-        le=32,
     )
     new_tokens_from: Word | None = enforced_setting(
         None,
@@ -145,18 +142,14 @@ class TrainSettings(Section, Generic[A_co]):
     steps: Count | A_co = setting(
         "auto", "optimizer steps; auto: train.views times the images, over the batch", headline=True
     )
-    views: int = setting(
+    views: Annotated[int, Field(ge=1, le=100_000)] = setting(
         120,
         "times each image is trained on if train.steps is auto; fewer than 20 images count as 20",
-        ge=1,
-        le=100_000,
     )
-    batch_size: int = setting(
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = setting(
         1,
         "images per optimizer step over all devices and micro-batches",
         unit="images",
-        ge=1,
-        le=4096,
         headline=True,
     )
     seed: Seed = setting(42, "seed of all random draws")
@@ -168,12 +161,12 @@ class TrainSettings(Section, Generic[A_co]):
         "dtype of base weights and activations (the adapter keeps fp32 masters)",
         headline=True,
     )
-    max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0.0, le=1e6)
-    ema_decay: float | None = enforced_setting(
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e6)] = setting(
+        1.0, "clip gradients to this norm; 0: never"
+    )
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = enforced_setting(
         None,
         "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",
-        gt=0.0,
-        lt=1.0,
         not_for=NOT_SCHEDULE_FREE,
     )
     text_encoder_until: Portion = enforced_setting(
@@ -189,11 +182,9 @@ class TrainSettings(Section, Generic[A_co]):
     validate_every_steps: Interval | A_co = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
     )
-    stop_after_validations: int | None = enforced_setting(
+    stop_after_validations: Annotated[int, Field(ge=1, le=1000)] | None = enforced_setting(
         None,
         "stop after this many validations in a row without a lower loss; none: train all steps",
-        ge=1,
-        le=1000,
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
     )
     deterministic: bool = setting(
@@ -214,11 +205,9 @@ class ObjectiveSettings(Section, Generic[A_co]):
         only_for=NOISE_OR_V,
         not_for={"objective.weighting": ("debiased", "p2")},
     )
-    p2_gamma: float = setting(
+    p2_gamma: Annotated[float, Field(gt=0, le=10)] = setting(
         1.0,
         "gamma of p2, (1 + SNR)^-gamma (Choi et al. 2022, arXiv 2204.00227)",
-        gt=0,
-        le=10,
         only_for={"objective.weighting": ("p2",)},
     )
     loss: LossName = setting(
@@ -236,8 +225,8 @@ class ObjectiveSettings(Section, Generic[A_co]):
         only_for={"objective.loss": WITH_DELTA},
     )
     noise_offset: Share = setting(0.0, "strength of per-channel constant noise (0.03-0.1 is usual)")
-    multires_noise_iterations: int = setting(
-        0, "coarser noise octaves added to the noise; 0: none", ge=0, le=16
+    multires_noise_iterations: Annotated[int, Field(ge=0, le=16)] = setting(
+        0, "coarser noise octaves added to the noise; 0: none"
     )
     multires_noise_discount: Share = setting(
         0.3,
@@ -252,11 +241,8 @@ class ObjectiveSettings(Section, Generic[A_co]):
     prior_weight: Factor = setting(
         1.0, "factor on the loss of regularisation images", idle_with=NO_REGULARISATION
     )
-    preservation_weight: float = setting(
-        0.0,
-        "loss weight that keeps the base's prediction for data.class_word; 1 is usual, 0: off",
-        ge=0.0,
-        le=100.0,
+    preservation_weight: Annotated[float, Field(ge=0.0, le=100.0)] = setting(
+        0.0, "loss weight that keeps the base's prediction for data.class_word; 1 is usual, 0: off"
     )
     input_perturbation: Share = setting(
         0.0,
@@ -266,53 +252,41 @@ class ObjectiveSettings(Section, Generic[A_co]):
         "uniform",
         "density of the timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
     )
-    logit_mean: float = setting(
+    logit_mean: Annotated[float, Field(ge=-10.0, le=10.0)] = setting(
         0.0,
         "mean of logit_normal; above 0: noisier",
-        ge=-10.0,
-        le=10.0,
         only_for={"objective.timestep_sampling": ("logit_normal",)},
     )
-    logit_std: float = setting(
+    logit_std: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
         1.0,
         "deviation of logit_normal",
-        gt=0.0,
-        le=10.0,
         only_for={"objective.timestep_sampling": ("logit_normal",)},
     )
-    mode_scale: float = setting(
+    mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = setting(
         1.29,
         "weight of the middle timesteps for mode; below 0: of the first and last",
-        ge=-1.0,
-        le=1.75,
         only_for={"objective.timestep_sampling": ("mode",)},
     )
-    timestep_strata: int = setting(
+    timestep_strata: Annotated[int, Field(ge=1, le=256)] = setting(
         1,
         "of this many samples in a row, one timestep from each of as many equal ranges; 1: independent",
         unit="samples",
-        ge=1,
-        le=256,
     )
     flow_shift: Factor | Literal["resolution"] = setting(
         1.0,
         "shift s: flow timestep t becomes s t / (1 + (s - 1) t); resolution: s of the base's sampler",
         only_for=FLOW,
     )
-    guidance_scale: float = setting(
-        1.0,
-        "guidance scale during training, for bases with a guidance embedding",
-        ge=0.0,
-        le=50.0,
-        only_for=FLOW,
+    guidance_scale: Annotated[float, Field(ge=0.0, le=50.0)] = setting(
+        1.0, "guidance scale during training, for bases with a guidance embedding", only_for=FLOW
     )
     zero_terminal_snr: A_co | bool = setting(
         "auto",
         "make the last timestep pure noise (Lin et al. 2023, arXiv 2305.08891); auto: like the base",
         only_for=NOISE_OR_V,
     )
-    min_timestep: int = setting(0, "smallest timestep trained", ge=0, le=999)
-    max_timestep: int = setting(999, "largest timestep trained", ge=0, le=999)
+    min_timestep: Timestep = setting(0, "smallest timestep trained")
+    max_timestep: Timestep = setting(999, "largest timestep trained")
 
     @property
     def chosen_weighting(self) -> Weighting:
@@ -349,11 +323,9 @@ class OptimizerSettings(Section):
         {},
         "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
     )
-    lora_plus_ratio: float = enforced_setting(
+    lora_plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = enforced_setting(
         1.0,
         "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
-        ge=1.0,
-        le=1000.0,
         only_for=LORA,
         not_for={OF: ("prodigy",)},
     )
@@ -371,18 +343,14 @@ class OptimizerSettings(Section):
         "factor on prodigy's estimated learning rate; 0.5 and 2 are usual",
         only_for={OF: ("prodigy",)},
     )
-    prodigy_growth_rate: float | None = setting(
+    prodigy_growth_rate: Annotated[float, Field(gt=1.0, le=1000.0)] | None = setting(
         None,
         "largest growth of prodigy's rate per step, such as 1.02; none: no limit",
-        gt=1.0,
-        le=1000.0,
         only_for={OF: ("prodigy",)},
     )
-    max_weight_norm: float | None = enforced_setting(
+    max_weight_norm: Annotated[float, Field(gt=0.0, le=1000.0)] | None = enforced_setting(
         None,
         "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
-        gt=0.0,
-        le=1000.0,
         not_for={
             **NOT_OFT,
             **NOT_SCHEDULE_FREE,

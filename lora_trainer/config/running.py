@@ -6,7 +6,7 @@ rules among settings (constraints.py).
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal
+from typing import Annotated, Any, Generic, Literal
 
 from pydantic import Field
 
@@ -79,23 +79,19 @@ class HardwareSettings(Section, Generic[A_co]):
         "auto", "where to train: cuda is NVIDIA and AMD (ROCm), mps Apple, xpu Intel"
     )
     threads: Count | A_co = setting("auto", "CPU threads; part of what makes a resume bit-exact")
-    vram_limit_gib: float | None = setting(
+    vram_limit_gib: Annotated[float, Field(gt=0, le=1024)] | None = setting(
         None,
         "use at most this much GPU memory: limits the plan and PyTorch's allocator",
         unit="GiB",
-        gt=0,
-        le=1024,
         only_for=CARD,
     )
     compile: Literal["none", "blocks"] = setting(
         "none", "blocks: fuse the kernels of the base's blocks (torch.compile)"
     )
-    process_timeout_s: float = setting(
+    process_timeout_s: Annotated[float, Field(ge=5, le=86_400)] = setting(
         120.0,
         "with several processes: longest silence of one process before all are stopped",
         unit="s",
-        ge=5,
-        le=86_400,
     )
 
 
@@ -123,8 +119,8 @@ class OutputSettings(Section, Generic[A_co]):
     save_every_steps: Interval | A_co = setting(
         "auto", "steps between rolling exports and states; 0: only at the end", headline=True
     )
-    save_every_epochs: int | None = setting(
-        None, "epochs between rolling exports and states", ge=1, le=100_000
+    save_every_epochs: Annotated[int, Field(ge=1, le=100_000)] | None = setting(
+        None, "epochs between rolling exports and states"
     )
     keep_best: bool = enforced_setting(
         False,
@@ -134,25 +130,29 @@ class OutputSettings(Section, Generic[A_co]):
     measure: bool = setting(
         True, "measure the finished adapter's weights, ranks and gain for report.html"
     )
-    keep_last: int = setting(3, "number of rolling exports to keep", ge=1, le=10_000)
-    keep_states: int = setting(2, "number of resume states to keep", ge=2, le=10_000)
+    keep_last: Annotated[int, Field(ge=1, le=10_000)] = setting(
+        3, "number of rolling exports to keep"
+    )
+    keep_states: Annotated[int, Field(ge=2, le=10_000)] = setting(
+        2, "number of resume states to keep"
+    )
 
 
 class SamplingSettings(Section, Generic[A_co]):
     prompts: tuple[str, ...] = setting(
         (), "prompts of the sample images; none: taken from the captions"
     )
-    prompts_from_captions: int = setting(
+    prompts_from_captions: Annotated[int, Field(ge=1, le=64)] = setting(
         4,
         "number of captions used as prompts where sampling.prompts is empty, held-out images first",
         unit="images",
-        ge=1,
-        le=64,
     )
     negative_prompt: str = setting("", "negative prompt of the sample images")
     every_steps: Interval | A_co = setting("auto", "steps between sample images; 0: never")
-    steps: int = setting(25, "denoising steps per sample", ge=1, le=1000)
-    guidance_scale: float = setting(5.0, "classifier-free guidance; 1: none", ge=1.0, le=50.0)
+    steps: Annotated[int, Field(ge=1, le=1000)] = setting(25, "denoising steps per sample")
+    guidance_scale: Annotated[float, Field(ge=1.0, le=50.0)] = setting(
+        5.0, "classifier-free guidance; 1: none"
+    )
     seed: Seed = setting(1234, "seed of the first prompt's image; the next prompt adds 1")
 
 
