@@ -49,11 +49,15 @@ def test_a_flat_config_builds_the_same_config_which_cannot_change() -> None:
         config.train.batch_size = 9  # type: ignore[misc]  # it is frozen
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_a_mistake_is_named_and_all_of_a_kind_at_once() -> None:
+    for values, message in (
         ({"train.step": 3}, "unknown setting 'train.step'. Did you mean 'train.steps'?"),
-        ({"train.steps": 0}, "train.steps=0"),
+        ({"train.stepz": 1, "adapter.rnak": 1}, "'adapter.rnak'"),
+        ({"train.steps": 0, "adapter.rank": 0}, "adapter.rank=0"),
+        (
+            {"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2},
+            "adapter.dora",
+        ),
         ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate=nan"),
         ({"train.precision": "fp8"}, "train.precision='fp8'"),
         ({"adapter.rank_pattern": {"(": 4}}, "rank_pattern='(': '(' is no regular expression"),
@@ -64,22 +68,11 @@ def test_a_flat_config_builds_the_same_config_which_cannot_change() -> None:
         ({"data.folders": {"a": {"repets": 3}}}, "Did you mean 'data.folders.a.repeats'?"),
         ({"data.folders.a": {"repeats": 3}}, "unknown setting 'data.folders.a'"),
         ({"data.folders": 3, "data.folders.a.repeats": 3}, "data.folders=3"),
-    ],
-)
-def test_a_mistake_is_named(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        build_config(values)
-    assert message in caught.value.found
-
-
-def test_all_mistakes_of_a_kind_are_named_at_once() -> None:
-    for values in (
-        {"train.stepz": 1, "adapter.rnak": 1},
-        {"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2},
     ):
         with pytest.raises(RequestError) as caught:
             build_config(values)
-        assert all(key in caught.value.found for key in values)
+        assert message in caught.value.found
+        assert all(key.split(".")[1] in caught.value.found for key in values), values
 
 
 BROKEN: list[dict[str, Any]] = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config import constraints
 from lora_trainer.config.config import SettingInfo, all_settings, build_config
 from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
@@ -72,16 +72,11 @@ def other_value(info: SettingInfo) -> Any:
     raise AssertionError(f"no other value for {info.key}: add it to OTHER")
 
 
-@cache
-def side_px(base: str) -> int:
-    return side_of(facts_of(base))
-
-
 def asked(place: Toy, beside: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a small run in which these stand."""
     base = BASES[str(beside.get("base.prediction", "epsilon"))]
     more = {key: value for key, value in beside.items() if key != "base.prediction"}
-    named = {"base.model": str(base_of(base)), "data.resolution": side_px(base)}
+    named = {"base.model": str(base_of(base)), "data.resolution": side_of(facts_of(base))}
     if beside.get("base.model") == "embedded":
         named = {}
     return {**named, "data.cache_dir": str(place.cache), **more}
@@ -139,48 +134,30 @@ def test_the_training_is_the_same(place: Toy, tmp_path: Path) -> None:
     values = {info.key: other_value(info) for info in CONDITIONAL if info.unused(in_force)}
     _, others = beside_others(place, settings, values)
     assert len(others) >= 5, "too little is tried"
-    first = trained(place, settings, tmp_path / "first")
-    assert trained(place, {**settings, **others}, tmp_path / "second") == first
+    ends = []
+    for name, chosen in (("first", settings), ("second", settings | others)):
+        every = {**chosen, "train.steps": 3, "train.batch_size": 2, "hardware.threads": 1}
+        every |= {"sampling.every_steps": 0, "output.save_every_steps": 0}
+        every["train.validate_every_steps"] = 2
+        sets = [f"--set={key}={constraints.typed(value)}" for key, value in every.items()]
+        assert run_cli([str(place.dataset), f"--output={tmp_path / name}", *sets]) == 0
+        tensors = load_file(tmp_path / name / "toy" / "toy.safetensors")
+        learned = {layer: tensor.tobytes() for layer, tensor in tensors.items()}
+        ends.append((measured(tmp_path / name / "toy"), learned))
+    assert ends[0] == ends[1]
 
 
-def trained(place: Toy, settings: Mapping[str, Any], runs: Path) -> tuple[Any, ...]:
-    """Return what was measured and learned in three steps."""
-    chosen = {
-        **settings,
-        "train.steps": 3,
-        "train.batch_size": 2,
-        "hardware.threads": 1,
-        "sampling.every_steps": 0,
-        "output.save_every_steps": 0,
-        "train.validate_every_steps": 2,
-    }
-    sets = [
-        f"--set={key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in chosen.items()
-    ]
-    assert run_cli([str(place.dataset), f"--output={runs}", *sets]) == 0
-    tensors = load_file(runs / "toy" / "toy.safetensors")
-    learned = {name: tensor.tobytes() for name, tensor in tensors.items()}
-    return measured(runs / "toy"), learned
-
-
-def test_what_matters_with_any_of_several_settings_says_so() -> None:
-    info = SETTINGS["data.caption_variants"]
-    idle = {key: values[0] for key, values in info.idle_with.items()}
-    told = info.unused(idle)
+def test_what_matters_with_any_of_several_settings_or_is_not_known_yet_says_so() -> None:
+    unused = SETTINGS["data.caption_variants"].unused
+    idle = {key: values[0] for key, values in SETTINGS["data.caption_variants"].idle_with.items()}
+    told = unused(idle)
     assert told.startswith("without effect while ") and told.count(" and ") == len(idle) - 1
     for key, other in (("data.tag_dropout", 0.1), ("data.folders", {"a": {"shuffle_tags": True}})):
-        assert not info.unused({**idle, key: other})
-    assert not info.unused({key: value for key, value in idle.items() if key != "data.wildcards"})
-
-
-def test_what_is_not_known_yet_may_matter() -> None:
-    info = SETTINGS["objective.flow_shift"]
-    assert not info.unused({"base.prediction": "auto"})
-    assert not info.unused({})
-    assert info.unused({"base.prediction": "epsilon"}) == (
-        "needs base.prediction=flow, but it is epsilon"
-    )
-    assert SETTINGS["output.hub_private"].unused({"output.hub_repo": None}) == (
-        "without effect while output.hub_repo is null"
-    )
+        assert not unused({**idle, key: other})
+    assert not unused({key: value for key, value in idle.items() if key != "data.wildcards"})
+    unused = SETTINGS["objective.flow_shift"].unused
+    assert not unused({"base.prediction": "auto"}) and not unused({})
+    needs = "needs base.prediction=flow, but it is epsilon"
+    assert unused({"base.prediction": "epsilon"}) == needs
+    told = SETTINGS["output.hub_private"].unused({"output.hub_repo": None})
+    assert told == "without effect while output.hub_repo is null"
