@@ -15,8 +15,6 @@ from lora_trainer.importing import training_options as training
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced, Trainer, flattened
 
 NAME = "diffusion-pipe"
-_PATHS = ("model.checkpoint_path", "model.transformer_path", "model.diffusion_model",
-          "model.diffusers_path")  # fmt: skip
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -40,7 +38,7 @@ def read(foreign: Foreign) -> None:
         raise RequestError(
             "there is no [adapter]: whole models are not trained here", fix="add [adapter]"
         )
-    keys = [key for key in _PATHS if foreign.on(key) is not None]
+    keys = [key for key in foreign.table["paths"]["keys"] if foreign.on(key) is not None]
     if keys:
         foreign.carry("base.model", keys[0])
     if len(keys) > 1 and keys[-1] == "model.diffusers_path":

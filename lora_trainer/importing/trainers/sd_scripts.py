@@ -30,10 +30,7 @@ from lora_trainer.importing.foreign import (
 
 NAME = "sd-scripts"
 DEFAULT_STEPS = 1600
-_FLOW_KEYS = ("ae", "clip_g", "t5xxl", "clip_l", "model_prediction_type", "timestep_sampling",
-              "discrete_flow_shift", "training_shift", "guidance_scale", "sigmoid_scale")  # fmt: skip
 _TELLING = {"network_module", "pretrained_model_name_or_path", "train_data_dir", "dataset_config"}
-_OTHER_MODULES = ("lumina", "hunyuan", "anima", "lllite", "leco")
 _AS_TEXT_OFF = ("", "0", "0.0", "false", "none")
 
 
@@ -56,12 +53,12 @@ def without_sections(data: Mapping[str, Any]) -> dict[str, Any]:
 def read_training(foreign: Foreign) -> None:
     """Read the options of a training, and the dataset file that they name."""
     module = str(foreign.values.get("network_module", ""))
-    if any(word in module for word in _OTHER_MODULES):
+    if any(word in module for word in foreign.table["base"]["other_modules"]):
         raise RequestError(
             f"network_module={module} trains a model that is not trained here",
             fix="see docs/models.md for those that are",
         )
-    is_flow = any(foreign.on(name) is not None for name in _FLOW_KEYS)
+    is_flow = any(foreign.on(key) is not None for key in foreign.table["base"]["flow_keys"])
     is_flow |= module.rpartition("_")[2] in ("flux", "sd3")
     foreign.is_flow, foreign.trains_text = is_flow, not is_flow
     if "model_type" in foreign.values:
@@ -279,10 +276,6 @@ def _flux(foreign: Foreign) -> None:
 
 SUBSET_FIELDS: Mapping[str, str] = table_of("sd_scripts_dataset")["fields"]
 """Their key -> ours in `data` and in `data.folders.NAME`."""
-_CLASS_TOKENS = (
-    "is used there for images without a caption file; name the folder N_WORDS for that, or give data.trigger, "
-    "which also goes into captions that lack it"
-)
 
 
 def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -468,7 +461,8 @@ def _subset(
     folder.regularisation = bool(folder.get("is_reg"))
     folders.add_extension(foreign, *folder.sourced("caption_extension"))
     if folder.get("class_tokens"):
-        foreign.lacks(folder.name("class_tokens"), folder["class_tokens"], _CLASS_TOKENS)
+        why = foreign.table["class_tokens"]["why"]
+        foreign.lacks(folder.name("class_tokens"), folder["class_tokens"], why)
     return folder
 
 
