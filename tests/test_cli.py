@@ -11,7 +11,7 @@ import pytest
 
 from lora_trainer.common.files import CappedFolder
 from tests.fakes.lora_library import lora
-from tests.fakes.runs import Toy, python, run_cli, start, toy
+from tests.fakes.runs import ROOT, Toy, python, run_cli, start, toy
 
 PLANNED = "--base --config --preset --priority --set"
 WRITTEN = "--force --json --output"
@@ -137,6 +137,7 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
         ["plan", dataset, "--vram", "12", *cache],
         ["check", dataset, *cache],
         ["inspect", str(lora(tmp_path / "lora.safetensors"))],
+        ["import", str(ROOT / "tests/importing/corpus/sd-scripts/few/usual.toml")],
         *([tool, "--help"] for tool in sorted(TOOLS)),
         [dataset, "--dry-run", *cache],
     ]
