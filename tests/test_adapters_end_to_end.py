@@ -200,15 +200,6 @@ def test_a_run_goes_on_from_a_finished_file(case: str, place: Place) -> None:
     assert apart(shown(place.runs / name, 0), shown(place.runs / case, 5)) <= 1
 
 
-def test_a_file_of_another_rank_or_kind_is_refused(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start = {"train__init_from": str(place.file("plain"))}
-    assert run_cli(place.command("plain", "wide", **start, adapter__rank=8)) == 2
-    assert run_cli(place.command("loha", "other", **start)) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_an_assistant_is_trained_with_and_never_drawn_or_exported(
     place: Place, tmp_path: Path
 ) -> None:

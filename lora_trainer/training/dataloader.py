@@ -117,10 +117,6 @@ class TrainingDataLoader:
         """How many samples an epoch has."""
         return len(self.sources) - len(self.regularisation) + self.regularisation_per_epoch
 
-    def source(self, sample: str) -> SampleSource:
-        """Return where the tensors are of the sample that stands under a name in an epoch."""
-        return self.sources[sample_id(sample)]
-
     def epochs_after(self, steps: int) -> float:
         """Return how many epochs are over after so many steps."""
         return steps * self.batch_size / self.epoch_length
@@ -133,7 +129,7 @@ class TrainingDataLoader:
         """
         samples: list[Sample] = []
         for epoch, name in self.share(step):
-            sample, source = self.prepare_sample(epoch, name), self.source(name)
+            sample, source = self.prepare_sample(epoch, name), self.sources[sample_id(name)]
             samples.append(sample)
             variant = self._variant(source, epoch, name) if source.of_class else None
             class_text = None if variant is None else source.of_class[variant]
@@ -167,7 +163,7 @@ class TrainingDataLoader:
 
     def drawn(self, epoch: int, sample: str) -> SampleSource:
         """Return the sample at the resolution it is trained at in an epoch."""
-        first = self.source(sample)
+        first = self.sources[sample_id(sample)]
         if not first.others:
             return first
         all_of_it = (first, *first.others)

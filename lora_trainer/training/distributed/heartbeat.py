@@ -90,7 +90,7 @@ class PeerMonitor:
         me = psutil.Process()
         about = {"host": socket.gethostname(), "pid": me.pid, "started_s": me.create_time()}
         self.store.set(f"about/{self.dist_env.rank}", json.dumps(about))
-        self._beat(0)
+        self.store.set(f"beat/{self.dist_env.rank}", "0")
         self._thread = threading.Thread(target=self._work, name="lora-train-monitor", daemon=True)
         self._thread.start()
 
@@ -200,7 +200,7 @@ class PeerMonitor:
         while not self._done.wait(INTERVAL_S):
             number += 1
             try:
-                self._beat(number)
+                self.store.set(f"beat/{self.dist_env.rank}", str(number))
                 self._relay()
                 reason = self._failure()
                 if not reason and (own_failure := self._overdue()):
@@ -210,9 +210,6 @@ class PeerMonitor:
                 reason = STORE_GONE
             if reason:
                 self._end(reason)
-
-    def _beat(self, number: int) -> None:
-        self.store.set(f"beat/{self.dist_env.rank}", str(number))
 
     def _relay(self) -> None:
         """Emit what followers have sent since the last time, where events are recorded."""
