@@ -476,7 +476,7 @@ def test_a_taken_name_gets_a_number_with_its_caption_and_a_shared_caption_is_cop
     assert tree(root) == before
 
 
-def test_a_model_writes_captions_of_what_is_asked_for(
+def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     desk: DatasetDesk,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -502,25 +502,6 @@ def test_a_model_writes_captions_of_what_is_asked_for(
     with pytest.raises(RequestError, match="already"):
         ask(desk, "caption", folder, **asked)
     assert len(lines) == 1
-
-
-def captioning(desk: DatasetDesk, folder: Path, rows: list[Any], code: int | None = None) -> Any:
-    """Leave what a captioning writes in the folder of a job; return what is said of it."""
-    job = desk.work.own / "jobs" / ("a" * 12)
-    job.mkdir(parents=True, exist_ok=True)
-    about = {"kind": "caption", "about": {"folder": str(folder)}, "at_s": time.time()}
-    (job / "job.json").write_text(json.dumps(about))
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (job / "log.txt").write_text("\n".join(lines))
-    if code is not None:
-        (job / "result.json").write_text(json.dumps({"exit_code": code}))
-    return ask(desk, "caption_state", folder)
-
-
-def test_how_far_a_captioning_is(
-    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ask(desk, "caption_state", folder)["state"] == "none"
     ninth = {"event": "caption", "index": 9, "count": 9}
     ended = {"event": "captioned", "written": 8, "failed": 1, "had_one": 0}
     problem = {"event": "problem", "file": "a.png", "what": "is damaged", "fix": "remove it"}
@@ -544,3 +525,16 @@ def test_how_far_a_captioning_is(
     monkeypatch.setattr("lora_trainer.gui.launch.ask", lambda words: refused)
     with pytest.raises(InputError, match="nothing to take back"):
         ask(desk, "caption_undo", folder)
+
+
+def captioning(desk: DatasetDesk, folder: Path, rows: list[Any], code: int | None = None) -> Any:
+    """Leave what a captioning writes in the folder of a job; return what is said of it."""
+    job = desk.work.own / "jobs" / ("a" * 12)
+    job.mkdir(parents=True, exist_ok=True)
+    about = {"kind": "caption", "about": {"folder": str(folder)}, "at_s": time.time()}
+    (job / "job.json").write_text(json.dumps(about))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (job / "log.txt").write_text("\n".join(lines))
+    if code is not None:
+        (job / "result.json").write_text(json.dumps({"exit_code": code}))
+    return ask(desk, "caption_state", folder)

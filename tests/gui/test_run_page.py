@@ -408,8 +408,13 @@ def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(
         assert all(600 <= count.result() <= 639 for count in counts)
     first = steps()[0]
     assert len(steps()) == 639 and steps()[0] is first, "it was not parsed again"
-    for number in range(9):
-        followed.read(fake_run(tmp_path / str(number), steps=2).write())
+    others = [fake_run(tmp_path / str(number), steps=2).write() for number in range(8)]
+    for half in (others[:4], others[4:]):
+        for other in half:
+            followed.read(other)
+        assert steps()[0] is first, "it was looked at meanwhile"
+    for other in others:
+        followed.read(other)
     assert steps()[0] is not first
 
 

@@ -190,7 +190,7 @@ def test_a_preset_is_kept_loaded_without_the_name_of_the_run_and_read_by_the_com
     assert '"adapter.rank": 9' in file.read_text()
 
 
-def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan(
+def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_reason_for_none(
     work: Workplace, draft: drafts.Draft, tmp_path: Path
 ) -> None:
     place = toy(tmp_path)
@@ -218,11 +218,9 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan(
     assert 0 < memory["limit"] < 1
     damaged = caller(work, draft, {"priority": "balanced", "settings": []})("plan")
     assert damaged["fields"]["adapter.rank"]["preset_from"] == "default"
-
-
-def test_without_a_plan_the_defaults_stand_and_the_reason_is_said(
-    call: Call, work: Workplace
-) -> None:
+    # Without a plan the defaults stand, and the reason is said.
+    call = caller(work, draft)
+    call("replace", text=" ")
     call("change", key="adapter.kind", text="oft")
     call("change", key="adapter.rank", text="8")
     found = call("plan")

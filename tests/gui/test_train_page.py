@@ -89,21 +89,6 @@ def test_typed_length_and_samples_are_settings_of_the_draft_until_they_are_clear
     assert drafts.read(work, draft.id).settings == {}
 
 
-def test_a_training_taken_off_the_queue_is_a_draft_again(work: Workplace, tmp_path: Path) -> None:
-    item = commands.add(work.runs, ["images"], label="x")
-    started = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
-    drafts.save(work, started)
-    follow = handlers.following(work)
-    follow(started.id)
-    assert drafts.read(work, started.id) == started
-    commands.remove(work.runs, started.started_as)
-    said = follow(started.id)
-    assert "taken off the queue" in said[1]
-    assert said[3].active is False, "a draft that is not started asks nothing"
-    assert drafts.read(work, started.id) == replace(started, started_as="", step=2)
-    assert drafts.current(work).id == started.id
-
-
 def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     memory = {"items": [{"name": "base", "bytes": 2**30, "note": "<n>"}], "peak_bytes": 2**31}
     plan = {
@@ -168,7 +153,9 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
     assert len(asked) == 69
 
 
-def test_a_started_or_damaged_draft_makes_place_for_a_new_one(work: Workplace) -> None:
+def test_a_started_or_damaged_draft_makes_place_and_one_taken_off_the_queue_is_a_draft_again(
+    work: Workplace, tmp_path: Path
+) -> None:
     draft = drafts.current(work)
     drafts.save(work, replace(draft, started_as="000001"))
     assert drafts.current(work).id != draft.id
@@ -185,6 +172,18 @@ def test_a_started_or_damaged_draft_makes_place_for_a_new_one(work: Workplace) -
             drafts.read(work, name)
     with pytest.raises(RequestError, match=r"adapter\.rank"):
         draft.with_setting("adapter.rank", "many")
+    item = commands.add(work.runs, ["images"], label="x")
+    started = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
+    drafts.save(work, started)
+    follow = handlers.following(work)
+    follow(started.id)
+    assert drafts.read(work, started.id) == started
+    commands.remove(work.runs, started.started_as)
+    said = follow(started.id)
+    assert "taken off the queue" in said[1]
+    assert said[3].active is False, "a draft that is not started asks nothing"
+    assert drafts.read(work, started.id) == replace(started, started_as="", step=2)
+    assert drafts.current(work).id == started.id
 
 
 @pytest.fixture

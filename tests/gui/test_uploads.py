@@ -68,6 +68,12 @@ def test_names_are_made_safe_and_their_own_in_a_new_folder(work: Workplace) -> N
     assert "virus.exe: is neither a picture nor a caption" in said
     uploaded(work, "my ../ cats", sent)
     assert sorted(path.name for path in (work.own / "uploads").glob("c*")) == ["cats", "cats-2"]
+    # The example is a copy that may be changed.
+    folder = uploads.example(work)
+    assert len([path for path in folder.iterdir() if path.suffix != ".txt"]) == 16
+    (folder / "zibbo_01.txt").write_text("mine")
+    assert uploads.example(work) == folder
+    assert (folder / "zibbo_01.txt").read_text() == "mine"
 
 
 @given(name=st.text(max_size=200, alphabet=st.characters(exclude_categories=["Cs"])))
@@ -99,14 +105,6 @@ def test_files_that_did_not_arrive_make_no_folder(work: Workplace) -> None:
     (work.own / "incoming" / "new").mkdir()
     uploads.forget_old(work.own / "incoming", kept_s=500)
     assert [path.name for path in (work.own / "incoming").iterdir()] == ["new"]
-
-
-def test_the_example_is_a_copy_that_may_be_changed(work: Workplace) -> None:
-    folder = uploads.example(work)
-    assert len([path for path in folder.iterdir() if path.suffix != ".txt"]) == 16
-    (folder / "zibbo_01.txt").write_text("mine")
-    assert uploads.example(work) == folder
-    assert (folder / "zibbo_01.txt").read_text() == "mine"
 
 
 def packed(*entries: tuple[str | zipfile.ZipInfo, bytes]) -> bytes:

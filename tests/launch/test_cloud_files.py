@@ -36,9 +36,7 @@ def test_every_file_is_looked_at_and_documented() -> None:
     assert [name for name in sorted(looked_at) if f"`{name}`" not in page] == []
 
 
-def test_compose_follows_its_specification_and_serves_the_gui_to_nobody_special_with_a_password() -> (
-    None
-):
+def test_compose_follows_its_specification_and_serves_the_gui_with_a_password() -> None:
     gui = read("compose.yaml")["services"]["gui"]
     assert gui["user"] == "1000:1000"
     assert ":?" in gui["environment"]["LORA_TRAIN_GUI_PASSWORD"], "unset, compose refuses to start"
@@ -57,9 +55,7 @@ def test_compose_follows_its_specification_and_serves_the_gui_to_nobody_special_
     subprocess.run([sys.executable, *words], check=True)
 
 
-def test_kubernetes_knows_every_field_and_replaces_a_pod_unless_another_try_would_end_the_same_way() -> (
-    None
-):
+def test_kubernetes_knows_every_field_and_replaces_a_pod_where_that_may_help() -> None:
     spec = read("kubernetes.yaml")["spec"]
     failing, ignored = spec["podFailurePolicy"]["rules"]
     script = (ROOT / "launch" / "spot.sh").read_text(encoding="utf-8")

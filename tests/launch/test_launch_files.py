@@ -107,13 +107,21 @@ def spot(machine: Machine, launched: str, **environment: str) -> int:
     return machine.run("spot.sh", "two.yaml", "cats", "cat", "--steps", "9", **environment)
 
 
-def test_spot_goes_on_until_the_run_is_finished(machine: Machine) -> None:
+def test_spot_refuses_before_anything_is_launched_and_goes_on_until_the_run_is_finished(
+    machine: Machine,
+) -> None:
     killed = 'mkdir $run/states/step-$n; [ "$n" = 5 ] && end 0 0; kill -KILL $$'
     assert spot(machine, killed) == 0
     first, *others = machine.calls("accelerate")
     assert first.startswith("launch --config_file two.yaml -m lora_trainer cats --name cat")
     assert first.endswith("--output runs --steps 9"), "--resume without a run is refused"
     assert [call == f"{first} --resume" for call in others] == [True] * 4
+    (machine.folder / "accelerate.calls").unlink()
+    (machine.folder / "python.calls").unlink()
+    machine.program("python", "exit 3")
+    assert spot(machine, "end 0 0") == 3
+    dry = "-m lora_trainer cats --name cat --output runs --steps 9 --dry-run"
+    assert (machine.calls("python"), machine.calls("accelerate")) == ([dry], [])
 
 
 @pytest.mark.parametrize(
@@ -135,13 +143,6 @@ def test_spot_launches_again_after_what_may_pass(
     os.utime(status, (1, 1))  # that of an earlier launch is not taken for a new one
     assert spot(machine, launched, **environment) == code
     assert len(machine.calls("accelerate")) == launches
-
-
-def test_spot_refuses_before_anything_is_launched(machine: Machine) -> None:
-    machine.program("python", "exit 3")
-    assert spot(machine, "end 0 0") == 3
-    dry = "-m lora_trainer cats --name cat --output runs --steps 9 --dry-run"
-    assert (machine.calls("python"), machine.calls("accelerate")) == ([dry], [])
 
 
 def test_spot_asks_the_run_to_save_when_the_machine_goes(machine: Machine) -> None:
