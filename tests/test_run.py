@@ -132,15 +132,6 @@ def test_base_validations_samples_and_saves_come_in_time(place: Toy) -> None:
     assert (status.state, status.step, status.steps, status.exit_code) == ("finished", 6, 6, 0)
 
 
-def test_a_second_run_of_the_name_gets_a_number_and_the_same_result(copied: Toy) -> None:
-    first = contents(copied.run)
-    assert copied.train(steps=2, logging__trackers=[]) == 0
-    second = copied.runs / "toy-002"
-    assert (second / "toy-002.safetensors").is_file()
-    assert trajectory(second)[0][:2] == trajectory(copied.run)[0][:2]
-    assert contents(copied.run) == first, "the first is left alone"
-
-
 # ---- going on
 
 

@@ -11,11 +11,10 @@ import json
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.fakes.runs import events, run_cli
+from tests.fakes.runs import events, run_cli, settings_of
 
 RELEASES = sorted((Path(__file__).parent / "fakes").glob("release_*"))
 pytestmark = pytest.mark.parametrize("release", RELEASES, ids=lambda folder: folder.name)
@@ -30,13 +29,6 @@ def home(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def settings_of(home: Path) -> dict[str, Any]:
-    """Return every setting of the run by its key, as that release wrote them."""
-    run: dict[str, Any] = json.loads((home / "runs/kept/run.json").read_text())
-    settings: dict[str, Any] = run["settings"]
-    return settings
-
-
 def losses(home: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in events(home / "runs" / "kept", "step")}
 
@@ -45,18 +37,10 @@ def test_a_run_goes_on_from_its_state_and_finds_its_cache(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = losses(home)
-    settings = settings_of(home)
+    settings = settings_of(home / "runs/kept")
     chosen = ("adapter.rank", "train.batch_size", "output.save_every_steps", "sampling.steps")
-    line = [
-        "dataset",
-        "--name",
-        "kept",
-        "--steps",
-        "4",
-        "--resume",
-        "--set",
-        "data.cache_dir=cache",
-    ]
+    line = ["dataset", "--name", "kept", "--steps", "4", "--resume"]
+    line += ["--set", "data.cache_dir=cache"]
     for key in chosen:
         line += ["--set", f"{key}={json.dumps(settings[key])}"]
     assert run_cli(line) == 0
@@ -72,7 +56,8 @@ def test_a_run_goes_on_from_its_state_and_finds_its_cache(
 
 def test_every_setting_of_it_is_read_from_a_settings_file(home: Path) -> None:
     """Each is accepted with the value that the release planned; a setting that is gone would be an error."""
-    settings = {key: value for key, value in settings_of(home).items() if value is not None}
+    every = settings_of(home / "runs/kept").items()
+    settings = {key: value for key, value in every if value is not None}
     (home / "old.json").write_text(json.dumps(settings))
     shutil.rmtree(home / "runs")
     assert run_cli(["plan", "dataset", "--config", "old.json"]) == 0

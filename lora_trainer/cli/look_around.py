@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -28,24 +27,6 @@ from lora_trainer.run.plan_text import STYLES, add_row, finding_line, key_table
 
 BLOCKS_SHOWN = 12
 """Number of blocks of an adapter that are listed with their norm."""
-
-
-def _norms_text(norms: Mapping[str, float]) -> Iterable[RenderableType]:
-    """Yield a table of the blocks with the largest norms, with their share of the sum of squared norms."""
-    if not norms:
-        return
-    table = Table("block", "norm", "share", box=None, pad_edge=False)
-    largest = sorted(norms, key=lambda block: norms[block], reverse=True)
-    whole = math.fsum(norm**2 for norm in norms.values()) or 1.0
-    for block in largest[:BLOCKS_SHOWN]:
-        numbers = f"{norms[block]:.4g}", f"{norms[block] ** 2 / whole:.1%}"
-        add_row(table, block, *(Text(number, justify="right") for number in numbers))
-    yield ""
-    yield table
-    rest = largest[BLOCKS_SHOWN:]
-    if rest:
-        yield Text(f"and {len(rest)} blocks with norms up to {norms[rest[0]]:.4g}", style="dim")
-    yield ""
 
 
 def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> Reply:  # noqa: B006 - cyclopts reads the default, nobody mutates it
@@ -85,13 +66,25 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
         add_row(table, key, f"{tokens} new tokens of {width} numbers")
     for key, value in inspection.metadata.items():
         add_row(table, key, value if len(value) <= 100 else value[:97] + "...")
-    problems = [
-        Text(
-            f"{problem.severity}: {problem.what}. {problem.advice}", style=STYLES[problem.severity]
-        )
-        for problem in inspection.problems
+    lines: list[RenderableType] = [table]
+    if norms := inspection.norms:
+        # The blocks with the largest norms, with their share of the sum of squared norms.
+        blocks = Table("block", "norm", "share", box=None, pad_edge=False)
+        largest = sorted(norms, key=lambda block: norms[block], reverse=True)
+        whole = math.fsum(norm**2 for norm in norms.values()) or 1.0
+        for block in largest[:BLOCKS_SHOWN]:
+            numbers = f"{norms[block]:.4g}", f"{norms[block] ** 2 / whole:.1%}"
+            add_row(blocks, block, *(Text(number, justify="right") for number in numbers))
+        lines += ["", blocks]
+        if rest := largest[BLOCKS_SHOWN:]:
+            more = f"and {len(rest)} blocks with norms up to {norms[rest[0]]:.4g}"
+            lines.append(Text(more, style="dim"))
+        lines.append("")
+    lines += [
+        Text(f"{one.severity}: {one.what}. {one.advice}", style=STYLES[one.severity])
+        for one in inspection.problems
     ]
-    return Group(table, *_norms_text(inspection.norms), *problems)
+    return Group(*lines)
 
 
 def presets() -> Reply:
