@@ -135,7 +135,7 @@ def test_check_shows_score_buckets_and_every_finding(
     assert ODD in shown and "no findings" not in shown
     rest = {"parts", "pictures", "caption_limit"}
     assert report.keys() == {"images", "score", "findings", "buckets"} | rest
-    assert report["images"] == len(report["pictures"]) == sum(report["buckets"].values()) == 7
+    assert report["images"] == len(report["pictures"]) == sum(report["buckets"].values()) == 6
     sizes = {"width_px", "height_px", "bucket", "kept", "cropped_fraction", "upscaled"}
     assert all(picture.keys() == {"file", "score"} | sizes for picture in report["pictures"])
     assert report["caption_limit"].keys() == {"tokenizer", "tokens"}
