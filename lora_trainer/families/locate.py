@@ -29,8 +29,8 @@ from lora_trainer.families.facts import BaseFacts, Layout, Part
 from lora_trainer.families.hub_files import OnBytes, cached_snapshot, fetch, unheard, wanted
 from lora_trainer.families.single_files import (
     Checkpoint,
+    companion_table,
     encoder_files,
-    is_makeable,
     known_release,
     open_checkpoint,
 )
@@ -197,7 +197,9 @@ def _companion_folder(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Pa
     try:
         return _folder(source, revision=None, on_bytes=on_bytes, without=checkpoint.present)
     except MachineError as error:
-        if checkpoint.settings.companion != "auto" or not is_makeable(checkpoint.family.name):
+        if checkpoint.settings.companion != "auto" or (
+            checkpoint.family.name not in companion_table()["families"]
+        ):
             raise
         raise MachineError(
             error.found,

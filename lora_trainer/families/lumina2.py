@@ -98,7 +98,29 @@ class Lumina2(FlowFamily):
     )
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
-        return _recomputing_refiners(super().empty_denoiser(architecture))
+        """Let gradient checkpointing reach the refiner blocks: diffusers 0.42.1 recomputes `layers` only."""
+        from torch import is_grad_enabled
+        from torch.nn import ModuleList
+
+        # Without it swapped weights were overwritten before the backward pass of the refiners,
+        # and torch refused ("modified by an inplace operation").
+        class Refiner(ModuleList):
+            gradient_checkpointing = (
+                False  # diffusers sets it where it is, with the function to use
+            )
+            _gradient_checkpointing_func: Any
+
+            def __iter__(self) -> Iterator[Any]:
+                blocks = super().__iter__()
+                if self.gradient_checkpointing and is_grad_enabled():
+                    return (partial(self._gradient_checkpointing_func, block) for block in blocks)
+                return blocks
+
+        network: Any = super().empty_denoiser(architecture)
+        network.noise_refiner = Refiner(network.noise_refiner)
+        network.context_refiner = Refiner(network.context_refiner)
+        refined: nn.Module = network
+        return refined
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -142,29 +164,6 @@ class _TextMask:
 
     def bool(self) -> Tensor:
         return self.mask.bool()
-
-
-def _recomputing_refiners(network: Any) -> nn.Module:
-    """Let gradient checkpointing reach the refiner blocks: diffusers 0.42.1 recomputes `layers` only."""
-    from torch import is_grad_enabled
-    from torch.nn import ModuleList
-
-    # Without it swapped weights were overwritten before the backward pass of the refiners,
-    # and torch refused ("modified by an inplace operation").
-    class Refiner(ModuleList):
-        gradient_checkpointing = False  # diffusers sets it where it is, with the function to use
-        _gradient_checkpointing_func: Any
-
-        def __iter__(self) -> Iterator[Any]:
-            blocks = super().__iter__()
-            if self.gradient_checkpointing and is_grad_enabled():
-                return (partial(self._gradient_checkpointing_func, block) for block in blocks)
-            return blocks
-
-    network.noise_refiner = Refiner(network.noise_refiner)
-    network.context_refiner = Refiner(network.context_refiner)
-    refined: nn.Module = network
-    return refined
 
 
 FAMILY = Lumina2()

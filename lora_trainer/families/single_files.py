@@ -331,7 +331,7 @@ def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | 
 
     `present` are the parts, and the components of the text encoders, that the user's files hold.
     """
-    table = _table()
+    table = companion_table()
     parts: Mapping[str, str] = table["families"].get(facts.family, {})
     encoders = {name: part for name, part in parts.items() if name.startswith("text_encoder")}
     if not encoders or not {*present} >= {"vae", *encoders}:
@@ -360,11 +360,7 @@ def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | 
     )
 
 
-def is_makeable(family: str) -> bool:
-    """Whether companions of a family can be made for those who have all weights as files."""
-    return family in _table()["families"]
-
-
 @cache
-def _table() -> Mapping[str, Any]:
+def companion_table() -> Mapping[str, Any]:
+    """Return the contents of open_companions.json: how companions are made, by family."""
     return read_json(Path(__file__).with_name("open_companions.json"))

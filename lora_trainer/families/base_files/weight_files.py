@@ -60,7 +60,7 @@ def read_header(file: Path) -> Header:
     is_gguf = file.suffix == GGUF
     try:
         if is_gguf:
-            tensors = read_gguf_header(file)
+            tensors = _gguf_header(file)
         else:
             with file.open("rb") as stream:
                 header, _ = safetensors_header(stream)
@@ -151,9 +151,20 @@ def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) ->
     The file is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16
     copy. Raises InputError for a broken file.
     """
-    if file.suffix == GGUF:
-        return read_gguf_tensors(file, names, read_header(file), dtype=dtype)
     tensors: dict[str, Tensor] = {}
+    if file.suffix == GGUF:
+        require_gguf(file)
+        from diffusers.models.model_loading_utils import load_gguf_checkpoint
+        from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
+
+        shapes, packed_tensors = read_header(file), load_gguf_checkpoint(str(file))
+        for name, stored_name in names.items():
+            # Taken out, so that packed weights do not lie in memory beside their dequantised copies.
+            packed = packed_tensors.pop(stored_name)
+            if isinstance(packed, GGUFParameter):
+                packed = dequantize_gguf_tensor(packed)
+            tensors[name] = packed.reshape(shapes[stored_name].shape).to(dtype)
+        return tensors
     unread = deque(names.items())
     try:
         while unread:
@@ -243,10 +254,10 @@ class _Cursor:
         self.at += length
         return self.data[self.at - length : self.at].decode("utf-8")
 
-    def value(self) -> Any:
-        return self._of_kind(int(self.number("I")))
-
-    def _of_kind(self, kind: int) -> Any:
+    def value(self, kind: int | None = None) -> Any:
+        """Read a value of that kind; None: its kind stands before it."""
+        if kind is None:
+            kind = int(self.number("I"))
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -255,10 +266,10 @@ class _Cursor:
         # The format nests without limit, and a broken file could exhaust the stack.
         if inner == _ARRAY:
             raise ValueError("a list of lists")
-        return [self._of_kind(inner) for _ in range(self.count())]
+        return [self.value(inner) for _ in range(self.count())]
 
 
-def read_gguf_header(file: Path) -> dict[str, TensorInfo]:
+def _gguf_header(file: Path) -> dict[str, TensorInfo]:
     """Return a GGUF file's tensors.
 
     Raises OSError, struct.error, KeyError or ValueError (UnicodeDecodeError too) for a broken file.
@@ -268,39 +279,35 @@ def read_gguf_header(file: Path) -> dict[str, TensorInfo]:
         file.open("rb") as stream,
         mmap(stream.fileno(), 0, access=ACCESS_READ) as mapped,
     ):
-        tensors, needed_bytes = _parsed(_Cursor(mapped))
+        cursor = _Cursor(mapped)
+        if mapped[:4] != b"GGUF" or struct.unpack_from("<I", mapped, 4)[0] not in (2, 3):
+            raise ValueError("it is no GGUF of version 2 or 3")
+        cursor.at = 8
+        tensor_count, value_count = cursor.count(), cursor.count()
+        values = {cursor.text(): cursor.value() for _ in range(value_count)}
+        tensors, end = dict[str, TensorInfo](), 0
+        for _ in range(tensor_count):
+            name = cursor.text()
+            dimensions = int(cursor.number("I"))
+            if dimensions > 8:
+                raise ValueError(f"a tensor of {dimensions} dimensions")
+            # ggml lists the fastest dimension first, torch last.
+            shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))[::-1]
+            kind, offset = int(cursor.number("I")), int(cursor.number("Q"))
+            dtype, numbers, size = _TYPES.get(kind, (f"type {kind}", 1, 0))
+            # Offsets count from the start of the tensors' data; a quantised tensor is whole blocks of numbers.
+            end = max(end, offset + math.prod(shape) // numbers * size)
+            original = values.get(f"comfy.gguf.orig_shape.{name}", shape)
+            if math.prod(original) != math.prod(shape):
+                raise ValueError(f"{name} has the shapes {list(shape)} and {list(original)}")
+            tensors[name] = TensorInfo(dtype=dtype, shape=tuple(map(int, original)))
+        alignment = max(1, int(values.get("general.alignment", 32)))
+        # The data start at the next multiple of the alignment behind the header (-(-a // b) rounds up).
+        needed_bytes = -(-cursor.at // alignment) * alignment + end
         # A download that stopped early has a whole header; the last tensor of a whole file may be padded.
         if len(mapped) < needed_bytes:
             raise ValueError(f"{len(mapped):,} bytes, its header says {needed_bytes:,}")
         return tensors
-
-
-def _parsed(cursor: _Cursor) -> tuple[dict[str, TensorInfo], int]:
-    """Return the tensors, and the bytes that the file must have."""
-    if cursor.data[:4] != b"GGUF" or struct.unpack_from("<I", cursor.data, 4)[0] not in (2, 3):
-        raise ValueError("it is no GGUF of version 2 or 3")
-    cursor.at = 8
-    tensor_count, value_count = cursor.count(), cursor.count()
-    values = {cursor.text(): cursor.value() for _ in range(value_count)}
-    tensors, end = dict[str, TensorInfo](), 0
-    for _ in range(tensor_count):
-        name = cursor.text()
-        dimensions = int(cursor.number("I"))
-        if dimensions > 8:
-            raise ValueError(f"a tensor of {dimensions} dimensions")
-        # ggml lists the fastest dimension first, torch last.
-        shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))[::-1]
-        kind, offset = int(cursor.number("I")), int(cursor.number("Q"))
-        dtype, numbers, size = _TYPES.get(kind, (f"type {kind}", 1, 0))
-        # Offsets count from the start of the tensors' data; a quantised tensor is whole blocks of numbers.
-        end = max(end, offset + math.prod(shape) // numbers * size)
-        original = values.get(f"comfy.gguf.orig_shape.{name}", shape)
-        if math.prod(original) != math.prod(shape):
-            raise ValueError(f"{name} has the shapes {list(shape)} and {list(original)}")
-        tensors[name] = TensorInfo(dtype=dtype, shape=tuple(map(int, original)))
-    alignment = max(1, int(values.get("general.alignment", 32)))
-    # The data start at the next multiple of the alignment behind the header (-(-a // b) rounds up).
-    return tensors, -(-cursor.at // alignment) * alignment + end
 
 
 def require_gguf(file: Path) -> None:
@@ -310,22 +317,3 @@ def require_gguf(file: Path) -> None:
             f"{file.name} is a GGUF, which the package gguf reads, and that is not installed",
             fix="pip install gguf, or give the base model as .safetensors",
         )
-
-
-def read_gguf_tensors(
-    file: Path, names: Mapping[str, str], shapes: Mapping[str, TensorInfo], *, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Return tensors dequantised to `dtype`; `names` maps the wanted name to the one in the file."""
-    require_gguf(file)
-    from diffusers.models.model_loading_utils import load_gguf_checkpoint
-    from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
-
-    stored = load_gguf_checkpoint(str(file))
-    tensors: dict[str, Tensor] = {}
-    for name, stored_name in names.items():
-        # Taken out, so that packed weights do not lie in memory beside their dequantised copies.
-        tensor = stored.pop(stored_name)
-        if isinstance(tensor, GGUFParameter):
-            tensor = dequantize_gguf_tensor(tensor)
-        tensors[name] = tensor.reshape(shapes[stored_name].shape).to(dtype)
-    return tensors
