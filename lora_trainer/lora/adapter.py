@@ -292,10 +292,10 @@ def denoiser_layers(family: Family, architecture: Mapping[str, Any]) -> dict[str
 
 
 def _refuse_others(
-    layers: Mapping[str, AdaptedLayer], own: AdapterTensors, tensors: AdapterTensors
+    layers: Mapping[str, AdaptedLayer], current: AdapterTensors, tensors: AdapterTensors
 ) -> None:
     """Raise RequestError for the first difference of an adapter file, naming the setting to change."""
-    own_kind, other_kind = _kind(own), _kind(tensors)
+    own_kind, other_kind = _kind(current), _kind(tensors)
     if set(other_kind) - {"lora", "loha", "lokr", "oft", "dora"}:
         raise RequestError(
             f"train.init_from holds a {' '.join(other_kind)} adapter, which is not trained here",

@@ -109,9 +109,9 @@ def _change(module: ModuleTensors, tensors: Mapping[str, Tensor], weight: Tensor
             first = tensors["w1_a"] @ tensors["w1_b"]
             return first * (tensors["w2_a"] @ tensors["w2_b"]) * module.scale
         case "lokr":
-            left, right = _factor(tensors, "w1"), _factor(tensors, "w2")
-            left = left.reshape(*left.shape, *(1,) * (right.dim() - 2))
-            return torch.kron(left, right.contiguous()) * module.scale
+            first, second = _factor(tensors, "w1"), _factor(tensors, "w2")
+            shaped = first.reshape(*first.shape, *(1,) * (second.dim() - 2))
+            return torch.kron(shaped, second.contiguous()) * module.scale
         case "full" | "norm":
             return tensors["difference"]
     assert weight is not None

@@ -309,7 +309,7 @@ def check_written(file: Path, tensors: AdapterTensors, form: FileForm) -> None:
 
 
 def _fault_of(live: ModuleTensors, read: ModuleTensors, *, precision: Precision) -> str:
-    """Say by what a module in a file is not the live one, "" where rounding explains all."""
+    """Say how a module in a file differs from the live one, "" where rounding explains all."""
     if read.kind != live.kind or _shapes(read) != _shapes(live):
         return "has other tensors or shapes"
     # The numbers are compared and not the norm of the update: LoHa and LoKr multiply factors element by
