@@ -60,8 +60,8 @@ def _answer(card: FakeCard, name: str, *rest: Any) -> Any:
         case "ProcessUtilization", _ if card.busy_percent:  # else "Not Found", as the driver says
             busy = card.busy_percent.items()
             return [SimpleNamespace(pid=pid, smUtil=load) for pid, load in busy]
-        case ("MigMode",) if slices is not None:
-            return [1, 1]
+        case ("MigMode",) if slices is not None or "A100" in card.name:  # others do not support it
+            return [int(slices is not None)] * 2
         case "MigDeviceHandleByIndex", index if slices and index < len(slices):
             return slices[index]
     if name not in plain:
