@@ -143,7 +143,9 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
 # ---- the language
 
 
-def test_the_choice_counts_before_what_the_browser_asks_for() -> None:
+def test_the_choice_counts_before_what_the_browser_asks_for_and_each_entry_is_a_text_of_the_sources() -> (
+    None
+):
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
     from lora_trainer.gui import language
     from starlette.datastructures import Headers
@@ -161,9 +163,6 @@ def test_the_choice_counts_before_what_the_browser_asks_for() -> None:
     ):
         headers = Headers({"accept-language": accepted, "cookie": cookie})
         assert language.wanted(headers) == code
-
-
-def test_each_entry_is_a_text_of_the_sources_with_the_same_placeholders() -> None:
     codes = [path.stem for path in gui_texts.LANGUAGES.glob("*.json")]
     assert codes
     for code in codes:

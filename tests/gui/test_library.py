@@ -22,18 +22,13 @@ from tests.fakes.runs import contents
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
 
 
-def shown(work: Workplace) -> str:
-    found = lora_files.entries(work)
-    return library.grid(found, of=len(found))
-
-
 def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
-    assert "/train" in shown(work), "no LoRAs say how to get one"
+    assert "/train" in library.grid((), of=0), "no LoRAs say how to get one"
     assert "None of the 3 LoRAs" in library.grid((), of=3)
     run = finished_run(work.runs / "a b")
-    assert "Report" not in shown(work)
+    assert "Report" not in library.grid(lora_files.entries(work), of=1)
     (run / "report.html").write_text("")
-    markup = shown(work)
+    markup = library.grid(lora_files.entries(work), of=1)
     assert "/library?file=a+b%2Fzorble.safetensors" in markup
     assert "/run?run=a%20b" in markup
     assert "/media/run/a%20b/report.html" in markup
@@ -92,7 +87,9 @@ def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) 
     assert entry.file.step == 20, "without a result the newest save"
 
 
-def test_files_that_tools_made_stand_for_themselves(work: Workplace) -> None:
+def test_files_that_tools_made_stand_for_themselves_and_a_base_is_where_the_run_says(
+    work: Workplace,
+) -> None:
     run = finished_run(work.runs / "a")
     for name in ("zorble-merged", "other-step00000010"):
         lora(run / f"{name}.safetensors", ss_network_dim="8")
@@ -103,6 +100,20 @@ def test_files_that_tools_made_stand_for_themselves(work: Workplace) -> None:
         "a/other-step00000010.safetensors",
     }
     assert {entry.file.trained for entry in found if entry.saves} == {True}
+    (run / "zorble.safetensors").unlink()
+    run = finished_run(work.runs / "b", saves=())
+    record = json.loads((run / "run.json").read_text())
+    record["base"]["source"] = "/models/mine.safetensors"
+    (run / "run.json").write_text(json.dumps(record))
+    lora(run / "converted.safetensors", ss_sd_model_name="mine.safetensors")
+    lora(run / "foreign.safetensors", ss_sd_model_name="other.safetensors")
+    for name, base in (
+        ("zorble", "/models/mine.safetensors"),
+        ("converted", "/models/mine.safetensors"),
+        ("foreign", ""),
+    ):
+        file = lora_files.find(work, f"b/{name}.safetensors")
+        assert lora_files.recorded_base(file) == base
 
 
 def test_a_changed_broken_or_hostile_file_is_read_again_and_says_why(work: Workplace) -> None:
@@ -168,22 +179,6 @@ def test_search_wants_every_word_somewhere(work: Workplace) -> None:
         ("owl", "sdxl.safetensors", set()),
     ):
         assert {e.file.run for e in lora_files.matching(found, text, base)} == runs, (text, base)
-
-
-def test_a_base_is_where_the_run_says_if_the_file_is_for_it(work: Workplace) -> None:
-    run = finished_run(work.runs / "a", saves=())
-    record = json.loads((run / "run.json").read_text())
-    record["base"]["source"] = "/models/mine.safetensors"
-    (run / "run.json").write_text(json.dumps(record))
-    lora(run / "converted.safetensors", ss_sd_model_name="mine.safetensors")
-    lora(run / "foreign.safetensors", ss_sd_model_name="other.safetensors")
-    for name, base in (
-        ("zorble", "/models/mine.safetensors"),
-        ("converted", "/models/mine.safetensors"),
-        ("foreign", ""),
-    ):
-        file = lora_files.find(work, f"a/{name}.safetensors")
-        assert lora_files.recorded_base(file) == base
 
 
 def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:

@@ -68,7 +68,7 @@ def parsed(job: jobs.Job) -> tuple[str, dict[str, Any]]:
     return command.__name__, dict(bound.arguments)
 
 
-def test_convert_goes_beside_the_file_and_replaces_none(
+def test_convert_goes_beside_the_file_replaces_none_and_is_linked_while_it_is_there(
     work: Workplace, file: lora_files.LoraFile
 ) -> None:
     job = lora_tools.convert(work, file, format="diffusers", name="")
@@ -82,6 +82,16 @@ def test_convert_goes_beside_the_file_and_replaces_none(
         _, arguments = parsed(lora_tools.convert(work, file, format="kohya", name=name))
         assert arguments["output"].name == f"{stem}.safetensors"
         assert not arguments["options"].force
+    job = lora_tools.convert(work, file, format="kohya", name="new")
+    assert "working" in lora_tools.shown(work, [job])
+    done = replace(job, state="finished", exit_code=0)
+    assert "not there any more" in lora_tools.shown(work, [done])
+    lora(file.path.with_name("new.safetensors"))
+    assert "/library?file=a%2Fnew.safetensors" in lora_tools.shown(work, [done])
+    job.folder.mkdir(parents=True)
+    (job.folder / jobs.LOG_FILE).write_text("error: <b>no</b>. Fix: do.\n")
+    failed = replace(job, state="failed", exit_code=2)
+    assert "error: &lt;b&gt;no&lt;/b&gt;. Fix: do." in lora_tools.shown(work, [failed])
 
 
 def test_resize_by_rank_or_share_and_merge_with_weights(
@@ -129,19 +139,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     with pytest.raises(InputError, match="outside of the folders"):
         tries.start(replace(work, roots=()), file, wish)
     assert started == []
-
-
-def test_a_result_is_linked_while_it_is_there(work: Workplace, file: lora_files.LoraFile) -> None:
-    job = lora_tools.convert(work, file, format="kohya", name="new")
-    assert "working" in lora_tools.shown(work, [job])
-    done = replace(job, state="finished", exit_code=0)
-    assert "not there any more" in lora_tools.shown(work, [done])
-    lora(file.path.with_name("new.safetensors"))
-    assert "/library?file=a%2Fnew.safetensors" in lora_tools.shown(work, [done])
-    job.folder.mkdir(parents=True)
-    (job.folder / jobs.LOG_FILE).write_text("error: <b>no</b>. Fix: do.\n")
-    failed = replace(job, state="failed", exit_code=2)
-    assert "error: &lt;b&gt;no&lt;/b&gt;. Fix: do." in lora_tools.shown(work, [failed])
 
 
 def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
@@ -247,9 +244,6 @@ def test_file_preview_and_card_share_a_name_and_the_card_has_the_names_that_a111
     for weight in (-0.1, 2.1, float("nan")):
         with pytest.raises(RequestError):
             sharing.card(inspect_file(file.path), weight=weight, notes="")
-
-
-def test_what_others_will_miss_is_said_gravest_first(tmp_path: Path) -> None:
     bare = inspect_file(lora(tmp_path / "bare.safetensors", ss_network_dim="99"))
     found = sharing.remarks(bare, preview=None)
     order = ["error", "warning", "note"]

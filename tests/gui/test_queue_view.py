@@ -215,14 +215,12 @@ def ended(work: Workplace, job: jobs.Job) -> jobs.Job:
     return jobs.read(work, job.id)
 
 
-def python(program: str, *words: str) -> list[str]:
-    return [sys.executable, "-c", program, *words]
-
-
 def test_a_job_ends_with_its_exit_code_and_output_and_runs_once_at_a_time(work: Workplace) -> None:
     hostile = ("$(touch marker)", "; touch marker", "--flag", "a\nb")
     program = "import sys; print(sys.argv[1:]); print('error: no. Fix: do.'); sys.exit(3)"
-    job = jobs.start(work, kind="try", argv=python(program, *hostile), about={"of": "x"})
+    job = jobs.start(
+        work, kind="try", argv=[sys.executable, "-c", program, *hostile], about={"of": "x"}
+    )
     assert job.state == "running"
     found = ended(work, job)
     assert (found.state, found.exit_code, found.about) == ("failed", 3, {"of": "x"})
@@ -230,7 +228,7 @@ def test_a_job_ends_with_its_exit_code_and_output_and_runs_once_at_a_time(work: 
     assert found.error() == "error: no. Fix: do."
     assert jobs.find(work, kind="try") == [found]
     assert jobs.find(work, kind="other") == []
-    argv = python("import signal; print('here', flush=True); signal.pause()")
+    argv = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"]
     job = jobs.start(work, kind="try", argv=argv)
     with pytest.raises(RequestError, match="runs already"):
         jobs.start(work, kind="try", argv=argv)
@@ -238,7 +236,7 @@ def test_a_job_ends_with_its_exit_code_and_output_and_runs_once_at_a_time(work: 
     jobs.stop(jobs.read(work, job.id))
     assert ended(work, job).exit_code == -signal.SIGTERM
     jobs.stop(jobs.read(work, job.id))  # one that has ended is left alone
-    again = jobs.start(work, kind="try", argv=python("print('two')"))
+    again = jobs.start(work, kind="try", argv=[sys.executable, "-c", "print('two')"])
     assert ended(work, again).state == "finished"
     assert [found.id for found in jobs.find(work, kind="try")][:2] == [again.id, job.id]
 
@@ -248,7 +246,9 @@ def test_old_records_are_forgotten_but_not_what_runs(
 ) -> None:
     monkeypatch.setattr(jobs, "MAX_KEPT", 2)
     runs_on = jobs.start(
-        work, kind="try", argv=python("import signal; print('here', flush=True); signal.pause()")
+        work,
+        kind="try",
+        argv=[sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"],
     )
     until(lambda: jobs.read(work, runs_on.id).log_tail() == ["here"])
     later = [f"{2**63 + number:x}" for number in range(4)]
@@ -257,7 +257,7 @@ def test_old_records_are_forgotten_but_not_what_runs(
         folder.mkdir()
         (folder / jobs.JOB_FILE).write_text('{"kind": "try"}')
         (folder / jobs.RESULT_FILE).write_text('{"exit_code": 0}')
-    newest = ended(work, jobs.start(work, kind="try", argv=python("print(1)")))
+    newest = ended(work, jobs.start(work, kind="try", argv=[sys.executable, "-c", "print(1)"]))
     kept = {job.id for job in jobs.find(work, kind="try")}
     assert kept == {*later[2:], runs_on.id, newest.id}, "two, what runs, and the newest"
     jobs.stop(runs_on)
