@@ -145,10 +145,14 @@ _NUMBERED = re.compile(r"(\d{4,})(-undone)?")
 
 @dataclass(kw_only=True)
 class CaptionJournal:
-    """The record of one call. `written`: SHA-256 by file of the captions it wrote, for going on with it."""
+    """The record of one call, begun with its first caption: a call that writes none leaves none.
+
+    `written`: SHA-256 by file of the captions it wrote, for going on with it.
+    """
 
     root: Path
     folder: Path
+    request: dict[str, Any]
     written: dict[str, str] = field(default_factory=dict)
 
     def has_written(self, file: Path, content: bytes | None) -> bool:
@@ -158,6 +162,13 @@ class CaptionJournal:
     def write(self, file: Path, text: bytes, *, before: bytes | None) -> None:
         """Write a caption file so that it can be taken back; raises MachineError."""
         name, old = self._name(file), None
+        if not self.folder.exists():
+            try:
+                self.folder.mkdir()
+                sync_folder(self.folder.parent)
+            except OSError as error:
+                raise disk_error(self.folder, error) from error
+            self._append({"request": self.request})
         if before is not None:  # is stored under the name of the file, or that with a number
             names = (f"{name}.{number}" if number else name for number in itertools.count())
             old = next(one for one in names if not (self.folder / "old" / one).exists())
@@ -168,7 +179,8 @@ class CaptionJournal:
 
     def finish(self) -> None:
         """Note that the call did all it was asked for: the next one is one of its own."""
-        self._append({"finished": True})
+        if self.written:
+            self._append({"finished": True})
 
     def _append(self, row: Mapping[str, Any]) -> None:
         file = self.folder / JOURNAL
@@ -206,18 +218,10 @@ def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
         rows = read_jsonl(last / JOURNAL) if last is not None else []
         if last and rows[:1] == [{"request": dict(request)}] and {"finished": True} not in rows:
             written = {str(row["file"]): str(row["sha256"]) for row in rows if "file" in row}
-            journal = CaptionJournal(root=root, folder=last, written=written)
+            folder = last
         else:
-            journal = CaptionJournal(root=root, folder=_new_folder(parent))
-            journal._append({"request": dict(request)})
-        try:
-            yield journal
-        finally:
-            file = journal.folder / JOURNAL
-            if not any("file" in row for row in read_jsonl(file)):  # it wrote nothing
-                with suppress(OSError):
-                    file.unlink(missing_ok=True)
-                    journal.folder.rmdir()
+            written, folder = {}, parent / f"{max(_calls(parent), default=0) + 1:04d}"
+        yield CaptionJournal(root=root, folder=folder, request=dict(request), written=written)
 
 
 def undo(root: Path) -> dict[str, list[str]]:
@@ -298,13 +302,3 @@ def _last_call(parent: Path) -> Path | None:
     calls = _calls(parent)
     left = [number for number, path in calls.items() if not path.name.endswith("-undone")]
     return calls[max(left)] if left else None
-
-
-def _new_folder(parent: Path) -> Path:
-    folder = parent / f"{max(_calls(parent), default=0) + 1:04d}"
-    try:
-        folder.mkdir()
-        sync_folder(parent)
-    except OSError as error:
-        raise disk_error(folder, error) from error
-    return folder

@@ -6,6 +6,8 @@ and in `fill`, with real encoders that count what they are given.
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from lora_trainer.cache.store import Cache, CacheKey
+from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import CappedFolder
 from tests.fakes.disk import Disk, Killed
 from tests.fakes.studio import ENTRIES, Studio, elsewhere, files_of
@@ -106,36 +109,51 @@ def test_cac_01_no_damage_of_any_kind_gives_wrong_numbers(tmp_path: Path, figure
     figure("cache_faults", injected=tried, detected=tried - harmless, harmless=harmless, wrong=0)
 
 
-# ---- CAC-02
+# ---- CAC-02 and 04
 
 
-def test_cac_02_caching_killed_at_any_operation_goes_on_where_it_was(
+CODES = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO)
+
+
+def test_cac_02_04_caching_goes_on_where_a_kill_or_a_disk_that_refuses_ended_it(
     studio: Studio, tmp_path: Path, figure: Figure
 ) -> None:
-    """At every other operation, at all of them at full length; test_ckp_sweep.py has all of one entry."""
+    """At every second or third operation, at all of them at full length; test_ckp_sweep.py has all of one entry."""
     studio.encode()
     whole = files_of(studio.cache.folder.root)
     wanted = studio.needs()
-    counting = elsewhere(studio, tmp_path / "count")
     with Disk().in_use() as disk:
-        counting.encode(wanted)
-    points = [(at, at % 4 == 0) for at in range(0, disk.count, 2)]
+        elsewhere(studio, tmp_path / "count").encode(wanted)
+    kills = [(at, Killed(), at % 4 == 0) for at in range(0, disk.count, 2)]
+    refusals = [(at, CODES[at % len(CODES)]) for at in range(1, disk.count, 3)]
     if CASES > 60:
-        points = [(at, after) for at in range(disk.count) for after in (False, True)]
-    found_again = set()
-    for at, after in points:
-        again = elsewhere(studio, tmp_path / f"{at}-{after}")
-        with pytest.raises(Killed), Disk(at=at, error=Killed(), after=after).in_use():
-            again.encode(wanted)
+        kills = [(at, Killed(), after) for at in range(disk.count) for after in (False, True)]
+        refusals = [(at, code) for at in range(disk.count) for code in CODES]
+    faults = [*kills, *((at, OSError(code, os.strerror(code)), False) for at, code in refusals)]
+    found_again, named = set(), 0
+    for number, (at, error, after) in enumerate(faults):
+        again = elsewhere(studio, tmp_path / f"{number}")
+        try:
+            with Disk(at=at, error=error, after=after).in_use():
+                again.encode(wanted)
+        except Killed:
+            found_again.add(len(files_of(again.cache.folder.root)))
+        except MachineError as refusal:
+            named += 1
+            assert isinstance(error, OSError) and str(error.strerror) in refusal.found
+            assert "bytes free" in refusal.found and "data.cache_dir" in refusal.fix
+        else:
+            assert isinstance(error, OSError), "no kill is survived"
         there = files_of(again.cache.folder.root)
         assert there.items() <= whole.items(), "what is there is whole"
         done, *_ = again.encode(wanted)
         assert (done.found, done.latents + done.texts) == (len(there), ENTRIES - len(there))
         assert files_of(again.cache.folder.root) == whole
-        assert again.damage == []
-        found_again.add(len(there))
+        assert again.damage == [] or isinstance(error, OSError)
     assert {0, 1, ENTRIES - 1} <= found_again, "kills before, between and after entries"
-    figure("cache_kills", tried=len(points), survived=len(points))
+    assert named > len(refusals) / 2
+    figure("cache_kills", tried=len(kills), survived=len(kills))
+    figure("io_errors", tried=len(refusals), survived=len(refusals))
 
 
 def test_cac_02_a_power_cut_loses_what_was_not_on_the_disk_and_nothing_else(

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,54 +15,15 @@ import pytest
 
 from lora_trainer.cache.cache_plan import Entries
 from lora_trainer.checkpoint.states import load_newest
-from lora_trainer.common.errors import MachineError
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.training import loop
-from tests.fakes.disk import Disk
 from tests.fakes.runs import QUIET, STEPS, Toy, events, toy, trajectory
 from tests.fakes.studio import Studio, elsewhere, files_of
-from tests.reliability.conftest import CASES
 
-Figure = Callable[..., None]
 pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 
 # ---- CAC-04
-
-
-CODES = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO)
-
-
-def test_cac_04_a_disk_that_refuses_is_named_and_what_was_encoded_stays(
-    studio: Studio, tmp_path: Path, figure: Figure
-) -> None:
-    """Every third operation, all at full length; test_ckp_sweep.py has all of one entry."""
-    studio.encode()
-    whole = files_of(studio.cache.folder.root)
-    wanted = studio.needs()
-    with Disk().in_use() as disk:
-        elsewhere(studio, tmp_path / "count").encode(wanted)
-    points, named = [(at, CODES[at % len(CODES)]) for at in range(1, disk.count, 3)], 0
-    if CASES > 60:
-        points = [(at, code) for at in range(disk.count) for code in CODES]
-    for at, code in points:
-        again = elsewhere(studio, tmp_path / f"{at}-{code}")
-        refusal = OSError(code, os.strerror(code))
-        try:
-            with Disk(at=at, error=refusal).in_use():
-                again.encode(wanted)
-        except MachineError as told:
-            named += 1
-            assert os.strerror(code) in told.found
-            assert "bytes free" in told.found
-            assert "data.cache_dir" in told.fix
-            there = files_of(again.cache.folder.root)
-            assert there.items() <= whole.items()
-            done, *_ = again.encode(wanted)
-            assert done.found == len(there)
-        assert files_of(again.cache.folder.root) == whole
-    assert named > len(points) / 2
-    figure("io_errors", tried=len(points), survived=len(points))
 
 
 def test_cac_04_a_full_cache_that_cannot_be_written_is_read(

@@ -303,6 +303,7 @@ def test_two_at_a_time_are_refused_and_a_dataset_that_may_not_be_written_is_not_
         monkeypatch.setattr(Path, "touch", denied)
         code, _, err = command()
         assert code == 4 and "Permission denied" in err
+        assert [path.name for path in (dataset / FOLDER).iterdir()] == [".lock"]
 
 
 # ---- interrupted, and on
