@@ -236,11 +236,11 @@ LAYOUTS = (
     # tables
     plain("tables at the root and inside", {
                **images("a.png", "b.png", "train/c.png", "train/d.png"), "metadata.jsonl": lines(
-                   {"file_name": "a.png", "text": "text"}, {"file_name": "b.png", "caption": "caption"},
+                   {"file_name": "a.png", "text": "text"}, {"file_name": "b.png", "tags": ["red", "hat"]},
                    {"file_name": "train/c.png", "prompt": "root"}, {"file_name": "gone.png", "text": "nobody"},
                    {"file_name": "../../etc/passwd", "text": "nobody"}),
                "train/metadata.jsonl": lines({"file_name": "d.png", "text": "inside"})},
-           captions={"a.png": "text", "b.png": "caption", "train/c.png": "root", "train/d.png": "inside"},
+           captions={"a.png": "text", "b.png": "red, hat", "train/c.png": "root", "train/d.png": "inside"},
            sources={"a.png": "metadata.jsonl", "train/d.png": "train/metadata.jsonl"}, findings=(
                "warning unused-caption CAP-01 captions without an image (2): ../../etc/passwd, gone.png",
                "subfolder train/",
