@@ -122,8 +122,9 @@ def test_cac_02_04_caching_goes_on_where_a_kill_or_a_disk_that_refuses_ended_it(
     studio.encode()
     whole = files_of(studio.cache.folder.root)
     wanted = studio.needs()
+    counting = elsewhere(studio, tmp_path / "count")
     with Disk().in_use() as disk:
-        elsewhere(studio, tmp_path / "count").encode(wanted)
+        counting.encode(wanted)
     kills = [(at, Killed(), at % 4 == 0) for at in range(0, disk.count, 2)]
     refusals = [(at, CODES[at % len(CODES)]) for at in range(1, disk.count, 3)]
     if CASES > 60:
