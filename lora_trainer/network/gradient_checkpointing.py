@@ -123,7 +123,7 @@ class HostInputs:
 
 
 def _moved(tensor: Tensor, on_device: list[Tensor]) -> Callable[[], Tensor]:
-    """Copy an input of a block to host memory; return what brings it back, from `on_device` while it is there."""
+    """Copy a block's input to host memory; return the function that restores it, from `on_device` if it is there."""
     # A view of part of a larger storage is copied without the rest, so its strides change.
     whole = tensor.nbytes == tensor.untyped_storage().nbytes()
     layout = tensor if whole else torch.empty(tensor.shape, device="meta")

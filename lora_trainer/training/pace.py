@@ -235,10 +235,10 @@ def causes(
     lacks_cores = now.processors - now.cores_taken < threads
     more = now.cores_taken - before.cores_taken > _SHARED_CORES
     if (more and lacks_cores) or (now.gives_way and not before.gives_way):
-        taken = f"other programs use {now.cores_taken:.1f} of {now.processors} processors"
+        programs = f"other programs use {now.cores_taken:.1f} of {now.processors} processors"
         observation = "the training's threads gave way to other programs"
         if more:
-            observation = f"{taken}, {before.cores_taken:.1f} before"
+            observation = f"{programs}, {before.cores_taken:.1f} before"
         yield Cause("processor", observation, _WAIT)
     beside = ", the disk and `nvidia-smi`" if gpu is not None else " and the disk"
     look_at = f"look at other programs{beside}; the result stays the same"

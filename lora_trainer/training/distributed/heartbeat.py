@@ -212,7 +212,7 @@ class PeerMonitor:
                 self._end(reason)
 
     def _relay(self) -> None:
-        """Emit what followers have sent since the last time, where events are recorded."""
+        """Emit the events that followers have sent since the last time, where they are recorded."""
         for rank in range(1, self.dist_env.count if self.events is not None else 0):
             while self.store.check([key := f"row/{rank}/{self._rows[rank]}"]):
                 row = json.loads(self.store.get(key))
@@ -240,8 +240,8 @@ class PeerMonitor:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         calls = traceback.extract_stack(frame)[::-1] if frame is not None else []
         ours = str(Path(lora_trainer.__file__).parent)
-        named = [*calls[:1], *[call for call in calls if call.filename.startswith(ours)][:1]]
-        places = dict.fromkeys(f"{Path(c.filename).name}:{c.lineno} ({c.name})" for c in named)
+        lines = [*calls[:1], *[call for call in calls if call.filename.startswith(ours)][:1]]
+        places = dict.fromkeys(f"{Path(c.filename).name}:{c.lineno} ({c.name})" for c in lines)
         return (
             f"did nothing for {idle_s:.0f} s while starting ({self._limit_text()}); "
             f"it waits in {', called by '.join(places)}"
