@@ -1,6 +1,6 @@
 /* The samples of a run: a table prompt x step, one picture large, two pictures over each other.
 
-   props.value is what gui/run_samples.py returns. Texts of it are set as text only. Keys in the large
+   props.value is what gui/run_parts.py returns. Texts of it are set as text only. Keys in the large
    picture: left and right another prompt, up and down another step, Escape closes. */
 
 const mount = element.querySelector(".samples-mount");
