@@ -134,7 +134,7 @@ class LayerNames:
             for component, table in self._text.items()
             if (layer := _in_text(table, name)) is not None
         }
-        if match is None and (flat.startswith("lora_") or len(hits) != 1):
+        if match is None and len(hits) != 1:
             fitting = tuple(
                 layer
                 for layer in hits.values()

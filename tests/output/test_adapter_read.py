@@ -92,7 +92,7 @@ def test_layers_of_this_base_are_found_by_every_spelling() -> None:
             ("text_encoder_2", f"text_encoder_2.{clip}".replace("q_proj", "to_q")),
         ):
             assert [each.key for each in names.find(spelling)] == [f"{component}.{layer}"]
-        assert not names.find("lora_encoder_layers_3_self_attn_q_proj"), "of either"
+        assert not names.find("encoder.layers.3.self_attn.q_proj"), "of either"
     block = "transformer_blocks.0.attn.to_q"  # and as a replacement gone wrong has it
     names = LayerNames(families.family("flux"), {"denoiser": [block]})
     assert [each.key for each in names.find("lora_sformer_blocks_0_attn_to_q")] == [
