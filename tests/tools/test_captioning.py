@@ -197,7 +197,10 @@ def test_neither_a_link_nor_a_shared_file_is_written(
     Image.new("RGB", (20, 20), "blue").save(dataset / "b.webp", lossless=True)
     (tmp_path / "elsewhere.txt").write_text("")
     (dataset / "a.txt").symlink_to(tmp_path / "elsewhere.txt")
+    (dataset / "c.json").write_text('{"caption": "kept"}')
     _, _, err = command("--overwrite")
+    assert (dataset / "c.json").read_text() == '{"caption": "kept"}'
+    assert texts(dataset)["c"] == "green", "beside the fields, and read first"
     assert (tmp_path / "elsewhere.txt").read_text() == "" and (dataset / "a.txt").is_symlink()
     assert "a.png has a.txt, which is a link to elsewhere" in err
     assert "b.webp would share the caption file of b.png. rename one of the two" in err
