@@ -198,7 +198,7 @@ def planned(shapes: dict[str, tuple[int, ...]], **settings: Any) -> Counter[tupl
 @pytest.mark.parametrize(
     "settings",
     [*KINDS, {"conv_rank": 2}, {"rank_pattern": {"^conv$": 3, "line": 5}},
-     {"kind": "loha", "conv_rank": 3}, {"kind": "lokr", "rank": 1, "lokr_factor": 3},
+     {"kind": "loha", "conv_rank": 3}, {"kind": "lokr", "rank": 3},
      {"kind": "lokr", "rank": 2, "conv_rank": 1, "lokr_factor": 4}, {"kind": "oft", "rank": 5}],
     ids=str,
 )  # fmt: skip
