@@ -6,13 +6,14 @@ encoders of the tests; `TINY` are denoisers that take a twentieth of a second. W
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from random_bases import replace_part
+
+from tests.fakes.tiny_base import write_base
 
 _CHANNELS = {"sample_size": 32, "block_out_channels": [64, 128, 256], "norm_num_groups": 32}
 MID_SIZE: Mapping[str, Mapping[str, Any]] = {  # entries of the denoiser's configuration
@@ -63,7 +64,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
 
 def write_mid_size(name: str, folder: Path) -> Path:
     """Write the base of one of `NAMES` into `folder` and return it; the same bits every time."""
-    importlib.import_module(f"tests.fakes.bases.{name}").write_base(folder)
+    write_base(name, folder)
     torch.manual_seed(0)
     replace_part(folder / "unet", MID_SIZE[name], device=torch.device("cpu"), dtype=torch.float32)
     return folder

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer import families  # noqa: E402 - after sys.path
+from tests.fakes.tiny_base import write_base  # noqa: E402
 
 CLIP_L = {
     "hidden_size": 768,
@@ -95,7 +96,7 @@ RELEASES: Mapping[str, Release] = {
 def write_true_size(name: str, folder: Path, *, device: torch.device) -> Path:
     """Write a random base of true size and return its folder; made on `device`, bf16 denoiser."""
     release = RELEASES[name]
-    importlib.import_module(f"tests.fakes.bases.{name}").write_base(folder)
+    write_base(name, folder)
     replace_part(folder / "vae", {**VAE, **release.vae}, device=device, dtype=torch.float32)
     for part, entries in release.texts.items():
         replace_part(folder / part, entries, device=device, dtype=torch.bfloat16)

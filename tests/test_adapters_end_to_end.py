@@ -35,7 +35,7 @@ from tests.fakes.runs import (
     toy,
     trajectory,
 )
-from tests.fakes.tiny_base import write_tiny_base
+from tests.fakes.tiny_base import write_base
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -229,7 +229,7 @@ def test_a_single_file_trains_as_the_folder_it_was_made_from(place: Place, tmp_p
 
 
 def test_another_vae_encodes_images_again_and_texts_not(place: Place, tmp_path: Path) -> None:
-    other = write_tiny_base(tmp_path / "other", seed=5) / "vae"
+    other = write_base("sd15", tmp_path / "other", seed=5) / "vae"
     short = {"output__save_every_steps": 0, "sampling__every_steps": 0}
     assert run_cli(place.command("plain", "revae", **short, base__vae=str(other))) == 0
     (cached,) = events(place.runs / "revae", "cached")

@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from random_bases import ROOT, write_true_size
 from benchmarks.gpu_day.device import Here
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.files import read_json_object
+from tests.fakes.tiny_base import write_base
 
 GIB = 1 << 30
 WARM_STEPS = 3
@@ -137,7 +137,7 @@ def base_folder(name: str, here: Here) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     if here.tiny:
-        import_module(f"tests.fakes.bases.{name}").write_base(unfinished)
+        write_base(name, unfinished)
     else:
         write_true_size(name, unfinished, device=here.device)
         if here.device.type == "cuda":

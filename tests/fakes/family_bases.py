@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,15 @@ from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry, Layou
 from lora_trainer.families.sampling import plain_pipeline
 from lora_trainer.families.texts import TextEncoder
 from lora_trainer.training.loss import padded_alike
+from tests.fakes.tiny_base import write_base
 
 CPU = torch.device("cpu")
 
 
 @cache
 def base_of(name: str) -> Path:
-    """Return the diffusers folder of a family's tiny base; a new family adds tests/fakes/bases/NAME.py."""
-    written: Path = import_module(f"tests.fakes.bases.{name}").write_base(
-        Path.home() / "bases" / name
-    )
-    return written
+    """Return the diffusers folder of a family's tiny base; a new family adds tests/fakes/bases/NAME.toml."""
+    return write_base(name, Path.home() / "bases" / name)
 
 
 @cache
@@ -41,12 +38,6 @@ def facts_at(folder: Path, *, source: str = "tiny", family: str = "", **files: P
     """Return the facts of a diffusers folder, with `files` in place of its parts (`vae=...`)."""
     chosen = families.family(family) if family else families.detect(folder)
     return chosen.facts(Layout(folder=folder, files=files), source=source)  # type: ignore[arg-type]  # names of parts
-
-
-def base_with(name: str, folder: Path, **options: Any) -> Path:
-    """Write a family's tiny base with options of its `write_base`."""
-    written: Path = import_module(f"tests.fakes.bases.{name}").write_base(folder, **options)
-    return written
 
 
 def copy_of(name: str, folder: Path) -> Path:

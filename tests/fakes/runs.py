@@ -144,10 +144,10 @@ class Toy:
 
     def with_base(self, *, seed: int = 0) -> Toy:
         """Write the base, which imports torch; return self."""
-        from tests.fakes.tiny_base import write_tiny_base
+        from tests.fakes.tiny_base import write_base
 
         shutil.rmtree(self.base, ignore_errors=True)
-        write_tiny_base(self.base, seed=seed)
+        write_base("sd15", self.base, seed=seed)
         return self
 
 

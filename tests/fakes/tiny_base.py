@@ -1,75 +1,173 @@
-"""A tiny random Stable Diffusion 1.x base in diffusers layout: real classes, no download, under 1 MB.
+"""Tiny random bases: real classes in the configurations of tests/fakes/bases/NAME.toml, tokenizers made offline.
 
-16 px native, VAE 2x down, one attention head; a training step takes milliseconds. Its tokenizer is
-the embedded base's. `seed` changes all weights, and so the identity of every part.
+`pipeline` names diffusers' class; a table is a part with its class, `like` one of shared.toml with other entries;
+`draws` is the order of what takes random numbers where parts are not just made as they stand in the file.
+Every character has a token of its own, so any two prompts differ and none has unknown tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+import tomllib
+import warnings
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from transformers import CLIPTextModel
+import diffusers
+import torch
+import transformers
+from torch import nn
+from transformers import AddedToken, CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.fakes.bases.parts import clip_tokenizer, saved, tiny_clip, tiny_vae
+from lora_trainer.families.locate import EMBEDDED_FOLDER
 
-
-def write_tiny_base(
-    folder: Path,
-    *,
-    seed: int = 0,
-    prediction: str = "epsilon",
-    text: Callable[[], Any] = lambda: tiny_clip(CLIPTextModel),
-    vae_attention: bool = False,
-    **unet: Any,
-) -> Path:
-    """Write the base into `folder` and return it; `unet` changes its U-Net's configuration."""
-
-    def build() -> StableDiffusionPipeline:
-        return StableDiffusionPipeline(
-            vae=tiny_vae(
-                latent_channels=4,
-                sample_size=16,
-                mid_block_add_attention=vae_attention,
-                scaling_factor=0.5,
-            ),
-            text_encoder=text(),
-            tokenizer=clip_tokenizer(),
-            unet=tiny_unet(**unet),
-            scheduler=ddim(prediction),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-
-    return saved(folder, seed=seed, build=build)
+BASES = Path(__file__).with_name("bases")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""What Qwen3's template does with one user message."""
+PRINTABLE = string.ascii_letters + string.digits + string.punctuation
+T5_WORDS = ("▁a", "▁photo", "▁of", "▁the", "▁red", "▁blue", "▁square", "▁on")
+QWEN_SPECIAL = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+]
+QWEN_TEMPLATE_WORDS = (
+    *("system", "Describe", " the", " image", " by", " detailing", " color", " shape", " size"),
+    *(" texture", " quantity", " text", " spatial", " relationships", " of", " objects", " and"),
+    *(" background", "user"),
+)
+"""Tokens of their own, so that Qwen-Image's prompt template begins with 34 tokens, as in the release."""
 
 
-def tiny_unet(**config: Any) -> UNet2DConditionModel:
-    """Return a U-Net of two levels unless `config` has others; the last has no attention, as in a release."""
-    options: dict[str, Any] = {
-        "sample_size": 8,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "block_out_channels": (8, 16),
-        "layers_per_block": 1,
-        "cross_attention_dim": 16,
-        "attention_head_dim": 2,
-        "norm_num_groups": 4,
+def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a family's base, whose weights depend on `seed` alone, and return `folder`.
+
+    `changes` by part are other entries of its configuration, or None for a part that is left out.
+    """
+    described = tomllib.loads((BASES / f"{name}.toml").read_text(encoding="utf-8"))
+    for part, change in changes.items():
+        described[part] = {**described[part], **change} if isinstance(change, dict) else change
+    kind = getattr(diffusers, described.pop("pipeline"))
+    tables = [part for part, value in described.items() if isinstance(value, dict)]
+    steps = described.pop("draws", [])
+    steps += [f"make {part}" for part in tables if f"make {part}" not in steps]
+    parts = {
+        part: TOKENIZERS[value]() if part.startswith("tokenizer") and value else value or None
+        for part, value in described.items()
+        if not isinstance(value, bool | dict)
     }
-    return UNet2DConditionModel(**options | config)
+    flags = {key: value for key, value in described.items() if isinstance(value, bool)}
+    with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")  # by diffusers
+        torch.manual_seed(seed)
+        for verb, place in map(str.split, steps):
+            part = place.partition(".")[0]
+            if verb != "make" and parts[part] is not None:
+                DRAWS[verb](attrgetter(place)(SimpleNamespace(**parts)))
+            elif described[part] is not None:
+                parts[part] = _made(described[part])
+        pipeline = kind(**parts, **flags)
+    pipeline.save_pretrained(folder)
+    return folder
 
 
-def ddim(prediction: str) -> DDIMScheduler:
-    """Return a sampler with the noise levels of Stable Diffusion."""
-    return DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-        prediction_type=prediction,
+def _made(entries: Mapping[str, Any]) -> Any:
+    shared = tomllib.loads((BASES / "shared.toml").read_text(encoding="utf-8"))
+    while "like" in entries:
+        own = dict(entries)
+        entries = {**shared[own.pop("like")], **own}
+    values = dict(entries)
+    name = values.pop("class")
+    if hasattr(diffusers, name):
+        return getattr(diffusers, name)(**values)
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**values))
+
+
+def enliven(network: nn.Module) -> None:
+    """Redraw every weight: an output or a gate that starts at zero would hide what is before it."""
+    for weights in network.parameters():
+        if weights.dim() > 1:
+            nn.init.normal_(weights, std=weights[0].numel() ** -0.5)
+        else:
+            weights.add_(0.1 * torch.randn_like(weights))
+
+
+def _matrices(network: nn.Module) -> None:
+    """Redraw every matrix, a little smaller, and leave the vectors."""
+    for weights in network.parameters():
+        if weights.dim() > 1:
+            nn.init.normal_(weights, std=0.7 * max(1, weights[0].numel()) ** -0.5)
+
+
+DRAWS: Mapping[str, Callable[[Any], object]] = {
+    "enliven": enliven,
+    "matrices": _matrices,
+    "normal": nn.init.normal_,
+    "uniform": lambda tensor: tensor.uniform_(0.5, 2.0),
+    "eye": nn.init.eye_,
+}
+
+
+def clip_tokenizer(**settings: str) -> CLIPTokenizer:
+    """Return the embedded base's tokenizer: 77 tokens, CLIP's classes."""
+    tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(EMBEDDED_FOLDER / "tokenizer")
+    for name, value in settings.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """Return a T5 tokenizer: `<pad>` 0, `</s>` 1, `<unk>` 2, words, then printable characters."""
+    vocabulary = [
+        *(("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)),
+        *((word, -3.0) for word in T5_WORDS),
+        *((character, -6.0) for character in PRINTABLE),
+    ]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=512)
+
+
+def _gemma_tokenizer() -> GemmaTokenizer:
+    """Return a Gemma tokenizer: special tokens, then printable characters and `▁` with a letter."""
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    merges = [("▁", letter) for letter in string.ascii_letters]
+    names = [*special, "▁", *PRINTABLE, "\n", *map("".join, merges)]
+    return GemmaTokenizer(
+        vocab={name: index for index, name in enumerate(names)},
+        merges=merges,  # type: ignore[arg-type]  # annotated as str, passed on to what takes pairs only
+        add_bos_token=True,
+        model_max_length=8192,
     )
+
+
+def _qwen2_tokenizer(*, words: tuple[str, ...] = (), chat: str | None = None) -> Qwen2Tokenizer:
+    """Return a byte-level tokenizer with the chat markers; 256 bytes, no merges but the first few."""
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("r", "e"), ("re", "d")]
+    names = [*sorted(bytes_to_unicode().values()), *map("".join, merges), *QWEN_SPECIAL]
+    tokenizer = Qwen2Tokenizer(
+        vocab={name: index for index, name in enumerate(names)},
+        merges=merges,  # type: ignore[arg-type]  # annotated as str, passed on to what takes pairs only
+        chat_template=chat,
+        additional_special_tokens=QWEN_SPECIAL,
+        model_max_length=131072,
+        eos_token="<|im_end|>",
+    )
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return tokenizer
+
+
+TOKENIZERS: Mapping[str, Callable[[], Any]] = {
+    "clip": clip_tokenizer,
+    "clip padded with !": lambda: clip_tokenizer(pad_token="!"),  # as in SDXL's release
+    "t5": t5_tokenizer,
+    "gemma": _gemma_tokenizer,
+    "qwen3": lambda: _qwen2_tokenizer(chat=CHAT_TEMPLATE),
+    "qwen image": lambda: _qwen2_tokenizer(words=QWEN_TEMPLATE_WORDS),
+}

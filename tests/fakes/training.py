@@ -34,7 +34,7 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.noise import table_levels
 from lora_trainer.training.step import Training, compute_gradients_with_oom_retry
-from tests.fakes.tiny_base import write_tiny_base
+from tests.fakes.tiny_base import write_base
 
 CPU = torch.device("cpu")
 SQUARE, WIDE, TALL = (4, 8, 8), (4, 6, 10), (4, 10, 6)
@@ -47,7 +47,7 @@ TOKENS, TEXT_WIDTH = 77, 16
 @cache
 def tiny_base() -> Path:
     """Return the tiny base, written on the first call of the process."""
-    return write_tiny_base(Path.home() / "tiny-base")
+    return write_base("sd15", Path.home() / "tiny-base")
 
 
 @cache

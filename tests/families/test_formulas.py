@@ -19,7 +19,6 @@ from lora_trainer.training.loss import add_noise, padded_alike, sample_losses, t
 from tests.fakes.family_bases import (
     CPU,
     base_of,
-    base_with,
     conditioning_of,
     draw,
     encoder_of,
@@ -27,6 +26,7 @@ from tests.fakes.family_bases import (
     facts_of,
     network_of,
 )
+from tests.fakes.tiny_base import write_base
 
 PROMPTS = ("a red square", "a photo of the blue one, on the left")
 HEIGHT, WIDTH = 12, 8  # in latents, unequal: rows and columns cannot be taken for one another
@@ -164,14 +164,14 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in VELOCITIES), ("flux2", {"guidance": True})],
+    [*((name, {}) for name in VELOCITIES), ("flux2", {"transformer": {"guidance_embeds": True}})],
     ids=[*VELOCITIES, "flux2 that reads a guidance scale"],
 )
 def test_the_loss_is_that_of_the_training_script(
     name: str, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
     """The network's velocity at (1 - sigma) x + sigma noise, against noise - x; neither batch nor padding counts."""
-    facts = facts_at(base_with(name, tmp_path / "base", **options))
+    facts = facts_at(write_base(name, tmp_path / "base", **options))
     family, network = families.family(name), network_of(facts)
     told = dict(conditioning_of(family, facts, PROMPTS))
     assert ("guidance" in told) == (name == "flux" or bool(options))

@@ -29,7 +29,6 @@ from tests.checkpoint_files.files import write
 from tests.fakes.family_bases import (
     CPU,
     base_of,
-    base_with,
     copy_of,
     denoiser_of,
     draw,
@@ -42,6 +41,7 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.json_files import edit_json
 from tests.fakes.original_names import original_names, split_at
+from tests.fakes.tiny_base import write_base
 
 PROMPTS = ("a red square", "a photo of the blue one, on the left")
 FLUX_DEV = "black-forest-labs/FLUX.1-dev"
@@ -140,7 +140,13 @@ def test_schnell_is_told_from_dev_by_its_guidance(
 ) -> None:
     """In folders, and in a file of one beside a folder of the other."""
     split_at(monkeypatch, inner=32)
-    folder = base_with("flux", tmp_path / "schnell", seed=1, guidance_embeds=False)
+    folder = write_base(
+        "flux",
+        tmp_path / "schnell",
+        seed=1,
+        transformer={"guidance_embeds": False},
+        scheduler={"shift": 1.0, "use_dynamic_shifting": False},
+    )
     dev, schnell = facts_of("flux"), facts_at(folder)
     fast_state = original_names("flux", network_of(schnell).state_dict())
     save_file(fast_state, tmp_path / "fast.safetensors")
@@ -164,7 +170,7 @@ def test_schnell_is_told_from_dev_by_its_guidance(
 
 
 def test_the_index_or_the_name_of_a_file_says_which_klein_is_distilled(tmp_path: Path) -> None:
-    facts = facts_at(base_with("flux2", tmp_path / "base", distilled=True))
+    facts = facts_at(write_base("flux2", tmp_path / "base", is_distilled=True))
     assert (facts.distilled, facts.variant) == (True, "klein")
     for name, distilled in (
         ("flux-2-klein-4b", True),
@@ -195,7 +201,10 @@ def test_the_index_or_the_name_of_a_file_says_which_klein_is_distilled(tmp_path:
 def test_name_and_shift_tell_a_turbo_and_a_file_has_the_scheduler_of_its_release(
     tmp_path: Path, name: str, shift: float, release: str, own_shift: float
 ) -> None:
-    base, files = base_with("zimage", tmp_path / "base", shift=shift), dict[str, Path]()
+    base, files = (
+        write_base("zimage", tmp_path / "base", scheduler={"shift": shift}),
+        dict[str, Path](),
+    )
     if name.endswith("safetensors"):
         files["denoiser"] = file_of("zimage", tmp_path / name)
     facts = facts_at(base, source=name, **files)
@@ -230,7 +239,7 @@ def test_a_file_of_stable_diffusion_3_may_lie_beside_another_release(
 
 
 def test_a_base_without_t5_has_zeros_in_its_place(tmp_path: Path) -> None:
-    facts = facts_at(base_with("sd3", tmp_path / "base", t5=False))
+    facts = facts_at(write_base("sd3", tmp_path / "base", text_encoder_3=None, tokenizer_3=None))
     assert facts.max_tokens == 77 and facts.variant == "medium without T5"
     family, pipeline = families.family("sd3"), pipeline_of(facts)
     assert family.adapter_names(facts).kohya == "3-5-medium"

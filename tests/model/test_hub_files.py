@@ -24,7 +24,6 @@ from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
 from tests.checkpoint_files.layouts import Shapes
-from tests.fakes.bases.parts import t5_tokenizer
 from tests.fakes.family_bases import (
     base_of,
     copy_of,
@@ -39,6 +38,7 @@ from tests.fakes.family_bases import (
 from tests.fakes.hub import LISTS, FakeHub, fake_hub, spiece
 from tests.fakes.hub_server import hub_server
 from tests.fakes.runs import run_cli, toy
+from tests.fakes.tiny_base import t5_tokenizer
 
 KLEIN = "black-forest-labs/FLUX.2-klein-base-4B"
 PROMPT = "a photo of a red square"
