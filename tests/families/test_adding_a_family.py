@@ -46,7 +46,12 @@ def test_named_files_and_tests_exist() -> None:
 
 
 def test_named_members_exist() -> None:
-    places = ("lora_trainer/**/*.py", "lora_trainer/**/*.toml", "tests/fakes/**/*.py")
+    places = (
+        "lora_trainer/**/*.py",
+        "lora_trainer/**/*.toml",
+        "tests/fakes/*.py",
+        "tests/fakes/bases/*",
+    )
     files = [file for place in places for file in ROOT.glob(place)]
     words = {word for file in files for word in re.findall(r"\w+", file.read_text("utf-8"))}
     named = {name for name in re.findall(r"`(\w+)`", PAGE) if not name.startswith("test_")}
