@@ -47,10 +47,9 @@ def test_named_files_and_tests_exist() -> None:
 
 def test_named_members_exist() -> None:
     places = (
-        "lora_trainer/**/*.py",
-        "lora_trainer/**/*.toml",
-        "tests/fakes/*.py",
-        "tests/fakes/bases/*",
+        f"{folder}/**/*.{end}"
+        for folder in ("lora_trainer", "tests/fakes")
+        for end in ("py", "toml")
     )
     files = [file for place in places for file in ROOT.glob(place)]
     words = {word for file in files for word in re.findall(r"\w+", file.read_text("utf-8"))}
