@@ -31,7 +31,8 @@ class HubServer:
     private: dict[str, bool] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     tokens: set[str] = field(default_factory=set)
-    refuses: bool = False
+    refuses: int = 0
+    """The status of every answer but the user's name: 403 as for a token that may only read."""
     folders: dict[str, Path] = field(default_factory=dict)
     held_from: int | None = None
     go_on: threading.Event = field(default_factory=threading.Event)
@@ -111,13 +112,14 @@ def hub_server() -> Iterator[HubServer]:
             path = self.path.partition("?")[0]
             if path == "/api/whoami-v2":
                 return 200, {"name": "jane", "type": "user", "orgs": []}
-            if hub.refuses:  # as for a token that may only read
-                return 403, {"error": "no"}
+            if hub.refuses:
+                return hub.refuses, {"error": "no"}
             if path == "/api/repos/create":
                 asked = json.loads(body)
                 name = f"{asked.get('organization') or 'jane'}/{asked['name']}"
+                status = 409 if name in hub.private else 200
                 hub.private[name] = asked.get("private", asked.get("visibility") == "private")
-                return 200, {"url": f"{hub.address}/{name}"}
+                return status, {"url": f"{hub.address}/{name}"}
             repository = "/".join(path.split("/")[3:5])
             if path.endswith("/preupload/main"):
                 named = [file["path"] for file in json.loads(body)["files"]]
@@ -149,7 +151,7 @@ def hub_server() -> Iterator[HubServer]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield hub

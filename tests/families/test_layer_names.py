@@ -223,20 +223,10 @@ def test_modules_that_tell(modules: str, widths: tuple[int, ...], expected: str)
     assert adapter_family(shapes, metadata={}) == expected
 
 
-@pytest.mark.parametrize(
-    ("module", "width", "stated"),
-    [
-        ("transformer_blocks.0.attn.to_q", 6144, "flux2"),
-        ("transformer_blocks.0.attn.to_q", 3072, "chroma"),
-        ("transformer_blocks.19.attn.to_q", 3072, "chroma"),
-    ],
-)
-def test_metadata_says_whose_joint_blocks_they_are(module: str, width: int, stated: str) -> None:
-    metadata = {"ss_base_model_version": stated}
-    assert adapter_family({module: (16, width)}, metadata=metadata) == stated
-
-
-def test_tensors_that_tell_weigh_more_than_metadata() -> None:
+def test_metadata_says_whose_joint_blocks_they_are_and_tensors_that_tell_weigh_more() -> None:
+    for block, width, stated in ((0, 6144, "flux2"), (0, 3072, "chroma"), (19, 3072, "chroma")):
+        shapes: dict[str, tuple[int, ...]] = {f"transformer_blocks.{block}.attn.to_q": (16, width)}
+        assert adapter_family(shapes, metadata={"ss_base_model_version": stated}) == stated
     assert adapter_family({f"unet.{BLOCK}.attn2.to_k": ()}, metadata={}) == "unknown"
     shapes = {f"unet.{BLOCK}.attn2.to_k": (4, 768)}
     assert adapter_family(shapes, metadata={"ss_base_model_version": "sdxl_base_v1-0"}) == "sd15"

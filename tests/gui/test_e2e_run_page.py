@@ -362,12 +362,12 @@ def test_a_finished_lora_is_copied_and_published(place: Place, page: Any, run: P
     assert dialog.get_by_label("Private").is_checked()
     assert dialog.get_by_label("Name of its page there").input_value() == "zorble"
     dialog.get_by_label("Name of its page there").fill("club/zorble")
-    place.hub.refuses = True  # as for a token that may only read
+    place.hub.refuses = 403  # as for a token that may only read
     dialog.get_by_role("button", name="Publish").click()
     dialog.get_by_text("The token that is signed in may only read").wait_for()
     tokens = dialog.get_by_role("link", name="your page of tokens").get_attribute("href")
     assert tokens == "https://huggingface.co/settings/tokens"
-    place.hub.refuses = False
+    place.hub.refuses = 0
     dialog.get_by_label("Token").fill(TOKEN)
     page.keyboard.press("Enter")
     dialog.get_by_label("Name of its page there").wait_for()

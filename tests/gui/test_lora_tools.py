@@ -288,7 +288,7 @@ def test_a_lora_is_published_privately_with_its_card_and_the_token_is_told_to_no
         assert TOKEN in hub.tokens
         assert published(work, repository="club/zorble", private=False).state == "finished"
         assert hub.private["club/zorble"] is False
-        hub.refuses = True
+        hub.refuses = 403
         refused = published(work, repository="club/zorble", private=False)
         assert "the Hub answers 403" in refused.error() and "hf auth login" in refused.error()
         assert sharing.may_only_read(refused) and not sharing.may_only_read(done)

@@ -1,22 +1,21 @@
-"""What is uploaded, what is not, and what happens when the Hub does not answer. No network."""
+"""What is uploaded, what is not, and what happens when the Hub does not answer. No network but this machine's."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import save_file
 
+from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.runs import Toy, events, problems, run_cli, toy
 
 BASE = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -28,6 +27,7 @@ HEADER = {
     "ss_sd_model_name": BASE,
 }
 KOHYA = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+NOBODY = "http://127.0.0.1:9"
 DIFFUSERS = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 LORA = {f"{KOHYA}.lora_down.weight": (4, 320), f"{KOHYA}.lora_up.weight": (320, 4)}
 KINDS: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
@@ -53,31 +53,6 @@ KINDS: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     ),
 }
 """A file of each kind, and the sentence of its card that says which programs can read it."""
-
-
-@dataclass
-class FakeHub:
-    """Records what it is asked for, and what lies in the folder at that moment."""
-
-    has_card: bool = False
-    fails: Exception | None = None
-    created: dict[str, Any] = field(default_factory=dict)
-    uploaded: dict[str, bytes] = field(default_factory=dict)
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
-        if self.fails:
-            raise self.fails
-        self.created = {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}
-
-    def file_exists(self, repo_id: str, filename: str) -> bool:
-        return self.has_card and filename == "README.md"
-
-    def create_commit(self, repo_id: str, additions: list[Any], *, commit_message: str) -> None:
-        contents = {each.path_in_repo: each.path_or_fileobj for each in additions}
-        self.uploaded = {
-            name: content if isinstance(content, bytes) else Path(content).read_bytes()
-            for name, content in contents.items()
-        }
 
 
 @pytest.fixture
@@ -110,14 +85,15 @@ def write_lora(file: Path, shapes: dict[str, tuple[int, ...]], **header: str) ->
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Return the Hub that answers instead of the real one, where somebody is logged in."""
-    hub = FakeHub()
-    # A class, as a library that is imported meanwhile may name it in an annotation.
-    api = type("HfApi", (), {"__new__": lambda _: hub})
-    monkeypatch.setattr("huggingface_hub.HfApi", api)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_token")
-    return hub
+    with hub_server() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        pages = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", pages)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
 
 
 def publish(run: Path, *more: str) -> int:
@@ -125,23 +101,24 @@ def publish(run: Path, *more: str) -> int:
     return run_cli(["publish", file, "--repository", "jane/zibbo", *more])
 
 
-def card(run: Path, hub: FakeHub) -> tuple[str, dict[str, Any]]:
+def card(run: Path, hub: HubServer) -> tuple[str, dict[str, Any]]:
     """Return the published card's text, and what the Hub reads of its head."""
     assert publish(run) == 0
-    text = hub.uploaded["README.md"].decode()
+    text = hub.files["jane/zibbo"]["README.md"].decode()
     return text, dict(yaml.safe_load(text.split("---\n")[1]))
 
 
 def test_file_images_and_card_are_uploaded_and_nothing_else(
-    run: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = run / "embeddings" / "zibbo_emb.safetensors"
     words.parent.mkdir()
     words.write_bytes(b"vectors")
     assert publish(run) == 0
-    assert capsys.readouterr().out == "published at https://huggingface.co/jane/zibbo\n"
-    assert hub.created == {"repo_id": "jane/zibbo", "private": True, "exist_ok": True}
-    assert hub.uploaded.keys() == {
+    assert capsys.readouterr().out == f"published at {hub.address}/jane/zibbo\n"
+    uploaded = hub.files["jane/zibbo"]
+    assert hub.private == {"jane/zibbo": True} and TOKEN in hub.tokens
+    assert uploaded.keys() == {
         "README.md",
         "zibbo.safetensors",
         "embeddings/zibbo_emb.safetensors",
@@ -149,18 +126,20 @@ def test_file_images_and_card_are_uploaded_and_nothing_else(
         "samples/01.png",
         "samples/02.png",
     }
-    assert hub.uploaded["zibbo.safetensors"] == (run / "zibbo.safetensors").read_bytes()
+    assert uploaded["zibbo.safetensors"] == (run / "zibbo.safetensors").read_bytes()
     newest = run / "samples" / "step-00000200" / "00.png"
-    assert hub.uploaded["samples/00.png"] == newest.read_bytes()
-    assert b"`embedding:zibbo_emb`" in hub.uploaded["README.md"]
+    assert uploaded["samples/00.png"] == newest.read_bytes()
+    assert b"`embedding:zibbo_emb`" in uploaded["README.md"]
     # A card that somebody wrote is left alone, and public is only when asked.
-    hub.has_card = True
+    (run / "offered").mkdir()
+    (run / "offered" / "README.md").touch()
+    hub.folders["jane/zibbo"] = run / "offered"
     assert publish(run, "--public") == 0
-    assert "README.md" not in hub.uploaded and "zibbo.safetensors" in hub.uploaded
-    assert hub.created["private"] is False
+    assert hub.files["jane/zibbo"].keys() == uploaded.keys() - {"README.md"}
+    assert hub.private == {"jane/zibbo": False}
 
 
-def test_the_card_is_what_the_hub_reads(run: Path, hub: FakeHub) -> None:
+def test_the_card_is_what_the_hub_reads(run: Path, hub: HubServer) -> None:
     text, head = card(run, hub)
     assert head["tags"] == ["text-to-image", "diffusers", "lora", "template:sd-lora"]
     assert head["base_model"] == BASE and head["library_name"] == "diffusers"
@@ -179,7 +158,7 @@ def test_the_card_is_what_the_hub_reads(run: Path, hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_card_knows_who_can_read_the_file(kind: str, run: Path, hub: FakeHub) -> None:
+def test_the_card_knows_who_can_read_the_file(kind: str, run: Path, hub: HubServer) -> None:
     shapes, programs = KINDS[kind]
     write_lora(run / "zibbo.safetensors", shapes)
     text, _ = card(run, hub)
@@ -188,7 +167,7 @@ def test_the_card_knows_who_can_read_the_file(kind: str, run: Path, hub: FakeHub
 
 
 def test_a_base_that_is_not_on_the_hub_is_not_linked(
-    run: Path, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a trigger that has to be quoted, and where a folder has the name of a repository."""
     monkeypatch.chdir(tmp_path)
@@ -210,12 +189,16 @@ def test_a_base_that_is_not_on_the_hub_is_not_linked(
 
 
 def test_an_upload_that_fails_says_what_to_do(
-    run: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    hub: HubServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fixes: dict[Any, str] = {401: "hf auth login", 403: "make a token that may write"}
-    for status, fix in {**fixes, None: "hf upload jane/zibbo"}.items():
-        response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
-        hub.fails = HfHubHTTPError("no", response=response) if status else OSError("no route")
+    fixes = {401: "hf auth login", 403: "make a token that may write", 0: "hf upload jane/zibbo"}
+    for status, fix in fixes.items():
+        hub.refuses = status
+        if not status:
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOBODY)
         capsys.readouterr()
         assert publish(run) == 4
         error = capsys.readouterr().err
@@ -224,22 +207,22 @@ def test_an_upload_that_fails_says_what_to_do(
 
 def test_a_finished_training_is_uploaded_and_a_failure_is_its_problem(
     tmp_path: Path,
-    hub: FakeHub,
+    hub: HubServer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     place: Toy = toy(tmp_path).with_base()
     asked: dict[str, Any] = {"output__hub_repo": "jane/toy", "sampling__every_steps": 0}
-    hub.fails = OSError("no route")
+    hub.refuses = 403
     assert place.train(**asked) == 0
     assert "was not uploaded" in problems(place.run)[-1]["what"]
-    hub.fails = None
+    hub.refuses = 0
     assert place.train("--resume", **asked) == 0
     (uploaded,) = events(place.run, "uploaded")
-    assert uploaded["address"] == "https://huggingface.co/jane/toy" and uploaded["private"]
-    assert hub.uploaded.keys() == {"README.md", "toy.safetensors"}
+    assert uploaded["address"] == f"{hub.address}/jane/toy" and uploaded["private"]
+    assert hub.files["jane/toy"].keys() == {"README.md", "toy.safetensors"}
     # Without a login, or with a name that no repository can have, nothing is trained in vain.
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    monkeypatch.delenv("HF_TOKEN")
     for repository, code in (("jane/toy", 4), ("toy", 2), ("a/b/c", 2), ("/toy", 2), ("../x", 2)):
         capsys.readouterr()
         assert place.train("--name", "new", **asked | {"output__hub_repo": repository}) == code
