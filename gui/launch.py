@@ -1,7 +1,8 @@
 """The command lines that the interface runs, as lists of arguments; never a shell, never a string.
 
 Inputs: drafts and run folders, checked here as far as it takes no torch. Outputs: the words of a
-training, for the queue, and the JSON answers of commands that end by themselves.
+training, for the queue, and the JSON answers of commands that end by themselves; `Plans`, the answers of the last
+drafts.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from .run_state import Look, possible
 from .run_view import head, machine_now
 from .state import Records
 
+# Records may name any file; a page leads to samples of this run only.
 _IMAGE = re.compile(r"samples/step-\d{8,}/(asked-)?\d{2,}\.png")
 _REDRAWS = 200
 """How often a chart is drawn anew while its length doubles at most."""
@@ -217,7 +218,7 @@ def _file_row(
         "button",
         "\u2605 Marked as the best" if marked else "\u2606 Mark this as the best",
         type="button",
-        data_best=step,
+        data_best=step,  # names a step, which the page's handler checks
         disabled="" if marked else None,
         aria_label=f"Mark step {step} as the best",
     )

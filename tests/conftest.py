@@ -22,8 +22,7 @@ settings.register_profile(
     database=None,
     derandomize="CI" in os.environ,
     print_blob=True,
-    # What a fixture makes is left as it was, or written anew, by the examples that share it.
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("project")
 

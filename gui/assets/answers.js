@@ -12,10 +12,17 @@
   const MESSAGE = /^data: \{"msg":"(\w+)","event_id":(?:"(\w+)")?/;
   const END = 'data: {"msg":"close_stream","event_id":null}\n\n';
   let end = null; // resolved once the script knows that the stream is closed: it aborts its request then
+  const closing = (request) => {
+    end = new Promise((known) => {
+      request.signal?.addEventListener("abort", known, { once: true });
+      setTimeout(known, 1000); // for a script that does not abort
+    });
+  };
 
   window.fetch = async (request, options) => {
     const path = new URL(request.url ?? request, location).pathname;
     if (path.endsWith("/queue/data") && !asked.size) {
+      closing(request);
       return new Response(END, { headers: { "content-type": "text/event-stream" } });
     }
     const answer = await send(request, options);
@@ -48,12 +55,7 @@
                 goes = true;
                 continue;
               }
-              if (kind === "close_stream") {
-                end = new Promise((known) => {
-                  request.signal.addEventListener("abort", known, { once: true });
-                  setTimeout(known, 1000); // for a script that does not abort
-                });
-              }
+              if (kind === "close_stream") closing(request);
               messages.enqueue(bytes.encode(`${message}\n\n`));
             }
           }

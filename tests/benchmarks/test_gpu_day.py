@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_an_option_that_wins_little_everywhere_is_taken_out(tmp_path: Path) -> N
         "memory.gradient_checkpointing=offloaded": "wrong",
         "hardware.compile=blocks": "take out",  # 4 % of the time, 7.5 % of the memory
     }
+
+
+def test_other_code_and_another_gpu_are_measured_anew(tmp_path: Path) -> None:
+    results = Results(folder=tmp_path, origin=HERE)
+    (piece,) = (piece for piece in SLICES if piece.name == "pair")
+    case = piece.cases[0]
+    results.write("pair", case.name, "done", seconds=1.0, result={})
+    changed = replace(results, origin=replace(HERE, code="2"))
+    assert case not in results.missing(piece)
+    assert case in changed.missing(piece)
+    assert case not in replace(changed, other_code=True).missing(piece)
+    other = replace(results, origin=replace(HERE, device="another GPU"))
+    assert case in other.missing(piece) and not list(other.rows(piece))
+    assert len(list((tmp_path / "older").iterdir())) == 1, "the old results are kept"
 
 
 CHILD = """

@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.events import read_jsonl
 from scripts.reliability.kill import free_port, load_everything
 from tests.fakes.runs import Toy, toy, write_priors
 
@@ -272,14 +271,13 @@ REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def signalled_after(step: int, rank: int, number: int) -> Callable[[list[int], Path], None]:
-    """Return what sends a process a signal once that step is logged."""
+def signalled_at_a_state(rank: int, number: int) -> Callable[[list[int], Path], None]:
+    """Return what sends a process a signal once they have saved a state, whatever others left before."""
 
     def meanwhile(pids: list[int], run: Path) -> None:
-        until = time.monotonic() + TIMEOUT_S
+        before, until = set(run.glob("states/step-*")), time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:
-            rows = read_jsonl(run / "events.jsonl") if run.is_dir() else []
-            if any(row["event"] == "step" and row["step"] >= step for row in rows):
+            if set(run.glob("states/step-*")) - before:
                 os.kill(pids[rank], number)
                 return
             time.sleep(0.005)
@@ -310,16 +308,17 @@ def scenarios(place: Toy) -> dict[str, Run]:
     found["apart"] = run(place, "apart", 2, faults={1: other_weights}, **ALONE)
     for name, how in REFUSED_STARTS.items():  # however late the others come
         found[name] = run(place, name, 2, hardware__process_timeout_s=60, **how)
-    freeze = signalled_after(6, 1, signal.SIGSTOP)
+    freeze = signalled_at_a_state(1, signal.SIGSTOP)
     found["frozen"] = run(place, "frozen", 2, meanwhile=freeze, **ALONE)
-    stop = signalled_after(6, 1, signal.SIGTERM)
+    stop = signalled_at_a_state(1, signal.SIGTERM)
     found["stopped"] = run(place, "stopped", 2, meanwhile=stop)
     found["stopped resumed"] = run(place, "stopped", 2, "--resume")
-    kill = signalled_after(6, 1, signal.SIGKILL)
-    found["killed 1"] = run(place, "moved", 2, meanwhile=kill, **ALONE)
-    kill = signalled_after(8, 0, signal.SIGKILL)
-    found["killed 0"] = run(place, "moved", 3, "--resume", meanwhile=kill, **ALONE)
-    found["moved"] = run(place, "moved", 1, "--resume", **ALONE)
+    moved = {**ALONE, "output__save_every_steps": 3}
+    kill = signalled_at_a_state(1, signal.SIGKILL)
+    found["killed 1"] = run(place, "moved", 2, meanwhile=kill, **moved)
+    kill = signalled_at_a_state(0, signal.SIGKILL)
+    found["killed 0"] = run(place, "moved", 3, "--resume", meanwhile=kill, **moved)
+    found["moved"] = run(place, "moved", 1, "--resume", **moved)
     return found | {name: wait() for name, (_, wait) in starting.items()}
 
 

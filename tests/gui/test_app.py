@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import app, doctor
+from lora_trainer.gui import app
 from lora_trainer.gui.guard import Guard
 from lora_trainer.gui.workplace import Workplace
 
@@ -62,8 +62,9 @@ def test_what_would_open_the_server_is_no_option_and_its_address_is_as_browsers_
             app.parsed([word])
         assert ended.value.code == 2
         assert "unrecognized arguments" in capsys.readouterr().err
-    options = app.parsed(["--port", "7999"])
-    assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, True)
+    options = app.parsed(["--port", "7999", "--no-browser"])
+    assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, False)
+    assert app.parsed([]).browser is True
     assert app.address_of("127.0.0.1", 7860) == "http://127.0.0.1:7860/"
     assert app.address_of("::1", 7860) == "http://[::1]:7860/"
     for everywhere in ("0.0.0.0", "::"):
@@ -405,6 +406,9 @@ def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(tmp_path
 
 
 def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command() -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui import doctor
+
     here = replace(detect(), gpus=(), gpu_reason="no driver")
     sizes = {"total_bytes": 24 * GIB, "free_bytes": 23 * GIB, "compute_capability": (8, 9)}
     card = Gpu(index=0, name="<b>RTX 4090</b>", driver="580.1", **sizes)
@@ -425,6 +429,9 @@ def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command() -
 def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stays(
     work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui import doctor
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = doctor.cache_state().folder
     folder.create()

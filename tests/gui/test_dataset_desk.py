@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts
 from lora_trainer.gui.dataset_desk import DatasetDesk
@@ -121,7 +121,7 @@ def test_what_is_around_the_text_is_kept(desk: DatasetDesk, folder: Path) -> Non
 
 
 @given(data=st.binary(max_size=60), text=st.text(max_size=20))
-@settings(max_examples=25)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_file_is_left_alone_or_read_back_as_typed(
     desk: DatasetDesk, root: Path, data: bytes, text: str
 ) -> None:

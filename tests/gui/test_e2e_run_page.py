@@ -72,7 +72,12 @@ LATE_NUMBER = """async (script) => {
   stop.abort();
   send();
   await late;
-  return [text, await (await fetch("/queue/data")).text(), streams];
+  const last = new AbortController();
+  const rest = await (await fetch(new Request("/queue/data", { signal: last.signal }))).text();
+  const order = [];
+  setTimeout(() => { order.push("end"); last.abort(); }, 200);
+  await fetch("/queue/join").then(() => order.push("event"));
+  return [text, rest, streams, order];
 }"""
 """Asks as Gradio's script does while the answer to an event comes before its number."""
 
@@ -271,11 +276,12 @@ def test_no_stream_is_opened_for_an_answer_that_came_before_its_number(
     page.route("http://localhost/", lambda route: route.fulfill(body="<title>a page</title>"))
     page.goto("http://localhost/")
     script = (ROOT / "gui" / "assets" / "answers.js").read_text(encoding="utf-8")
-    answers, rest, streams = page.evaluate(LATE_NUMBER, script)
+    answers, rest, streams, order = page.evaluate(LATE_NUMBER, script)
     assert answers.count("process_completed") == 2
     assert "close_stream" in answers
     assert json.loads(rest.removeprefix("data: "))["msg"] == "close_stream"
     assert streams == 1
+    assert order == ["end", "event"], "no event is sent before the script knows of an end"
 
 
 def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(

@@ -68,14 +68,14 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
 
 
 def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) -> None:
-    run = finished_run(work.runs / "a", modelspec__trigger_phrase="zorble")
+    run = finished_run(work.runs / "a", modelspec__trigger_phrase="blip")
     (entry,) = lora_files.entries(work)
     assert entry.file.ref == "a/zorble.safetensors"
     assert [save.step for save in entry.saves] == [20, 10]
-    assert (entry.header.rank, entry.header.trigger) == (8, "zorble")
+    assert (entry.header.rank, entry.header.trigger) == (8, "blip")
     assert "below the base's" in entry.validation and not entry.training
     (run / "samples" / "step-00000030" / "00.png").write_bytes(b"torn")
-    assert tries.example_prompt(entry.file, entry.header) == "zorble", "else that of the sample"
+    assert tries.example_prompt(entry.file, entry.header) == "blip", "else that of the sample"
     lora(run / "a-best.safetensors")
     (run / "best.json").write_text('{"step": 20}')
     (entry,) = lora_files.entries(work)

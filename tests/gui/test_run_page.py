@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts, run_actions, run_parts, state
 from lora_trainer.gui.run_state import look
@@ -336,7 +336,7 @@ KINDS = ["run_started", "resumed", "cached", "validation", "sample", "saved", "c
 
 
 @given(st.sampled_from([*KINDS, "finished", "x"]), st.dictionaries(KEYS, VALUES))
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_records_are_no_error(live: Path, kind: str, fields: dict[str, Any]) -> None:
     append(live, **{**fields, "event": kind})
     page(live)

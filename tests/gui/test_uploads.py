@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import archives, browse, uploads
 from lora_trainer.gui.posted import Posted
@@ -76,6 +76,7 @@ def test_names_are_made_safe_and_their_own_in_a_new_folder(work: Workplace) -> N
     assert (folder / "zibbo_01.txt").read_text() == "mine"
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.text(max_size=200, alphabet=st.characters(exclude_categories=["Cs"])))
 def test_any_name_is_one_visible_file_or_nothing(work: Workplace, name: str) -> None:
     for safe in uploaded(work, name, {f"{name}.png": PICTURE})[0]:

@@ -219,6 +219,12 @@ def test_the_score_and_the_parts_that_are_missing(tmp_path: Path) -> None:
     texts = Page(write_report(folder).read_text(encoding="utf-8")).texts
     assert "z.safetensors: 0.70 of 1 from its parts so far, without 30% of their weight" in texts
     assert {"gain", "0.90", "needs samples", "<a note>"} <= set(texts)
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    record["dataset"] |= {"images": float("inf"), "score": float("inf")}
+    text = json.dumps(record).replace("Infinity", "1e999")
+    (folder / "run.json").write_text(text, encoding="utf-8")
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert "not measured" in page.texts and "an unknown number of images in" in page.text
 
 
 def test_grid_has_a_row_per_prompt_and_a_column_per_step_base_first(
