@@ -1,4 +1,4 @@
-"""A Hub that answers from memory with folders that hold exactly the files of the real releases.
+"""Folders that hold exactly the files of the real releases, for a Hub to offer.
 
 tests/fakes/hub_files.json lists them: `read` is what loading a release needs, `left` the rest of what is
 there, each with where the list was found. A folder is made from a family's tiny base; files to be left
@@ -10,16 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
-import pytest
 from safetensors.torch import load_file, save_file
 
-REVISION = "a" * 40
+from tests.fakes.hub_server import HubServer
+
 _STEMS = {"model", "diffusion_pytorch_model"}
 
 
@@ -30,68 +27,13 @@ def read_json(file: Path) -> Any:
 LISTS: Mapping[str, Mapping[str, Any]] = read_json(Path(__file__).with_name("hub_files.json"))
 
 
-@dataclass
-class FakeHub:
-    """`published` folders by id; `fetched` are the files of each download; `store` is the local cache."""
-
-    folder: Path
-    published: dict[str, Path] = field(default_factory=dict)
-    fetched: list[list[str]] = field(default_factory=list)
-    revisions: list[str | None] = field(default_factory=list)
-
-    @property
-    def store(self) -> Path:
-        return self.folder / "cache"
-
-    def publish(self, source: str, base: Path, *, name: str | None = None) -> None:
-        """Offer a tiny base with the files of a release, under its id or another name."""
-        name = name or source
-        self.published[name] = as_released(
-            base,
-            self.folder / name.replace("/", "--"),
-            read=LISTS[source]["read"],
-            left=LISTS[source]["left"],
-        )
-
-    def snapshot(self, source: str) -> Path:
-        """Return where a repository lies in the cache."""
-        return self.store / f"models--{source.replace('/', '--')}" / "snapshots" / REVISION
-
-    def model_info(self, source: str) -> Any:
-        folder = self.published[source]
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        rows = [
-            SimpleNamespace(rfilename=path.relative_to(folder).as_posix(), size=path.stat().st_size)
-            for path in files
-        ]
-        return SimpleNamespace(siblings=rows, sha=REVISION)
-
-    def snapshot_download(
-        self, source: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: type[Any]
-    ) -> str:
-        self.fetched.append(list(allow_patterns))
-        self.revisions.append(revision)
-        folder = self.snapshot(source)
-        for name in allow_patterns:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.published[source] / name, folder / name)
-        refs = folder.parents[1] / "refs"
-        refs.mkdir(exist_ok=True)
-        (refs / (revision or "main")).write_text(REVISION)
-        return str(folder)
-
-
-def fake_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    """Put a Hub in the place of the real one for the rest of a test."""
-    hub = FakeHub(folder=folder)
-    monkeypatch.setattr(
-        huggingface_hub.HfApi,
-        "model_info",
-        lambda _api, source, **_: hub.model_info(source),
+def publish(hub: HubServer, source: str, base: Path, *, name: str | None = None) -> None:
+    """Offer a tiny base with the files of a release, under its id or another name."""
+    name = name or source
+    folder = base.with_name(f"{base.name} as released") / name
+    hub.folders[name] = as_released(
+        base, folder, read=LISTS[source]["read"], left=LISTS[source]["left"]
     )
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub.store))
-    return hub
 
 
 def as_released(base: Path, folder: Path, *, read: Sequence[str], left: Iterable[str]) -> Path:

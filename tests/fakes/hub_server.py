@@ -19,13 +19,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from pytest import MonkeyPatch
+
 REVISION = "a" * 40
 TOKEN = "hf_" + "t" * 34
 
 
 @dataclass
 class HubServer:
-    """What was asked of it: repositories with their privacy, files by repository, tokens."""
+    """What was asked of it: repositories with their privacy, files by repository, tokens, files fetched."""
 
     address: str = ""
     private: dict[str, bool] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class HubServer:
     refuses: int = 0
     """The status of every answer but the user's name: 403 as for a token that may only read."""
     folders: dict[str, Path] = field(default_factory=dict)
+    fetched: list[str] = field(default_factory=list)
     held_from: int | None = None
     go_on: threading.Event = field(default_factory=threading.Event)
 
@@ -50,6 +53,18 @@ class HubServer:
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         ]
+
+
+@contextmanager
+def hub_in_process(patch: MonkeyPatch) -> Iterator[HubServer]:
+    """Serve to this process too, whose library has read its environment."""
+    with hub_server() as hub:
+        constants = "huggingface_hub.constants"
+        patch.setattr(f"{constants}.ENDPOINT", hub.address)
+        pages = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", pages)
+        patch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+        yield hub
 
 
 @contextmanager
@@ -83,6 +98,7 @@ def hub_server() -> Iterator[HubServer]:
             self.send_header("content-length", str(len(content) - first))
             self.end_headers()
             if self.command == "GET":
+                hub.fetched.append(path)
                 held = len(content) if hub.held_from is None else hub.held_from
                 self.wfile.write(content[first : max(first, held)])
                 self.wfile.flush()

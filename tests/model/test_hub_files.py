@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from tests.fakes.family_bases import (
     pipeline_of,
     side_of,
 )
-from tests.fakes.hub import LISTS, FakeHub, fake_hub, spiece
-from tests.fakes.hub_server import hub_server
+from tests.fakes.hub import LISTS, publish, spiece
+from tests.fakes.hub_server import REVISION, HubServer, hub_in_process, hub_server
 from tests.fakes.runs import run_cli, toy
 from tests.fakes.tiny_base import t5_tokenizer
 
@@ -45,8 +45,15 @@ PROMPT = "a photo of a red square"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    return fake_hub(tmp_path / "hub", monkeypatch)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with hub_in_process(monkeypatch) as hub:
+        yield hub
+
+
+def snapshot(source: str, folder: Path) -> Path:
+    """Return where a repository lies in the cache."""
+    return folder / "hub" / f"models--{source.replace('/', '--')}" / "snapshots" / REVISION
 
 
 @pytest.mark.parametrize("source", LISTS)
@@ -57,14 +64,16 @@ def test_what_loading_needs_is_fetched_and_nothing_else(source: str) -> None:
 
 
 @pytest.mark.parametrize("name", families.MODULES)
-def test_a_release_is_read_from_the_files_it_has(name: str, hub: FakeHub) -> None:
+def test_a_release_is_read_from_the_files_it_has(name: str, hub: HubServer, tmp_path: Path) -> None:
     source = next(iter(families.family(name).releases))
-    hub.publish(source, base_of(name))
+    publish(hub, source, base_of(name))
     settings = BaseSettings(model=source, revision="v2")
     facts = locate(settings)
-    assert facts.layout is not None and facts.layout.folder == hub.snapshot(source)
-    assert (hub.fetched, hub.revisions) == ([LISTS[source]["read"]], ["v2"])
-    assert describe(settings) == locate(settings) == facts and len(hub.fetched) == 1
+    assert facts.located.folder == snapshot(source, tmp_path)
+    folder, fetched = facts.located.folder, [*hub.fetched]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert [path.relative_to(folder).as_posix() for path in files] == LISTS[source]["read"]
+    assert describe(settings) == locate(settings) == facts and hub.fetched == fetched
     assert describe(BaseSettings(model=source, revision="other")).layout is None
     assert facts.parts == facts_of(name).parts
     ours, tiny = (encoder_of(each).encode_prompts([PROMPT]) for each in (facts, facts_of(name)))
@@ -76,35 +85,35 @@ def test_a_release_is_read_from_the_files_it_has(name: str, hub: FakeHub) -> Non
     pipeline_of(facts)
 
 
-def test_a_first_run_from_the_hub_trains(tmp_path: Path, hub: FakeHub) -> None:
+def test_a_first_run_from_the_hub_trains(tmp_path: Path, hub: HubServer) -> None:
     """R1: it ended in a traceback after the download.
 
     Under a name of its own: what is known of a release by its name is not the size of a tiny base.
     """
     own_name = "somebody/klein-tuned"
-    hub.publish(KLEIN, base_of("flux2"), name=own_name)
+    publish(hub, KLEIN, base_of("flux2"), name=own_name)
     place = toy(tmp_path / "place", images=3)
     side_px = side_of(facts_of("flux2"))
     line = place.arguments(steps=2, data__resolution=side_px, data__validation_fraction=0.34)
     line[line.index("--base") + 1] = own_name
     assert run_cli(line) == 0
     assert (place.run / "toy.safetensors").is_file()
-    missing = hub.snapshot(own_name) / "tokenizer" / "chat_template.jinja"
+    missing = snapshot(own_name, tmp_path) / "tokenizer" / "chat_template.jinja"
     missing.unlink()  # as an earlier version left it, or a download that was cut
     assert locate(BaseSettings(model=own_name)).layout is not None
-    assert missing.is_file() and len(hub.fetched) == 2
+    assert missing.is_file()
 
 
 def identity(facts: BaseFacts, folder: Path) -> str:
     return identified(facts, HashMemo.load(folder)).parts["text_encoder"].identity
 
 
-def test_another_chat_template_is_another_text_encoder(hub: FakeHub, tmp_path: Path) -> None:
+def test_another_chat_template_is_another_text_encoder(hub: HubServer, tmp_path: Path) -> None:
     """R1: captions cached with one template were taken for those of another."""
-    hub.publish(KLEIN, base_of("flux2"))
+    publish(hub, KLEIN, base_of("flux2"))
     facts = locate(BaseSettings(model=KLEIN))
     before = identity(facts, tmp_path / "memo")
-    template = hub.snapshot(KLEIN) / "tokenizer" / "chat_template.jinja"
+    template = snapshot(KLEIN, tmp_path) / "tokenizer" / "chat_template.jinja"
     template.write_text(template.read_text(encoding="utf-8").replace("user", "human") + "\n")
     assert identity(facts, tmp_path / "other") != before
 
@@ -164,11 +173,11 @@ CHECKPOINTS: Mapping[str, tuple[str, int, str]] = {
 
 
 @pytest.fixture
-def open_hub(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+def open_hub(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     """Return a Hub that has the open repositories and no gated one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
-    hub.publish(SDXL, base_of("sdxl"))
-    hub.publish(CHROMA, base_of("chroma"))
+    publish(hub, SDXL, base_of("sdxl"))
+    publish(hub, CHROMA, base_of("chroma"))
     return hub
 
 
@@ -190,7 +199,7 @@ def as_files(checkpoint: str, folder: Path) -> BaseSettings:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_nothing_but_tokenizers_of_open_repositories_is_fetched(
-    checkpoint: str, open_hub: FakeHub, tmp_path: Path
+    checkpoint: str, open_hub: HubServer, tmp_path: Path
 ) -> None:
     settings = as_files(checkpoint, tmp_path / "models")
     before = describe(settings)
@@ -214,9 +223,9 @@ def test_nothing_but_tokenizers_of_open_repositories_is_fetched(
     assert (vae["scaling_factor"], vae["shift_factor"]) == LATENTS[facts.family]
     # The name is a digest of the configurations: a folder made by an earlier version is used.
     assert checkpoint != "sd3_medium" or facts.located.folder.name.endswith("-d1be56f4e47e")
-    assert all("tokenizer" in name for names in open_hub.fetched for name in names)
-    assert len(open_hub.fetched) == 2
-    assert describe(settings) == locate(settings) == facts and len(open_hub.fetched) == 2
+    fetched = [*open_hub.fetched]
+    assert fetched and all("tokenizer" in name for name in fetched)
+    assert describe(settings) == locate(settings) == facts and open_hub.fetched == fetched
     for pattern in ("vae/config.json", "tokenizer/*"):
         for file in facts.located.folder.glob(pattern):
             file.unlink()
@@ -224,7 +233,7 @@ def test_nothing_but_tokenizers_of_open_repositories_is_fetched(
 
 
 def test_weights_that_are_missing_come_from_the_gated_release(
-    open_hub: FakeHub, tmp_path: Path
+    open_hub: HubServer, tmp_path: Path
 ) -> None:
     settings = as_files("flux1-dev", tmp_path / "models")
     for lacking in ({"vae": None}, {"text_encoders": settings.text_encoders[:1]}):

@@ -15,7 +15,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import save_file
 
-from tests.fakes.hub_server import TOKEN, HubServer, hub_server
+from tests.fakes.hub_server import TOKEN, HubServer, hub_in_process
 from tests.fakes.runs import Toy, events, problems, run_cli, toy
 
 BASE = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -87,11 +87,7 @@ def write_lora(file: Path, shapes: dict[str, tuple[int, ...]], **header: str) ->
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Return the Hub that answers instead of the real one, where somebody is logged in."""
-    with hub_server() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
-        pages = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", pages)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with hub_in_process(monkeypatch) as hub:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield hub
 
