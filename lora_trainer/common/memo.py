@@ -59,7 +59,7 @@ class MemoTable:
             return table
         query = "SELECT key, value, checksum FROM memo WHERE name = ? AND version = ?"
         # SQLite notices damaged pages, not damaged bytes of a value, nor a value of another type.
-        with suppress(sqlite3.Error, OSError, TypeError):
+        with suppress(sqlite3.Error, OSError, TypeError, UnicodeDecodeError):
             with _open(folder / MEMO_FILE) as database:
                 rows = database.execute(query, (name, version)).fetchall()
             table.entries = {
@@ -86,7 +86,8 @@ class MemoTable:
         if self.folder is None or not others:
             return
         rows = ((self.name, _bytes(key)) for key in others)
-        with suppress(sqlite3.Error), _open(self.folder / MEMO_FILE) as database, database:
+        damages = (sqlite3.Error, UnicodeDecodeError)
+        with suppress(*damages), _open(self.folder / MEMO_FILE) as database, database:
             database.executemany("DELETE FROM memo WHERE name = ? AND key = ?", rows)
 
     def save(self) -> None:
@@ -102,11 +103,13 @@ class MemoTable:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._write(file)
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode in _NOT_LOCKED:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                # No database, damaged pages, or a damaged layout, whose text SQLite's message may hold.
+                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+                if code in _NOT_LOCKED:
                     return
-                raise
-            except sqlite3.DatabaseError:  # no database, or its pages are damaged
+                if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+                    raise
                 file.unlink()
                 self.changes = dict(self.entries)
                 self._write(file)
