@@ -307,3 +307,25 @@ def two_steps(place: Toy, name: str, **changes: Any) -> list[tuple[Any, ...]]:
 def test_each_setting_is_in_force(key: str, place: Toy, as_is: list[tuple[Any, ...]]) -> None:
     name = key.replace("_", "-")
     assert two_steps(place, name, **{key: OTHERWISE[key]}) != as_is
+
+
+def test_keeping_the_best_trains_alike(place: Toy, as_is: list[tuple[Any, ...]]) -> None:
+    best = two_steps(place, "best-kept", output__keep_best=True, train__validate_every_steps=1)
+    assert best == as_is
+
+
+def test_another_seed_draws_batches_the_adapter_and_new_tokens_anew(place: Toy) -> None:
+    """Where nothing is held out, no caption is read, and two steps change nothing."""
+    losses, tensors = [], []
+    for seed in (42, 7):
+        still = {"optimizer__learning_rate": 1e-8, "optimizer__new_tokens_learning_rate": 1e-8}
+        alone = {"data__validation_fraction": 0.0, "data__caption_dropout": 1.0}
+        changes = {**still, **alone, "adapter__new_tokens_from": None, "train__seed": seed}
+        losses.append(two_steps(place, f"seed-{seed}", **changes)[0][1])
+        tensors.append(state(place.runs / f"seed-{seed}", 2, ""))
+    assert losses[0] != losses[1]
+    before, after = tensors
+    drawn_anew = {
+        name.partition(".")[0] for name in before if not np.allclose(before[name], after[name])
+    }
+    assert {"denoiser", "text_encoder", "new_tokens"} <= drawn_anew

@@ -75,6 +75,12 @@ def adapter(place: Toy, name: str) -> list[Tensor]:
     return [found[key] for key in sorted(found)]
 
 
+def gradients(place: Toy, name: str) -> list[Tensor]:
+    """Return what the first step's gradients are, after their sum over all processes."""
+    by_number = load_file(place.folder / f"notes-{name}" / "gradients.safetensors")
+    return [by_number[key] for key in sorted(by_number, key=int)]
+
+
 def draws(place: Toy, name: str) -> Counter[str]:
     """Return every (step, sample, hash of latents, noise and timestep) that any process prepared."""
     files = (place.folder / f"notes-{name}").glob("draws-*.txt")
@@ -102,6 +108,7 @@ def test_any_number_of_processes_is_one_training(
 ) -> None:
     assert set(results[name]["codes"]) == {0}, results[name]["output"]
     assert draws(place, name) == draws(place, "one")
+    assert distance(gradients(place, name), gradients(place, "one")) < 1e-5
     assert_close(place, name)
     ours, one = (events(place.runs / run, "step") for run in (name, "one"))
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))

@@ -241,6 +241,9 @@ def test_there_is_one_worker_and_it_ends_by_itself(place: Place) -> None:
     pid = queue_worker.worker_pid(place.runs)
     assert pid is not None
     assert os.getsid(pid) == pid
+    note = json.loads((place.runs / ".queue" / ".worker.json").read_bytes())
+    started_s = psutil.Process(pid).create_time()
+    assert note == {"pid": pid, "pid_started_s": started_s}, "other versions read it"
     queue_worker.ensure_worker(place.runs, program=("no such program",))
     assert queue_worker.worker_pid(place.runs) == pid
     until(lambda: place.states()["a"] == "running")
@@ -276,8 +279,10 @@ def test_a_damaged_note_of_the_worker_is_replaced_and_a_full_disk_waited_for(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.add("a")
-    (place.runs / ".queue" / ".worker.json").write_bytes(b'{"pid": -5}')
-    assert queue_worker.worker_pid(place.runs) is None
+    note = place.runs / ".queue" / ".worker.json"
+    for damaged in (b'{"pid": -5}', b"[-5, 1.0]", b'{"pid": 5, "pid_started_s": NaN}'):
+        note.write_bytes(damaged)
+        assert queue_worker.worker_pid(place.runs) is None
     seen: list[int | None] = []
     said: list[str] = []
     tick = queue_worker.Worker.tick

@@ -130,7 +130,10 @@ def test_a_run_that_has_not_finished_draws_with_its_newest_file_and_none_is_one_
         assert why in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["{", '["a"]', "[" * 100_000, None])
+DEEP = '{"data.folders":' + '{"a":' * 600 + "1" + "}" * 601
+
+
+@pytest.mark.parametrize("text", ["{", '["a"]', "[" * 100_000, DEEP, None])
 def test_a_file_that_does_not_say_its_base_needs_it(
     text: str | None, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import LoraTrainError
@@ -34,7 +35,7 @@ __all__ = [
     "train_events",
     "validate",
 ]
-_NO_SETTINGS: Mapping[str, Any] = {}
+_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)

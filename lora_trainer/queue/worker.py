@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import psutil
 from pydantic import Field, FiniteFloat, TypeAdapter
@@ -263,7 +263,7 @@ def ensure_worker(
     log = queue_folder(runs) / _WORKER_LOG
     with changing(runs):
         last = _read_worker(runs)
-        just_died = last is not None and last[1] > clock() - _NEXT_TRY_AFTER_S
+        just_died = last is not None and last.pid_started_s > clock() - _NEXT_TRY_AFTER_S
         if just_died or worker_pid(runs) is not None:  # another page started one meanwhile
             return
         try:
@@ -360,11 +360,17 @@ def _only_worker(runs: Path, *, within_s: float) -> Iterator[Path]:
                 (file.parent / _WORKER_FILE).unlink(missing_ok=True)
 
 
-_WORKER = TypeAdapter(tuple[Annotated[int, Field(gt=0, lt=2**31)], FiniteFloat])
-"""The process of a worker and its start, written when it is started and by itself; one that ends removes them."""
+class _WorkerNote(NamedTuple):
+    """The process of a worker and its start, written when it is started and by itself; one that ends removes it."""
+
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    pid_started_s: FiniteFloat
 
 
-def _read_worker(runs: Path) -> tuple[int, float] | None:
+_WORKER = TypeAdapter(_WorkerNote)
+
+
+def _read_worker(runs: Path) -> _WorkerNote | None:
     try:
         return _WORKER.validate_json((queue_folder(runs) / _WORKER_FILE).read_bytes(), strict=True)
     except (OSError, ValueError):  # none, or damaged: the next worker replaces it
@@ -372,7 +378,7 @@ def _read_worker(runs: Path) -> tuple[int, float] | None:
 
 
 def _write_worker(runs: Path, process: psutil.Process) -> None:
-    record = [process.pid, process.create_time()]
+    record = _WorkerNote(process.pid, process.create_time())._asdict()
     write_atomic(queue_folder(runs) / _WORKER_FILE, json_bytes(record), durable=False)
 
 

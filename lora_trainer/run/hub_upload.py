@@ -88,7 +88,11 @@ def push(
             )
             contents_by_name[CARD] = card.encode()
         additions = [
-            CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+            CommitOperationAdd(
+                path_in_repo=name,
+                # Read at once: an open file could not be replaced on Windows while it is uploaded.
+                path_or_fileobj=content if isinstance(content, bytes) else content.read_bytes(),
+            )
             for name, content in contents_by_name.items()
         ]
         api.create_commit(repository, additions, commit_message=f"Upload {file.name}")
@@ -97,7 +101,7 @@ def push(
         fix = {401: LOGIN, 403: _WRITING_LOGIN}.get(status)
         refused = f": {WRITE_REFUSED}" if status == 403 else ""
         reason = f"{refused} (the Hub answers {status})"
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError, ValueError) as error:  # ValueError: the Hub refuses the card
         fix, reason = None, f" ({type(error).__name__})"
     else:
         return f"{constants.ENDPOINT}/{repository}"

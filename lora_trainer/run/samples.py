@@ -372,7 +372,7 @@ def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | 
     else:
         file = file_of(path)
     config, settings = None, header_settings(read_contents(file).metadata)
-    with suppress(ValueError, TypeError, AttributeError):
+    with suppress(KeyError, ValueError, TypeError, AttributeError, RecursionError):
         config = build_config(settings) if settings else None
     own_source = run["base"]["source"] if run is not None else config and config.base.model
     source = base or own_source

@@ -91,6 +91,14 @@ def test_every_setting_has_an_origin() -> None:
     assert resolved(preset="cpu", overrides=typed).preset_batch_size == 8
 
 
+def test_a_typed_field_of_a_folder_keeps_the_others_of_its_file(tmp_path: Path) -> None:
+    file = written_settings(tmp_path, '{"data.folders": {"more": {"weight": 2.0, "repeats": 3}}}')
+    result = resolved(config_file=file, overrides={"data.folders.more.repeats": 5})
+    more = result.config.data.folders["more"]
+    assert (more.weight, more.repeats) == (2.0, 5)
+    assert result.origins["data.folders"].layer == "command line"
+
+
 def test_a_named_preset_replaces_the_tier_of_the_machine() -> None:
     for preset, tier in (("auto", "10-12"), ("16-24", "16-24"), ("sd3/6-8", "6-8")):
         result = resolved(family="sd3", preset=preset)

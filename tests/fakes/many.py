@@ -154,15 +154,17 @@ def _wait(pid: int, began_s: float) -> int:
 
 
 def note_draws(rank: int, notes: Path) -> None:
-    """Note every sample with its noise, and entries encoded; spoil one sample."""
+    """Note every sample with its noise, entries encoded, and the gradients of the first step; spoil one sample."""
     import torch
+    from safetensors.torch import save_file
 
     from lora_trainer.cache.store import Cache
     from lora_trainer.training.dataloader import TrainingDataLoader
+    from lora_trainer.training.distributed.process_group import ProcessGroup
 
     draws = (notes / f"draws-{rank}.txt").open("a")
     encoded = (notes / f"encoded-{rank}.txt").open("a")
-    prepare, write = TrainingDataLoader.prepare, Cache.write
+    prepare, reduce, write = TrainingDataLoader.prepare, ProcessGroup.reduce, Cache.write
 
     def noted_prepare(self: TrainingDataLoader, step: int) -> Any:
         batch = prepare(self, step)
@@ -175,12 +177,20 @@ def note_draws(rank: int, notes: Path) -> None:
         draws.flush()
         return batch
 
+    def noted_reduce(self: ProcessGroup, parameters: Any, loss: Any, **options: Any) -> Any:
+        batch_loss = reduce(self, parameters, loss, **options)
+        file = notes / "gradients.safetensors"
+        if self.dist_env.is_main and not file.exists():
+            save_file({str(n): p.grad.clone() for n, p in enumerate(parameters)}, file)
+        return batch_loss
+
     def noted_write(self: Cache, key: Any, arrays: Any) -> Any:
         encoded.write(f"{key.digest}\n")
         encoded.flush()
         return write(self, key, arrays)
 
     TrainingDataLoader.prepare = noted_prepare
+    ProcessGroup.reduce = noted_reduce
     Cache.write = noted_write
 
 

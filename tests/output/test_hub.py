@@ -201,6 +201,26 @@ def test_an_upload_that_fails_says_what_to_do(
         assert "was not uploaded" in error and fix in error and error.count("\n") == 1
 
 
+def test_a_sample_removed_meanwhile_and_a_card_refused_fail_the_upload_in_one_line(
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = run / "samples" / "step-00000200" / "01.png"
+
+    def remove(*_: Any, **__: Any) -> None:
+        sample.unlink()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("Invalid metadata in README.md")
+
+    for name, does in (("create_repo", remove), ("create_commit", refuse)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"huggingface_hub.HfApi.{name}", does)
+            assert publish(run) == 4
+        error = capsys.readouterr().err
+        assert "was not uploaded" in error and error.count("\n") == 1
+    assert not sample.exists()
+
+
 def test_a_finished_training_is_uploaded_and_a_failure_is_its_problem(
     tmp_path: Path,
     hub: HubServer,
