@@ -6,7 +6,8 @@ interrupted leaves no file behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.config.declare import Precision, Targets
 from lora_trainer.families.facts import FileFormat
+from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.key_formats import FormatRequest
 
 if TYPE_CHECKING:
@@ -68,6 +70,16 @@ def _nothing_left_behind() -> Iterator[None]:
         ) from None
 
 
+def _refuse_unusable(files: Iterable[Path], base: str | None) -> None:
+    """Refuse adapters by their headers, before torch is imported, which takes seconds.
+
+    Where a base is named, it says which layers there are. A file that is absent is named later, after wrong options.
+    """
+    for file in files if base is None else ():
+        if file.exists():
+            check_usable(file, names=None)
+
+
 @_nothing_left_behind()
 def convert(
     file: Path,
@@ -83,6 +95,7 @@ def convert(
     :param format: key names of the result
     :param output: file to write [default: FILE-FORMAT.safetensors]
     """
+    _refuse_unusable([file], options.base)
     quiet_libraries()
     from lora_trainer.tools.adapters import beside, convert
 
@@ -108,11 +121,12 @@ def merge(
     :param into: merge the sum into this base model: folder, .safetensors or Hub id
     :param rank: reduce the sum to this rank [default: keep it exact]
     """
+    inputs = [_weighted(text) for text in files]
+    _refuse_unusable((file for file, _ in inputs), into or options.base)
     quiet_libraries()
-    from lora_trainer.tools.merge import merge, parse_weighted
+    from lora_trainer.tools.merge import merge
     from lora_trainer.tools.merge_base import bake
 
-    inputs = [parse_weighted(text) for text in files]
     if into is None:
         target = _target(output, format, options)
         return _answer(merge(inputs, target, rank=rank, base=options.base), as_json=json)
@@ -145,6 +159,7 @@ def resize(
     :param rank: highest rank of a layer
     :param ratio: keep singular values of at least the largest / RATIO
     """
+    _refuse_unusable([file], options.base)
     quiet_libraries()
     from lora_trainer.tools.merge import RankLimits, resize
 
@@ -258,3 +273,17 @@ def _target(output: Path, format: FormatRequest, options: AdapterOptions) -> Ada
 
 def _answer(result: ToolResult, *, as_json: bool) -> Reply:
     return result.to_json() if as_json else result.text()
+
+
+def _weighted(text: str) -> tuple[Path, float]:
+    """Read FILE or FILE:WEIGHT; raises RequestError for a weight that is no number or 0."""
+    name, colon, number = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return Path(text), 1.0
+    try:
+        weight = float(number)
+    except ValueError:
+        return Path(text), 1.0  # a colon of the path
+    if not math.isfinite(weight) or weight == 0:
+        raise RequestError(f"{text} has weight {number}", fix="give a number other than 0")
+    return Path(name), weight

@@ -132,9 +132,8 @@ class FrozenAndLowRank(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_down = (of_middle.T @ _flat(x)).to(down.dtype)
         if ctx.needs_input_grad[2]:
-            # x A^T is computed again, which takes less time than memory to save it.
-            middle = update.middle(x, down)
-            of_up = _product(gradient.T, middle, scale=update.scale).to(up.dtype)
+            # x A^T is computed again, which takes less time than memory to save it; it is gone before x's gradient.
+            of_up = _product(gradient.T, update.middle(x, down), scale=update.scale).to(up.dtype)
         if ctx.needs_input_grad[0]:
             of_x = of_middle @ down.to(x.dtype)
             if ctx.restore is not None:

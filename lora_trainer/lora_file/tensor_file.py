@@ -136,9 +136,12 @@ def _opened(path: Path, file: BinaryIO) -> Opened:
         ]
         entries.sort(key=lambda each: (each.begin, each.end))
         by_key = {entry.key: entry for entry in entries}
-        check_limits(by_key)
     except (SafetensorError, ValueError, RecursionError) as error:
         refuse(path, f"is not a safetensors file, or is cut off ({error})")
+    try:
+        check_limits(by_key)
+    except ValueError as error:
+        refuse(path, f"is no adapter: {error}")
     for entry in entries:
         if entry.dtype not in ELEMENT_BYTES:
             refuse(path, f"has numbers of {entry.dtype} in {entry.key!r}")

@@ -43,7 +43,7 @@ def extract(
     different families or sizes, and MachineError when the disk refuses; nothing is written then.
     """
     limits = RankLimits(rank=rank, energy=energy)
-    limits.check()
+    limits.check("--rank or --energy")
     target.check()
     with ExitStack() as stack:
         first, second = (stack.enter_context(open_base(source)) for source in (tuned, base))

@@ -51,20 +51,6 @@ WeightOf = Callable[[str, ModuleTensors], Tensor]
 """Returns the base's weight of a layer for a module whose update depends on it; raises RequestError."""
 
 
-def parse_weighted(text: str) -> Weighted:
-    """Read FILE or FILE:WEIGHT; raises RequestError for a weight that is no number or 0."""
-    name, colon, number = text.rpartition(":")
-    if not colon or Path(text).exists():
-        return Path(text), 1.0
-    try:
-        weight = float(number)
-    except ValueError:
-        return Path(text), 1.0  # a colon of the path
-    if not math.isfinite(weight) or weight == 0:
-        raise RequestError(f"{text} has weight {number}", fix="give a number other than 0")
-    return Path(name), weight
-
-
 def merge(
     inputs: Sequence[Weighted],
     target: AdapterTarget,
@@ -241,10 +227,10 @@ class RankLimits:
     ratio: float | None = None
     energy: float | None = None
 
-    def check(self) -> None:
-        """Raise RequestError for limits that are none, or contradict each other."""
+    def check(self, options: str = "--rank, --ratio or --energy") -> None:
+        """Raise RequestError for limits that are none of the command's `options`, or contradict each other."""
         if self.rank is None and self.ratio is None and self.energy is None:
-            raise RequestError("nothing says how much to keep", fix="give --rank or --energy")
+            raise RequestError("nothing says how much to keep", fix=f"give {options}")
         if self.ratio is not None and self.energy is not None:
             raise RequestError("--ratio and --energy are two answers", fix="give one of them")
         if self.rank is not None and self.rank < 1:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +62,13 @@ Kind = Callable[[Layer, torch.Generator], Written]
 
 
 def kind(write: Callable[[Layer, torch.Generator, Options], Written]) -> Callable[..., Kind]:
-    """Return what makes a kind of options, by their names."""
-    return lambda **options: partial(write, o=Options(**options))
+    """Return what makes a kind of options, by their names; only those that it reads."""
+
+    def of(**options: Any) -> Kind:
+        assert options.keys() <= set(write.__code__.co_names), options
+        return partial(write, o=Options(**options))
+
+    return of
 
 
 def draw(generator: torch.Generator, *shape: int, size: float = 1.0) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -160,6 +162,8 @@ OTHER_FILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "fp8 factors have scales": FACTORS | {f"{MODULE}.lora_down.scale_weight": ()},
     "modules_to_save": FACTORS | {"base.x.modules_to_save.default.weight": (4, 4)},
     "control LoRA": FACTORS | {"single_blocks.0.norm.key_norm.scale": (128,)},
+}
+UNUSABLE = {
     "in the size 9000x3072, the layer is 9216x3072": {
         **pair("lora_unet_double_blocks_0_img_attn_qkv", 9000, 3072),
         **pair("lora_unet_double_blocks_0_img_mlp_0", 12288, 3072),
@@ -167,6 +171,24 @@ OTHER_FILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "is an adapter of family wan": pair("lora_unet_blocks_0_self_attn_q", 1536, 1536),
     "is an adapter of family hunyuan": pair("lora_unet_double_blocks_0_img_attn_qkv", 10752, 3584),
 }
+CODE = """
+import sys
+from pathlib import Path
+from lora_trainer.cli import tools
+from lora_trainer.common.errors import InputError
+output = Path(sys.argv[1]) / "b.safetensors"
+for file in sys.argv[2:]:
+    for refused in (
+        lambda: tools.convert(Path(file), format="diffusers"),
+        lambda: tools.merge([f"{file}:0.5"], output=output),
+        lambda: tools.resize(Path(file), output=output, rank=1),
+    ):
+        try:
+            refused()
+        except InputError as error:
+            print(error)
+sys.exit("torch" in sys.modules)
+"""
 
 
 def test_other_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
@@ -175,6 +197,24 @@ def test_other_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
         save_file({key: torch.ones(shape) for key, shape in shapes.items()}, file)
         with pytest.raises(InputError, match=reason):
             tool("convert", file, format="diffusers", output=tmp_path / "b.safetensors")
+
+
+def test_what_fits_no_base_is_refused_without_torch(tmp_path: Path) -> None:
+    files = []
+    for number, shapes in enumerate(UNUSABLE.values()):
+        files.append(str(tmp_path / f"{number}.safetensors"))
+        save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, files[-1])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path), *files],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    reasons = [reason for reason in UNUSABLE for _ in range(3)]
+    for line, reason in zip(done.stdout.splitlines(), reasons, strict=True):
+        assert reason in line
+    assert done.returncode == 0, "torch was imported to refuse a file"
 
 
 def opened(name: str, folder: Path) -> tuple[str, ModuleTensors, Expected, Tree]:

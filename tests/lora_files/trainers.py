@@ -115,9 +115,11 @@ def layers_of(part: Mapping[str, Any]) -> list[Layer]:
             part["release"], LISTING["names"].get(part["names"], part["names"]), **options
         )
     layers = split(layers) if part.get("split") else layers
-    return [layer for layer in layers if layer.name.endswith(tuple(part.get("ends", ("",))))][
-        slice(*part.get("slice", (None,)))
-    ]
+    ends = tuple(part.get("ends", ("",)))
+    layers = [layer for layer in layers if layer.name.endswith(ends)]
+    layers = layers[slice(*part.get("slice", (None,)))]
+    assert layers, part
+    return layers
 
 
 def listed() -> Iterable[Case]:

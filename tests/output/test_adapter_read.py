@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.base_layers import LayerNames
+from lora_trainer.lora_file.read import Contents
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.tools.adapters import open_source
 from tests.fakes.adapters import Draws, tool
@@ -112,6 +114,18 @@ def test_parts_of_a_joined_layer_share_the_alpha_beside_it(file: Path) -> None:
     names = LayerNames(families.family("flux"), {"denoiser": layers})
     read = read_tensors(write(file, {**tensors, f"{qkv}.alpha": torch.tensor(1.0)}), names=names)
     assert {key: each.scale for key, each in read.items()} == {f"denoiser.{n}": 0.5 for n in layers}
+
+
+def test_that_a_file_has_a_layer_is_said_without_reading_it(file: Path) -> None:
+    with open_source(write(file, pair(Q))) as source:
+        (key,) = source
+        with patch.object(Contents, "array") as read:
+            assert key in source and "denoiser.other" not in source
+            assert not read.called
+
+
+def test_layers_of_text_encoders_alone_tell_no_family(file: Path) -> None:
+    assert tool("inspect", write(file, pair(TEXT), ss_base_model_version=""))["family"] == "unknown"
 
 
 # ---- refused

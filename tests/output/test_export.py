@@ -95,6 +95,7 @@ def test_lycoris_names_and_matrices() -> None:
     assert loha[f"{STEM}.hada_w1_b"].shape == (2, 54)
     assert float(loha[f"{STEM}.alpha"]) == 2, "its rank: readers disagree about any other"
     assert ends(lokr, STEM) == {"alpha", "lokr_w1", "lokr_w2_a", "lokr_w2_b"}
+    assert float(lokr[f"{STEM}.alpha"]) == 2
     assert oft[f"{STEM}.oft_blocks"].shape == (2, 2, 2)
     assert float(oft[f"{STEM}.alpha"]) == 0.0, "a limit, and none is set"
     to_q = {"denoiser.layers.0.attention.to_q": draw_module((8, 8), kind="lokr", rank=2)}

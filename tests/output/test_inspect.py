@@ -247,7 +247,10 @@ REFUSED = {
     "cut in the tensors": (WHOLE[:-1], "cut off"),
     "longer": (WHOLE + b"x", "not fully covered"),
     "pickle": (b"\x80\x02}q\x00." + bytes(60), "pickle"),
-    "too many": (described(dict.fromkeys(map(str, range(100_001)), EMPTY)), "more than 100,000"),
+    "too many": (
+        described(dict.fromkeys(map(str, range(100_001)), EMPTY)),
+        "no adapter: it names more than 100,000",
+    ),
     "dtype": (described({"a": {**EMPTY, "dtype": "F8_E8M0"}}), "numbers of F8_E8M0 in 'a'"),
     "dimensions": (described({"a": {**EMPTY, "shape": [0] * 17}}), "more than 16 dimensions"),
     "no LoRA": (save({"model.diffusion_model.out.weight": np.ones(3)}), "no LoRA"),

@@ -22,6 +22,7 @@ from tests.fakes.adapters import (
     tool,
 )
 from tests.fakes.family_bases import base_of, copy_of
+from tests.fakes.runs import run_cli
 
 RANK = 3
 LOW_RANK = "lora_trainer.lora.low_rank"
@@ -165,7 +166,9 @@ def test_the_same_models_give_the_same_bytes(
 # ---- precisions
 
 
-def test_rounding_alone_is_no_difference_nor_are_layers_beside_the_targets(tmp_path: Path) -> None:
+def test_rounding_alone_is_no_difference_nor_are_layers_beside_the_targets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A fine-tune published in half precision against a base in full: only its own layers differ."""
     base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15", size=0.5)
     tuned = tuned_by(file, base)
@@ -174,6 +177,10 @@ def test_rounding_alone_is_no_difference_nor_are_layers_beside_the_targets(tmp_p
     taken = {key: value for key, value in wanted.items() if key in done["cuts"]}
     assert {key for key in wanted if ".attn" in key} == done["cuts"].keys()
     assert done["unreached"] == pytest.approx(1 - energy(taken) / energy(wanted), rel=1e-4)
+    line = ["extract", str(tuned), str(base), f"--output={done['file']}", f"--rank={RANK}"]
+    assert run_cli([*line, "--targets=attention", "--force"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{100 * done['unreached']:.4g} % of the whole difference is out of reach" in shown
     half = checkpoint(tmp_path / "half.safetensors", "sd15", base=tuned, dtype=torch.bfloat16)
     done = extracted(half, base, tmp_path, force=True)
     assert done["cuts"].keys() == wanted.keys()

@@ -105,6 +105,9 @@ def safetensors_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
         raise ValueError(_TOO_MANY)
     with safe_open(stream.name, framework="numpy"):  # checks that the file is whole
         header: dict[str, Any] = json.loads(text)
+    # safetensors takes an entry as a list of its fields too.
+    if not all(isinstance(each, dict) for each in header.values() if each is not None):
+        raise ValueError("an entry that is no object")
     return header, 8 + length
 
 
