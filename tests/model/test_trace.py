@@ -194,6 +194,16 @@ def test_rms_norm_on_cuda_is_one_kernel_that_keeps_its_input() -> None:
     assert step.kernels == 2 + 1 + 2  # product and norm, the gradient they start from, and theirs
 
 
+def test_a_backward_pass_of_an_adapter_holds_no_more_than_its_gradients() -> None:
+    rows, channels = 96, 8
+    network = nn.Sequential(nn.Linear(channels, channels, bias=False, device="meta"))
+    add_adapters(network.requires_grad_(False), ["0"], rank=RANK)
+    source = torch.empty(2, rows // 2, channels, device="meta").requires_grad_()
+    step = trace_step(network, lambda: network(source), inputs=[source])
+    of_factors, of_middle = 2 * RANK * channels, rows * RANK
+    assert step.temporary_bytes == 4 * (2 * rows * channels + of_middle + of_factors)
+
+
 def test_live_storages_count_what_is_made_inside_once_and_while_it_lives() -> None:
     before, left, right = torch.zeros(10), torch.zeros(2, 3), torch.zeros(3, 5)
     with LiveStorages([torch.zeros(1)]) as live:
