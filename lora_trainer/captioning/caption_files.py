@@ -298,7 +298,12 @@ def _calls(parent: Path) -> dict[int, Path]:
 
 
 def _last_call(parent: Path) -> Path | None:
-    """Return the folder of the last call that was not undone."""
-    calls = _calls(parent)
-    left = [number for number, path in calls.items() if not path.name.endswith("-undone")]
-    return calls[max(left)] if left else None
+    """Return the folder of the last call that wrote captions and was not undone.
+
+    A call that died before its first caption leaves a record without files.
+    """
+    for _, path in sorted(_calls(parent).items(), reverse=True):
+        wrote = any("file" in row for row in read_jsonl(path / JOURNAL))
+        if wrote and not path.name.endswith("-undone"):
+            return path
+    return None

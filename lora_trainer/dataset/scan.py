@@ -339,11 +339,15 @@ def _scan_folder(
     findings, inspected = list(listing.findings), list[ImageRecord]()
     inspector = Inspector(settings=settings, memo=memo, place_image=place_image)
     # Hashing and decoding release the GIL; only a few images at a time, to bound the memory. Handing over
-    # an image that the memo knows takes as long as the memo's answer, so many are handed over together.
-    together = max(1, min(64, len(listing.pictures) // 16))
+    # an image that the memo knows takes as long as the memo's answer, so many are handed over together,
+    # and not neighbours: new images often have neighbouring names, which one thread would decode alone.
+    pictures = listing.pictures
+    count = -(-len(pictures) // max(1, min(64, len(pictures) // 16)))
+    parts = [pictures[at::count] for at in range(count)]
     with gc_disabled(), ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        results = pool.map(inspector.inspect, listing.pictures, chunksize=together)
-    for record, about_it in results:
+        results = pool.map(lambda part: list(map(inspector.inspect, part)), parts, chunksize=1)
+    for at in range(len(pictures)):
+        record, about_it = results[at % count][at // count]
         findings += about_it
         inspected += [record] if record else []
     bad = [finding for finding in findings if finding.severity == "error"]

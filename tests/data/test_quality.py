@@ -153,12 +153,13 @@ def test_resolution_and_sharpness_are_judged_at_the_trained_size(check: Check) -
         "down.png": Image.fromarray(moved[0].astype(np.uint8)),
         "right.png": Image.fromarray(moved[1].astype(np.uint8)),
         "small.png": small,
+        "enough.png": photo(6, (410, 410)),  # 1.249 times
     }
     report = check(images, side_px=512)
     assert {*said(report, "blurred")} == {"blurred.png"}
     what = "is 256x256, enlarged 2.0 times to 512x512"
     assert said(report, "low-resolution") == {"small.png": what}
-    assert report["parts"]["resolution"] == pytest.approx((5 + 0.5) / 6, abs=1e-4)
+    assert report["parts"]["resolution"] == pytest.approx((5 + 0.5 + 410 / 512) / 7, abs=1e-4)
     scores = {row["file"]: row["score"] for row in report["pictures"]}
     assert scores["sharp.png"] > 0.95 and scores["small.png"] < 0.9
     for name in ("down.png", "right.png"):

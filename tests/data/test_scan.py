@@ -50,6 +50,24 @@ def of_kind(dataset: Dataset, kind: str) -> list[Any]:
     return [finding for finding in dataset.findings if finding.kind == kind]
 
 
+def test_neighbours_are_read_at_once_and_stay_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is new often has neighbouring names; 50 images are handed over in parts."""
+    fill(tmp_path, 50)
+    together, usual = threading.Barrier(2, timeout=20), HashMemo.sha256
+
+    def sha256(self: HashMemo, path: Path) -> str:
+        if path.name in ("p00.png", "p01.png"):
+            together.wait()
+        return usual(self, path)
+
+    monkeypatch.setattr(HashMemo, "sha256", sha256)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    names = [record.name for record in scanned(tmp_path).records]
+    assert names == [f"p{index:02}.png" for index in range(50)]
+
+
 def test_folders_have_repeats_triggers_and_captions_of_their_own(tmp_path: Path) -> None:
     for folder in ("10_zibbo cat", "more", "."):
         draw(tmp_path / folder / "a.png")

@@ -9,11 +9,12 @@ import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from tests.data.test_quality import photo
-from tests.fakes.runs import run_cli
+from tests.fakes.runs import contents, run_cli
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 GATE, MARGIN = 0.8, 0.05
@@ -78,15 +79,27 @@ def spoilt(good: Path, copy: Path, how: Spoil, share: float, *, seed: int) -> fl
     return scored(copy)
 
 
-def scored(folder: Path) -> float:
-    """Return the score that the command gives a folder, and that it warns below the gate."""
-    line = [str(folder), "--set", f"data.cache_dir={folder.parent / 'cache'}", "--json"]
+def reported(folder: Path, cache: Path) -> Any:
+    """Return what the command says of a folder."""
     said = io.StringIO()
     with redirect_stdout(said):
-        assert run_cli(["check", *line]) == 0
-    report = json.loads(said.getvalue())
+        line = ["check", str(folder), "--set", f"data.cache_dir={cache}", "--json"]
+        assert run_cli(line) == 0
+    return json.loads(said.getvalue())
+
+
+def scored(folder: Path) -> float:
+    """Return the score that the command gives a folder, and that it warns below the gate."""
+    report = reported(folder, folder.parent / "cache")
     assert ("below data.min_score" in json.dumps(report["findings"])) == (report["score"] < GATE)
     return float(report["score"])
+
+
+def test_the_example_dataset_needs_no_word_and_is_not_written_to(tmp_path: Path) -> None:
+    before = contents(EXAMPLE)
+    report = reported(EXAMPLE, tmp_path)
+    assert (len(report["pictures"]), report["findings"]) == (16, [])
+    assert contents(EXAMPLE) == before
 
 
 def test_spoiled_copies_are_below_the_gate(tmp_path: Path) -> None:

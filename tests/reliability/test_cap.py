@@ -124,8 +124,13 @@ def test_cap_04_hostile_texts_are_kept_as_text_and_shown_escaped(
     for path in place.dataset.glob("*.txt"):
         path.write_text(HOSTILE, encoding="utf-8")
     draw(place.dataset / "<img src=x onerror=alert(2)>\x1b[31m.png", 9)
+    draw(place.dataset / "2_x" / "a.png", 10)
     capsys.readouterr()
-    settings = {"logging__trackers": [], "sampling__prompts": []}
+    settings = {
+        "logging__trackers": [],
+        "sampling__prompts": [],
+        "data__validation_fraction": 0.0,
+    }
     assert place.train(**settings) == 0
     shown = capsys.readouterr()
     for raw in ("\x1b", "\a", "\u202e"):
@@ -137,7 +142,10 @@ def test_cap_04_hostile_texts_are_kept_as_text_and_shown_escaped(
     prompts = {image["prompt"] for row in events(place.run, "sample") for image in row["images"]}
     assert HOSTILE in prompts
     with safe_open(place.run / "toy.safetensors", framework="numpy") as file:
-        tags = json.loads(file.metadata()["ss_tag_frequency"])
+        header = file.metadata()
+    folders = {"1_toy": {"n_repeats": 1, "img_count": 7}, "2_toy": {"n_repeats": 2, "img_count": 1}}
+    assert json.loads(header["ss_dataset_dirs"]) == folders
+    tags = json.loads(header["ss_tag_frequency"])
     assert any("<script>alert(1)</script>" in counts for counts in tags.values())
 
 

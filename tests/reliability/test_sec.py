@@ -52,6 +52,9 @@ REFUSED: Mapping[str, tuple[list[str], str]] = {
     ),
     "prompt": (["--set", 'sampling.prompts=["hf_eeeeSECRETeeeeSECRET"]'], "eeeeSECRET"),
     "base with a password": (["--base", "https://jane:base-pa55@host/x"], "base-pa55"),
+    "base with a token": (["--base", "https://host/x?token=base5ecret"], "base5ecret"),
+    "unknown setting": (["--set", "hub.token=hf_ffffSECRETffffSECRET"], "ffffSECRET"),
+    "preset": (["--preset", "hf_jjjjSECRETjjjjSECRET"], "jjjjSECRET"),
     "unknown flag": (["--hf-token", "hf_ggggSECRETggggSECRET"], "ggggSECRET"),
     "number": (["--steps", "hf_hhhhSECRETffffSECRET"], "hhhhSECRET"),
 }

@@ -351,7 +351,7 @@ def test_a_full_disk_is_one_line_and_costs_no_caption(
     (dataset / "a.txt").write_text("by hand")
 
     def full(path: Path, data: bytes, *, durable: bool = True) -> None:
-        if path.name == "b.txt":
+        if path.name == "b.txt" or "0002" in path.parts:
             raise files.disk_error(path, OSError(28, "No space left on device"))
         files.write_atomic(path, data, durable=durable)
 
@@ -359,6 +359,9 @@ def test_a_full_disk_is_one_line_and_costs_no_caption(
     code, _, err = command("--overwrite")
     assert code == 4 and "No space left on device" in err and err.count("error:") == 1
     assert texts(dataset) == {"a": "red"}
+    assert command("--overwrite", "--prefix", "best,")[0] == 4
+    journal = (dataset / FOLDER / "0002" / "journal.jsonl").read_text()
+    assert '"request"' in journal and '"file"' not in journal, "it died before its first caption"
     assert command("--undo")[0] == 0 and texts(dataset) == {"a": "by hand"}
 
 
