@@ -81,6 +81,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         run_folder.read_run(tmp_path / "zebra")
 
 
+def test_a_run_without_a_state_begins_again_without_what_it_had_logged(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"event": "phase"}, {"event": "stopped"}]
+    rows += [{"event": kind, "step": step} for kind, step in (("sample", 0), ("step", 1))]
+    file = tmp_path / run_folder.EVENTS_FILE
+    for step, left in ((0, [rows[0], rows[2]]), (-1, rows[:1])):
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        run_folder.cut_events(tmp_path, step=step)
+        assert [json.loads(line) for line in file.read_text().splitlines()] == left
+
+
 # ---- what a resume may change
 
 

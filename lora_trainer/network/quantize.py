@@ -156,7 +156,8 @@ def _encode_scaled(weight: Tensor, *, dtype: torch.dtype) -> Stored:
     scale = weight.abs().amax(dim=1, keepdim=True).float() / largest
     scale = torch.where(scale == 0, 1.0, scale)  # a non-finite row keeps a non-finite scale
     codes = weight / scale
-    # A cast of a value above fp8's largest gives NaN, and a quotient may round up to such a value.
+    # Up to torch 2.10 at least a cast of a value above fp8's largest gives NaN (2.13 gives the largest). A quotient
+    # may round up to such a value, and one by a denormal scale is up to 1.5 times the largest.
     codes = codes.round_() if dtype == torch.int8 else codes.clamp_(-largest, largest)
     return {"codes": codes.to(dtype), "scale": scale}
 

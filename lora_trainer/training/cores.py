@@ -114,9 +114,10 @@ def shared_cores(
         return
 
     def watch() -> None:
-        numbers, calm_intervals = usable_processors(), 0
+        calm_intervals = 0
         end_teams: Callable[[], None] | None = None
         try:
+            numbers = usable_processors()
             before = measure(numbers)
             while not done.wait(interval_s):
                 now = measure(numbers)

@@ -38,7 +38,7 @@ from lora_trainer.common.errors import (
 from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
 from lora_trainer.network.out_of_memory import device_memory, free_memory, is_lost, is_out_of_memory
 from lora_trainer.network.pinned_memory import AsyncRead
-from lora_trainer.training.actions import Action, Progress
+from lora_trainer.training.actions import Action, Progress, SaveAction
 from lora_trainer.training.guards import (
     ZERO_STEPS,
     GuardState,
@@ -233,7 +233,8 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
 
     Return the guard state afterwards. Leaving an action out does not change the training: an action changes
     the adapter only through the guard state it returns. After another error the action is repeated on the plain
-    way (see step.py), but only in a run of one process, as the other processes may have gone on.
+    way (see step.py), but only in a run of one process, as the other processes may have gone on. A save computes
+    nothing: its errors, which may be those of the save before it, are raised.
     """
     planned = progress.guard.micro_batch
     guard, sizes, reason = progress.guard, [planned, 1], ""
@@ -244,7 +245,7 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
         except Exception as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 reason = first_line(error)
-            elif training.ranks.is_single:
+            elif training.ranks.is_single and not isinstance(action, SaveAction):
                 fall_back = fallback_for(training, guard, error, images=sizes[0])
             else:
                 raise

@@ -308,7 +308,7 @@ def use_less_memory(
 
 
 def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardState:
-    """Switch to the plain way and report it."""
+    """Switch to the plain way and report it; raises NoFallbackLeft if a change fails."""
     changes = _changes(training, guard)
     # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
     # run that needed every remedy to fit needs all of these too.
@@ -321,7 +321,14 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     for change in changes:
-        change.apply()
+        try:
+            change.apply()
+        except RuntimeError as error:
+            raise NoFallbackLeft(
+                f"{reason}; and {change.key} could not be changed: {_line(error)}",
+                fix=RESUME,
+                guard=guard,
+            ) from error
         training.tell_change(change.key, change.old, change.new, reason=reason)
     training.events.problem(
         f"an error, not for lack of memory: {reason}. It is tried again, and the run continues, with every "

@@ -60,7 +60,7 @@ class PinningDriver:
         if strides is not None:
             found = torch.empty_strided(shape, strides, dtype=dtype)
         if pin:
-            weakref.finalize(found, self.gives_back, size)
+            weakref.finalize(found, self.gives_back, size).atexit = False
         return found
 
     def register(self, address: int, size: int) -> int:

@@ -67,6 +67,40 @@ def test_nothing_is_left_behind_but_what_two_blocks_were_given() -> None:
     assert left <= 2 * per_block
 
 
+def test_the_device_keeps_the_inputs_of_two_blocks_and_the_host_all() -> None:
+    host, sums = gradient_checkpointing.HostInputs(), []
+    leaf = torch.randn(64, requires_grad=True)
+    with LiveStorages() as live:
+        for _ in range(4):
+            x = leaf * 2
+            with host.holding((x,)):
+                sums.append(x.square().sum())
+            del x
+        assert live.now_bytes == (4 + 2) * leaf.nbytes + sum(each.nbytes for each in sums)
+
+
+@pytest.mark.parametrize(
+    ("x", "strides"),
+    [
+        (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), (60, 1, 15, 3)),
+        (torch.randn(4, 8)[:, :2], (2, 1)),
+    ],
+    ids=["whole", "a part of a larger storage"],
+)
+def test_an_input_comes_back_in_its_layout_without_the_rest_of_its_storage(
+    x: Tensor, strides: tuple[int, ...]
+) -> None:
+    host, x = gradient_checkpointing.HostInputs(), x.requires_grad_()
+    with host.holding((x,)):
+        y = x.square()
+    for _ in range(2):  # later blocks take its place on the device
+        with host.holding(()):
+            pass
+    saved = y.grad_fn._saved_self  # type: ignore[union-attr]  # of a product
+    assert torch.equal(saved, x) and saved.stride() == strides
+    assert saved.untyped_storage().nbytes() == x.nbytes
+
+
 # ---- what recomputed blocks keep: results that took much arithmetic, handed out once and in their order
 
 

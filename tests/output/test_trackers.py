@@ -71,6 +71,12 @@ def test_the_average_stays_within_what_it_saw_and_follows_the_newest(losses: lis
     assert min(losses) * (1 - 1e-9) <= averages[-1] <= max(losses) * (1 + 1e-9)
 
 
+def join_closing_thread() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "lora-train-tracker":
+            thread.join()
+
+
 def test_a_failing_tracker_is_one_problem_and_is_closed_and_training_goes_on() -> None:
     events, problems, tracker = listening(error=ConnectionError("the dashboard\nis down"))
     for step in range(3):
@@ -79,9 +85,7 @@ def test_a_failing_tracker_is_one_problem_and_is_closed_and_training_goes_on() -
     (problem,) = problems
     said = "tracker wandb stopped logging: ConnectionError: the dashboard is down"
     assert (problem.fields["what"], problem.fields["code"]) == (said, "TRN-05")
-    for thread in threading.enumerate():
-        if thread.name == "lora-train-tracker":
-            thread.join()
+    join_closing_thread()
     assert tracker.log.call_count == tracker.finish.call_count == 1
 
 
@@ -98,7 +102,9 @@ def test_closed_once_at_the_end_and_an_interrupt_is_not_swallowed(tmp_path: Path
     events, problems, tracker = listening(name="aim", folder=tmp_path)
     events.emit("sample", step=5, images=[{"file": "gone.png"}])
     events.emit("step", **STEP)
+    join_closing_thread()
     assert [event.fields["code"] for event in problems] == ["TRN-05"] and not tracker.log.called
+    assert tracker.finish.call_count == 1
     events, _, _ = listening(error=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         events.emit("step", **STEP)

@@ -83,6 +83,10 @@ def test_out_of_memory_halves_what_was_really_tried(cap: int, images: int, small
     assert state.after_out_of_memory(images=images, remedies=3) == replace(
         state, micro_batch=smaller, fitting_steps=0, patience_steps=2 * state.patience_steps
     )
+    # The pass held one image although four were allowed.
+    assert (
+        guards.GuardState(micro_batch=4).after_out_of_memory(images=1, remedies=1).micro_batch == 1
+    )
 
 
 @given(planned=st.integers(1, 64), fits=st.integers(1, 64))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,9 @@ from lora_trainer.training.noise import flow_levels, table_levels
 from scripts.timestep_table import (
     PAGE,
     REFERENCES,
+    SD3,
     SIGMAS,
+    UNIFORM,
     objective,
     releases,
     share,
@@ -164,7 +166,31 @@ def test_no_tier_and_no_priority_draws_others(source: str) -> None:
     assert len(found) == 1
 
 
+def test_the_formula_of_stable_diffusion_3_is_what_the_script_of_diffusers_draws() -> None:
+    """The densities are drawn as indices into the timesteps of a scheduler, which are shifted."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = compute_density_for_timestep_sampling(
+        "logit_normal", 40_000, logit_mean=0.0, logit_std=1.0, generator=generator
+    )
+    sigmas = FlowMatchEulerDiscreteScheduler(shift=3.0).sigmas[(drawn * 1000).long()]
+    for sigma in SIGMAS:
+        found = float((sigmas < sigma).double().mean())
+        assert found == pytest.approx(SD3.below(sigma, 1024), abs=0.01)
+
+
+def test_the_formula_of_stable_diffusion_1_is_the_table_of_diffusers() -> None:
+    scheduler = DDPMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", num_train_timesteps=1000
+    )
+    noise = (1 - scheduler.alphas_cumprod.double()).sqrt()
+    for sigma in SIGMAS:
+        found = float((noise < sigma).double().mean())
+        assert found == pytest.approx(UNIFORM.below(sigma, 512), abs=0.0015)
+
+
 def test_the_page_shows_what_is_drawn_of_every_release() -> None:
+    distilled = {facts.family for facts in RELEASES.values() if facts.distilled}
+    assert distilled == {"sd3", "flux", "flux2", "zimage"}
     assert RELEASES.keys() == REFERENCES.keys()
     page = Path(PAGE).read_text(encoding="utf-8")
     assert with_timestep_table(page) == page, "run python scripts/timestep_table.py"

@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.common.processes import DistEnv
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.families.facts import Conditioning
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.training import step as steps_of
 from lora_trainer.training.actions import Progress
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
+from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
@@ -252,6 +254,9 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
 FAULT = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED\nmore")
 LOST = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be")
 WRONG = ValueError("this base is not as it should be")
+FULLY = steps_of.OomFallback(
+    key="memory.gradient_checkpointing", old="light", new="full", apply=lambda: None
+)
 
 
 @pytest.mark.usefixtures("nothing_to_collect")
@@ -280,10 +285,7 @@ def test_an_error_is_tried_once_another_way(
         return replace(model, predict=predict)
 
     tiny = build_training(build_feeder([SQUARE]), steps=3, adapt=adapt)
-    change = steps_of.OomFallback(
-        key="memory.gradient_checkpointing", old="light", new="full", apply=lambda: None
-    )
-    training = replace(tiny.training, plain=[change] * has_another_way)
+    training = replace(tiny.training, plain=[FULLY] * has_another_way)
     if said:
         with pytest.raises((TrainingStopped, ValueError), match=said) as caught:
             run(training, at_start(micro_batch=4))
@@ -291,9 +293,82 @@ def test_an_error_is_tried_once_another_way(
             assert "--set memory.gradient_checkpointing=full" in caught.value.fix  # type: ignore[union-attr]
     else:
         assert run(training, at_start(micro_batch=4)).guard.plain
+        unfailed = build_training(build_feeder([SQUARE]), steps=3)
+        run(unfailed.training, at_start(micro_batch=4))
+        assert same(tiny.weights, unfailed.weights)
     assert len(done) == calls
     retried = [row for row in tiny.of_kind("problem") if "not for lack of memory" in row["what"]]
     assert len(retried) == (errors.get(1) is FAULT or not said)
+
+
+@pytest.mark.usefixtures("nothing_to_collect")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_action_is_tried_once_another_way_by_a_single_process(processes: int) -> None:
+    """Other processes may be past the action, and would wait for a second one for ever."""
+    seen = list[int]()
+
+    def act(progress: Progress) -> None:
+        seen.append(progress.step)
+        if len(seen) == 3:
+            raise WRONG
+
+    tiny = build_training(build_feeder([SQUARE]), steps=3, actions=[EveryStep(act)], plain=[FULLY])
+    if processes == 1:
+        assert run(tiny.training, at_start(micro_batch=4)).guard.plain
+        assert seen == [0, 1, 2, 2, 3]
+        return
+    ranks = ProcessGroup(dist_env=DistEnv(count=2))
+    with (
+        patch.object(ProcessGroup, "reduce", lambda self, parameters, loss, ask: loss),
+        pytest.raises(ValueError, match="^this base"),
+    ):
+        run(replace(tiny.training, ranks=ranks), at_start(micro_batch=4))
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("nothing_to_collect")
+def test_an_error_of_a_save_is_the_end(tmp_path: Path) -> None:
+    """It is raised by the next save; that one done again another way would hide it."""
+    tiny = build_training(build_feeder([SQUARE]), steps=6, plain=[FULLY])
+    action = saves(tiny, tmp_path, every_steps=2)
+    with (
+        patch("lora_trainer.checkpoint.writer.write_state", side_effect=[KeyError("x"), tmp_path]),
+        pytest.raises(KeyError, match="x"),
+    ):
+        run(replace(tiny.training, actions=[action]), at_start(micro_batch=4))
+    assert len(tiny.losses) == 4 and not tiny.of_kind("problem")
+
+
+@pytest.mark.usefixtures("nothing_to_collect")
+def test_another_way_that_cannot_be_taken_is_the_end_and_is_remembered(tmp_path: Path) -> None:
+    def refused() -> None:
+        raise RuntimeError("no room")
+
+    tiny = build_training(build_feeder([SQUARE]), steps=4, plain=[replace(FULLY, apply=refused)])
+    predict = failing(tiny.training.model.predict, FAULT, after=2)
+    model, action = replace(tiny.training.model, predict=predict), saves(tiny, tmp_path)
+    with pytest.raises(TrainingStopped, match="EXECUTION_FAILED.*checkpointing could.*no room"):
+        run(replace(tiny.training, model=model, actions=[action]), at_start(micro_batch=4))
+    state = load_newest(tmp_path, events=None)
+    assert state is not None and (state.step, state.loop.guard["plain"]) == (2, True)
+
+
+@pytest.mark.usefixtures("nothing_to_collect")
+def test_a_compiler_that_fails_leaves_the_weights_of_an_uncompiled_run() -> None:
+    """The wide image, which is not planned, has left its gradients when the squares fail."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("no compiler")
+
+    plain, tiny = (
+        build_training(build_feeder([SQUARE] * 3 + [WIDE]), steps=2, targets="attention")
+        for _ in range(2)
+    )
+    run(plain.training, at_start(micro_batch=4))
+    blocks = CompiledBlocks(tiny.training.model.denoiser, shapes={(8, 8, 3)}, backend=broken)
+    end = run(replace(tiny.training, compiled=blocks), at_start(micro_batch=4))
+    assert end.guard.uncompiled and blocks.is_off
+    assert same(tiny.weights, plain.weights)
 
 
 @pytest.mark.usefixtures("nothing_to_collect")
