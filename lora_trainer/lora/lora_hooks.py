@@ -118,6 +118,7 @@ def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
                 change = F.linear(inputs[0], weight)
             else:
                 change = _convolved(layer, inputs[0], weight)
+            del weight  # as large as the layer's own: not held while the sum is made
         if bias is not None:
             change = change + bias.reshape(-1, *(1,) * (layer.weight.dim() - 2)).to(output)
         return torch.add(output, change, alpha=dial.strength)
