@@ -26,7 +26,7 @@ from scripts.reliability.kill import free_port, load_everything
 from tests.fakes.runs import Toy, toy, write_priors
 
 STEPS = 10
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0
 IN_A_STEP = 11
 """A call of the loss in the second or third step: the first eight are of the first validation."""
 SPOILT = 2
