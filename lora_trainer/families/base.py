@@ -28,6 +28,7 @@ from lora_trainer.families.base_files.weight_files import (
     count_parameters,
     read_header,
     read_tensors,
+    refuse_quantised,
 )
 from lora_trainer.families.facts import (
     DENOISER,
@@ -187,7 +188,10 @@ class Family(ABC):
             return sum(self._count_text(layout, component) for component in encoders)
         if (single := base_parts.part_file(layout, part)) is None:
             folder = base_parts.part_folder(layout, part, self._folders[part])
-            return count_parameters(base_parts.weights(folder))
+            files = base_parts.weights(folder)
+            for file in files:
+                refuse_quantised(file, read_header(file))
+            return count_parameters(files)
         header = read_header(single)
         names = (
             self.denoiser_names(header).values()
@@ -280,13 +284,15 @@ class Family(ABC):
                 own_names = {name: name for name in read_header(file)}
                 tensors |= read_tensors(file, own_names, dtype=dtype)
             network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
-            if (
-                self.traits.class_name != UNET_CLASS
-            ):  # diffusers leaves tensors out that it does not know
+            # Of a transformer diffusers leaves tensors out that it does not know.
+            if self.traits.class_name != UNET_CLASS:
                 tensors = {name: tensors[name] for name in network.state_dict() if name in tensors}
             base_parts.fill(
                 network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
             )
+            del (
+                tensors
+            )  # else a device that shares the host's memory holds the base twice while it moves
         loaded: nn.Module = network.eval().requires_grad_(False).to(device)
         return loaded
 

@@ -117,7 +117,7 @@ class TextEncoder(ABC):
 
     def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
         """Tokenize the joined parts and add each token's prompt weight, float32 [1, ...], under
-        names that end in `WEIGHTS`; for families that `supports_prompt_weights`."""
+        names that end in `WEIGHTS`; for `prompt_weights` families."""
         raise AssertionError("these text encoders do not weigh words")
 
     @abstractmethod

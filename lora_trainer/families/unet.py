@@ -1,4 +1,4 @@
-"""The base class of the U-Net families: folders and checkpoints, noise levels, loading, names, sampling.
+"""The base class of the U-Net families: folders and checkpoints, noise levels, names.
 
 The time and size embeddings and the first and last convolution never get an adapter: they hold few
 weights, and a small change of them disturbs every image.

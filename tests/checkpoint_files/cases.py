@@ -68,6 +68,7 @@ def transformers() -> Iterator[Case]:
     whole = prefixed(UNET, flux) | vae | clip_l
     sd3 = prefixed(UNET, network("sd3", 2)) | prefixed(a.VAE, a.vae(16))
     large = prefixed(UNET, network("sd3", 1)) | prefixed(a.VAE, a.vae(16))
+    klein = prefixed(UNET, network("flux2")) | prefixed("vae.", a.vae(32))
     texts, lumina = "the text encoders", network("lumina2")
     rows: tuple[tuple[str, Shapes, str, str, str, dict[str, Any]], ...] = (
         ("flux1-dev", flux, "flux", "dev", BOTH, {}),
@@ -94,6 +95,8 @@ def transformers() -> Iterator[Case]:
         ("diffusers SD 3.5 medium", network("sd3", original=False), "sd3", "medium", BOTH, {}),
         ("flux-2-klein-4b", network("flux2"), "flux2", "klein-4b", BOTH, {"file": "flux-2-klein-4b.safetensors"}),
         ("klein-base-9b", network("flux2", 1), "flux2", "klein-base-9b", BOTH, gguf("Q8_0", "flux-2-klein-base-9b")),
+        # Its VAE cannot be read from a file and is downloaded all the same.
+        ("klein with a VAE", klein, "flux2", "klein-base-4b", BOTH, {}),
         ("diffusers klein", network("flux2", original=False), "flux2", "klein-base-4b", BOTH, {}),
         ("z_image_turbo", network("zimage"), "zimage", "turbo", BOTH, {"file": "z_image_turbo_bf16.safetensors"}),
         ("diffusers Z-Image", network("zimage", original=False), "zimage", "base", BOTH, {}),

@@ -168,6 +168,10 @@ def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
     assert "denoiser" not in detect({**whole, f"{PREFIX}x_embedder.proj.weight": inpainting})
 
 
+@pytest.mark.parametrize("start", [PREFIX, ""])
+@pytest.mark.parametrize(
+    "names", [("input_blocks.0.0", "label_emb.0.0"), ("conv_in", "add_embedding.linear_1")]
+)
 @pytest.mark.parametrize(
     ("first", "text", "projection", "added"),
     [
@@ -178,13 +182,13 @@ def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_of_odd_shapes_is_told_without_an_error(
-    first: Any, text: Any, projection: Any, added: Any
+    first: Any, text: Any, projection: Any, added: Any, names: tuple[str, str], start: str
 ) -> None:
     shapes = {
-        f"{PREFIX}input_blocks.0.0.weight": first,
-        f"{PREFIX}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": text,
-        f"{PREFIX}input_blocks.1.1.proj_in.weight": projection,
-        f"{PREFIX}label_emb.0.0.weight": added,
+        f"{start}{names[0]}.weight": first,
+        f"{start}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": text,
+        f"{start}input_blocks.1.1.proj_in.weight": projection,
+        f"{start}{names[1]}.weight": added,
         "first_stage_model.decoder.conv_in.weight": first,
         "first_stage_model.encoder.conv_in.weight": projection,
     }
@@ -448,6 +452,17 @@ def test_a_conversion_takes_the_only_copy(monkeypatch: pytest.MonkeyPatch, tmp_p
     network_of(facts_at(base_of("flux"), denoiser=file))
 
 
+def test_a_folder_is_not_held_beside_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(network: Any, _: torch.device) -> Any:
+        storage = weakref.ref(network.x_embedder.weight.untyped_storage())
+        del network.x_embedder.weight
+        assert storage() is None
+        return network
+
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+    network_of(facts_of("flux"), torch.bfloat16)
+
+
 def test_scaled_fp8_is_read_to_its_values(tmp_path: Path) -> None:
     """ComfyUI's names of the scale, former and present; one number or one a row; norms unscaled."""
     plain = load_file(checkpoint("sdxl", tmp_path))
@@ -558,6 +573,21 @@ def test_a_tensor_that_a_folder_lacks_is_never_made_up(
         load(facts_at(folder))
 
 
+def test_foreign_tensors_of_a_folder_are_left_out_and_quantised_ones_refused(
+    tmp_path: Path,
+) -> None:
+    folder = copy_of("flux", tmp_path / "base")
+    (path,) = (folder / "transformer").glob("*.safetensors")
+    whole = load_file(path)
+    save_file(whole | {"foreign.weight": torch.zeros(1)}, path)
+    assert_same(network_of(facts_at(folder)).state_dict(), denoiser_of("flux").state_dict())
+    int8 = {"x_embedder.weight": whole["x_embedder.weight"].to(torch.int8)}
+    for quantised in (int8, {"x_embedder.SCB": torch.zeros(1)}):
+        save_file(whole | quantised, path)
+        with pytest.raises(InputError, match="is quantised"):
+            facts_at(folder)
+
+
 def test_a_released_u_net_that_lacks_tensors_is_refused_before_loading(tmp_path: Path) -> None:
     companion = copy_of("sdxl", tmp_path / "base")
     edit_json(companion / "unet/config.json", **of("sdxl").published[0].architecture)
@@ -580,6 +610,10 @@ def test_another_companion_is_named(tmp_path: Path) -> None:
             facts_at(wrong, family="sd15", **dict.fromkeys(PARTS, file))
         assert "base.companion" in str(caught.value.fix)
         (wrong / config).write_text(whole)
+    table = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"
+    changed(file, lambda tensors: tensors.update({table: tensors[table].repeat(2, 1)}))
+    with pytest.raises(InputError, match=r"text encoder in .*token_embedding\.weight.*Size"):
+        encoder_of(facts_at(base_of("sd15"), family="sd15", **dict.fromkeys(PARTS, file)))
     tensors = original("flux2") | {"txt_in.weight": torch.zeros(8, 96)}
     file, folder = written(tensors, tmp_path / "klein"), copy_of("flux2", tmp_path / "base")
     with pytest.raises(InputError, match="not that of its companion") as caught:

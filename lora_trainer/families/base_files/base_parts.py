@@ -322,11 +322,6 @@ def elements(header: Header, names: Iterable[str]) -> int:
     return sum(math.prod(header[name].shape) for name in names)
 
 
-def denoiser_parameters(header: Header) -> int:
-    """Count the parameters of a checkpoint's denoiser."""
-    return elements(header, denoiser_names(header).values())
-
-
 def check_companion(file: Path, facts: BaseFacts, releases: Iterable[BaseRelease]) -> None:
     """Compare the size of a file's denoiser with its companion's, where that is a release's.
 
@@ -389,7 +384,12 @@ def load_text_network(
         loaded: nn.Module
         # Files also hold layers beyond the configured number, projections and position ids: unused here.
         loaded, report = kind.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by their names
         )
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:300]

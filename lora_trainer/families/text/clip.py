@@ -1,7 +1,6 @@
 """CLIP text encoders: tokenizing, embedding with gradients, prompt weights.
 
-Output is `text`, the hidden states
-that the U-Net attends to; a pair of encoders also returns `pooled`.
+Output is `text`, the hidden states that the U-Net attends to; a pair of encoders also returns `pooled`.
 
 Prompt weights act on the hidden states h as in Stable Diffusion web UI and kohya's trainers: a token i of
 weight w_i gets w_i h_i * mean(h) / mean(w h), with means over tokens and channels of one chunk, so weighted
