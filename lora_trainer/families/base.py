@@ -290,9 +290,8 @@ class Family(ABC):
             base_parts.fill(
                 network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
             )
-            del (
-                tensors
-            )  # else a device that shares the host's memory holds the base twice while it moves
+            # Else a device that shares the host's memory holds the base twice while it moves.
+            del tensors
         loaded: nn.Module = network.eval().requires_grad_(False).to(device)
         return loaded
 
