@@ -283,9 +283,8 @@ OTHERWISE: dict[str, Any] = {
     "data__folders": {"more": {"flip": True, "repeats": 2, "tag_dropout": 0.0}},
     "data__masks": "none",
     "data__regularisation_ratio": 0.2,
-    "train__seed": 7,
 }
-"""What the dataset becomes by them, in the cache too; weights of the loss are those of tests/train/test_priors.py."""
+"""What the dataset becomes by them; weights of the loss are those of tests/train/test_priors.py."""
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +314,7 @@ def test_keeping_the_best_trains_alike(place: Toy, as_is: list[tuple[Any, ...]])
     assert best == as_is
 
 
-def test_another_seed_draws_batches_the_adapter_and_new_tokens_anew(place: Toy) -> None:
+def test_another_seed_draws_batches_captions_the_adapter_and_new_tokens_anew(place: Toy) -> None:
     """Where nothing is held out, no caption is read, and two steps change nothing."""
     losses, tensors = [], []
     for seed in (42, 7):
@@ -325,6 +324,8 @@ def test_another_seed_draws_batches_the_adapter_and_new_tokens_anew(place: Toy) 
         losses.append(two_steps(place, f"seed-{seed}", **changes)[0][1])
         tensors.append(state(place.runs / f"seed-{seed}", 2, ""))
     assert losses[0] != losses[1]
+    (cached,) = events(place.runs / "seed-7", "cached")
+    assert cached["texts"] > 0, "captions are shuffled in other ways"
     before, after = tensors
     drawn_anew = {
         name.partition(".")[0]
