@@ -111,6 +111,15 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("lora-train-")]
 
 
+@needs_libgomp
+def test_where_nothing_can_be_measured_threads_go_on_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cores, "usable_processors", lambda: (_ for _ in ()).throw(OSError("/proc")))
+    with threads_of(2), cores.shared_cores(EventStream(), interval_s=0.001):
+        pass
+
+
 def test_one_thread_waits_for_nobody() -> None:
     with (
         threads_of(1),
