@@ -29,8 +29,8 @@ _SMALL_BYTES = 2**20
 _FREE_AFTERWARDS_BYTES = 2**30
 _ENCRYPTED = 0x1
 _METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
+# What zipfile raises for damaged content, besides OSError.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError)
-"""What zipfile raises for damaged content, besides OSError."""
 
 
 @dataclass(frozen=True, kw_only=True)

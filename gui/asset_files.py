@@ -28,8 +28,8 @@ EXAMPLE = next(
     ),
     _PACKAGE / "example",
 )
+# What is shown of the example where nothing is there yet.
 EXAMPLE_IMAGES = ("zibbo_01.png", "zibbo_05.jpg", "zibbo_12.webp", "zibbo_14.png")
-"""What is shown of the example where nothing is there yet."""
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 

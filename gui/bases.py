@@ -21,13 +21,14 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import bytes_text
 
+# The base that the program brings along.
 EMBEDDED = "embedded"
-"""The base that the program brings along."""
 Choice = tuple[str, str]
 Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
+# What each release is good for; those that most people use come first. Others are seldom used.
 _GOOD_FOR = {
     "stabilityai/stable-diffusion-xl-base-1.0": "Comics, anime, people, styles: most checkpoints are of this kind",
     "black-forest-labs/FLUX.1-dev": "Photos and people, long prompts",
@@ -43,7 +44,6 @@ _GOOD_FOR = {
     "stabilityai/stable-diffusion-3.5-medium": "Photos and styles, smaller",
     "stabilityai/stable-diffusion-3-medium-diffusers": "Older; 3.5 medium took its place",
 }
-"""What each release is good for; those that most people use come first. Others are seldom used."""
 _IN_SIGHT = 3
 RECOMMENDED = next(iter(_GOOD_FOR))
 _PIPELINE_FILE = "model_index.json"

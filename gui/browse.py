@@ -23,10 +23,10 @@ from .workplace import Workplace
 
 Kind = Literal["dataset", "base"]
 KINDS: tuple[Kind, ...] = ("dataset", "base")
+# Entries that one folder shows; a longer list helps nobody to find one.
 MAX_ROWS = 2_000
-"""Entries that one folder shows; a longer list helps nobody to find one."""
+# What makes a folder a model in diffusers' layout.
 PIPELINE_FILE = "model_index.json"
-"""What makes a folder a model in diffusers' layout."""
 _REMEMBERED = "browsed.json"
 
 

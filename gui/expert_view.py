@@ -33,8 +33,8 @@ Values = Mapping[str, Any]
 
 _ORIGINS = {"command line": "you"}
 _YES_NO = {True: "yes", False: "no"}
+# How much longer the bar is than the larger of peak and limit.
 _ROOM = 1.04
-"""How much longer the bar is than the larger of peak and limit."""
 
 
 def form() -> dict[str, Any]:

@@ -22,12 +22,12 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Mapping[str, str]
 
+# Of gradio's own form; the pages send files to `/upload/BATCH/NUMBER`, see uploads.py.
 UPLOAD_PATH = "/gradio_api/upload"
-"""Of gradio's own form; the pages send files to `/upload/BATCH/NUMBER`, see uploads.py."""
 BODY_MAX_BYTES = 16 * 2**20
 _OWN_UPLOAD = re.compile(r"/upload/[^/]+/[^/]+")
+# A folder of some hundred photographs is one upload.
 UPLOAD_MAX_BYTES = 4 * 2**30
-"""A folder of some hundred photographs is one upload."""
 # What the pages use of gradio's own routes. Among the others: fetching any address (proxy=),
 # storing a session for whoever asks (deep_link), editing the program (vibe-edit).
 _GRADIO_ROUTES = frozenset(

@@ -19,8 +19,8 @@ ENGLISH = "en"
 COOKIE = "lora_train_language"
 _FOLDER = Path(__file__).with_name("languages")
 _SCRIPT = Path(__file__).with_name("assets") / "language.js"
+# The text whose translation is the name of the language itself: `Deutsch`.
 _OWN_NAME = "English"
-"""The text whose translation is the name of the language itself: `Deutsch`."""
 
 
 @cache

@@ -27,8 +27,8 @@ from lora_trainer.dataset.listing import MASK_SUFFIX, ImageFile
 
 from .changes import Change, FileChange, inside, read_content
 
+# Of a mask: the trainer takes means over the pixels of a latent, so more would change nothing.
 MAX_SIDE_PX = 1024
-"""Of a mask: the trainer takes means over the pixels of a latent, so more would change nothing."""
 MAX_PNG_BYTES = 4 << 20
 _SHOWN_PX = 384
 _DATA = "data:image/png;base64,"

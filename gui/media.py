@@ -34,8 +34,8 @@ from .thumbs import SIZES_PX, Thumbnails
 from .workplace import Workplace
 
 _THREADS = 4  # a picture of the allowed size takes some hundred MB while it is read
+# What leads elsewhere in a name on Windows; on other systems names of images may have both.
 _SEPARATORS = frozenset("\\:") if os.name == "nt" else frozenset()
-"""What leads elsewhere in a name on Windows; on other systems names of images may have both."""
 _NOT_SERVED = frozenset({"states", "control"})
 _SHOWN_IMAGES = {
     ".png": "image/png",
@@ -45,8 +45,8 @@ _SHOWN_IMAGES = {
 }
 _RECORDS = frozenset({".json", ".jsonl", ".log", ".txt"})
 REPORT = "report.html"
+# The folder in a run's folder with files for other programs: a LoRA, its preview, its card.
 EXPORTS = "export"
-"""The folder in a run's folder with files for other programs: a LoRA, its preview, its card."""
 _TRIES = "tries"
 _NO_PAGE = "default-src 'none'; frame-ancestors 'none'; sandbox"
 _REPORT_POLICY = (

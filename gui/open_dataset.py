@@ -30,8 +30,8 @@ from .drafts import Draft
 from .launch import Words, check_words
 from .workplace import Workplace
 
+# Sizes that one can look at a dataset for, in pixels; empty: as the draft or the base has it.
 RESOLUTIONS = ("", "512", "768", "1024")
-"""Sizes that one can look at a dataset for, in pixels; empty: as the draft or the base has it."""
 Counters = dict[Path, TokenCounter | None]
 
 

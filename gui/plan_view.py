@@ -34,9 +34,10 @@ _PARTS = (
     ),
     ("margin", "room for others and holes {size}", ("desktop", "allocator slack")),
 )
+# A training that may take longer than a night is called slow.
 SLOW_S = 8 * 3600.0
-"""A training that may take longer than a night is called slow."""
 DAY_S = 24 * 3600.0
+# The settings that the page Train fills in from the plan, by the names of assets/course.js.
 COURSE = {
     "steps": "train.steps",
     "prompts": "sampling.prompts",
@@ -44,7 +45,6 @@ COURSE = {
     "rank": "adapter.rank",
     "learning_rate": "optimizer.learning_rate",
 }
-"""The settings that the page Train fills in from the plan, by the names of assets/course.js."""
 _REST = ("work", "working memory {size}")
 _PHASES = {
     "images": "preparing images",

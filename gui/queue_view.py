@@ -26,8 +26,8 @@ from .workplace import Workplace
 
 MAX_ENDED = 30
 _LOG_LINES = 20
+# As much of a card's UUID as tells the cards of a machine apart.
 _DEVICE_LENGTH = 12
-"""As much of a card's UUID as tells the cards of a machine apart."""
 _LOG_END_BYTES = 16_384
 _LABELS = {
     "Stop": "Stop {name}",
@@ -38,8 +38,8 @@ _LABELS = {
     "Resume": "Resume {name}",
     "Train again": "Train again {name}",
 }
+# What an error ends with that nobody foresaw; the others say what to do.
 _FAULT_EXIT_CODE = 1
-"""What an error ends with that nobody foresaw; the others say what to do."""
 
 
 def stamp(work: Workplace) -> Stamp:

@@ -31,8 +31,8 @@ from .state import Records
 
 # Records may name any file; a page leads to samples of this run only.
 _IMAGE = re.compile(r"samples/step-\d{8,}/(asked-)?\d{2,}\.png")
+# How often a chart is drawn anew while its length doubles at most.
 _REDRAWS = 200
-"""How often a chart is drawn anew while its length doubles at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from lora_trainer.reporting.report import value_text
 
 from .markup import inline, table
 
+# What a draft has fields of its own for, or a new run must not share.
 _NOT_CLONED = ("base.model", "output.folder", "output.name")
-"""What a draft has fields of its own for, or a new run must not share."""
 _OF_THE_MACHINE = ("hardware.", "memory.")
 _BY_YOU = (COMMAND_LINE, "config ")
 _DECIDERS = {COMMAND_LINE: "you", "planner": "the planner", RESUMED: "this run, as it began"}

@@ -23,8 +23,8 @@ from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import Row, RunHistory
 from lora_trainer.reporting.status import STOPPING, RunStatus
 
+# How long a trainer may take to obey `stop_now` before its process may be ended.
 END_AFTER_S = 15.0
-"""How long a trainer may take to obey `stop_now` before its process may be ended."""
 SILENT_AFTER_S = 120.0
 RESUMABLE = frozenset({"interrupted", "stopped", "failed"})
 _PACE_STEPS = 50

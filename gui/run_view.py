@@ -40,12 +40,12 @@ from .run_mend import mend_of
 from .run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
 
 _LOSS_STEPS = 20
+# Losses that differ by less are within the noise of a few held-out images.
 _AS_GOOD = 1.02
-"""Losses that differ by less are within the noise of a few held-out images."""
+# How much below the base's a loss is, as a fraction, that somebody may expect to see.
 _LEARNED_WELL, _LEARNED = 0.1, 0.02
-"""How much below the base's a loss is, as a fraction, that somebody may expect to see."""
+# How much wider a memory bar is than the largest figure on it.
 _MARGIN = 1.08
-"""How much wider a memory bar is than the largest figure on it."""
 
 Figure = tuple[str, str, str]
 

@@ -21,8 +21,8 @@ from lora_trainer.reporting.status import RunStatus, read_status
 RECORDS = ("events.jsonl", "status.json", "run.json")
 
 Stamp = tuple[object, ...]
+# A run of 20,000 steps takes about 15 MB.
 _KEPT_READERS = 8
-"""A run of 20,000 steps takes about 15 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)

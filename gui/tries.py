@@ -28,11 +28,11 @@ KIND = "try"
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2)
 SEED = 1234
 MAX_PROMPTS, MAX_STRENGTHS, MAX_STRENGTH = 12, 12, 4.0
+# A browser knows no larger whole numbers.
 MAX_SEED = 2**53
-"""A browser knows no larger whole numbers."""
 SHOWN = 4
+# Exit codes of a command that somebody ended.
 STOPPED = frozenset({-15, 130, 143})
-"""Exit codes of a command that somebody ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from lora_trainer.common.processes import detached
 
 from .bases import releases
 
+# What is asked for the public releases: no command of its own, for it serves these pages alone.
 BASES = ("bases",)
-"""What is asked for the public releases: no command of its own, for it serves these pages alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ SCRIPTS = (
     "dataset_tools.js",
     "datasets.js",
 )
+# What the script asks of the desk, there as dataset_NAME.
 ASKED = (
     *("apply", "caption", "caption_state", "caption_stop", "caption_undo", "check", "closer"),
     *("exclude", "mask"),
     *("look", "preview", "put_back", "recent", "redo", "save", "undo"),
 )
-"""What the script asks of the desk, there as dataset_NAME."""
 
 
 def build(work: Workplace) -> None:

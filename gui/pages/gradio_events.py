@@ -14,14 +14,14 @@ from ..markup import plain
 from ..posted import Posted
 
 PRIVATE: Mapping[str, Any] = {"api_visibility": "private"}
+# For handlers that answer at once: no spinner, and none waits for another one.
 QUIET: Mapping[str, Any] = {**PRIVATE, "show_progress": "hidden", "concurrency_limit": None}
-"""For handlers that answer at once: no spinner, and none waits for another one."""
+# Markup of our own, which assets/site.css styles alone.
 html = partial(gr.HTML, apply_default_css=False)
-"""Markup of our own, which assets/site.css styles alone."""
+# The script of an element whose value {"to": ADDRESS} leads to another page.
 GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
-"""The script of an element whose value {"to": ADDRESS} leads to another page."""
+# How often a page asks while what it shows may change; with nothing under way its timer stands still.
 TICK_S = 1.0
-"""How often a page asks while what it shows may change; with nothing under way its timer stands still."""
 _LOOKED_AT = """
 const back = () => { if (element.isConnected && !document.hidden) trigger("click"); };
 document.addEventListener("visibilitychange", back);

@@ -34,8 +34,8 @@ from .share import browsing, hub_sign_in
 
 IMAGES, CHECK, STARTED = 1, 2, 3
 _COURSE_CHARACTERS = 20_000
+# For the plan, what it fills in, the button Train, and the line beside it.
 _AS_IT_WAS = [gr.skip()] * 4
-"""For the plan, what it fills in, the button Train, and the line beside it."""
 
 
 def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:

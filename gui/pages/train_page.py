@@ -57,8 +57,8 @@ _COURSE = module(
     ' asked: () => trigger("click"), onchange: (draw) => watch("value", draw) });',
 )
 _IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_card.js", "train_images.js")
+# What the cards of the images ask of the desk of a dataset, there as dataset_NAME.
 _IMAGES_ASK = ("closer", "exclude", "look", "mask", "save", "undo")
-"""What the cards of the images ask of the desk of a dataset, there as dataset_NAME."""
 _WITH_UNSENT = """(...fields) => {
   const unsent = document.querySelector(".course")?.unsent ?? {};
   return [...fields.slice(0, -1), { ...fields.at(-1), changed: { ...unsent } }];

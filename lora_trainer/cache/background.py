@@ -16,8 +16,8 @@ from typing import TypeVar
 
 MOST_AHEAD = 4
 MOST_BEHIND = 4
+# A read that hangs in the kernel cannot be stopped; its thread dies with the process.
 LEAVING_S = 10.0
-"""A read that hangs in the kernel cannot be stopped; its thread dies with the process."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 

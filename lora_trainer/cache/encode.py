@@ -31,8 +31,8 @@ from lora_trainer.families.latents import ImageEncoder
 from lora_trainer.families.texts import TextEncoder
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 
+# Of images that are decoded ahead together: 200 MB as they are decoded, twice that while turned.
 MAX_PIXELS_AHEAD = 64_000_000
-"""Of images that are decoded ahead together: 200 MB as they are decoded, twice that while turned."""
 
 Entry = Mapping[str, NDArray[Any]]
 

@@ -46,10 +46,10 @@ from lora_trainer.common.files import (
 from lora_trainer.common.memo import MEMO_FILE, MemoTable
 from lora_trainer.common.processes import gc_disabled
 
+# Part of every key: raise it when decoding, cutting or the layout of entries changes.
 FORMAT_VERSION = 3
-"""Part of every key: raise it when decoding, cutting or the layout of entries changes."""
+# Numbers of the encoders, and tokens and masks.
 DTYPES = (np.float32, np.int64)
-"""Numbers of the encoders, and tokens and masks."""
 # One metadata key holding JSON: safetensors writes several keys in random order, and equal entries
 # should be equal files.
 _METADATA_KEY = "lora-train cache entry"
@@ -267,8 +267,8 @@ class Cache:
         return freed_bytes
 
 
+# Younger entries may not be on the disk yet: a power cut can still take what was just read.
 SETTLED_NS = 60 * 10**9
-"""Younger entries may not be on the disk yet: a power cut can still take what was just read."""
 
 
 @gc_disabled()

@@ -237,8 +237,8 @@ def _refuse_incomplete(folder: Path) -> None:
 # ---- what they say
 
 
+# A model's caption of one image, and whether it was cut at the limit of tokens.
 ModelCaption = tuple[str, bool]
-"""A model's caption of one image, and whether it was cut at the limit of tokens."""
 
 
 class OutOfRoom(Exception):
@@ -263,8 +263,8 @@ def no_room(name: str, what: str) -> MachineError:
     )
 
 
+# Categories that are written; 9, the rating, and the others are left out.
 GENERAL, CHARACTER = "0", "4"
-"""Categories that are written; 9, the rating, and the others are left out."""
 THRESHOLD = 0.35
 CHARACTER_THRESHOLD = 0.85
 GPU_BATCH = 8

@@ -45,11 +45,11 @@ REQUEST = (
 TASKS = ("<CAPTION>", "<DETAILED_CAPTION>", "<MORE_DETAILED_CAPTION>")
 TASK = "<DETAILED_CAPTION>"
 MAX_TOKENS = 150
+# Of an image as a model sees it: a chat model spends a token on every few hundred.
 MAX_PIXELS = 1024 * 1024
-"""Of an image as a model sees it: a chat model spends a token on every few hundred."""
 GPU_BATCH = 4
+# What a few images take beside the weights; a guess, running out is handled as well.
 WORKSPACE_BYTES = GIB
-"""What a few images take beside the weights; a guess, running out is handled as well."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,8 @@ def remove_tree(path: Path) -> None:
         retry_while_open(lambda: os.unlink(path))  # noqa: PTH108
 
 
+# Copies the tensor of that name, unique in a state, into contiguous memory of the host.
 Copy = Callable[[str, Tensor], Tensor]
-"""Copies the tensor of that name, unique in a state, into contiguous memory of the host."""
 
 
 def snapshot(_: str, tensor: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
 ADAPTER, STATE = "adapter.safetensors", "state.json"
+# The key of the loop's own values in state.json.
 LOOP = "extras"
-"""The key of the loop's own values in state.json."""
 OPTIMIZER_TENSORS, OPTIMIZER = "optim.safetensors", "optim.json"
 FILES = (ADAPTER, OPTIMIZER_TENSORS, OPTIMIZER, STATE)
 MIN_KEPT = 2

@@ -29,10 +29,10 @@ from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.network.pinned_memory import pinned
 
 MAX_FAILURES = 3
+# Writes the rolling export of a save and returns its name; runs in the writer's thread.
 Export = Callable[[], str]
-"""Writes the rolling export of a save and returns its name; runs in the writer's thread."""
+# Copies what an export needs; runs in the training thread.
 Exporter = Callable[[Copy], Export]
-"""Copies what an export needs; runs in the training thread."""
 
 
 @dataclass(kw_only=True)

@@ -25,8 +25,8 @@ from lora_trainer.config.layers import TIERS, load_presets, preset_families
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.run.plan_text import STYLES, add_row, finding_line, key_table
 
+# Number of blocks of an adapter that are listed with their norm.
 BLOCKS_SHOWN = 12
-"""Number of blocks of an adapter that are listed with their norm."""
 
 
 def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> Reply:  # noqa: B006 - cyclopts reads the default, nobody mutates it

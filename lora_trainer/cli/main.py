@@ -33,8 +33,8 @@ HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the GPU, picks a 
 Without a GPU it trains the embedded miniature base model, in a few minutes. Everything that has no
 flag is a setting: `--set section.key=value`; `lora-train plan --all DATASET` lists them all with origins."""
 
+# The answer of a command: text or a rich renderable, or a dict or list that is printed as JSON.
 Reply = RenderableType | dict[str, Any] | list[dict[str, Any]] | None
-"""The answer of a command: text or a rich renderable, or a dict or list that is printed as JSON."""
 Sets = Annotated[list[str], Parameter(name="--set", help="section.key=value, repeatable")]
 Base = Annotated[
     str | None,
@@ -110,6 +110,7 @@ def overrides(assignments: Sequence[str], **flags: Any) -> dict[str, Any]:
     return typed
 
 
+# The module of each command in this folder, and its function there or, of several commands, its `app`.
 COMMANDS: Mapping[str, str] = {
     "plan": "main:plan",
     "check": "look_around:check",
@@ -131,7 +132,6 @@ COMMANDS: Mapping[str, str] = {
     "gui": "look_around:gui",
     "queue": "queueing:app",
 }
-"""The module of each command in this folder, and its function there or, of several commands, its `app`."""
 
 
 # ---- to train, and to plan a training

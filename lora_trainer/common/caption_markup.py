@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+# Factor of a pair of round brackets on a weight; square brackets divide by it.
 STRONGER = 1.1
-"""Factor of a pair of round brackets on a weight; square brackets divide by it."""
 MAX_WEIGHT = 100.0
 _CHOICE = {"{": "}"}
 _EMPHASIS = {"(": ")", "[": "]"}

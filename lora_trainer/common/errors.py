@@ -15,8 +15,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# The fix of errors after which a resume state is on disk.
 RESUME = "run the same command with --resume to go on"
-"""The fix of errors after which a resume state is on disk."""
 
 
 class LoraTrainError(Exception):
@@ -70,8 +70,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+# Errors on importing a package that is missing or whose native part does not fit this machine.
 BROKEN_PACKAGE = (ImportError, OSError, RuntimeError)
-"""Errors on importing a package that is missing or whose native part does not fit this machine."""
 
 
 def package_problem(error: BaseException) -> str:

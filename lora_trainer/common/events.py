@@ -137,8 +137,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 MAX_FILES_NAMED = 5
 
+# Most severe first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""Most severe first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

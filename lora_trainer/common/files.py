@@ -26,17 +26,17 @@ from lora_trainer.common.errors import LoraTrainError, MachineError, RequestErro
 
 TEMPORARY_PREFIX = ".tmp-"
 WINDOWS_FORBIDDEN = frozenset('<>:"/\\|?*')
+# Names that open a device in any folder and with any extension (Microsoft, "Naming Files").
 WINDOWS_DEVICES = frozenset(
     {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 )
-"""Names that open a device in any folder and with any extension (Microsoft, "Naming Files")."""
 _WINDOWS_PATH_CHARACTERS = 260
 _HELD_OPEN_S = 2.0
 _CHUNK_BYTES = 1 << 20
 T = TypeVar("T")
 Part = bytes | memoryview
+# The bytes of a file, or consecutive parts, which are never joined in memory.
 Data = Part | Sequence[Part]
-"""The bytes of a file, or consecutive parts, which are never joined in memory."""
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:

@@ -24,6 +24,7 @@ from lora_trainer.common.errors import MachineError
 
 # ---- the rank among the processes of a launcher
 
+# Variables of launchers and of MPI by which accelerate recognises that it is one process of several.
 _READ_BY_LIBRARIES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -34,7 +35,6 @@ _READ_BY_LIBRARIES = (
     ),
     "ACCELERATE_CPU_AFFINITY",
 )
-"""Variables of launchers and of MPI by which accelerate recognises that it is one process of several."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 GIB = 2**30
+# Exit codes of a run that stopped because somebody asked for it, its state saved.
 INTERRUPTED_EXIT_CODES = frozenset({0, 130, 143})
-"""Exit codes of a run that stopped because somebody asked for it, its state saved."""
 
 
 def duration_text(seconds: float) -> str:
@@ -97,8 +97,8 @@ def one_line(message: str) -> str:
 # ---- without secrets
 
 STRUCK = "[token]"
+# Shorter values of secret variables are not removed: they may be ordinary words of any text.
 _MIN_LENGTH = 8
-"""Shorter values of secret variables are not removed: they may be ordinary words of any text."""
 _FORMS = (
     (re.compile(r"\b(?:hf|ghp|gho|github_pat|glpat|wandb_v1)[_-]\w{16,}"), STRUCK),
     (re.compile(r"\bsk-[\w-]{20,}"), STRUCK),

@@ -214,8 +214,8 @@ _SPELLED = {
 
 # ---- values by key
 
+# The setting that maps names, of subfolders, to records.
 FOLDERS = "data.folders"
-"""The setting that maps names, of subfolders, to records."""
 
 
 def setting_of(key: str) -> str:
@@ -310,6 +310,8 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
 
 SEE_ALL_SETTINGS = "see `lora-train plan DATASET` for all settings"
 RetiredEffect = Literal["rounding", "result", "refused"]
+# Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
+# another without it, and the values for which nothing is.
 RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
     "memory.kept_share": ("rounding", ("auto", 0.0)),
     "memory.modulation_cache": ("rounding", ("auto", False)),
@@ -319,13 +321,11 @@ RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
     "train.tighten_on_spike": ("result", (False,)),
     "train.lower_on_plateau": ("result", (False,)),
 }
-"""Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
-another without it, and the values for which nothing is."""
+# Values that settings had in earlier versions, each with the one that it is read as.
 RETIRED_VALUES: Mapping[str, Mapping[object, object]] = {
     "hardware.compile": {"auto": "none"},
     "memory.gradient_checkpointing": {True: "full", False: "none"},
 }
-"""Values that settings had in earlier versions, each with the one that it is read as."""
 
 
 def refuse_removed(values: Mapping[str, Any]) -> None:

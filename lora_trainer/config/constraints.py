@@ -157,6 +157,7 @@ CONTRADICTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
 
 # ---- the machine
 
+# The package of each optimizer that torch itself does not have.
 OPTIMIZER_PACKAGES: Mapping[OptimizerName, str] = {
     "adamw8bit": "bitsandbytes",
     "paged_adamw8bit": "bitsandbytes",
@@ -168,7 +169,7 @@ OPTIMIZER_PACKAGES: Mapping[OptimizerName, str] = {
     "prodigy": "prodigyopt",
     "schedulefree_adamw": "schedulefree",
 }
-"""The package of each optimizer that torch itself does not have."""
+# The value of each setting with needs that every machine meets.
 WORKS_ANYWHERE: Mapping[str, Any] = {
     "optimizer.name": "adamw",
     "memory.base_precision": "auto",
@@ -177,16 +178,15 @@ WORKS_ANYWHERE: Mapping[str, Any] = {
     "memory.attention": "sdpa",
     "hardware.compile": "none",
 }
-"""The value of each setting with needs that every machine meets."""
 PACKAGE_NEEDS: Mapping[tuple[str, Any], str] = {
     **{("optimizer.name", name): package for name, package in OPTIMIZER_PACKAGES.items()},
     ("memory.base_precision", "nf4"): "bitsandbytes",
     ("memory.attention", "xformers"): "xformers",
 }
+# Settings that need a GPU with memory of its own.
 OF_HOST_MEMORY = ("memory.streamed_blocks", "memory.text_encoder_offload")
-"""Settings that need a GPU with memory of its own."""
+# Settings whose value is replaced even if it is the user's, because the result is the same without it.
 WISHES = ("memory.attention",)
-"""Settings whose value is replaced even if it is the user's, because the result is the same without it."""
 
 
 def unmet_needs(

@@ -26,12 +26,12 @@ def _refuse(value: Any) -> Never:
     raise ValueError("has to be decided")
 
 
+# Takes the place of `Auto` in the settings of a planned run: no value has this type.
 Decided = Annotated[Never, PlainValidator(_refuse)]
-"""Takes the place of `Auto` in the settings of a planned run: no value has this type."""
+# What the field `steps: Count | A_co` may be besides a number: `Auto` in a request, `Decided` in a `RunConfig`.
+#
+# So each setting is declared once, and mypy knows the fields of a planned run without `auto`.
 A_co = TypeVar("A_co", bound=Auto, covariant=True, default=Auto)
-"""What the field `steps: Count | A_co` may be besides a number: `Auto` in a request, `Decided` in a `RunConfig`.
-
-So each setting is declared once, and mypy knows the fields of a planned run without `auto`."""
 
 
 def settled(value: T | Auto) -> T:
@@ -50,8 +50,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["int8", "fp8", "nf4"]
 BasePrecision = Literal["fp32", "bf16", "fp16", Quantization]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+# Prompt tokens in one chunk of CLIP, begin and end tokens excluded.
 CHUNK_TOKENS = 75
-"""Prompt tokens in one chunk of CLIP, begin and end tokens excluded."""
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 Interval = Annotated[int, Field(ge=0, le=10_000_000)]
 Factor = Annotated[float, Field(gt=0.0, le=100.0)]
@@ -60,21 +60,21 @@ Portion = Annotated[float, Field(gt=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Word = Annotated[str, Field(min_length=1, max_length=100)]
+# Checkpointing levels. Beside their inputs, recomputed blocks keep for backward: `none` all activations;
+# `light` the outputs of attention and of all frozen layers; `selective` the outputs of attention and of frozen
+# layers with more inputs than outputs; `full` nothing; `offloaded` nothing, and the inputs are moved to host
+# memory.
 Checkpointing = Literal["none", "light", "selective", "full", "offloaded"]
-"""Checkpointing levels. Beside their inputs, recomputed blocks keep for backward: `none` all activations;
-`light` the outputs of attention and of all frozen layers; `selective` the outputs of attention and of
-frozen layers with more inputs than outputs; `full` nothing; `offloaded` nothing, and the inputs are moved
-to host memory."""
+# From the lightest level (most memory) to the heaviest (least memory).
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
-"""From the lightest level (most memory) to the heaviest (least memory)."""
+# Checkpointing levels that keep the output of attention in recomputed blocks.
 KEEP_ATTENTION: tuple[Checkpointing, ...] = ("light", "selective")
-"""Checkpointing levels that keep the output of attention in recomputed blocks."""
+# Layers of the denoiser that get an adapter.
 Targets = Literal["attention", "transformer", "all"]
-"""Layers of the denoiser that get an adapter."""
+# From the fewest layers to the most; each includes the layers of the previous.
 TARGETS: tuple[Targets, ...] = get_args(Targets)
-"""From the fewest layers to the most; each includes the layers of the previous."""
+# Error functions of the loss, each a function of `training/loss.py`.
 LossName = Literal["mse", "huber", "smooth_l1", "log_cosh"]
-"""Error functions of the loss, each a function of `training/loss.py`."""
 WITH_DELTA: tuple[LossName, ...] = ("huber", "smooth_l1")
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
@@ -94,8 +94,8 @@ OptimizerName = Literal[
 SCHEDULE_FREE: OptimizerName = "schedulefree_adamw"
 
 
+# `section.name` of other settings -> the values that the condition lists.
 Needs = Mapping[str, Sequence[Any]]
-"""`section.name` of other settings -> the values that the condition lists."""
 
 
 def setting(
@@ -128,8 +128,8 @@ def setting(
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
 
+# Declare a setting that is refused where it has no effect.
 enforced_setting = partial(setting, enforced=True)
-"""Declare a setting that is refused where it has no effect."""
 
 # Conditions for `only_for`, `not_for` and `idle_with` that several settings share.
 CARD = {"hardware.device": ("cuda", "mps", "xpu")}
@@ -151,10 +151,10 @@ class Section(BaseModel):
 # ---- formats of the frozen base's weights
 
 INT8_MAX = 127.0
+# Weights that share a scale.
 NF4_BLOCK = 64
-"""Weights that share a scale."""
+# Scales, themselves in 8 bits, that share a scale (double quantisation).
 NF4_SCALES_BLOCK = 256
-"""Scales, themselves in 8 bits, that share a scale (double quantisation)."""
 NF4_SCALE_LEVELS = 256
 
 
@@ -181,8 +181,8 @@ def weight_bytes(*, fan_in: int, out: int, precision: BasePrecision) -> int:
 
 # ---- streamed blocks
 
+# Streamed blocks on the device at a time: one computes while the next one is copied.
 BUFFERS = 2
-"""Streamed blocks on the device at a time: one computes while the next one is copied."""
 
 
 def streamed_indices(total: int, count: int) -> tuple[int, ...]:

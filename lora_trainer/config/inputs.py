@@ -29,8 +29,8 @@ EpochCount = Annotated[int, Field(ge=0, le=10_000)]
 Separator = Annotated[str, Field(min_length=1, max_length=20)]
 CaptionWords = Annotated[str, Field(max_length=1000)]
 CaptionLines = Literal["join", "one"]
+# The key in `data.folders` of the images directly in the dataset folder.
 OWN_FOLDER = "."
-"""The key in `data.folders` of the images directly in the dataset folder."""
 NO_FOLDERS: Needs = {"data.folders": ({},)}
 TAGS_IN_ORDER: Needs = {"data.shuffle_tags": (False,), "data.tag_dropout": (0.0,), **NO_FOLDERS}
 MASKED = {"data.masks": ("files", "alpha")}

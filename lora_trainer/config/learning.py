@@ -39,8 +39,8 @@ Scale = Annotated[float, Field(gt=0, le=4096)]
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Timestep = Annotated[int, Field(ge=0, le=999)]
 LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
+# A share of channels, ranks, layers or steps that leaves some over.
 BelowAll = Annotated[float, Field(ge=0.0, le=0.9)]
-"""A share of channels, ranks, layers or steps that leaves some over."""
 LORA = {"adapter.kind": ("lora",)}
 FLOW = {"base.prediction": ("flow",)}
 NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
@@ -59,8 +59,8 @@ def _regular_expression(pattern: str) -> str:
     return pattern
 
 
+# A regular expression on module names.
 Pattern = Annotated[str, AfterValidator(_regular_expression)]
-"""A regular expression on module names."""
 
 lora_setting = partial(enforced_setting, only_for=LORA)
 

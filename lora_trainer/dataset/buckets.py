@@ -120,8 +120,8 @@ def mask_values(
     return np.ascontiguousarray(values[None, :, ::-1] if flip else values[None], dtype=np.float32)
 
 
+# Returns the placements of an image of (width, height) pixels: one for each resolution it is trained at.
 Place = Callable[[int, int], tuple[Placement, ...]]
-"""Returns the placements of an image of (width, height) pixels: one for each resolution it is trained at."""
 
 
 def placing(data: DataSettings, *, resolution_px: int, step_px: int) -> Place:

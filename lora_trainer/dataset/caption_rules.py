@@ -48,8 +48,8 @@ from lora_trainer.families.facts import BaseFacts
 
 TRIGGER_PLACEHOLDER = "[trigger]"
 CLIP_TOKENS = 77
+# 225 tokens: as much as kohya's trainers read.
 MOST_CHUNKS = 3
-"""225 tokens: as much as kohya's trainers read."""
 _AT_ONCE = 4096
 _CLIP_WORDS = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -151,8 +151,8 @@ def _drawn(written: Sequence[str], settings: DataSettings) -> int:
     return captions if captions > 1 else 0
 
 
+# Seed, caption and number of one variant, which name its random draws.
 _Draw = tuple[int, str, int]
-"""Seed, caption and number of one variant, which name its random draws."""
 
 
 def _text(caption: str, settings: DataSettings, draw: _Draw | None) -> str:

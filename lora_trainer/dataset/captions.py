@@ -23,20 +23,21 @@ from lora_trainer.common.errors import InputError
 
 MAX_CAPTION_BYTES = 16 << 20
 MAX_CAPTION_CHARACTERS = 10_000
+# Keys of a caption in JSON and columns of a table, the first that holds text counts. Sources: the imagefolder
+# of Hugging Face (`text`), sd-scripts and ai-toolkit (`caption`), SimpleTuner (`prompt`), EveryDream2
+# (`main_prompt`).
 CAPTION_KEYS = (
     *("text", "caption", "prompt", "captions", "caption_long", "long_caption"),
     *("description", "main_prompt", "tags", "tag_string"),
 )
-"""Keys of a caption in JSON and columns of a table, the first that holds text counts. Sources: the imagefolder of
-Hugging Face (`text`), sd-scripts and ai-toolkit (`caption`), SimpleTuner (`prompt`), EveryDream2 (`main_prompt`)."""
 TAG_KEYS = ("tags", "tag_string")
+# Extension of a caption file with fields; it counts where an image has no caption file of plain text.
 JSON_SIDECAR = ".json"
-"""Extension of a caption file with fields; it counts where an image has no caption file of plain text."""
 FOLDER_NAME = "folder name"
+# Sources of captions that nobody wrote as captions.
 FILE_NAME = "file name"
-"""Sources of captions that nobody wrote as captions."""
+# Source of a caption that lies inside the image.
 IMAGE_TEXT = "image metadata"
-"""Source of a caption that lies inside the image."""
 # A number that only tells files apart: `cat_003`, `cat (2)`, or the whole name.
 _COUNTER = re.compile(r"(^|[\s_-]+)(\(\d+\)|\d+)$")
 # UTF-32 first: its little-endian mark begins with that of UTF-16.
@@ -218,6 +219,7 @@ class Sidecars:
 
 
 METADATA_NAME = "metadata.jsonl"
+# Names of files with the captions of a folder; where several describe an image, the first counts.
 TABLE_NAMES = (
     *(METADATA_NAME, "captions.jsonl", "metadata.csv", "captions.csv", "metadata.parquet"),
     *("captions.json", "metadata.json"),
@@ -225,12 +227,11 @@ TABLE_NAMES = (
     *("meta_lat.json", "meta_clean.json", "meta_cap_dd.json", "meta_cap.json"),
     "captions.txt",
 )
-"""Names of files with the captions of a folder; where several describe an image, the first counts."""
+# Keys and columns with the name of an image.
 FILE_KEYS = (
     *("file_name", "image_file_name", "filename", "file", "image_path", "image", "path", "img"),
     *("image_file", "file_path", "id"),
 )
-"""Keys and columns with the name of an image."""
 _MAX_PROBLEMS_NAMED = 5
 # A file name, then a colon, bar, tab or comma; Flickr's lists number the captions of an image with #0, #1.
 _TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\S.*)")

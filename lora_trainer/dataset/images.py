@@ -188,8 +188,8 @@ def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
     return converted
 
 
+# Pillow's names of what is read: decoders that run no foreign program, as that of EPS would.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
-"""Pillow's names of what is read: decoders that run no foreign program, as that of EPS would."""
 HEAD_BYTES = 256
 _REPLACE = "replace it with an intact copy or remove it"
 _CONVERT = "convert it to PNG or JPEG"
@@ -243,11 +243,11 @@ def _explain(path: Path, error: Exception, head: bytes, max_megapixels: float) -
     return ImageDecodeError(path, f"{what} ({detail})", code=code, fix=_REPLACE)
 
 
+# Files with these names are meant as images; which of them can be read, decoding finds out.
 IMAGE_EXTENSIONS = frozenset(
     (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff")
     + (".avif", ".heic", ".heif", ".jxl")
 )
-"""Files with these names are meant as images; which of them can be read, decoding finds out."""
 MIN_SIDE_PX = 16
 MAX_ASPECT = 20
 _UPRIGHT = {

@@ -42,16 +42,16 @@ Entry = os.DirEntry[str]
 FolderKind = Literal["mask", "control", "class"]
 _IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
 _DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
+# Folders that other trainers keep beside the images to learn.
 _FOLDER_KINDS: Mapping[FolderKind, str] = {
     "mask": r"masks?",
     "control": r"controls?|control_images|conditioning(_images)?",
     "class": r"class(_images|_data)?|reg(ulari[sz]ation)?(_images)?",
 }
-"""Folders that other trainers keep beside the images to learn."""
 # End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks.
 MASK_SUFFIX = "-masklabel"
+# End of the name of a control image beside its image, as OneTrainer has it.
 CONTROL_SUFFIX = "-condlabel"
-"""End of the name of a control image beside its image, as OneTrainer has it."""
 
 
 def folder_kind(name: str) -> FolderKind | None:
@@ -98,20 +98,20 @@ def is_inside(path: str, real_root: str) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(real_root)
 
 
+# Levels of subfolders that are read, as `img/10_name` of a project of kohya_ss needs.
 MAX_DEPTH = 2
-"""Levels of subfolders that are read, as `img/10_name` of a project of kohya_ss needs."""
+# Folder with the images in a project of kohya_ss; `reg`, `log` and `model` lie beside it.
 PROJECT_FOLDER = "img"
-"""Folder with the images in a project of kohya_ss; `reg`, `log` and `model` lie beside it."""
+# What somebody has taken out of a dataset lies in here, under the names it had.
 EXCLUDED_FOLDER = "_excluded"
-"""What somebody has taken out of a dataset lies in here, under the names it had."""
 _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
 
+# Files that may hold the dataset itself, and how to make it readable.
 _ADVICE = {
     ".tar": "unpack the archives of a webdataset, images and captions have the same names",
     ".parquet": "write the images of the .parquet files as files and their captions as metadata.csv",
     ".zip": "unpack the archives",
 }
-"""Files that may hold the dataset itself, and how to make it readable."""
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
 
 
@@ -125,8 +125,8 @@ class _File(NamedTuple):
 
 
 Groups = dict[Group, list[_File]]
+# Files of masks, by `same_name` of the stem of the image.
 Masks = dict[str, _File]
-"""Files of masks, by `same_name` of the stem of the image."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

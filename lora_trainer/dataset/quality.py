@@ -36,8 +36,9 @@ from lora_trainer.dataset.records import (
     finding_of_all,
 )
 
+# Parts that the score is multiplied by.
 FACTORS = ("usable", "near_duplicates", "captions")
-"""Parts that the score is multiplied by."""
+# What each of the other parts takes off where it is 0.
 WEIGHTS: Mapping[str, float] = {
     "resolution": 0.25,
     "sharpness": 0.2,
@@ -45,16 +46,15 @@ WEIGHTS: Mapping[str, float] = {
     "aspect": 0.05,
     "trigger": 0.05,
 }
-"""What each of the other parts takes off where it is 0."""
+# Share of each part in the score of an image.
 PICTURE_WEIGHTS: Mapping[str, float] = {
     **{name: weight for name, weight in WEIGHTS.items() if name != "trigger"},
     "near_duplicates": 0.2,
     "captions": 0.15,
 }
-"""Share of each part in the score of an image."""
 UNCAPTIONED_COST = 1.5
+# What of a caption a folder's name or the trigger lacks: among captions, and where no image has one.
 STAND_IN_LACK, LONE_STAND_IN_LACK = 0.5, 0.1
-"""What of a caption a folder's name or the trigger lacks: among captions, and where no image has one."""
 CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
 DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
 PRINT_BITS, PRINT_COLOUR = 8, 12.0
@@ -299,6 +299,7 @@ _STAND_INS = {
     FILE_NAME: "their file's name",
     IMAGE_TEXT: "the text inside the image",
 }
+# Marks that other trainers read: whether a text has one, whether the settings read it, the setting.
 _MARKS: Mapping[str, tuple[Callable[[str], bool], Callable[[DataSettings], bool], str]] = {
     "{a|b}": (has_choice, lambda data: data.wildcards, "data.wildcards=true"),
     "|||": (
@@ -307,7 +308,6 @@ _MARKS: Mapping[str, tuple[Callable[[str], bool], Callable[[DataSettings], bool]
         "'data.keep_tokens_separator=|||'",
     ),
 }
-"""Marks that other trainers read: whether a text has one, whether the settings read it, the setting."""
 _EXAMPLE_CHARACTERS = 60
 
 

@@ -25,10 +25,10 @@ from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.images import Mask, Measures
 
+# Begins the names of images in a folder of their own, so that none is like one of the dataset.
 REGULARISATION = "regularisation:"
-"""Begins the names of images in a folder of their own, so that none is like one of the dataset."""
+# Of an image in an epoch; copies of the same bytes number their samples from multiples of it.
 MAX_REPEATS = 1000
-"""Of an image in an epoch; copies of the same bytes number their samples from multiples of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,8 +61,8 @@ from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB
 
 MAX_REASONS = 100
+# What sides rounded to pixels make of a ratio, at most.
 MASK_ASPECT_TOLERANCE = 0.02
-"""What sides rounded to pixels make of a ratio, at most."""
 # Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
 _MEMO_VERSION = f"4, Pillow {PIL.__version__}"
 Value = TypeVar("Value")
@@ -78,8 +78,8 @@ class VerifiedImage(NamedTuple):
     background: str
 
 
+# Width and height in pixels, and the brightest value.
 MaskSize = tuple[int, int, int]
-"""Width and height in pixels, and the brightest value."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ class DatasetMemo:
             table.save()
 
 
+# Kind of the findings about masks that cannot be used, which nobody wants to train without.
 BAD_MASK = "bad-mask"
-"""Kind of the findings about masks that cannot be used, which nobody wants to train without."""
+# Ends the memo's key of a caption inside an image, after the hash of the image's bytes.
 _OF_IMAGE = " image"
-"""Ends the memo's key of a caption inside an image, after the hash of the image's bytes."""
 
+# The record of an image that can be used, and the findings about it; None and an error for others.
 Inspected = tuple[ImageRecord | None, list[Finding]]
-"""The record of an image that can be used, and the findings about it; None and an error for others."""
 
 
 @dataclass(frozen=True, kw_only=True)

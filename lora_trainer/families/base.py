@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 AdapterTargets = Targets | Literal["text_encoder"]
+# Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases.
 _TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
-"""Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
 
 
 class Family(ABC):

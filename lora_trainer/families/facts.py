@@ -20,28 +20,27 @@ if TYPE_CHECKING:
 
 Prediction = Literal["epsilon", "v_prediction", "flow"]
 Part = Literal["denoiser", "vae", "text_encoder"]
+# `text_encoder` stands for all text encoders and tokenizers of a base together.
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
-"""`text_encoder` stands for all text encoders and tokenizers of a base together."""
+# Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`.
 DENOISER = "denoiser"
-"""Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`."""
 
+# Tokens around each chunk of a prompt that CLIP reads: its begin and its end.
 AROUND = 2
-"""Tokens around each chunk of a prompt that CLIP reads: its begin and its end."""
 
 
+# Named tensors beside the noisy latents; each tensor's first dimension is the batch.
+#
+# A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones [1,
+# length]; a batch is padded with zeros on dimension 1 to its longest text.
 Conditioning = Mapping[str, "Tensor"]
-"""Named tensors beside the noisy latents; each tensor's first dimension is the batch.
-
-A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones
-[1, length]; a batch is padded with zeros on dimension 1 to its longest text.
-"""
 
 
 # ---- what a family states
 
 FileFormat = Literal["kohya", "diffusers", "comfyui"]
+# Block pattern of networks whose blocks are in lists at the top: `transformer_blocks.0.`
 INDEXED_BLOCK = r"\w+\.\d+(?=\.)"
-"""Block pattern of networks whose blocks are in lists at the top: `transformer_blocks.0.`"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,8 +447,8 @@ REQUIRED: Mapping[str, Any] = {
 BLOCK_TYPES = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
 # diffusers calls the number of heads attention_head_dim.
 PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "attention_head_dim")
+# Numbers that `text_time` embeds beside the pooled text: original size, crop corner, target size.
 TIME_IDS = 6
-"""Numbers that `text_time` embeds beside the pooled text: original size, crop corner, target size."""
 
 
 def unet_numbers(architecture: Mapping[str, Any]) -> dict[str, Any]:

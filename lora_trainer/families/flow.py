@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Attention of blocks that attend to image and text at once.
 JOINT_ATTENTION = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
 )
-"""Attention of blocks that attend to image and text at once."""
 JOINT_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 

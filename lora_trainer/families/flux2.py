@@ -40,8 +40,8 @@ from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3E
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# Keys of the configuration that differ between the sizes of klein.
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
-"""Keys of the configuration that differ between the sizes of klein."""
 
 
 def _is_distilled(file_name: str) -> bool:

@@ -16,16 +16,16 @@ from typing import Any
 
 from lora_trainer.common.errors import InputError, MachineError, first_line
 
+# Configurations, vocabularies, SentencePiece's models, chat templates.
 TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
-"""Configurations, vocabularies, SentencePiece's models, chat templates."""
 _TOP_TEXTS = frozenset({"model_index.json", "config.json"})
 ALL_ENCODERS = "text encoders"
+# Whole parts -> their folders; the first of several text encoders has the name of the part.
 _PART_FOLDERS: dict[str, re.Pattern[str]] = {
     "denoiser": re.compile(r"unet|transformer"),
     "vae": re.compile(r"vae"),
     ALL_ENCODERS: re.compile(r"text_encoder(_\d)?"),
 }
-"""Whole parts -> their folders; the first of several text encoders has the name of the part."""
 _TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
 # Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
@@ -44,8 +44,8 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
     return None
 
 
+# Called while files come, from any thread: the repository, the bytes here of those it lacked, all of them.
 OnBytes = Callable[[str, int, int], None]
-"""Called while files come, from any thread: the repository, the bytes here of those it lacked, all of them."""
 
 
 def unheard(source: str, here_bytes: int, all_bytes: int) -> None:

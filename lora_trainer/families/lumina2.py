@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+# diffusers' pipeline puts it before a prompt; the base was trained with it.
 SYSTEM_PROMPT = (
     "You are an assistant designed to generate superior images with the superior degree of image-text "
     "alignment based on textual prompts or user prompts. <Prompt Start> "
 )
-"""diffusers' pipeline puts it before a prompt; the base was trained with it."""
 
 
 class Gemma2Encoder(MaskedEncoder):

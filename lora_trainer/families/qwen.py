@@ -46,12 +46,12 @@ TEMPLATE = (
     "text, spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}"
     "<|im_end|>\n<|im_start|>assistant\n"
 )
+# Template tokens before the prompt: the language model reads them, the denoiser does not get them.
 TEMPLATE_TOKENS = 34
-"""Template tokens before the prompt: the language model reads them, the denoiser does not get them."""
+# Prefixes of the vision tower and the language head, in old and new names: 1.2 of 8.3 billion parameters.
 UNREAD = ("visual.", "model.visual.", "lm_head.")
-"""Prefixes of the vision tower and the language head, in old and new names: 1.2 of 8.3 billion parameters."""
+# Settings of the denoiser that only editing and layered models switch on.
 OTHER_MODELS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
-"""Settings of the denoiser that only editing and layered models switch on."""
 
 
 class QwenVLEncoder(MaskedEncoder):

@@ -27,8 +27,8 @@ RELEASES, FILE, NAMES = (
     Path(__file__).with_name(name)
     for name in ("releases.toml", "layer_tables.json", "transformer_names.toml")
 )
+# Layer name -> shape of its weight: [out, in, ...], or [width] of a norm.
 Shapes = Mapping[str, tuple[int, ...]]
-"""Layer name -> shape of its weight: [out, in, ...], or [width] of a norm."""
 Row = tuple[str, list[int], list[str]]
 
 

@@ -29,9 +29,9 @@ from lora_trainer.families.unet import UNetFamily
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
 TELLING_WEIGHT = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
 _IN_DIFFUSERS = "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias"
+# The weight's deviation is above it in the public v-prediction releases, below it in the others; ComfyUI tests
+# the same weight.
 TELLING_DEVIATION = 0.09
-"""The weight's deviation is above it in the public v-prediction releases, below it in the others;
-ComfyUI tests the same weight."""
 
 
 class StableDiffusion2(UNetFamily):

@@ -36,8 +36,8 @@ from lora_trainer.families.recognise import (
 )
 from lora_trainer.families.releases import BY_ROLE
 
+# CLIP's vocabulary and merges twice, T5's SentencePiece model: the files from open repositories.
 TOKENIZER_BYTES = 3_700_000
-"""CLIP's vocabulary and merges twice, T5's SentencePiece model: the files from open repositories."""
 
 
 @dataclass(frozen=True, kw_only=True)

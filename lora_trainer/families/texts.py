@@ -18,8 +18,8 @@ from lora_trainer.families.releases import Shapes, TextNetwork
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix.
 WEIGHTS = ".weights"
-"""Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,10 +34,10 @@ from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3E
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base.
 SHIFTS: Mapping[str, float] = {"base": 6.0, "turbo": 3.0, "de-turbo": 3.0}
-"""The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base."""
+# File names of the base release; a fine-tune of either release may have any other name.
 RELEASED = re.compile(r"z[-_ ]?image([-_ ]?base)?([-_ ](bf16|fp16|fp32|fp8\w*))?")
-"""File names of the base release; a fine-tune of either release may have any other name."""
 
 
 def _release_in_name(name: str) -> str | None:

@@ -41,11 +41,11 @@ from lora_trainer.config.config import (
     setting_of,
 )
 
+# A value and the flat key that it is from, or `THERE`.
 Sourced = tuple[Any, str]
-"""A value and the flat key that it is from, or `THERE`."""
 THERE = "the default there"
+# Values with which an option of another trainer does nothing.
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
-"""Values with which an option of another trainer does nothing."""
 
 
 @dataclass(kw_only=True)

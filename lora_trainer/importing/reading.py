@@ -31,6 +31,7 @@ from lora_trainer.importing.trainers.sd_scripts_relatives import (
 )
 from lora_trainer.importing.trainers.simpletuner import LIST, SIMPLETUNER, SIMPLETUNER_BACKENDS
 
+# Those that are known, in the order in which they are asked.
 TRAINERS: tuple[Trainer, ...] = (
     KOHYA_GUI,
     LORA_EASY,
@@ -45,7 +46,6 @@ TRAINERS: tuple[Trainer, ...] = (
     SD_SCRIPTS_DATASET,
     SD_SCRIPTS,
 )
-"""Those that are known, in the order in which they are asked."""
 MAX_BYTES = 4 << 20
 
 

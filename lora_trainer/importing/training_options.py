@@ -17,8 +17,8 @@ from lora_trainer.config.declare import SCHEDULE_FREE
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced, meaning_of, shown, table_of
 
 FULL_RANK = 1024
+# A rank that stands for whole matrices.
 WHOLE = 1e6
-"""A rank that stands for whole matrices."""
 
 
 def set_model(foreign: Foreign, name: str, key: str) -> None:
@@ -261,12 +261,11 @@ def set_huber(foreign: Foreign, delta: float, *keys: str) -> None:
 RATE = "optimizer.learning_rate"
 WARMUP = "optimizer.warmup_fraction"
 _TABLE = table_of("optimizers")
+# Ours by name in lower case, letters and digits only; `why` it is only the nearest.
+#
+# `rate`: the same number, 1 (it finds the rate itself), or what the base's preset says. `decay` is the weight
+# decay that the library has by default.
 _OPTIMIZERS = {name: row for row in _TABLE["optimizers"] for name in row["names"].split()}
-"""Ours by name in lower case, letters and digits only; `why` it is only the nearest.
-
-`rate`: the same number, 1 (it finds the rate itself), or what the base's preset says. `decay` is the weight
-decay that the library has by default.
-"""
 
 
 def _plain(name: str) -> str:

@@ -28,9 +28,9 @@ from lora_trainer.lora.inject import AdaptedLayer, adapt
 from lora_trainer.lora.tensors import AdapterTensors, split_key
 
 _AVERAGE, _BEST, _NEW_TOKENS = "average.", "best.", "new_tokens."
+# Relative excess that is tolerated: a layer scaled back to the limit may round to just above it, and the next
+# step would change its bits again although the optimizer did not move it.
 NORM_TOLERANCE = 1e-5
-"""Relative excess that is tolerated: a layer scaled back to the limit may round to just above it, and the
-next step would change its bits again although the optimizer did not move it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,8 +169,8 @@ class LeanConv2d(Conv2d):
         return outputs + F.conv2d(middle, up.weight.to(x.dtype))
 
 
+# The adapter class that peft uses for each class of layers, instead of its own.
 CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}
-"""The adapter class that peft uses for each class of layers, instead of its own."""
 
 
 class LeanDora(DoraLinearLayer):

@@ -27,10 +27,10 @@ KIND_NAMES: Mapping[AdapterKind, str] = {
     "full": "a whole difference",
     "norm": "a change of norms",
 }
+# Kinds whose update is made of the weight it changes.
 BASED: frozenset[AdapterKind] = frozenset({"oft", "oft_in", "glora", "ia3"})
-"""Kinds whose update is made of the weight it changes."""
+# Shape of a trained tensor; a 1x1 convolution counts as the matrix it is, as plans cannot tell them apart.
 Shape = tuple[int, ...]
-"""Shape of a trained tensor; a 1x1 convolution counts as the matrix it is, as plans cannot tell them apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

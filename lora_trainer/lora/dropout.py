@@ -21,8 +21,8 @@ from lora_trainer.config.learning import AdapterSettings
 
 _BITS = 32
 _LOW = 2**_BITS - 1
+# Multiplies [rows, ..., channels], or [rows, channels, height, width], by the masks of its samples.
 Mask = Callable[[Tensor], Tensor]
-"""Multiplies [rows, ..., channels], or [rows, channels, height, width], by the masks of its samples."""
 
 
 @dataclass(kw_only=True)

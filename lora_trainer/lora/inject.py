@@ -29,11 +29,11 @@ from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.network.quantize import frozen_weight
 
 _NAME = "default"
+# Prefix of peft's attributes, and the tensors in the order in which they are trained and saved.
 _FACTORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "loha": ("hada", ("w1_a", "w1_b", "w2_a", "w2_b")),
     "lokr": ("lokr", ("w1", "w2", "w2_a", "w2_b")),
 }
-"""Prefix of peft's attributes, and the tensors in the order in which they are trained and saved."""
 
 
 @dataclass(frozen=True, kw_only=True)

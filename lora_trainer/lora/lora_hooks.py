@@ -26,8 +26,8 @@ from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key, 
 from lora_trainer.network.quantize import frozen_weight
 
 Layer = nn.Linear | nn.Conv2d
+# Returns the adapter's part of a layer's output for the layer's input.
 Apply = Callable[[Tensor], Tensor]
-"""Returns the adapter's part of a layer's output for the layer's input."""
 
 
 class LoraStrength:

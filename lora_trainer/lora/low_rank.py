@@ -18,8 +18,8 @@ from torch import Tensor
 from lora_trainer.lora.adapter_size import KIND_NAMES, update_size
 from lora_trainer.lora.tensors import ModuleTensors, needs_weight
 
+# Matrices with a side up to this are decomposed in full: it takes less than a second.
 EXACT_SIDE = 512
-"""Matrices with a side up to this are decomposed in full: it takes less than a second."""
 _FIRST_RANK = 16
 OVERSAMPLING, ITERATIONS = 16, 8
 

@@ -54,8 +54,8 @@ class ModuleTensors:
         return "magnitude" in self.tensors or "input_magnitude" in self.tensors
 
 
+# By "component.module", such as "denoiser.mid_block.attentions.0.proj_in" or "text_encoder.encoder....".
 AdapterTensors = Mapping[str, ModuleTensors]
-"""By "component.module", such as "denoiser.mid_block.attentions.0.proj_in" or "text_encoder.encoder...."."""
 
 
 def split_key(key: str) -> tuple[str, str]:

@@ -213,8 +213,8 @@ _TEXT_MODULE = re.compile(r"(?:lora_|lycoris_)?te\d?_|text_encoder|clip_[lg]\.|t
 Size = tuple[int, int]
 
 
+# A module whose size is not that of its layer: name, its size and the layer's, (out, fan in) each.
 Misfit = tuple[str, Size, Size]
-"""A module whose size is not that of its layer: name, its size and the layer's, (out, fan in) each."""
 
 
 @dataclass(frozen=True, kw_only=True)

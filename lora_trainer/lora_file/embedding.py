@@ -23,11 +23,11 @@ from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.lora_file.tensor_file import numbers, open_checked, ordered, refuse, write_tensors
 
 FOLDER = "embeddings"
+# Keys of the vectors: of the only text encoder, or of each of two (Stable Diffusion XL).
 KEYS = ("emb_params", "clip_l", "clip_g")
-"""Keys of the vectors: of the only text encoder, or of each of two (Stable Diffusion XL)."""
 BUNDLED = "bundle_emb."
+# Header entry: the word in captions for which the vectors were trained.
 WORD = "lora_train.word"
-"""Header entry: the word in captions for which the vectors were trained."""
 
 Vectors = Mapping[str, NDArray[np.float32]]
 

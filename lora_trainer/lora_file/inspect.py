@@ -207,11 +207,11 @@ def _read(contents: Contents) -> _TensorFacts:
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 MAX_RANK = 512
+# Modules beyond these get no norm: it would take minutes, and a hostile file could ask for years.
 MAX_LOHA_ELEMENTS = 2**28
-"""Modules beyond these get no norm: it would take minutes, and a hostile file could ask for years."""
 _SLICE_ELEMENTS = 2**21
+# Factors whose first dimension is the rank.
 _INNER = frozenset({"down", "w1_b", "w2_b"})
-"""Factors whose first dimension is the rank."""
 _PREFIXES = re.compile(
     r"^(?:lora_unet_|lora_transformer_|lycoris_|unet\.|transformer\.|diffusion_model\.|base_model\.model\.)+"
 )

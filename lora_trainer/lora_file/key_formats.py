@@ -17,9 +17,11 @@ from lora_trainer.families.base import Family
 from lora_trainer.families.facts import DENOISER, FileFormat
 from lora_trainer.lora.adapter_size import KIND_NAMES, AdapterKind
 
+# What a tensor is to its module: `down`, `alpha`, `w1_a` and others, see `ENDINGS`.
 Role = str
-"""What a tensor is to its module: `down`, `alpha`, `w1_a` and others, see `ENDINGS`."""
 
+# Ends of keys as kohya and LyCORIS write them, by kind and role; files with dotted names of ComfyUI's own use
+# them too, but for the two factors of a LoRA.
 ENDINGS: Mapping[AdapterKind, Mapping[Role, str]] = {
     "lora": {
         "down": ".lora_down.weight",
@@ -42,8 +44,8 @@ ENDINGS: Mapping[AdapterKind, Mapping[Role, str]] = {
     "full": {"difference": ".diff"},
     "norm": {"difference": ".w_norm", "bias": ".b_norm"},
 }
-"""Ends of keys as kohya and LyCORIS write them, by kind and role; files with dotted names of
-ComfyUI's own use them too, but for the two factors of a LoRA."""
+# The factors that make a module of a kind whole: one of these sets of roles. Of two kinds in one module the
+# first counts: the other is its mere companion (a magnitude, a bias).
 NEEDED: Mapping[AdapterKind, tuple[str, ...]] = {
     "loha": ("w1_a w1_b w2_a w2_b", "w1_a w1_b w2_a w2_b t1 t2"),
     "lokr": tuple(
@@ -59,25 +61,23 @@ NEEDED: Mapping[AdapterKind, tuple[str, ...]] = {
     "full": ("difference",),
     "lora": ("down up", "down up mid"),
 }
-"""The factors that make a module of a kind whole: one of these sets of roles. Of two kinds in one module the
-first counts: the other is its mere companion (a magnitude, a bias)."""
+# Roles that may stand beside the factors.
 BESIDE: frozenset[Role] = frozenset({"alpha", "magnitude", "bias", "up_bias", "rescale", "scaled"})
-"""Roles that may stand beside the factors."""
+# The change of a bias, beside any kind but a norm.
 BIAS = ".diff_b"
-"""The change of a bias, beside any kind but a norm."""
 PEFT_ENDINGS: Mapping[Role, str] = {
     "down": ".lora_A.weight",
     "up": ".lora_B.weight",
     "magnitude": ".lora_magnitude_vector",
 }
 ALPHA = ".alpha"
+# Kinds whose alpha is a strength.
 SCALED: frozenset[AdapterKind] = frozenset({"lora", "loha", "lokr", "glora"})
-"""Kinds whose alpha is a strength."""
+# The factors that take the strength that a file does not state: each product has one of these.
 STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
-"""The factors that take the strength that a file does not state: each product has one of these."""
 
+# peft's name of an adapter, such as `.default`.
 _NAME = r"(?:\.(?!weight|bias|alpha)\w+)?"
-"""peft's name of an adapter, such as `.default`."""
 
 
 def _factor(side: str, letter: str, role: Role) -> str:
@@ -88,6 +88,7 @@ def _factor(side: str, letter: str, role: Role) -> str:
     )
 
 
+# Ends that have other spellings than those in `ENDINGS`, of all trainers.
 _OTHER_ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
     (None, "alpha"): r"\.(?:lora_)?alpha",
     (None, "bias"): re.escape(BIAS),
@@ -98,7 +99,6 @@ _OTHER_ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
     ("oft_in", "skew"): rf"\.oft_R{_NAME}\.weight",
     ("oft_in", "scaled"): rf"\.oft_R{_NAME}\.scaled_oft",
 }
-"""Ends that have other spellings than those in `ENDINGS`, of all trainers."""
 _ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
     **{
         (kind, role): re.escape(end) + (_NAME if kind in ("loha", "lokr") else "")
@@ -116,10 +116,11 @@ _KEY = re.compile(
     + ")"
 )
 _MEANINGS = tuple(_ENDS)
+# Between the name of a joined layer and the number of the part that a pair of factors is for.
 PART_MARK = "#"
-"""Between the name of a joined layer and the number of the part that a pair of factors is for."""
 
 
+# Kinds of files that are not read, by the pattern of a key that only they have.
 _OTHER_KINDS = {
     r"(?:unet|text_encoder):\d+:(?:up|down)": "LoRAs that number their layers instead of naming them",
     r".+\.lora_(?:up|down)": "LoRAs in Nunchaku's form, made for its quantised networks",
@@ -131,7 +132,6 @@ _OTHER_KINDS = {
     r"\d+\.linear\d?\..+|\d+\.linear\d": "hypernetworks",
     r"emb_params|clip_[lg]|string_to_param.*": "embeddings, the vectors of new words",
 }
-"""Kinds of files that are not read, by the pattern of a key that only they have."""
 
 
 def kind_of_others(keys: Collection[str]) -> str:

@@ -103,8 +103,8 @@ class ExportInfo:
 _dumps = partial(json.dumps, ensure_ascii=False)
 _dumps_sorted = partial(_dumps, sort_keys=True)
 _SHORT_HASH_OFFSET, _SHORT_HASH_BYTES = 0x100000, 0x10000
+# Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB.
 MAX_TAGS = 1000
-"""Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
 MAX_TAG_CHARACTERS = 300
 
 
@@ -305,11 +305,11 @@ def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
 
 
 SETTINGS_ENTRY = "lora_train.settings"
+# Settings that say where things lie on this machine and nothing about the result.
 MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
-"""Settings that say where things lie on this machine and nothing about the result."""
 
+# Settings that name a model: a Hub id is for everybody, a folder on this machine is not.
 _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train.init_from")
-"""Settings that name a model: a Hub id is for everybody, a folder on this machine is not."""
 
 
 def metadata(info: ExportInfo) -> dict[str, str]:

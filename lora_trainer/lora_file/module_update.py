@@ -269,8 +269,8 @@ def _check_sizes(update: Update) -> None:
 
 
 _BESIDE = frozenset({"magnitude", "bias"})
+# Arrays whose first dimension counts the outputs, but for the factors of a LoKr.
 _OUTPUTS = frozenset({"up", "w1_a", "w2_a", "b1", "difference", "by_output", "rescale"}) | _BESIDE
-"""Arrays whose first dimension counts the outputs, but for the factors of a LoKr."""
 
 
 def take_rows(update: Update, begin: int, end: int) -> Update:

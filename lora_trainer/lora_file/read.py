@@ -208,10 +208,10 @@ def _modules(opened: Opened) -> tuple[dict[str, ModuleFactors], list[str]]:
     return modules, unknown
 
 
+# Header entry with peft's settings; diffusers refuses `.alpha` tensors beside it.
 DIFFUSERS_METADATA = "lora_adapter_metadata"
-"""Header entry with peft's settings; diffusers refuses `.alpha` tensors beside it."""
+# Header entry of files whose strength is multiplied into the tensors: they lack an alpha on purpose.
 FOLDED = "lora_train.strength"
-"""Header entry of files whose strength is multiplied into the tensors: they lack an alpha on purpose."""
 PEFT_CONFIG = "adapter_config.json"
 
 

@@ -28,6 +28,7 @@ from lora_trainer.lora_file.module_update import NoRows, Update, swap_halves, ta
 from lora_trainer.lora_file.read import Contents, ModuleFactors, open_contents
 from lora_trainer.lora_file.tensor_file import refuse
 
+# Floating-point dtypes by their names in files.
 SLOT_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,7 +37,6 @@ SLOT_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Floating-point dtypes by their names in files."""
 _NAMES = {dtype: name for name, dtype in SLOT_DTYPES.items()} | {
     torch.int64: "I64",
     torch.int32: "I32",

@@ -33,8 +33,8 @@ from lora_trainer.families.facts import Header, TensorInfo
 
 Array = np.ndarray[Any, Any]
 PEFT_FILE = "adapter_model.safetensors"
+# The names under which peft and diffusers save a LoRA into a folder.
 FOLDER_FILES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
-"""The names under which peft and diffusers save a LoRA into a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +183,16 @@ def numbers(data: bytearray, entry: HeaderEntry) -> Array:
 
 
 Body = bytes | bytearray | memoryview
+# Header entries that readers of adapters look for; all follow from the tensor bytes.
 HASHES = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
-"""Header entries that readers of adapters look for; all follow from the tensor bytes."""
 _LEGACY_START, _LEGACY_END = 0x100000, 0x110000
+# Bytes of a number, in the order in which safetensors itself writes: wide ones first, so that all are aligned.
 ELEMENT_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64"), 8),
     **dict.fromkeys(("F32", "U32", "I32"), 4),
     **dict.fromkeys(("BF16", "F16", "U16", "I16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-"""Bytes of a number, in the order in which safetensors itself writes: wide ones first, so that all are aligned."""
 
 
 def ordered(tensors: Header) -> dict[str, TensorInfo]:

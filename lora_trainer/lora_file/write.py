@@ -40,8 +40,8 @@ from lora_trainer.lora_file.read import FOLDED
 from lora_trainer.lora_file.read_tensors import open_adapter, tensor_bytes, tensor_info
 from lora_trainer.lora_file.tensor_file import Body, ordered, write_tensors
 
+# Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows.
 _FLAT = frozenset({"w1_b", "w2_b"})
-"""Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
 
 
 class Unwritable(TrainingStopped):
@@ -286,8 +286,8 @@ def _rounded(tensor: Tensor, *, key: str, precision: Precision) -> Tensor:
     return rounded
 
 
+# A LoRA's alpha is a float32 in the file, by which its numbers are off on top of their own rounding.
 _ALPHA_ROUNDING = 2e-7
-"""A LoRA's alpha is a float32 in the file, by which its numbers are off on top of their own rounding."""
 
 
 def check_written(file: Path, tensors: AdapterTensors, form: FileForm) -> None:

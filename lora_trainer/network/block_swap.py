@@ -31,9 +31,9 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import BUFFERS, streamed_indices
 from lora_trainer.network.pinned_memory import CopyStream, Done, pinned, whole_pages
 
+# Alignment of tensors in packed memory: matrix kernels are chosen by alignment up to this value, so a packed
+# weight runs the same kernels, with the same bits, as one that is not.
 ALIGNMENT_BYTES = 256
-"""Alignment of tensors in packed memory: matrix kernels are chosen by alignment up to this value, so a
-packed weight runs the same kernels, with the same bits, as one that is not."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -24,9 +24,9 @@ from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, first_line
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.out_of_memory import is_out_of_memory
 
+# Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
+# gradient, and blocks of one kind may be at several resolutions of a U-Net.
 GRAPHS_PER_SHAPE = 4
-"""Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
-gradient, and blocks of one kind may be at several resolutions of a U-Net."""
 
 
 class CompilationFailed(Exception):

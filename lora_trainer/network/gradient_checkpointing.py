@@ -32,8 +32,8 @@ from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.pinned_memory import pinned
 
+# Blocks that ran last, whose inputs stay on the device: the backward pass needs them first.
 BLOCKS_ON_DEVICE = 2
-"""Blocks that ran last, whose inputs stay on the device: the backward pass needs them first."""
 
 
 def apply_checkpointing(network: nn.Module, kind: Checkpointing) -> None:
@@ -144,13 +144,13 @@ def _moved(tensor: Tensor, on_device: list[Tensor]) -> Callable[[], Tensor]:
 
 
 _ATEN = torch.ops.aten
+# Kernels of matrix products, with the position of the second factor among their arguments.
 _FACTORS = {_ATEN.mm.default: 1, _ATEN.addmm.default: 2, _ATEN.addmm_.default: 2}
-"""Kernels of matrix products, with the position of the second factor among their arguments."""
+# Smallest fan_in / out of a matrix product that `light` keeps. A smaller ratio means an adapter's up projection
+# (fan_in is the rank): recomputing it costs next to nothing.
 LEAST_SHAPE = 1 / 16
-"""Smallest fan_in / out of a matrix product that `light` keeps. A smaller ratio means an adapter's up
-projection (fan_in is the rank): recomputing it costs next to nothing."""
+# Says whether the result of a kernel, called with these arguments, is saved.
 SavePolicy = Callable[[Any, tuple[Any, ...]], bool]
-"""Says whether the result of a kernel, called with these arguments, is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+# The device whose fused kernels are traced. `cpu` gives the memory of a float32 run on the CPU to the byte.
 KernelsOf = Literal["cuda", "cpu"]
-"""The device whose fused kernels are traced. `cpu` gives the memory of a float32 run on the CPU to the byte."""
 _ATEN = torch.ops.aten
 
 

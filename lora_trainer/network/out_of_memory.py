@@ -26,14 +26,14 @@ _SAYING_SO = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+# Messages of cuBLAS and cuDNN when a workspace does not fit, but also in other cases: they count as out of
+# memory only if the GPU is nearly full.
 _ON_A_FULL_CARD = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "unable to find an engine to execute this computation",
 )
-"""Messages of cuBLAS and cuDNN when a workspace does not fit, but also in other cases: they count as out of
-memory only if the GPU is nearly full."""
+# With less free memory a context or a workspace of these libraries does not fit.
 NEARLY_FULL_BYTES = 256 * 2**20
-"""With less free memory a context or a workspace of these libraries does not fit."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -92,6 +92,8 @@ def device_memory(device: torch.device) -> dict[str, int]:
     }
 
 
+# Messages of CUDA and HIP for errors after which every later call of the process fails too (CUDA Runtime API,
+# cudaError_t: "the process must be terminated and relaunched").
 _LOST = (
     "device-side assert",
     "illegal memory access",
@@ -104,8 +106,6 @@ _LOST = (
     "uncorrectable ECC error",
     "GPU has fallen off the bus",
 )
-"""Messages of CUDA and HIP for errors after which every later call of the process fails too (CUDA Runtime
-API, cudaError_t: "the process must be terminated and relaunched")."""
 
 
 def is_lost(error: BaseException) -> bool:

@@ -206,8 +206,8 @@ class AsyncRead:
         return numbers
 
 
+# An event at the end of a copy; None if the copy is over.
 Done = torch.Event | None
-"""An event at the end of a copy; None if the copy is over."""
 
 
 class CopyStream:

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, package_problem
 from lora_trainer.config.declare import INT8_MAX, NF4_BLOCK, NF4_SCALES_BLOCK, Quantization
 
+# The stored tensors of a weight by name: `codes` and scales.
 Stored = Mapping[str, Tensor]
-"""The stored tensors of a weight by name: `codes` and scales."""
+# Returns a frozen weight [out, in] from its stored tensors.
 Restore = Callable[[Sequence[Tensor]], Tensor]
-"""Returns a frozen weight [out, in] from its stored tensors."""
 
 
 def quantize(

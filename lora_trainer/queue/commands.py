@@ -28,14 +28,14 @@ from lora_trainer.reporting.status import is_alive, read_status
 State = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
 
 FOLDER = ".queue"
+# Environment variable with a trainer's item, beside whose file it writes how far a download is.
 ITEM_VARIABLE = "LORA_TRAIN_QUEUE_ITEM"
-"""Environment variable with a trainer's item, beside whose file it writes how far a download is."""
 _LOCK_FILE = ".lock"
 _LAST_NUMBER_FILE = ".last-number"
 _LOCK_WITHIN_S = 10.0
 _SLUG_MAX_LENGTH = 40
+# Upper bound of times (the year 2096), so that every system's calendar functions accept them.
 _MAX_TIME_S = 4e9
-"""Upper bound of times (the year 2096), so that every system's calendar functions accept them."""
 _ITEM_FILE = re.compile(r"([0-9]{1,9})(-[a-z0-9-]+)?\.json")
 
 

@@ -245,10 +245,10 @@ _WORKER_FILE = ".worker.json"
 _WORKER_LOCK = ".worker.lock"
 _WORKER_LOG = ".worker.log"
 _PREDECESSOR_WITHIN_S = 5.0
+# Begins the lines that a worker says of its items; any other last line is why it died.
 _OF_AN_ITEM = re.compile(r"\d+-\S+ ")
-"""Begins the lines that a worker says of its items; any other last line is why it died."""
+# Pause before a worker that died at its start is started again; else every page view would start one.
 _NEXT_TRY_AFTER_S = 10.0
-"""Pause before a worker that died at its start is started again; else every page view would start one."""
 
 
 def ensure_worker(

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from lora_trainer.lora_file.read import Contents
 
 CARD = "README.md"
+# `template:sd-lora` makes the Hub show the images as a gallery and offer to run the adapter.
 TAGS = ("text-to-image", "diffusers", "lora", "template:sd-lora")
-"""`template:sd-lora` makes the Hub show the images as a gallery and offer to run the adapter."""
 LOGIN = "run `hf auth login`, or set HF_TOKEN"
+# Said where the Hub knows the token and refuses to write; the interface recognises it by these words.
 WRITE_REFUSED = "the token may only read, or not write there"
-"""Said where the Hub knows the token and refuses to write; the interface recognises it by these words."""
 _WRITING_LOGIN = (
     f"make a token that may write on https://huggingface.co/settings/tokens, then {LOGIN}"
 )

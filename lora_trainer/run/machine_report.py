@@ -30,8 +30,8 @@ from lora_trainer.hardware.machine import (
 
 Mark = Literal["ok", "warn"]
 _STYLES: Mapping[Mark, str] = {"ok": "green", "warn": "bold yellow"}
+# Share of a GPU's memory that other programs may use before it is a warning.
 _USED_BY_OTHERS = 0.15
-"""Share of a GPU's memory that other programs may use before it is a warning."""
 _LITTLE_DISK_BYTES = 20 * 2**30
 _LITTLE_MEMORY_BYTES = 15 * 2**30
 

@@ -49,6 +49,7 @@ def finding_line(finding: Finding) -> str:
     return f"{finding.severity}: {where}{finding.what}. {finding.advice}"
 
 
+# Levels of gradient checkpointing.
 _RECOMPUTED = {
     "none": "nothing recomputed",
     "light": "blocks recomputed except matrix products and attention",
@@ -56,9 +57,8 @@ _RECOMPUTED = {
     "full": "blocks recomputed in full",
     "offloaded": "blocks recomputed in full, their inputs in host memory",
 }
-"""Levels of gradient checkpointing."""
+# Parts of a run that take less than this share of its time are not listed.
 LEAST_PART = 0.01
-"""Parts of a run that take less than this share of its time are not listed."""
 
 
 def plan_json(prepared: Prepared) -> dict[str, Any]:

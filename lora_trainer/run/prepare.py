@@ -52,6 +52,7 @@ from lora_trainer.planning.plan_input import PlanInput, known_oom
 if TYPE_CHECKING:  # it imports torch
     from lora_trainer.training.actions import Action
 
+# Beginnings of settings that decide how much memory a run takes; changing one plans the run again.
 PLANNED_BY = (
     "memory.",
     "hardware.",
@@ -61,7 +62,6 @@ PLANNED_BY = (
     "data.more_resolutions",
     "train.batch_size",
 )
-"""Beginnings of settings that decide how much memory a run takes; changing one plans the run again."""
 
 
 @dataclass(frozen=True, kw_only=True)

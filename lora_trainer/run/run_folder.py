@@ -38,10 +38,11 @@ RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 PROBLEMS_FILE = "problems.jsonl"
 STATES = "states"
+# Holds the step of NAME-best.safetensors.
 BEST_RECORD = "best.json"
-"""Holds the step of NAME-best.safetensors."""
+# A run's name is part of its files' names, and of temporary files' too; file systems allow 255 bytes.
 MAX_NAME_BYTES = 180
-"""A run's name is part of its files' names, and of temporary files' too; file systems allow 255 bytes."""
+# Keys of run.json that a resume reads, with their types.
 _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "name": str,
     "started_at_s": (int, float),
@@ -52,7 +53,6 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "dataset.fingerprint": str,
     "plan.memory.images_at_once": dict,
 }
-"""Keys of run.json that a resume reads, with their types."""
 # Settings that do not influence the computation: a resume may change them and stays bit-exact. Of the sections that
 # say what a run writes only keep_best does, as its weights are a part of the state.
 FREE_SETTINGS = frozenset(
@@ -67,8 +67,8 @@ FREE_SETTINGS = frozenset(
 # With one of the first settings, validations influence training; then the second may not change either.
 _WATCHING = ("train.stop_after_validations", "output.keep_best")
 _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
+# A setting of earlier versions that had no effect in a run without validations.
 _BY_VALIDATIONS = "train.lower_on_plateau"
-"""A setting of earlier versions that had no effect in a run without validations."""
 # Settings that change only rounding: a resume may change them; all random draws stay the same, not all bits.
 ROUNDING_SETTINGS = frozenset(
     {"hardware.compile", *(key for key in setting_keys() if key.startswith("memory."))}

@@ -70,12 +70,12 @@ from lora_trainer.run.device import CPU, best_device
 from lora_trainer.run.run_folder import RUN_FILE, TrainingJob, read_run
 from lora_trainer.training.actions import Progress
 
+# Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word.
 WORD_IN_PROMPTS = "<new-word>"
-"""Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word."""
 
 
+# An image to draw: its prompt, the prompt's entry in the cache, its seed, the name of its file.
 Drawing = tuple[str, CacheKey, int, str]
-"""An image to draw: its prompt, the prompt's entry in the cache, its seed, the name of its file."""
 
 
 @dataclass(kw_only=True)

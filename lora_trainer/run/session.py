@@ -61,8 +61,8 @@ from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.step import OomFallback, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
+# torch's own checkpointing of whole blocks.
 PLAIN: Checkpointing = "full"
-"""torch's own checkpointing of whole blocks."""
 
 
 def train_job(job: TrainingJob) -> Path:

@@ -265,8 +265,8 @@ def _recorded(
             yield events, stop
 
 
+# How exactly a resumed run repeats the original, the differences, and whether its data are the same.
 Resumption = tuple[str, list[str], bool]
-"""How exactly a resumed run repeats the original, the differences, and whether its data are the same."""
 
 
 def _resumption(

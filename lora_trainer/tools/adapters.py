@@ -50,10 +50,10 @@ from lora_trainer.lora_file.write import (
 )
 
 SUFFIX = ".safetensors"
+# An adapter file and the weight on its update.
 Weighted = tuple[Path, float]
-"""An adapter file and the weight on its update."""
+# The modules of several adapters that change one layer, and the weight on the update of each.
 Parts = Sequence[tuple[ModuleTensors, float]]
-"""The modules of several adapters that change one layer, and the weight on the update of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +261,8 @@ def _as_option(text: str) -> str:
 # ---- header entries
 
 
+# Header entries about the tensors of the old file; peft's settings would be a second strength.
 _NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})
-"""Header entries about the tensors of the old file; peft's settings would be a second strength."""
 _MODULE, _ARGUMENTS = "ss_network_module", "ss_network_args"
 
 

@@ -31,8 +31,8 @@ from lora_trainer.lora_file.tensor_file import Opened, open_checked
 from lora_trainer.tools.adapters import SUFFIX
 
 WEIGHT = ".weight"
+# transformers 5 leaves it out of the names of some CLIP encoders; here all go without.
 TEXT_MODEL = "text_model."
-"""transformers 5 leaves it out of the names of some CLIP encoders; here all go without."""
 
 
 def read_tensor(file: Opened, name: str) -> Tensor:

@@ -17,8 +17,8 @@ from lora_trainer.lora_file.metadata import usage_hint
 from lora_trainer.lora_file.tensor_file import open_checked, write_tensors
 from lora_trainer.run.hub_upload import LOGIN, check_upload, push
 
+# Of one entry; ComfyUI ignores headers above 8 MiB.
 MAX_TEXT_CHARACTERS = 20_000
-"""Of one entry; ComfyUI ignores headers above 8 MiB."""
 _TRIGGER, _HINT = "modelspec.trigger_phrase", "modelspec.usage_hint"
 _NAMES = ("title", "description", "author", "license", "trigger", "tags")
 _KEYS = {name: f"modelspec.{name}" for name in _NAMES} | {"trigger": _TRIGGER}

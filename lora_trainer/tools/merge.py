@@ -47,8 +47,8 @@ from lora_trainer.tools.adapters import (
 from lora_trainer.tools.base_weights import open_base
 
 _BAKE = "merge it into its base model with --into"
+# Returns the base's weight of a layer for a module whose update depends on it; raises RequestError.
 WeightOf = Callable[[str, ModuleTensors], Tensor]
-"""Returns the base's weight of a layer for a module whose update depends on it; raises RequestError."""
 
 
 def merge(

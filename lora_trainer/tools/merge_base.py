@@ -55,10 +55,10 @@ _WEIGHTS = frozenset(
     {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf"}
 )
 _AVERAGED = "model_ema."
+# The weight or bias of a layer that changes, and where in a tensor it lies.
 Changed = tuple[str, WeightPlace]
-"""The weight or bias of a layer that changes, and where in a tensor it lies."""
+# By folder and tensor the layers that change; variants of a file have the same tensors.
 Changes = Mapping[tuple[Path, str], Sequence[Changed]]
-"""By folder and tensor the layers that change; variants of a file have the same tensors."""
 
 
 def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> ToolResult:

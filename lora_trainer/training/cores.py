@@ -28,8 +28,8 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.machine import usable_processors
 
 INTERVAL_S = 0.5
+# Cores that threads lack: above the first they sleep; after a while below the second they spin again.
 CONTENDED_CORES, CALM_CORES = 0.5, 0.25
-"""Cores that threads lack: above the first they sleep; after a while below the second they spin again."""
 CALM_INTERVALS = 6
 _GRAIN = 2**15  # elements for which torch takes one more thread
 _IDLE_TIMES = ("idle", "iowait", "steal", "guest", "guest_nice")  # guest is part of user already

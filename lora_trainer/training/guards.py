@@ -53,11 +53,10 @@ class Learning:
         return max(changes, default=0.0) / max(so_far, 1e-9)
 
 
+# Steps that must fit before a larger micro-batch is tried again; each out of memory doubles them.
+#
+# Without the doubling a device that is full now and then would be filled again every 50 steps.
 FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
-"""Steps that must fit before a larger micro-batch is tried again; each out of memory doubles them.
-
-Without the doubling a device that is full now and then would be filled again every 50 steps.
-"""
 MAX_SKIPPED_IN_ROW = 5
 MAX_ROLLBACKS = 3
 LOWER_RATE = 0.5
@@ -200,15 +199,15 @@ class NoFallbackLeft(TrainingStopped):
 
 # ---- whether the run learns at all
 
+# Steps in a row with zero gradients that end a run, and the step by which weights must have left zero.
 ZERO_STEPS = 25
-"""Steps in a row with zero gradients that end a run, and the step by which weights must have left zero."""
+# The losses are compared after at least so many images, so many steps, and this share of the run's steps.
 LOOK_IMAGES, LOOK_STEPS, LOOK_SHARE = 200, 50, 0.2
-"""The losses are compared after at least so many images, so many steps, and this share of the run's steps."""
+# Below it gradients vanish from 32-bit sums of squares.
 TINY_LOSS = 1e-20
-"""Below it gradients vanish from 32-bit sums of squares."""
+# Least relative change of the loss at some noise level by the end of the run, extrapolated: below it the run
+# learns nothing.
 LEAST_CHANGE = 3e-4
-"""Least relative change of the loss at some noise level by the end of the run, extrapolated: below it the
-run learns nothing."""
 _NOT_MPS = "use another release of torch, or --set hardware.device=cpu"
 
 

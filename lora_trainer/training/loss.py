@@ -66,13 +66,13 @@ def _log_cosh(difference: Tensor, delta: Tensor) -> Tensor:
     return distance + F.softplus(-2.0 * distance) - math.log(2.0)
 
 
+# The error functions by the names of `objective.loss`.
 ERRORS: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": lambda difference, _: difference.square(),
     "huber": _pseudo_huber,
     "smooth_l1": _smooth_l1,
     "log_cosh": _log_cosh,
 }
-"""The error functions by the names of `objective.loss`."""
 
 
 def add_noise(latents: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.facts import Prediction
 
 TIMESTEPS = 1000
+# (width, height) in pixels.
 Size = tuple[int, int]
-"""(width, height) in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +151,11 @@ def draw_noise(
     return noise
 
 
+# Debiased weights, 1 / sqrt(SNR), use an SNR clamped to [1 / this, this]. sd-scripts clamps at the top only; at
+# zero-terminal SNR the weight would then be infinite.
 MAX_DEBIASED_SNR = 1000.0
-"""Debiased weights, 1 / sqrt(SNR), use an SNR clamped to [1 / this, this]. sd-scripts clamps at the top
-only; at zero-terminal SNR the weight would then be infinite."""
+# Lowest sigma of the weight sigma^-2 (`sigma_sqrt`): that of a sampler's table of 1000 steps.
 MIN_WEIGHED_SIGMA = 1e-3
-"""Lowest sigma of the weight sigma^-2 (`sigma_sqrt`): that of a sampler's table of 1000 steps."""
 
 
 def loss_weight(settings: ObjectiveSettings, level: Level, prediction: Prediction) -> float:

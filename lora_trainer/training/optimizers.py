@@ -25,11 +25,12 @@ from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.device_calls import kind_of
 
+# `params`, a list of parameters; `lr_scale`, the factor on the learning rate; `lr`, the product; `embedding`,
+# true if the parameters are rows of a text encoder's embedding table.
 Group = Mapping[str, Any]
-"""`params`, a list of parameters; `lr_scale`, the factor on the learning rate; `lr`, the product; `embedding`,
-true if the parameters are rows of a text encoder's embedding table."""
+# Decay of the instability of updates (Luo et al. 2023, arXiv 2307.02047).
 CAME_BETA3 = 0.9999
-"""Decay of the instability of updates (Luo et al. 2023, arXiv 2307.02047)."""
+# Keys of parameter groups that are state of the optimizer and no hyperparameters, so a resume restores them.
 LEARNED_IN_GROUPS = frozenset(
     {
         "step",  # pytorch-optimizer
@@ -37,8 +38,6 @@ LEARNED_IN_GROUPS = frozenset(
         *("weight_sum", "lr_max", "scheduled_lr", "train_mode"),  # Schedule-Free, and its k
     }
 )
-"""Keys of parameter groups that are state of the optimizer and no hyperparameters, so a resume restores
-them."""
 
 
 def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:

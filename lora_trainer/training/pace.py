@@ -34,8 +34,8 @@ from lora_trainer.training.cores import cores_taken, cpu_times
 
 WARM_UP_STEPS = 3
 BASELINE_STEPS = 15
+# Slowness is reported once the median of so many steps is slow and they took at least so long together.
 WINDOW_STEPS, WINDOW_S = 10, 10.0
-"""Slowness is reported once the median of so many steps is slow and they took at least so long together."""
 SLOW, USUAL = 1.5, 1.2
 
 BLOCK_STEPS, WARM_UP_BLOCKS, LEAST_BLOCKS, MOST_BLOCKS = 25, 4, 20, 40
@@ -173,8 +173,8 @@ def _slope(values: Sequence[int]) -> float:
     return statistics.median((b - a) / (there - here) for (here, a), (there, b) in pairs)
 
 
+# NVML's bits for lower clocks: software and hardware thermal slowdown; hardware and power brake slowdown.
 _HOT, _BRAKED = 0x20 | 0x40, 0x08 | 0x80
-"""NVML's bits for lower clocks: software and hardware thermal slowdown; hardware and power brake slowdown."""
 _LOWER_CLOCK = 0.85
 _BUSY_PERCENT = 10
 _SHARED_CORES = 0.5
@@ -300,8 +300,8 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
 
 # ---- what is said
 
+# Host memory grows while the first epoch reads cache entries; growth counts after it, or after this step.
 _FILLED_STEPS = 5000
-"""Host memory grows while the first epoch reads cache entries; growth counts after it, or after this step."""
 
 
 @dataclass(kw_only=True)

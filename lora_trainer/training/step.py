@@ -40,9 +40,9 @@ from lora_trainer.training.guards import GuardState, NoFallbackLeft, Unstable
 from lora_trainer.training.loss import Batch, Model
 from lora_trainer.training.optimizers import LearningRate
 
+# Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the `except`
+# block, whose traceback keeps alive the tensors that have to be freed.
 Fallback = Callable[[], GuardState]
-"""Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the
-`except` block, whose traceback keeps alive the tensors that have to be freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +247,8 @@ def _clip_and_step(training: Training, loss: Tensor) -> Tensor:
 
 # ---- the answers to a step that failed
 
+# The change of the setting when compiled blocks are switched off.
 _UNCOMPILED = OomFallback(key="hardware.compile", old="blocks", new="none", apply=lambda: None)
-"""The change of the setting when compiled blocks are switched off."""
 
 
 def fallback_for(

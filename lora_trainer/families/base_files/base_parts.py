@@ -220,8 +220,8 @@ def fill(
 VAE = "first_stage_model."
 VAE_PREFIXES = (VAE, "vae.")
 VAE_MODULES = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
+# Starts of tensors that VAE training code left in files of a VAE alone.
 _EXTRAS = ("loss.", "model_ema.", VAE + "loss.", VAE + "model_ema.")
-"""Starts of tensors that VAE training code left in files of a VAE alone."""
 
 
 def part_names(header: Header, *prefixes: str) -> dict[str, str]:
@@ -304,8 +304,8 @@ def _tensors(file: Path, vae: Any) -> dict[str, Tensor]:
 # ---- transformers and text encoders
 
 DENOISER_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+# `role` is ComfyUI's name of the encoder in an all-in-one file.
 ENCODER_PREFIX = "text_encoders.{role}.transformer."
-"""`role` is ComfyUI's name of the encoder in an all-in-one file."""
 _OTHERS = ("text_encoders.", "text_encoder.", "conditioner.", "cond_stage_model.")
 
 

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNET = "model.diffusion_model."
+# Starts of tensor names in a file of a U-Net alone, in the checkpoints' layout or diffusers'.
 UNET_MODULES = (
     *("input_blocks.", "middle_block.", "output_blocks.", "time_embed.", "out.", "label_emb."),
     *("down_blocks.", "mid_block.", "up_blocks.", "conv_in.", "conv_norm_out.", "conv_out."),
     *("time_embedding.", "add_embedding."),
 )
-"""Starts of tensor names in a file of a U-Net alone, in the checkpoints' layout or diffusers'."""
 _NUMBERS: Mapping[str, str] = {"F16": "<e", "BF16": "<f", "F32": "<f", "F64": "<d"}
 
 
@@ -135,8 +135,8 @@ def _first(shapes: Mapping[str, tuple[int, ...]], ending: str) -> tuple[int, ...
 
 V_PREDICTION = "v_pred"
 ZERO_TERMINAL_SNR = "ztsnr"
+# diffusers' default scaling_factor, which the oldest VAE configurations leave out.
 DEFAULT_SCALE = 0.18215
-"""diffusers' default scaling_factor, which the oldest VAE configurations leave out."""
 _OTHER_VAE = "use a VAE made for this base model"
 
 

@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB.
 MAX_HEADER_BYTES = 16_000_000
-"""Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB."""
 MAX_TENSORS = 100_000
 _TOO_MANY = f"it names more than {MAX_TENSORS:,} tensors"
 MAX_DIMENSIONS = 16
 MAX_KEY_LENGTH = 1_000
+# How much of a file is mapped at a time while its tensors are read.
 READ_BYTES = 2**28
-"""How much of a file is mapped at a time while its tensors are read."""
 AGAIN = "download the base model again"
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
 GGUF = ".gguf"
+# Suffixes of single files; `.sft` is safetensors under the name that FLUX.1's first release used.
 SUFFIXES = frozenset({".safetensors", ".sft", GGUF})
-"""Suffixes of single files; `.sft` is safetensors under the name that FLUX.1's first release used."""
+# Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names).
 _WEIGHT_SCALES = ("scale_weight", "weight_scale")
-"""Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names)."""
 BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+# Kinds of quantisation that are not read -> endings of the tensors that give them away.
 _QUANTISED = (
     ("bitsandbytes (NF4, INT8)", (".absmax", ".quant_map", ".SCB")),
     ("NVFP4", (".weight_scale_2",)),
     ("SVDQuant (Nunchaku) or GPTQ", (".qweight", ".wscales")),
     ("fp8 in blocks", (".weight_scale_inv",)),
 )
-"""Kinds of quantisation that are not read -> endings of the tensors that give them away."""
 
 
 def read_header(file: Path) -> Header:
@@ -218,19 +218,19 @@ def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> 
 
 # ---- GGUF
 
+# Number of each type that diffusers can read -> its name, numbers and bytes of one block.
 _TYPES: Mapping[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
     20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
 }  # fmt: skip
-"""Number of each type that diffusers can read -> its name, numbers and bytes of one block."""
 GGUF_TYPES = frozenset(name for name, _, _ in _TYPES.values())
+# Number of each type of value -> its code in struct.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""Number of each type of value -> its code in struct."""
 _STRING, _ARRAY = 8, 9
+# Most entries of a list: a broken length must not fill the memory.
 _MOST = 1_000_000
-"""Most entries of a list: a broken length must not fill the memory."""
 
 
 class _Cursor:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from transformers import CLIPTokenizer
 
 Value = TypeVar("Value")
+# Fraction of the root mean square below which a mean counts as zero: the final layer norm leaves means close to
+# zero, and a ratio of two such means says nothing about strength.
 NEGLIGIBLE = 0.02
-"""Fraction of the root mean square below which a mean counts as zero: the final layer norm leaves means
-close to zero, and a ratio of two such means says nothing about strength."""
 
 
 def emphasised(hidden: Tensor, weights: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ def emphasised(hidden: Tensor, weights: Tensor) -> Tensor:
     return (weighted * scale).to(hidden.dtype)
 
 
+# Layers of the largest CLIP text encoder in use, OpenCLIP's bigG.
 MAX_LAYERS = 32
-"""Layers of the largest CLIP text encoder in use, OpenCLIP's bigG."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "mlp.fc1", "mlp.fc2")
 
 

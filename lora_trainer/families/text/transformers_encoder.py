@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 SPIECE, CHAT_TEMPLATE = "spiece.model", "chat_template.jinja"
+# The language head, which scores words: 0.6 of the 8.2 billion parameters of Qwen3-8B.
 QWEN3_UNREAD = ("lm_head.",)
-"""The language head, which scores words: 0.6 of the 8.2 billion parameters of Qwen3-8B."""
 
 
 def load_tokenizer(folder: Path, *, kind: str) -> PreTrainedTokenizerBase:

@@ -274,8 +274,8 @@ def _flux(foreign: Foreign) -> None:
 
 # ---- the dataset
 
+# Their key -> ours in `data` and in `data.folders.NAME`.
 SUBSET_FIELDS: Mapping[str, str] = table_of("sd_scripts_dataset")["fields"]
-"""Their key -> ours in `data` and in `data.folders.NAME`."""
 
 
 def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:

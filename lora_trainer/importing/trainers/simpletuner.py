@@ -157,8 +157,8 @@ def _timesteps(foreign: Foreign) -> None:
     )
 
 
+# The name under which a file that holds a list is kept.
 LIST = "[]"
-"""The name under which a file that holds a list is kept."""
 
 
 def _read_data(foreign: Foreign) -> None:

@@ -38,12 +38,12 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.processes import DistEnv
 
 INTERVAL_S = 0.5
+# Time that the main thread has to end the process itself, with the reason, before this thread does.
 GRACE_S = 5.0
-"""Time that the main thread has to end the process itself, with the reason, before this thread does."""
 LOOK = f"look at what that process said, then {RESUME}"
 STORE_GONE = "the process that kept the launcher's store ended"
+# Share of one core: a download or a checksum uses more, a waiting thread uses none.
 _WORKING_SHARE = 0.01
-"""Share of one core: a download or a checksum uses more, a waiting thread uses none."""
 _WORKING_BYTES = 1_000_000
 
 

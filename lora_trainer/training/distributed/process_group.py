@@ -36,12 +36,12 @@ from lora_trainer.hardware.device_calls import gpu_identity, kind_of, may_copy_a
 from lora_trainer.network.pinned_memory import AsyncRead, pinned_copy
 from lora_trainer.training.distributed.heartbeat import LOOK, PeerMonitor
 
+# Time limit of collectives. It is long because the monitor notices processes that are gone, while another
+# process may sample or cache for hours.
 PATIENCE = timedelta(days=7)
-"""Time limit of collectives. It is long because the monitor notices processes that are gone, while another
-process may sample or cache for hours."""
 CONNECT = "if the machine has several network interfaces, set NCCL_SOCKET_IFNAME (on CPU: GLOO_SOCKET_IFNAME)"
+# Signals that request a stop; if processes got different ones, the first in this order is used.
 STOPS = (int(signal.SIGTERM), int(signal.SIGINT))
-"""Signals that request a stop; if processes got different ones, the first in this order is used."""
 
 
 @dataclass(kw_only=True)
