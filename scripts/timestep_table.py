@@ -20,7 +20,7 @@ from lora_trainer.config import Priority
 from lora_trainer.config.layers import resolve
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.facts import BaseFacts
-from lora_trainer.training.noise import Levels, flow_levels, table_levels
+from lora_trainer.training.noise import levels_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "objective.md"
 BEGIN, END = "<!-- timesteps:begin -->\n", "<!-- timesteps:end -->\n"
@@ -153,7 +153,7 @@ def objective(
 
 def share(facts: BaseFacts, settings: ObjectiveSettings, *, sigma: float, side_px: int) -> float:
     """Return the share of a run's timesteps with noise below sigma, for square images."""
-    levels, size_px = _levels(facts, settings), (side_px, side_px)
+    levels, size_px = levels_of(facts, settings), (side_px, side_px)
     drawn = (levels.draw((k + 0.5) / DRAWS, size_px=size_px).sigma for k in range(DRAWS))
     return sum(noise < sigma for noise in drawn) / DRAWS
 
@@ -162,15 +162,6 @@ def _shift(facts: BaseFacts, settings: ObjectiveSettings, side_px: int) -> float
     if settings.flow_shift != "resolution":
         return settings.flow_shift
     return facts.flow_shift(width_px=side_px, height_px=side_px)
-
-
-def _levels(facts: BaseFacts, settings: ObjectiveSettings) -> Levels:
-    if facts.prediction != "flow":
-        return table_levels(facts.alphas_cumprod().tolist(), settings)
-    return flow_levels(
-        settings,
-        base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
-    )
 
 
 def timestep_table() -> str:

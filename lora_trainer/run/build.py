@@ -46,7 +46,7 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
-from lora_trainer.training.noise import Levels, flow_levels, table_levels
+from lora_trainer.training.noise import levels_of
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
 
 
@@ -297,19 +297,11 @@ def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
         for records in (prepared.trained, prepared.dataset.regularisation)
     )
     facts, objective = prepared.facts, config.objective
-    levels: Levels
-    if facts.prediction == "flow":
-        levels = flow_levels(
-            objective,
-            base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
-        )
-    else:
-        levels = table_levels(facts.alphas_cumprod().tolist(), objective)
     return TrainingDataLoader(
         sources={sample: job.cache_needs.sources[sample] for sample in (*trained, *regularisation)},
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
-        levels=levels,
+        levels=levels_of(facts, objective),
         prediction=facts.prediction,
         shared_conditioning=facts.guidance.conditioning(objective.guidance_scale),
         data=config.data,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.families.facts import Prediction
+from lora_trainer.families.facts import BaseFacts, Prediction
 
 TIMESTEPS = 1000
 # (width, height) in pixels.
@@ -50,6 +50,15 @@ class Levels:
 
     draw: Callable[..., Level]
     at: Callable[[float], Level]
+
+
+def levels_of(facts: BaseFacts, settings: ObjectiveSettings) -> Levels:
+    """Return the levels that a base is trained at."""
+    if facts.prediction != "flow":
+        return table_levels(facts.alphas_cumprod().tolist(), settings)
+    return flow_levels(
+        settings, base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1])
+    )
 
 
 def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> Levels:

@@ -38,7 +38,7 @@ from lora_trainer.families.facts import BaseFacts
 from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.reading import import_file
 from lora_trainer.training.loss import ERRORS
-from lora_trainer.training.noise import Levels, flow_levels, loss_delta, loss_weight, table_levels
+from lora_trainer.training.noise import levels_of, loss_delta, loss_weight
 from lora_trainer.training.optimizers import learning_rate
 from tests.importing.corpus import CASES
 
@@ -130,14 +130,7 @@ def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
     objective = config.objective
     side_px = config.data.resolution
     size_px = (side_px, side_px) if isinstance(side_px, int) else (facts.resolution_px,) * 2
-    levels: Levels
-    if facts.prediction == "flow":
-        levels = flow_levels(
-            objective,
-            base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
-        )
-    else:
-        levels = table_levels(facts.alphas_cumprod().tolist(), objective)
+    levels = levels_of(facts, objective)
     drawn = sorted(levels.draw((k + 0.5) / 4000, size_px=size_px).timestep for k in range(4000))
     prediction = facts.prediction
     if config.base.prediction == "v_prediction":

@@ -91,7 +91,7 @@ def test_what_is_started_outlives_its_console(tmp_path: Path) -> None:
 
 def test_ctrl_break_and_a_closing_window_stop_a_training() -> None:
     with on_windows(), taking_signals(StopFlag()):
-        assert signal.getsignal(signal.SIGBREAK) != signal.SIG_DFL  # type: ignore[attr-defined]
+        assert signal.getsignal(signal.SIGBREAK) != signal.SIG_DFL  # type: ignore[attr-defined]  # of Windows alone
 
 
 def test_exit_codes_of_windows_say_how_a_training_ended() -> None:

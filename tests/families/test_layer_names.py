@@ -170,7 +170,7 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
         shapes = {  # name -> [rank, in, ...]
             family.lora_key_name(format, DENOISER, module): (
                 16,
-                *denoiser.get_submodule(module).weight.shape[1:],  # type: ignore[union-attr]
+                *denoiser.get_submodule(module).weight.shape[1:],  # type: ignore[union-attr]  # a tensor
             )
             for module in family.lora_targets(denoiser, targets)
         }

@@ -193,7 +193,7 @@ def through(
         try:
             while len(read) < len(body):
                 read.append((await receive())["body"])
-        except Exception:  # noqa: BLE001 - the frameworks' own behaviour
+        except Exception:  # noqa: BLE001 - as the frameworks do: any error of reading is a 400
             status = 400
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": PAGE})
