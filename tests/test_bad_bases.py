@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.fakes.family_bases import base_of, copy_of
-from tests.fakes.json_files import edit_json
+from tests.fakes.family_bases import base_of, copy_of, edit_json
 from tests.fakes.runs import Toy, run_cli, toy
 
 BAD: dict[str, tuple[str, str, int, str]] = {

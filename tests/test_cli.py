@@ -158,6 +158,8 @@ REFUSED: dict[str, tuple[int, str]] = {
     "DATASET --dry-run --steps 5 --set train.steps=6": (2, "train.steps is given twice: 5 and 6"),
     "plan DATASET --vram 0": (2, "--vram 0"),
     "plan DATASET --vram nan": (2, "--vram nan"),
+    "plan DATASET --vram 0.01": (4, "0.01 GiB free"),
+    "plan DATASET --set data.resolution=1001": (2, "data.resolution=1001"),
     "plan DATASET --processes 0": (2, "--processes 0"),
     "profile DATASET --steps 0": (2, "--steps 0 is not allowed"),
     "bench DATASET --steps 0": (2, "--steps 0 is not allowed"),

@@ -221,6 +221,7 @@ def test_a_mistake_is_named_with_its_file_and_all_unknown_keys_at_once(tmp_path:
             '{"train.steps": 1, "train": {"steps": 7}}',
             "b.json: 'train.steps' is set twice",
         ),
+        ("g.json", '{"train.steps": 5, "train.steps": 6}', "'train.steps' occurs twice"),
         ("c.json", '{"train.steps": NaN}', "NaN is not a number"),
         ("d.json", "[1, 2]", "holds a list"),
         ("e.toml", "[train]\nsteps = = 7", "at line 2, column 9"),

@@ -58,6 +58,7 @@ def test_a_mistake_is_named_and_all_of_a_kind_at_once() -> None:
             {"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2},
             "adapter.dora",
         ),
+        ({"adapter.rank": 1, "adapter.alpha": 500, "memory.micro_batch": 9}, "adapter.alpha=500"),
         ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate=nan"),
         ({"train.precision": "fp8"}, "train.precision='fp8'"),
         ({"adapter.rank_pattern": {"(": 4}}, "rank_pattern='(': '(' is no regular expression"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from functools import cache
@@ -44,6 +45,13 @@ def copy_of(name: str, folder: Path) -> Path:
     """Copy a family's tiny base, for a test that changes it."""
     shutil.copytree(base_of(name), folder)
     return folder
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Set keys of a JSON object of a base; None removes a key."""
+    values = {**json.loads(file.read_text(encoding="utf-8")), **changes}
+    left = {key: value for key, value in values.items() if value is not None}
+    file.write_text(json.dumps(left), encoding="utf-8")
 
 
 def denoiser_of(name: str) -> nn.Module:

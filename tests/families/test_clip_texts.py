@@ -20,10 +20,9 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.locate import describe
-from tests.fakes.family_bases import CPU, copy_of, facts_at, pipeline_of
+from tests.fakes.family_bases import CPU, copy_of, edit_json, facts_at, pipeline_of
 from tests.fakes.family_bases import encoder_of as tiny_encoder
 from tests.fakes.family_bases import facts_of as facts_of_tiny
-from tests.fakes.json_files import edit_json
 from tests.fakes.tiny_base import clip_tokenizer
 
 CHUNKED = [name for name in families.MODULES if families.family(name).text.chunks]

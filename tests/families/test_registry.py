@@ -34,6 +34,7 @@ from tests.fakes.family_bases import (
     copy_of,
     denoiser_of,
     draw,
+    edit_json,
     encoder_of,
     facts_at,
     facts_of,
@@ -41,7 +42,6 @@ from tests.fakes.family_bases import (
     pipeline_of,
     side_of,
 )
-from tests.fakes.json_files import edit_json
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
 

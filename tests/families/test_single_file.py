@@ -32,6 +32,7 @@ from tests.fakes.family_bases import (
     base_of,
     copy_of,
     denoiser_of,
+    edit_json,
     encoder_of,
     facts_at,
     facts_of,
@@ -39,7 +40,6 @@ from tests.fakes.family_bases import (
     network_of,
     pipeline_of,
 )
-from tests.fakes.json_files import edit_json
 from tests.fakes.ldm_file import PARTS, unet_tensors, vae_tensors, write_checkpoint
 from tests.fakes.original_names import NORMS, original_names, split_at
 

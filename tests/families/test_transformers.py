@@ -32,6 +32,7 @@ from tests.fakes.family_bases import (
     copy_of,
     denoiser_of,
     draw,
+    edit_json,
     encoder_of,
     facts_at,
     facts_of,
@@ -39,7 +40,6 @@ from tests.fakes.family_bases import (
     network_of,
     pipeline_of,
 )
-from tests.fakes.json_files import edit_json
 from tests.fakes.original_names import original_names, split_at
 from tests.fakes.tiny_base import write_base
 

@@ -23,13 +23,13 @@ from tests.fakes.family_bases import (
     copy_of,
     denoiser_of,
     draw,
+    edit_json,
     encoder_of,
     facts_at,
     facts_of,
     network_of,
     pipeline_of,
 )
-from tests.fakes.json_files import edit_json
 from tests.fakes.ldm_file import write_checkpoint
 
 LEVELS = [

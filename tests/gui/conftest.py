@@ -225,6 +225,11 @@ def page(profile: Any, new_page: NewPage) -> Any:
     return new_page(profile)
 
 
+def page_script(name: str) -> str:
+    """Return a script that tests run in a page."""
+    return Path(__file__).with_name("page_scripts").joinpath(f"{name}.js").read_text("utf-8")
+
+
 def as_names(texts: tuple[str, ...]) -> list[str]:
     """Return the texts as names of files: without a separator or what no file name holds."""
     names = [text.replace("/", "\u2215").replace("\0", "").strip()[:120] for text in texts]

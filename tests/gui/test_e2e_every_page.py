@@ -25,7 +25,7 @@ from tests.fakes.queues import Place
 from tests.fakes.queues import until as eventually
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import ROOT
-from tests.gui.conftest import LAPTOP, NewPage, StartGui
+from tests.gui.conftest import LAPTOP, NewPage, StartGui, page_script
 
 axe_core = pytest.importorskip("axe_playwright_python.base", reason="axe-core is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -42,11 +42,6 @@ NAMES = {
     }
 }
 """What a narrow window can break: parts that are hidden, put into a menu, or scroll in themselves."""
-SCAN = """async ([part, options]) => {
-  const answer = await axe.run(part, {...options, resultTypes: ["violations"], preload: false});
-  return answer.violations.flatMap((rule) => rule.nodes.map((node) =>
-    `${rule.impact}: ${rule.id}: ${node.target.join(" ")}: ${node.html.slice(0, 160)}: ${node.failureSummary}`));
-}"""
 
 
 class Shown(NamedTuple):
@@ -238,4 +233,4 @@ def scan(page: Any, name: str, part: str = "html", *, in_the_dark: bool = False)
 
 def violations(page: Any, name: str, options: dict[str, Any], part: str) -> list[str]:
     """Return what axe says, one line for each element."""
-    return [f"{name}: {row}" for row in page.evaluate(SCAN, [part, options])]
+    return [f"{name}: {row}" for row in page.evaluate(page_script("violations"), [part, options])]

@@ -27,7 +27,7 @@ from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.queues import until
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import ROOT, write_dataset
-from tests.gui.conftest import COMMANDS, MARKER, MARKUP, NewPage, StartGui, as_names
+from tests.gui.conftest import COMMANDS, MARKER, MARKUP, NewPage, StartGui, as_names, page_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -44,15 +44,6 @@ CHECKED = (
     "nav a, h1, h2, h3, legend, dt, [role=tab], summary, .drop .what, button:not(.base-card, .cell)"
 )
 """The elements of which no text may stay English."""
-TEXTS = """selector => [...document.querySelectorAll(selector)].flatMap((element) => {
-  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), found = [];
-  while (walker.nextNode()) {
-    const { data, parentElement } = walker.currentNode;
-    const kept = parentElement.closest("[translate=no]") || !parentElement.checkVisibility();
-    if (!kept && /[a-z]{2}/i.test(data)) found.push(data.trim());
-  }
-  return found;
-})"""
 SAID_IN_BOTH = {"LoRAs", "Samples", "Loss"}
 
 
@@ -103,16 +94,9 @@ def server(place: Path, gui_server: StartGui) -> GuiServer:
     return gui_server(place / "runs", env={"XDG_CACHE_HOME": str(place / "cache")})
 
 
-_IMAGE_FAILED = """() => new Promise((done) => {
-  const image = new Image();
-  image.onerror = () => requestAnimationFrame(done);
-  image.src = "data:image/png,none";
-})"""
-
-
 def assert_untouched(page: Any) -> None:
     """No text has done what it would as markup; alerts and foreign requests fail by themselves."""
-    page.evaluate(_IMAGE_FAILED)  # by then an image of a text would have failed, too
+    page.evaluate(page_script("image_failed"))
     assert page.evaluate("window.__xss") is None
     assert page.locator("iframe, object, embed, base[href*=evil], form[action*=evil]").count() == 0
     assert page.locator("img[src='x']").count() == 0
@@ -174,7 +158,7 @@ def test_no_text_of_home_train_and_a_run_stays_english(
         ("/run?run=live", "table.sheet img", "table.sheet img"),
     ):
         texts, as_written = (
-            set(server.open(tab, path, mark).evaluate(TEXTS, CHECKED))
+            set(server.open(tab, path, mark).evaluate(page_script("texts"), CHECKED))
             for tab, mark in zip((german, page), ready, strict=True)
         )
         assert texts & as_written - SAID_IN_BOTH == set(), path

@@ -28,58 +28,12 @@ from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.queues import until as eventually
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
 from tests.fakes.runs import ROOT, Toy, toy
-from tests.gui.conftest import StartGui
+from tests.gui.conftest import StartGui, page_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 OLD = quote("old & <b>")
 HOSTILE = '"><img src=x onerror=alert(1)>${alert(2)}{{alert(3)}}`'
-LATE_END = """
-const asked = window.fetch;
-window.fetch = async (input, init) => {
-  const answer = await asked(input, init);
-  if (!String(input.url ?? input).includes("/queue/data")) return answer;
-  const late = new TransformStream({ async transform(bytes, out) {
-    const text = new TextDecoder().decode(bytes);
-    const end = text.indexOf('data: {"msg":"close_stream"');
-    if (end < 0) return out.enqueue(bytes);
-    out.enqueue(new TextEncoder().encode(text.slice(0, end)));
-    await new Promise((go) => setTimeout(go, 1500));
-    window.ends = (window.ends ?? 0) + 1;
-    out.enqueue(new TextEncoder().encode(text.slice(end)));
-  } });
-  return new Response(answer.body.pipeThrough(late), answer);
-};"""
-"""Makes Gradio's script see the end of a stream of answers only after the next tick."""
-LATE_NUMBER = """async (script) => {
-  const lines = (...messages) => messages.map((each) => `data: ${JSON.stringify(each)}\\n\\n`).join("");
-  const number = (event) => new Response(JSON.stringify({ event_id: event }));
-  let send, streams = 0;
-  window.fetch = (request) => {
-    const url = request.url ?? request;
-    if (url.endsWith("/queue/join?late")) return new Promise((go) => { send = () => go(number("b")); });
-    if (url.endsWith("/queue/join")) return Promise.resolve(number("a"));
-    streams += 1;
-    const answers = ["a", "b"].map((event) => ({ msg: "process_completed", event_id: event }));
-    return Promise.resolve(new Response(lines(...answers, { msg: "close_stream", event_id: null })));
-  };
-  new Function(script)();
-  await fetch("/queue/join");
-  const late = fetch("/queue/join?late");
-  const stop = new AbortController();
-  const stream = await fetch(new Request("/queue/data", { signal: stop.signal }));
-  const text = await stream.text();
-  stop.abort();
-  send();
-  await late;
-  const last = new AbortController();
-  const rest = await (await fetch(new Request("/queue/data", { signal: last.signal }))).text();
-  const order = [];
-  setTimeout(() => { order.push("end"); last.abort(); }, 200);
-  await fetch("/queue/join").then(() => order.push("event"));
-  return [text, rest, streams, order];
-}"""
-"""Asks as Gradio's script does while the answer to an event comes before its number."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +213,7 @@ def test_pages_go_on_though_the_end_of_a_stream_of_answers_comes_late(
     """The answer to an event of that moment lies on the server; a page that waited for it stood still."""
     run = until(fake_run(place.runs / "late", steps=30), 12)
     write_status(run)
-    page.add_init_script(LATE_END)
+    page.add_init_script(page_script("late_end"))
     place.server.open(page, "/run?run=late")
     page.get_by_text("12 of 30").wait_for()
     page.wait_for_function("window.ends > 1")
@@ -276,7 +230,7 @@ def test_no_stream_is_opened_for_an_answer_that_came_before_its_number(
     page.route("http://localhost/", lambda route: route.fulfill(body="<title>a page</title>"))
     page.goto("http://localhost/")
     script = (ROOT / "gui" / "assets" / "answers.js").read_text(encoding="utf-8")
-    answers, rest, streams, order = page.evaluate(LATE_NUMBER, script)
+    answers, rest, streams, order = page.evaluate(page_script("late_number"), script)
     assert answers.count("process_completed") == 2
     assert "close_stream" in answers
     assert json.loads(rest.removeprefix("data: "))["msg"] == "close_stream"

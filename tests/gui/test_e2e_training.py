@@ -24,7 +24,7 @@ from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
 from tests.fakes.queues import until
-from tests.gui.conftest import NO_SERVER, StartGui
+from tests.gui.conftest import NO_SERVER, StartGui, page_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -48,16 +48,6 @@ LONG = {
 }
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 TABS_AT_MOST = 80
-FOCUSED = """() => {
-  const element = document.activeElement;
-  const box = element.getBoundingClientRect();
-  const style = getComputedStyle(element);
-  return {
-    tag: element.tagName,
-    name: (element.getAttribute("aria-label") ?? element.innerText ?? "").trim(),
-    seen: box.width > 0 && box.bottom > 0 && box.top < innerHeight && style.outlineStyle !== "none",
-  };
-}"""
 
 
 THERE = "Images that are already on the computer that trains"
@@ -180,7 +170,7 @@ def press(page: Any, tag: str, name: str) -> None:
     passed = []
     for _ in range(TABS_AT_MOST):
         page.keyboard.press("Tab")
-        focused = page.evaluate(FOCUSED)
+        focused = page.evaluate(page_script("focused"))
         if (focused["tag"], focused["name"]) == (tag, name):
             assert focused["seen"], f"nothing shows that {name} has the keyboard"
             page.keyboard.press("Enter")

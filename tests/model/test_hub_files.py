@@ -1,17 +1,24 @@
-"""First runs from the Hub: what is fetched of each real release's files, and that it is enough."""
+"""First runs from the Hub: what is fetched of each real release's files, and that it is enough.
+
+tests/fakes/hub_files.json lists the files: `read` is what loading a release needs, `left` the rest of what is there,
+each with where the list was found. A folder is made from a family's tiny base; files to be left hold no model, so
+that one that is fetched shows.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
@@ -35,13 +42,107 @@ from tests.fakes.family_bases import (
     pipeline_of,
     side_of,
 )
-from tests.fakes.hub import LISTS, publish, spiece
 from tests.fakes.hub_server import REVISION, HubServer, hub_in_process, hub_server
-from tests.fakes.runs import run_cli, toy
+from tests.fakes.runs import ROOT, run_cli, toy
 from tests.fakes.tiny_base import t5_tokenizer
 
 KLEIN = "black-forest-labs/FLUX.2-klein-base-4B"
 PROMPT = "a photo of a red square"
+
+
+_STEMS = {"model", "diffusion_pytorch_model"}
+_INDEX = ".safetensors.index.json"
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+LISTS: Mapping[str, Mapping[str, Any]] = read_json(ROOT / "tests" / "fakes" / "hub_files.json")
+
+
+def publish(hub: HubServer, source: str, base: Path, *, name: str | None = None) -> None:
+    """Offer a tiny base with exactly the files of a release, under its id or another name."""
+    read, left, name = LISTS[source]["read"], LISTS[source]["left"], name or source
+    folder = hub.folders[name] = base.with_name(f"{base.name} as released") / name
+    for file in (*read, *left):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    for file in left:
+        (folder / file).write_bytes(b"not to be fetched")
+    for file in read:
+        if not file.endswith((".safetensors", _INDEX)):
+            _write_text(base, folder, file, read=read)
+    weights = [file for file in read if file.endswith(".safetensors")]
+    for part in {file.partition("/")[0] for file in weights}:
+        shards = [file for file in weights if file.startswith(f"{part}/")]
+        _write_weights(base / part, folder, shards)
+
+
+def _write_weights(part: Path, folder: Path, names: Sequence[str]) -> None:
+    (file,) = [path for path in part.glob("*.safetensors") if path.stem in _STEMS]
+    tensors, where = load_file(file), {}
+    for number, name in enumerate(names):
+        own = sorted(tensors)[number :: len(names)]
+        save_file({key: tensors[key] for key in own}, folder / name, {"format": "pt"})
+        where |= dict.fromkeys(own, Path(name).name)
+    if len(names) > 1:
+        index = {"metadata": {"total_size": 1}, "weight_map": where}
+        path = folder / part.name / f"{file.stem}{_INDEX}"
+        path.write_text(json.dumps(index))
+
+
+def _write_text(base: Path, folder: Path, name: str, *, read: Sequence[str]) -> None:
+    target, source = folder / name, base / name
+    place = source.parent
+    match target.name:
+        case "generation_config.json":
+            target.write_text("{}")
+        case "chat_template.jinja" if not source.is_file():  # Qwen-Image reads none of it
+            target.write_text("{{ messages[0].content }}")
+        case "vocab.json":
+            target.write_text(json.dumps(_tokenizer(place)["model"]["vocab"]))
+        case "merges.txt":
+            pairs = _tokenizer(place)["model"]["merges"]
+            target.write_text("#version: 0.2\n" + "\n".join(map(" ".join, pairs)) + "\n")
+        case "added_tokens.json":
+            added = _tokenizer(place)["added_tokens"]
+            target.write_text(json.dumps({token["content"]: token["id"] for token in added}))
+        case "special_tokens_map.json":
+            settings = read_json(place / "tokenizer_config.json")
+            named = {key: value for key, value in settings.items() if key.endswith("_token")}
+            target.write_text(json.dumps(named))
+        case "tokenizer_config.json":
+            settings, template = read_json(source), source.with_name("chat_template.jinja")
+            has_own_file = name.replace(target.name, template.name) in read
+            if template.is_file() and not has_own_file:
+                settings["chat_template"] = template.read_text(encoding="utf-8")
+            target.write_text(json.dumps(settings))
+        case "spiece.model":
+            target.write_bytes(spiece(_tokenizer(place)["model"]["vocab"]))
+        case _:
+            shutil.copyfile(source, target)
+
+
+def _tokenizer(place: Path) -> Any:
+    return read_json(place / "tokenizer.json")
+
+
+def spiece(pieces: Sequence[tuple[str, float]]) -> bytes:
+    """Return SentencePiece's own file of a T5 vocabulary, written by the message classes of transformers."""
+    from transformers.utils import sentencepiece_model_pb2_new as messages
+
+    model = messages.ModelProto()
+    for number, (text, score) in enumerate(pieces):
+        kind = {0: 3, 1: 3, 2: 2}.get(number, 1)  # control, control, unknown, normal
+        model.pieces.add(piece=text, score=score, type=kind)
+    model.trainer_spec.unk_id = 2
+    model.trainer_spec.model_type = 1
+    model.normalizer_spec.name = "identity"
+    written: bytes = model.SerializeToString()
+    return written
+
+
+# ---- what is fetched
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from lora_trainer.families.locate import describe, identified, locate, with_choi
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
-from tests.fakes.family_bases import base_of, copy_of, image_encoder_of
-from tests.fakes.json_files import edit_json
+from tests.fakes.family_bases import base_of, copy_of, edit_json, image_encoder_of
 from tests.fakes.training import tiny_base
 
 

@@ -17,11 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.common.errors import InputError
 from tests.fakes.studio import (
-    ENTRIES,
     PROMPT,
     Studio,
     draw,
-    files_of,
 )
 
 Figure = Callable[..., None]
@@ -134,22 +132,3 @@ def test_cap_05_a_picture_that_changes_while_it_is_cached_is_never_mixed_in(stud
     with pytest.raises(InputError, match=r"p2.png.*changed while in use.*start the run again"):
         studio.encode(wanted)
     assert studio.work() == (1, sorted(ALL_TEXTS)), "two were encoded before, as they still are"
-
-
-# ---- CAC-07
-
-
-def test_cac_07_entries_of_another_format_are_left_alone_and_not_used(
-    studio: Studio, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("lora_trainer.cache.store.FORMAT_VERSION", 2)
-        studio.encode()
-    old = files_of(studio.cache.folder.root)
-    assert len(old) == ENTRIES
-    images, texts = studio.work()
-    assert images + len(texts) == ENTRIES
-    both = files_of(studio.cache.folder.root)
-    assert both.items() > old.items()
-    assert len(both) == 2 * ENTRIES
-    assert studio.damage == []

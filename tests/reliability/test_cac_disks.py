@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -47,27 +46,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     place = toy(tmp_path_factory.mktemp("cac")).with_base()
     assert place.train(**QUIET) == 0
     return place
-
-
-def test_cac_04_a_disk_that_fills_while_caching_ends_the_run_in_one_line(
-    place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The cache's folder takes eight files: two memos of the scan, the marker, five entries."""
-    cache, real, room = tmp_path / "cache", os.open, iter(range(8))
-
-    def refusing(path: Any, flags: int, *more: Any, **options: Any) -> int:
-        in_cache = Path(os.fspath(path)).is_relative_to(cache)
-        if flags & os.O_CREAT and in_cache and next(room, None) is None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, flags, *more, **options)
-
-    monkeypatch.setattr(os, "open", refusing)
-    capsys.readouterr()
-    assert place.train("--name", "full", **QUIET, data__cache_dir=str(cache)) == 4
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "No space left on device" in error and "bytes free" in error
-    assert 0 < len(files_of(cache)) < len(files_of(place.cache))
-    assert json.loads((place.runs / "full" / "status.json").read_bytes())["exit_code"] == 4
 
 
 def test_cac_04_a_cache_deleted_during_training_is_named_and_the_state_is_kept(

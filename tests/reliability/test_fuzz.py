@@ -44,7 +44,6 @@ from lora_trainer.run import run_folder
 from tests.checkpoint_files.cases import Case as WeightFile
 from tests.checkpoint_files.files import gguf, safetensors
 from tests.fakes.family_bases import base_of
-from tests.fakes.mutations import damaged_header, damaged_json, mutated
 from tests.fakes.run_folder import fake_run
 from tests.reliability.conftest import CASES
 
@@ -94,6 +93,93 @@ def fuzz(request: pytest.FixtureRequest, figure: Figure) -> Callable[..., None]:
 def of_a_file(file: Path, data: bytes) -> Path:
     file.write_bytes(data)
     return file
+
+
+# ---- damage: bytes flipped, cut, doubled and swapped, JSON made deep, huge and strange
+
+
+TOKENS = (
+    b"[" * 3_000, b'{"a":' * 3_000, b"[" * 100_000, b"NaN", b"-Infinity", b"1e999", b"9" * 5_000, b"-1",
+    b"18446744073709551616", b"null", b"true", b'"', b"\\u0000", b"\\ud800", b"\xef\xbb\xbf", b"\x00",
+    b"\xff\xfe", b"\xe2\x80\xa8", b"\r", b"\n", b",", b"}", b"]", b"{}", b"../../etc/passwd",
+)  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 2**63, 2**64, 10**400, 1e308, float("nan"), float("inf"), "", "\0",
+    "\ud800", "../..", "auto", "x" * 70_000, [], [[]], {}, {"value": 1}, [1, 2], [-1, 5], [0, 2**70],
+    ["a"], {"": {}}, [None],
+)  # fmt: skip
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """Return `data` after one to four accidents."""
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        data = _accident(data, draw)
+    return data
+
+
+def _accident(data: bytes, draw: random.Random) -> bytes:
+    at, end = sorted((draw.randint(0, len(data)), draw.randint(0, len(data))))
+    match draw.randrange(7):
+        case 0:
+            flipped = bytearray(data)
+            for _ in range(min(len(data), draw.choice((1, 1, 8)))):
+                flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            return bytes(flipped)
+        case 1:
+            return data[:at]
+        case 2:
+            return data[:at] + data[end:]
+        case 3:
+            return data[:end] + data[at:end] + data[end:]
+        case 4:
+            return data[:at] + bytes(end - at) + data[end:]
+        case 5:
+            return data[:at] + draw.randbytes(draw.randint(1, 40)) + data[at:]
+        case _:
+            return data[:at] + draw.choice(TOKENS) + data[at:]
+
+
+def mutated_json(value: Any, draw: random.Random) -> Any:
+    """Return a JSON value in which something, somewhere, is missing, of another kind or doubled."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        key = draw.choice(list(value))
+        rest = {name: inner for name, inner in value.items() if name != key}
+        match draw.randrange(4):
+            case 0:
+                return rest
+            case 1:
+                return {**rest, draw.choice(("", "\0", key.upper(), key + "x", "é")): value[key]}
+            case _:
+                return {**value, key: mutated_json(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.7:
+        at = draw.randrange(len(value))
+        match draw.randrange(3):
+            case 0:
+                return value[:at] + value[at + 1 :]
+            case 1:
+                return value[: at + 1] + value[at:]
+            case _:
+                return [*value[:at], mutated_json(value[at], draw), *value[at + 1 :]]
+    return draw.choice(VALUES)
+
+
+def damaged_json(value: Any, draw: random.Random) -> bytes:
+    """Return a JSON file with damage to its values, to its bytes, or both."""
+    for _ in range(draw.choice((0, 1, 2))):
+        value = mutated_json(value, draw)
+    data = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
+    return mutated(data, draw) if draw.random() < 0.5 else data
+
+
+def damaged_header(file: bytes, draw: random.Random) -> bytes:
+    """Return a safetensors file with another header, its length mostly right."""
+    length = int.from_bytes(file[:8], "little")
+    header = damaged_json(json.loads(file[8 : 8 + length]), draw)
+    stated = draw.choice((len(header),) * 6 + (0, 1, len(header) + 1, 1 << 30, (1 << 64) - 1))
+    body = file[8 + length :]
+    if draw.random() < 0.2:
+        body = mutated(body, draw)
+    return stated.to_bytes(8, "little") + header + body
 
 
 # ---- settings
@@ -319,32 +405,14 @@ def test_mod_04_fuzz_configurations_of_base_models(name: str, tmp_path: Path, fu
 # ---- headers of checkpoints and adapters
 
 
-STEM = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
-HEADERS = (
-    {"input_blocks.0.0.weight": (320, 4, 3, 3), "input_blocks.1.1.proj_in.weight": (320, 320),
-     "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": (320, 1024)},
-    {"img_in.weight": (3072, 64), "txt_in.weight": (3072, 4096), "guidance_in.in_layer.weight": (3072, 256),
-     "vector_in.in_layer.weight": (3072, 768), "double_blocks.0.img_attn.qkv.weight": (9216, 3072),
-     "single_blocks.0.linear1.weight": (21504, 3072)},
-    {"x_embedder.proj.weight": (1536, 16, 2, 2), "context_embedder.weight": (1536, 4096),
-     "joint_blocks.0.context_block.adaLN_modulation.1.weight": (9216, 1536), "pos_embed": (1, 36864, 1536),
-     "y_embedder.mlp.0.weight": (1536, 2048)},
-    {"double_stream_modulation_img.lin.weight": (18432, 3072), "txt_in.weight": (3072, 7680)},
-    {"noise_refiner.0.attention.qkv.weight": (11520, 3840), "cap_pad_token": (1, 3840)},
-    {"img_in.weight": (3072, 64), "txt_norm.weight": (3584,), "transformer_blocks.0.img_mod.1.weight": (18432, 3072)},
-)  # fmt: skip
-LORA_HEADERS = (
-    {f"{STEM}.lora_down.weight": (4, 8), f"{STEM}.lora_up.weight": (8, 4), f"{STEM}.alpha": ()},
-    {f"{STEM}.hada_w1_a": (8, 4), f"{STEM}.hada_w1_b": (4, 8), f"{STEM}.hada_w2_a": (8, 4)},
-    {"transformer.single_transformer_blocks.0.proj_mlp.lora_A.weight": (4, 8),
-     "transformer.single_transformer_blocks.0.proj_mlp.lora_B.weight": (8, 4)},
-)  # fmt: skip
+HEADERS = json.loads(Path(__file__).with_name("headers.json").read_text(encoding="utf-8"))
+"""Names and shapes by which files of bases and adapters are told."""
 
 
 @pytest.mark.parametrize("kind", ["base", "gguf", "lora"])
 def test_mod_02_fuzz_headers(kind: str, tmp_path: Path, fuzz: Any) -> None:
     def case(draw: random.Random) -> None:
-        whole = WeightFile("damaged", draw.choice(LORA_HEADERS if kind == "lora" else HEADERS))
+        whole = WeightFile("damaged", draw.choice(HEADERS["lora" if kind == "lora" else "base"]))
         header, body_bytes = (gguf if kind == "gguf" else safetensors)(whole)
         data = mutated(header, draw) if kind == "gguf" else damaged_header(header, draw)
         suffix = "gguf" if kind == "gguf" else "safetensors"

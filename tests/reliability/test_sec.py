@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,45 +20,10 @@ from lora_trainer.config.config import build_config
 from tests.fakes.runs import ROOT, Toy, contents, run_cli, toy
 
 Figure = Callable[..., None]
-ENVIRONMENT: Mapping[str, str] = {
-    "HF_TOKEN": "hf_aaaaSECRETaaaaSECRETaaaa",
-    "HUGGING_FACE_HUB_TOKEN": "hf_bbbbSECRETbbbbSECRETbbbb",
-    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
-    "CIVITAI_API_TOKEN": "89abcdef0123456789abcdef01234567",
-    "COMET_API_KEY": "comet-SECRET-1",
-    "NEPTUNE_API_TOKEN": "bmVwdHVuZS1TRUNSRVQ=",
-    "SWANLAB_API_KEY": "swanlab-SECRET-2",
-    "MLFLOW_TRACKING_PASSWORD": "mlflow SECRET 3",
-    "AWS_SECRET_ACCESS_KEY": "aws/SECRET/4+aaaaaaaa",
-    "GITHUB_TOKEN": "ghp_SECRETSECRETSECRETSECRET",
-    "OPENAI_API_KEY": "sk-SECRETSECRETSECRETSECRET",
-    "CLEARML_API_SECRET_KEY": "clearml-SECRET-5",
-}
-ADDRESSES: Mapping[str, tuple[str, str]] = {
-    "HTTPS_PROXY": ("http://jane:proxy-pa55@localhost:9", "proxy-pa55"),
-    "PIP_INDEX_URL": ("https://jane:index-pa55@localhost:9/simple", "index-pa55"),
-    "HF_ENDPOINT": ("https://jane:hub-pa55@localhost:9", "hub-pa55"),
-    "MLFLOW_TRACKING_URI": ("https://jane:mlflow-pa55@localhost:9", "mlflow-pa55"),
-}
-CAPTIONS = (
-    "a toy hf_ccccCAPTIONccccCAPTION",
-    "a toy from https://jane:caption-pa55@host/x",
-    "a toy from https://civitai.com/api/1?token=caption5ecret",
+SECRETS = tomllib.loads(Path(__file__).with_name("secrets.toml").read_text(encoding="utf-8"))
+ENVIRONMENT, ADDRESSES, CAPTIONS = (
+    SECRETS[name] for name in ("environment", "addresses", "captions")
 )
-IN_CAPTIONS = ("CAPTIONccccCAPTION", "caption-pa55", "caption5ecret")
-REFUSED: Mapping[str, tuple[list[str], str]] = {
-    "setting of the environment": (
-        ["--set", f"output.author={ENVIRONMENT['WANDB_API_KEY']}"],
-        ENVIRONMENT["WANDB_API_KEY"],
-    ),
-    "prompt": (["--set", 'sampling.prompts=["hf_eeeeSECRETeeeeSECRET"]'], "eeeeSECRET"),
-    "base with a password": (["--base", "https://jane:base-pa55@host/x"], "base-pa55"),
-    "base with a token": (["--base", "https://host/x?token=base5ecret"], "base5ecret"),
-    "unknown setting": (["--set", "hub.token=hf_ffffSECRETffffSECRET"], "ffffSECRET"),
-    "preset": (["--preset", "hf_jjjjSECRETjjjjSECRET"], "jjjjSECRET"),
-    "unknown flag": (["--hf-token", "hf_ggggSECRETggggSECRET"], "ggggSECRET"),
-    "number": (["--steps", "hf_hhhhSECRETffffSECRET"], "hhhhSECRET"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +49,8 @@ def test_sec_03_04_no_name_is_a_command_and_no_secret_reaches_any_output_of_a_wh
     assert place.train(f"--name={name}", sampling__prompts=[]) == 0
     assert not list(place.folder.rglob("marker")) and not Path("marker").exists()
     console = capsys.readouterr()
-    secrets = [*ENVIRONMENT.values(), *(secret for _, secret in ADDRESSES.values()), *IN_CAPTIONS]
+    secrets = [*ENVIRONMENT.values(), *CAPTIONS.values()]
+    secrets += [secret for _, secret in ADDRESSES.values()]
     files = {path: path.read_bytes() for path in place.runs.rglob("*") if path.is_file()}
     assert {path.name for path in files} >= {
         "run.json", "events.jsonl", "status.json", "report.html", f"{name}.safetensors", "state.json",
@@ -111,12 +78,8 @@ def test_sec_04_a_secret_that_is_typed_or_in_a_settings_file_is_refused_and_not_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", ENVIRONMENT["WANDB_API_KEY"])
-    files = {
-        "token.toml": '[output]\ndescription = "hf_kkkkSECRETkkkkSECRET"\n',
-        "key.json": '{"wandb_api_key": "hf_llllSECRETllllSECRET"}',
-    }
-    cases = list(REFUSED.values())
-    for name, text in files.items():
+    cases = [(line.split(), secret) for line, secret in SECRETS["refused"].items()]
+    for name, text in SECRETS["files"].items():
         (tmp_path / name).write_text(text)
         cases.append((["--config", str(tmp_path / name)], "SECRET"))
     before = contents(place.folder)

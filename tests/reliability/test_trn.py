@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.training import loop
-from lora_trainer.training.dataloader import Sample, TrainingDataLoader
+from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import at_start, build_feeder, build_training, distance
@@ -245,23 +245,6 @@ def test_trn_05_a_log_whose_disk_is_full_is_one_warning(
     assert (run / "report.html").exists()
     assert (shown.out + shown.err).count("No space left on device") == 1
     assert len(events(run, "step")) == 2
-
-
-def test_trn_06_whatever_ends_the_thread_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = SystemExit(3)
-    usual = TrainingDataLoader.prepare
-
-    def prepare(self: TrainingDataLoader, step: int) -> tuple[Sample, ...]:
-        if step == 2:
-            raise error
-        return usual(self, step)
-
-    monkeypatch.setattr(TrainingDataLoader, "prepare", prepare)
-    with build_feeder().stream(0, 10, ahead=4) as batches:
-        assert next(batches) and next(batches)
-        with pytest.raises(SystemExit) as raised:
-            next(batches)
-        assert raised.value is error
 
 
 def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(

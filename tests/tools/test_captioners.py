@@ -14,14 +14,13 @@ from PIL import Image
 
 from lora_trainer.captioning import captioners, describer
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
-from tests.fakes.odd_pictures import picture
 from tests.fakes.runs import run_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = (
     Image.new("RGB", (100, 80), "red"),
     Image.radial_gradient("L").convert("RGB"),
-    picture(200, 60),
+    Image.linear_gradient("L").convert("RGB").resize((200, 60)),
 )
 Models = Callable[[str], Path]
 Ask = Callable[..., list[tuple[str, bool]]]
