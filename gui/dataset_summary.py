@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import mapping, number, sequence
 
 from .dataset_view import badge_kind
-from .markup import icon, inline, link_button
+from .markup import icon, inline, link_button, tag
 
 _NAMED = 4
 _GOOD, _FAIR = 0.8, 0.6

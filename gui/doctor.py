@@ -22,10 +22,10 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.scan import cache_in
 from lora_trainer.hardware.machine import PURPOSES, Hardware, is_optional, package_notes
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 
 from . import state
-from .markup import table
+from .markup import table, tag
 from .workplace import Workplace
 
 

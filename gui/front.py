@@ -24,13 +24,12 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route, Router
 
 from lora_trainer.hardware.machine import Hardware, detect
-from lora_trainer.reporting.charts import tag
 
 from . import asset_files, home_view, language, media, uploads
 from .guard import Application, Message, Receive, Send
 from .launch import warm_up
 from .live import live
-from .markup import PLACES, bar, document
+from .markup import PLACES, bar, document, tag
 from .state import Followed
 from .workplace import Workplace
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_trainer.common.errors import LoraTrainError, TrainingStopped
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 
 from . import state
 from .asset_files import EXAMPLE_IMAGES, example_url
@@ -27,6 +27,7 @@ from .markup import (
     link_button,
     progress,
     state_line,
+    tag,
 )
 from .media import run_url
 from .state import Followed, RunEntry, page_url

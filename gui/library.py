@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.lora_file.inspect import Inspection
-from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.sample_files import last_samples
 
 from . import lora_files, state
@@ -23,9 +23,11 @@ from .markup import (
     copy_button,
     delete_button,
     inline,
+    join,
     link_button,
     share_buttons,
     table,
+    tag,
     try_out_notice,
     use_in_comfyui,
 )

@@ -13,12 +13,12 @@ from typing import get_args
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import one_line
 from lora_trainer.families.facts import FileFormat
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 
 from . import jobs, launch
 from .library import page_url
 from .lora_files import SUFFIX, LoraFile, find, recorded_base, unused
-from .markup import inline
+from .markup import inline, tag
 from .workplace import Workplace
 
 KIND = "tool"

@@ -14,13 +14,14 @@ from functools import cache
 from urllib.parse import urlencode
 
 from lora_trainer.config.config import all_settings
-from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.charts import Html, text
 
 from .language import COOKIE, languages
 
 PRODUCT = "lora-train"
 _SETTING = re.compile(r"(?:--set[ =])?\b(?P<key>[a-z]+\.[a-z0-9_]+)\b(?P<equals>=)?(?!\.\w)")
 _YEAR_S = 365 * 24 * 3600
+_VOID = frozenset({"br", "img", "input", "meta"})
 STATE_ICONS = {
     "running": "play",
     "finished": "circle-check",
@@ -50,6 +51,26 @@ PLACES = (
     Place(name="All settings", path="/settings", icon="settings", tool=True),
     Place(name="Machine", path="/doctor", icon="stethoscope", tool=True),
 )
+
+
+def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:
+    """Return `<name ...>children</name>`; None is left out, of children and of attributes.
+
+    A trailing underscore of an attribute is dropped (`class_`), the others become hyphens.
+    """
+    attributes_text = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Html(f"<{name}{attributes_text}>")
+    return Html(f"<{name}{attributes_text}>{join(children)}</{name}>")
+
+
+def join(parts: Iterable[str | None]) -> Html:
+    """Return the parts one after another, each escaped unless it is markup."""
+    return Html("".join(text(part) for part in parts if part is not None))
 
 
 def icon(name: str) -> Html:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.wording import bytes_text
-from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import mapping, number, sequence
 
 from .bases import EMBEDDED, RECOMMENDED, title
 from .drafts import Draft
 from .expert_edit import setting
 from .expert_text import text_of
-from .markup import button, icon, inline, setting_label, table
+from .markup import button, icon, inline, join, setting_label, table, tag
 
 Values = Mapping[str, Any]
 

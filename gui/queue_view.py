@@ -15,12 +15,12 @@ from lora_trainer.common.files import disk_error
 from lora_trainer.common.wording import bytes_text, duration_text, one_line, without_secrets
 from lora_trainer.queue import commands, worker
 from lora_trainer.queue.commands import Item
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import RunStatus, read_status
 
 from .launch import command_line
-from .markup import error_html, inline, note_html
+from .markup import error_html, inline, note_html, tag
 from .state import Stamp, page_url
 from .workplace import Workplace
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, bytes_text, duration_text, loss_text
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import Row, mapping, number, sequence
 
-from .markup import inline
+from .markup import inline, tag
 
 _SEVERITIES = ("note", "warning", "error")
 _EXACTNESS = {

@@ -15,12 +15,12 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.nvml import card_states
-from lora_trainer.reporting.charts import SMOOTHING, Html, LossView, join, loss_curve, tag
+from lora_trainer.reporting.charts import SMOOTHING, Html, LossView, loss_curve
 from lora_trainer.reporting.history import RunHistory, SampleImage
 from lora_trainer.run.run_folder import BEST_RECORD
 
 from . import launch, state
-from .markup import delete_button, table
+from .markup import delete_button, join, table, tag
 from .media import REPORT, run_url, samples_url
 from .run_best import Best, exports, losses, read_best, recommended
 from .run_log import log

@@ -22,11 +22,11 @@ from lora_trainer.config.config import (
     without_retired,
 )
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
-from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import Row, mapping
 from lora_trainer.reporting.report import value_text
 
-from .markup import inline, table
+from .markup import inline, join, table, tag
 
 # What a draft has fields of its own for, or a new run must not share.
 _NOT_CLONED = ("base.model", "output.folder", "output.name")
@@ -161,9 +161,7 @@ class _Settings:
 
     def _text(self, key: str, value: Any) -> Html:
         unit = self.known[key].unit if key in self.known else ""
-        counts = isinstance(value, int | float) and not isinstance(value, bool)
-        shown = f"{value_text(value)} {unit}" if unit and counts else value_text(value)
-        return tag("span", shown, translate="no")
+        return tag("span", value_text(value, unit), translate="no")
 
     def _decider(self, key: str) -> str:
         layer = self.layer(key)

@@ -20,7 +20,7 @@ from lora_trainer.common.wording import (
     step_seconds_text,
 )
 from lora_trainer.hardware.nvml import CardState
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus
 
@@ -31,6 +31,7 @@ from .markup import (
     link_button,
     progress,
     share_buttons,
+    tag,
     try_out_notice,
     use_in_comfyui,
 )

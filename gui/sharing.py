@@ -24,14 +24,14 @@ from lora_trainer.common.wording import public_text
 from lora_trainer.families.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.tensor_file import whole_or_absent
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.sample_files import last_samples
 from lora_trainer.run.hub_upload import WRITE_REFUSED
 
 from . import jobs, launch, tries
 from .library import preview_of, small_url
 from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile
-from .markup import inline
+from .markup import inline, tag
 from .media import EXPORTS, run_url
 from .workplace import Workplace
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import one_line
-from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_name
 
 from . import jobs, launch, state
 from .lora_files import Header, LoraFile, recorded_base
-from .markup import inline
+from .markup import inline, join, tag
 from .media import try_url
 from .workplace import Workplace
 

@@ -11,10 +11,10 @@ import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.hardware.machine import detect
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 
 from .. import doctor
-from ..markup import error_html, note_html
+from ..markup import error_html, note_html, tag
 from ..workplace import Workplace
 from .gradio_events import PRIVATE, QUIET, html
 

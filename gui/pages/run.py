@@ -15,12 +15,12 @@ from urllib.parse import urlencode
 import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.reporting.charts import Html, loss_curve, tag
+from lora_trainer.reporting.charts import Html, loss_curve
 from lora_trainer.reporting.status import read_status
 
 from .. import run_actions, state
 from ..asset_files import asset
-from ..markup import error_html, note_html
+from ..markup import error_html, note_html, tag
 from ..posted import Posted
 from ..run_parts import Part, chart_view, damaged_parts, parts, shown_best, stamp
 from ..run_state import look

@@ -16,14 +16,13 @@ import gradio as gr
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.layers import CONCEPT
 from lora_trainer.queue import commands, worker
-from lora_trainer.reporting.charts import join, tag
 from lora_trainer.reporting.history import mapping
 
 from .. import bases, drafts, expert_edit, launch, plan_view, run_actions, state, uploads
 from ..dataset_summary import summary
 from ..drafts import Draft
 from ..launch import Plans
-from ..markup import button, error_html, note_html
+from ..markup import button, error_html, join, note_html, tag
 from ..posted import Posted
 from ..run_state import downloading
 from ..run_view import stages_html

@@ -12,10 +12,10 @@ from typing import Any
 import gradio as gr
 
 from lora_trainer.common.wording import bytes_text
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import Html
 
 from .. import trash
-from ..markup import button
+from ..markup import button, tag
 from ..posted import Posted
 from ..workplace import Workplace
 from .gradio_events import QUIET, answering, html, module

@@ -1,10 +1,9 @@
 """Line charts as inline SVG, and the HTML they stand in, where no text can become markup.
 
-Inputs: tag names of this package, texts and attribute values from anywhere; points, labels and CSS classes
-of a chart. Output: `Html`, the only kind of string that is inserted as it stands, from `tag` or from a
-template beside this file: every plain string is escaped where it enters. Control characters and lone
-surrogates, which no document may hold, become the replacement character, and so do the signs that turn the
-direction of the words after them: a caption must not rearrange the sentence it stands in.
+Inputs: texts from anywhere; points, labels and CSS classes of a chart. Output: `Html`, the only kind of string that
+is inserted as it stands, from a template beside this file: every plain string is escaped where it enters. Control
+characters and lone surrogates, which no document may hold, become the replacement character, and so do the signs that
+turn the direction of the words after them: a caption must not rearrange the sentence it stands in.
 
 A chart has axes with round ticks, marks and tooltips; no library, no script. It is drawn twice, for a wide and
 a narrow window, so that its text keeps its size on a phone; the style sheet (charts.css) shows one. Values that are
@@ -18,7 +17,6 @@ import html
 import math
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -34,7 +32,6 @@ from lora_trainer.reporting.status import Smoothed
 _FORBIDDEN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
 )
-_VOID = frozenset({"br", "img", "input", "meta"})
 
 
 class Html(str):
@@ -53,26 +50,6 @@ def text(value: object) -> Html:
     return Html(html.escape(_FORBIDDEN.sub("\ufffd", str(value))))
 
 
-def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:
-    """Return `<name ...>children</name>`; None is left out, of children and of attributes.
-
-    A trailing underscore of an attribute is dropped (`class_`), the others become hyphens.
-    """
-    attributes_text = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    if name in _VOID:
-        return Html(f"<{name}{attributes_text}>")
-    return Html(f"<{name}{attributes_text}>{join(children)}</{name}>")
-
-
-def join(parts: Iterable[str | None]) -> Html:
-    """Return the parts one after another, each escaped unless it is markup."""
-    return Html("".join(text(part) for part in parts if part is not None))
-
-
 Point = tuple[float, float]
 # The style sheet of charts, for any page that has its colours.
 CHARTS_CSS = Path(__file__).with_name("charts.css")
@@ -84,41 +61,25 @@ WIDTHS_PX = {"wide": 1040, "narrow": 368}
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A polyline with its legend entry; with a `tip` each point gets a circle that shows it.
-
-    `tip` is a format string of the point and of the text of its loss.
-    """
+    """A polyline with its legend entry; `css` is its class, by which chart.html gives its points words."""
 
     label: str
     css: str
     points: Sequence[Point]
-    tip: str = ""
-
-    def tooltip(self, point: Point) -> str:
-        return self.tip.format(point, loss_text(point[1]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Something that happened at `x`: a tick on the axis, or a rule over the whole height."""
-
-    x: float
-    css: str
-    tooltip: str
-    rule: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """The curves of a chart by step; `top` bounds the y axis: points above it are drawn at the edge.
 
-    With `log` the y axis is logarithmic, for positive lines. Otherwise it starts at zero or below.
+    `marks` are events of a run with their step and their class, `css`. With `log` the y axis is logarithmic, for
+    positive lines. Otherwise it starts at zero or below.
     """
 
     title: str
     height_px: int
     lines: Sequence[ChartLine]
-    marks: Sequence[Mark] = ()
+    marks: Sequence[Row] = ()
     top: float | None = None
     log: bool = False
 
@@ -164,15 +125,16 @@ class Axes:
         return path
 
 
-def draw(chart: Chart) -> Html:
-    """Return a figure with legend and one SVG per width, or a sentence when nothing can be drawn."""
+def draw(chart: Chart, *, steps: Sequence[StepRow] = ()) -> Html:
+    """Return a figure with legend and one SVG per width, or a sentence when nothing can be drawn.
+
+    Below it are notes: a key to the marks, and which of the `steps` it does not show.
+    """
     drawings = {css: axes_of(chart, width_px=width_px) for css, width_px in WIDTHS_PX.items()}
-    if None in drawings.values():
-        return tag("p", f"{chart.title}: nothing was recorded.", class_="quiet")
-    return render("chart.html", chart=chart, drawings=drawings)
+    return render("chart.html", chart=chart, drawings=drawings, steps=steps)
 
 
-def axes_of(chart: Chart, *, width_px: int = WIDTHS_PX["wide"]) -> Axes | None:
+def axes_of(chart: Chart, *, width_px: int) -> Axes | None:
     """Return axes that hold all finite points, with round ticks that fit the size; None without a point."""
     points = [point for line in chart.lines for run in finite_runs(line.points) for point in run]
     if not points:
@@ -263,7 +225,10 @@ TEMPLATES.filters |= {
     "px": pixels,
     "tick_texts": tick_texts,
     "finite": lambda points: chain.from_iterable(finite_runs(points)),
+    "loss": loss_text,
+    "size": bytes_text,
 }
+TEMPLATES.tests["finite"] = math.isfinite
 
 
 def render(template: str, **values: Any) -> Html:
@@ -272,15 +237,6 @@ def render(template: str, **values: Any) -> Html:
 
 
 # ---- the loss and the learning rate of a run
-
-_MARKS_LEGEND = {
-    "saved": "triangles: saves",
-    "best": "solid green rule: step {best:,}, the best of the saved steps",
-    "memory": "dashed rules: recovered from out of memory",
-    "change": "dotted rules: changed settings",
-    "resumed": "green rules: resumes",
-}
-
 
 Smoothing = Literal["none", "some", "much"]
 # The share of all steps that the mean of the loss is taken over.
@@ -319,13 +275,11 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
         lines.append(ChartLine(label=label, css="train", points=means))
     validations = [(row.step, row.loss) for row in history.validations if row.step]
     if validations := [point for point in validations if view.holds(point[0])]:
-        tip = "step {0[0]:,.0f}: validation loss {1}"
-        lines.append(ChartLine(label="validation", css="validation", points=validations, tip=tip))
+        lines.append(ChartLine(label="validation", css="validation", points=validations))
     base = history.base_validation
     if base is not None and steps and math.isfinite(base.loss):  # as a level over all steps
         level = [(row.step, base.loss) for row in (steps[0], steps[-1])]
-        tip = "validation loss of the untouched base: {1}"
-        lines.append(ChartLine(label="validation of the base", css="base", points=level, tip=tip))
+        lines.append(ChartLine(label="validation of the base", css="base", points=level))
     top, finite = None, sorted(loss for _, loss in raw if math.isfinite(loss))
     if finite and not view.outliers:  # all that must show, and 98 % of the raw losses
         must_show = (loss for line in lines[1:] for _, loss in line.points if math.isfinite(loss))
@@ -335,17 +289,15 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
             replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])
             for line in lines
         ]
-    marks = [_mark(row) for row in history.marks if view.holds(row["step"])]
+    marks = [
+        {**row, "css": "memory" if is_recovery(row) else row["event"]}
+        for row in history.marks
+        if view.holds(row["step"])
+    ]
     if view.best and view.holds(view.best):
-        tip = f"step {view.best:,}: the best of the saved steps"
-        marks.append(Mark(x=view.best, css="best", tooltip=tip, rule=True))
+        marks.append({"step": view.best, "event": "best", "css": "best"})
     chart = Chart(title="Loss", height_px=330, lines=lines, marks=marks, top=top, log=view.log)
-    kinds = {mark.css for mark in chart.marks}
-    legend = "; ".join(words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
-    if legend:
-        legend = f"{legend[0].upper()}{legend[1:]}. Point at a sign for its figures."
-    notes = filter(None, (legend.format(best=view.best), *_notes(chart, steps)))
-    return join((draw(chart), *(tag("p", note, class_="note") for note in notes)))
+    return draw(chart, steps=steps)
 
 
 def rate_curve(history: RunHistory) -> Html:
@@ -366,25 +318,6 @@ def smoothed_losses(
     return [average.add(row.loss) for row in steps], span_steps
 
 
-def _mark(row: Row) -> Mark:
-    kind = row["event"]
-    if kind == "saved":
-        names = " and ".join(str(row[key]) for key in ("export", "state") if row.get(key))
-        size_bytes = row.get("bytes")
-        size = bytes_text(size_bytes) if isinstance(size_bytes, int) else "size unknown"
-        event = f"saved {names} ({size})"
-    elif kind == "resumed":
-        event = f"resumed, {row.get('exactness')}"
-    else:
-        event = "{key} {old} -> {new}: {reason}".format_map(defaultdict(lambda: None, row))
-    return Mark(
-        x=row["step"],
-        css="memory" if is_recovery(row) else kind,
-        tooltip=f"step {row['step']:,}: {event}",
-        rule=kind != "saved",
-    )
-
-
 def is_recovery(row: Row) -> bool:
     """Whether an event is a change with which a run went on after it ran out of memory."""
     key = str(row.get("key"))
@@ -392,16 +325,3 @@ def is_recovery(row: Row) -> bool:
         return False
     grown = number(row, "new") > number(row, "old")
     return not (key == "memory.micro_batch" and grown)  # that is the way back
-
-
-def _notes(chart: Chart, steps: Sequence[StepRow]) -> Iterator[str]:
-    finite = [row for row in steps if math.isfinite(row.loss)]
-    if len(finite) < len(steps):
-        count = len(steps) - len(finite)
-        yield f"Steps whose loss is not a number: {count}. The line is broken there."
-    axes = axes_of(chart)
-    above = [row for row in finite if axes is not None and row.loss > axes.y_ticks[-1]]
-    if above:
-        highest = max(above, key=lambda row: row.loss)
-        where = f"the highest is {loss_text(highest.loss)} at step {highest.step:,}"
-        yield f"Steps whose loss lies above the chart: {len(above)}; {where}."

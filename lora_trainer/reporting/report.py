@@ -16,7 +16,8 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,66 +62,42 @@ def write_report(run_folder: Path) -> Path:
 
 def document(history: RunHistory) -> Html:
     """Return the whole page."""
-    run, started = history.run, history.started
-    environment = [
-        (name, bytes_text(value) if name.endswith("_bytes") and isinstance(value, int) else value)
-        for name, value in flat(mapping(run, "environment"))
-    ]
-    changes = [
-        {
-            **{name: str(row.get(name)) for name in ("key", "old", "new", "exactness")},
-            "kind": row["event"],
-            "step": f"{row['step']:,}",
-            "why": row.get("reason") or "; ".join(map(str, sequence(row, "differences"))),
-        }
-        for row in history.marks
-        if row["event"] != "saved"
-    ]
-    differing, defaults = _settings(history)
+    functions = (column_name, duration_text, mapping, number, sequence, smoothed_losses, value_text)
+    run = history.run
+    data, values, infos = mapping(run, "dataset"), mapping(run, "settings"), all_settings()
+    # As run.json has them: tuples are lists there.
+    defaults = json.loads(json.dumps({info.key: info.default for info in infos}))
+    at_default = [key for key in values if key in defaults and values[key] == defaults[key]]
+    try:
+        score = read_json_object(history.folder / VALIDATION_FILE)
+    except (OSError, RequestError):
+        score = None
     return render(
         REPORT_FILE,
-        name=str(run.get("name") or started.get("name") or history.folder.name),
+        history=history,
+        name=str(run.get("name") or history.started.get("name") or history.folder.name),
         verdict=verdict(history),
-        about=_about(history),
-        figures=list(_key_figures(history)),
+        planned=_planned(history),
+        export=_export(history),
         grid=sample_grid(history),
-        column_name=column_name,
         loss_curve=loss_curve(history),
         rate_curve=rate_curve(history),
-        score=_score(history.folder),
-        severities=SEVERITIES,
-        changes=changes,
-        problems=_problems(history),
-        dataset=_dataset(mapping(run, "dataset")),
-        differing=differing,
-        defaults=defaults,
+        score=score,
+        problems=_counted(history.problems),
+        data=data,
+        buckets=_buckets(data),
+        findings=_counted(row for row in sequence(data, "findings") if isinstance(row, dict)),
+        values=values,
+        units={info.key: info.unit for info in infos},
+        at_default=at_default,
         timings=list(_timings(history)),
-        environment=[(name, value_text(value)) for name, value in environment],
+        environment=list(flat(mapping(run, "environment"))),
         command=shlex.join(str(word) for word in sequence(run, "command")),
-        unreadable_lines=history.unreadable_lines,
+        severities=SEVERITIES,
+        weights=WEIGHTS,
+        utc=partial(datetime.datetime.fromtimestamp, tz=datetime.UTC),
+        **{each.__name__: each for each in functions},
     )
-
-
-def _score(folder: Path) -> dict[str, Any] | None:
-    """Return the score and its parts from RUN/validation.json, None without a readable one."""
-    try:
-        row = read_json_object(folder / VALIDATION_FILE)
-    except (OSError, RequestError):
-        return None
-    score, name = number(row, "score"), str(row.get("file", "the adapter"))
-    if not math.isfinite(score):
-        sentence = f"{name}: nothing could be measured"
-    elif row.get("complete") is True:
-        sentence = f"{name}: score {score:.2f} of 1"
-    else:
-        missing = f"without {number(row, 'weight_left_out'):.0%} of their weight"
-        sentence = f"{name}: {score:.2f} of 1 from its parts so far, {missing}"
-    parts, left_out = mapping(row, "parts"), mapping(row, "left_out")
-    rows = [
-        (name, weight, number(parts, name), left_out.get(name, ""))
-        for name, weight in WEIGHTS.items()
-    ]
-    return {"verdict": sentence, "parts": rows, "notes": sequence(row, "notes")}
 
 
 def verdict(history: RunHistory) -> tuple[str, str, str]:
@@ -150,62 +127,18 @@ def _planned(history: RunHistory) -> str:
     return f"{planned:,.0f}" if math.isfinite(planned) else "an unknown number"
 
 
-def _about(history: RunHistory) -> str:
-    started, base = history.started, mapping(history.run, "base")
-    parts = [
-        f"{started.get('family') or base.get('family') or 'unknown family'}",
-        f"base {started.get('base') or base.get('source') or 'unknown'}",
-        f"on {started.get('device', 'an unknown device')}",
-        f"preset {started.get('tier', '?')} / {started.get('priority', '?')}",
-    ]
-    began_s = number(started, "time")
-    if math.isfinite(began_s):
-        began = datetime.datetime.fromtimestamp(began_s, tz=datetime.UTC)
-        parts.append(f"started {began:%Y-%m-%d %H:%M} UTC")
-    return " \u00b7 ".join(parts)
-
-
-def _key_figures(history: RunHistory) -> Iterator[tuple[str, str, str]]:
-    """Yield title, value and detail of each figure at the top of the page."""
-    yield "Steps", f"{len(history.steps):,}", f"of {_planned(history)}"
-    sessions = f"in {history.sessions} sessions" if history.sessions > 1 else ""
-    yield "Time", duration_text(history.seconds), sessions
-    images = number(mapping(history.run, "dataset"), "images")
-    batch = number(history.started, "batch_size")
-    held_out = number(history.started, "validation_images")
-    details = [f"batch {batch:.0f}"] if math.isfinite(batch) else []
-    details += [f"{held_out:.0f} held out"] if held_out > 0 else []
-    yield "Images", f"{images:,.0f}" if math.isfinite(images) else "unknown", ", ".join(details)
-    losses, span_steps = smoothed_losses(history.steps)
-    if losses:
-        yield "Training loss", loss_text(losses[-1]), f"mean of about {span_steps} steps"
-    else:
-        yield "Training loss", "none", "no step was trained"
-    base, last = history.base_validation, history.last_validation
-    if last is None:
-        yield "Validation loss", "none", "no images were held out"
-    else:
-        details = [f"base {loss_text(base.loss)}"] if base else []
-        best = min(
-            (row for row in history.validations if row.step),
-            key=lambda row: (math.isnan(row.loss), row.loss),
-        )
-        if best.step != last.step and best.loss < last.loss:
-            details.append(f"best {loss_text(best.loss)} at step {best.step:,}")
-        yield "Validation loss", loss_text(last.loss), "; ".join(details)
+def _export(history: RunHistory) -> tuple[str, str]:
+    """Return the name of the newest file that was exported and its size, ("none", why) without one."""
     ends = [history.end] if history.end and history.end["event"] == "finished" else []
     names = [str(row["export"]) for row in (*history.marks, *ends) if row.get("export")]
     if not names:
-        yield "File", "none", "nothing was exported"
-        return
+        return "none", "nothing was exported"
     try:
-        size = bytes_text(inside(history.folder, names[-1]).stat().st_size)
+        return names[-1], bytes_text(inside(history.folder, names[-1]).stat().st_size)
     except (OSError, ValueError):
-        size = "no longer in the run folder"
-    yield "File", names[-1], size
+        return names[-1], "no longer in the run folder"
 
 
-_PROBLEM = ("severity", "what", "file", "fix", "code")
 _MEMORY = {
     "vram_bytes": "device memory in tensors, highest",
     "vram_reserved_bytes": "device memory reserved, highest",
@@ -214,73 +147,38 @@ _MEMORY = {
 }
 
 
-def _problems(history: RunHistory) -> list[dict[str, str]]:
-    """Return all that was skipped, clamped or retried; equal entries are one row with a count."""
-    counts = Counter(tuple(str(row.get(key) or "") for key in _PROBLEM) for row in history.problems)
-    rows = [dict(zip(_PROBLEM, values, strict=True)) for values in counts]
-    for row, count in zip(rows, counts.values(), strict=True):
-        row["what"] += f" (\u00d7{count})" if count > 1 else ""
-    return sorted(rows, key=_severity)
-
-
-def _severity(row: Mapping[str, str]) -> int:
-    severity = row["severity"]
-    return SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
-
-
-def _dataset(data: Row) -> dict[str, Any]:
-    """Return the images' score with its parts, the buckets and the findings; {} without a record."""
-    if not data:
-        return {}
-    parts = mapping(data, "parts")
-    scores = {"overall": number(data, "score")}
-    scores |= {name.replace("_", " "): number(parts, name) for name in parts}
-    buckets = {name: number(mapping(data, "buckets"), name) for name in mapping(data, "buckets")}
-    most = max(filter(math.isfinite, buckets.values()), default=1.0)
-    findings = [
-        {key: str(row.get(key) or "") for key in ("severity", "file", "what", "advice")}
-        for row in sequence(data, "findings")
-        if isinstance(row, dict)
+def _counted(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return problems or findings as texts with their `count`, the worst first; equal ones are one row."""
+    names = ("severity", "what", "file", "fix", "advice", "code")
+    counts = Counter(tuple(str(row.get(name) or "") for name in names) for row in rows)
+    texts = [
+        {**dict(zip(names, values, strict=True)), "count": count}
+        for values, count in counts.items()
     ]
-    return {
-        "images": number(data, "images"),
-        "name": data.get("name", "unknown"),
-        "held_out": [str(name) for name in sequence(data, "held_out")],
-        "scores": scores.items(),
-        "buckets": [
-            (name, count, count / most)
-            for name, count in sorted(buckets.items(), key=lambda entry: -entry[1])
-        ],
-        "findings": sorted(findings, key=lambda row: (_severity(row), row["file"])),
-    }
+    ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+    return sorted(texts, key=lambda row: ranks.get(row["severity"], len(ranks)))
 
 
-def _settings(history: RunHistory) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return value, origin and reason of every setting: those that differ, those at their default."""
-    values, origins = mapping(history.run, "settings"), mapping(history.run, "origins")
-    infos = {info.key: info for info in all_settings()}
-    differing: list[dict[str, str]] = []
-    defaults: list[dict[str, str]] = []
-    for key, value in values.items():
-        info, origin, text = infos.get(key), mapping(origins, key), value_text(value)
-        if info and info.unit and isinstance(value, int | float) and not isinstance(value, bool):
-            text = f"{text} {info.unit}"
-        layer, reason = origin.get("layer", ""), origin.get("reason") or ""
-        row = {"key": key, "value": text, "layer": str(layer), "reason": str(reason)}
-        is_default = info is not None and value == json.loads(json.dumps(info.default))
-        (defaults if is_default else differing).append(row)
-    return differing, defaults
+def _buckets(data: Row) -> list[tuple[str, float, float]]:
+    """Return the buckets with their images and the share of the largest one, the largest first."""
+    counts = {name: number(mapping(data, "buckets"), name) for name in mapping(data, "buckets")}
+    most = max(filter(math.isfinite, counts.values()), default=1.0)
+    ordered = sorted(counts.items(), key=lambda entry: -entry[1])
+    return [(name, count, count / most) for name, count in ordered]
 
 
-def value_text(value: Any) -> str:
-    """Return a JSON value in words: `on`, `off`, `none`, lists with commas."""
+def value_text(value: Any, unit: str = "") -> str:
+    """Return a JSON value in words: `on`, `off`, `none`, lists with commas, numbers with their unit."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:
         return "none"
     if isinstance(value, list):
         return ", ".join(value_text(entry) for entry in value) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
+    if isinstance(value, int | float):
+        words = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{words} {unit}" if unit else words
+    return str(value) or "empty"
 
 
 def _timings(history: RunHistory) -> Iterator[tuple[str, str]]:
@@ -299,12 +197,9 @@ def _timings(history: RunHistory) -> Iterator[tuple[str, str]]:
         saves_s = [number(row, "seconds") for row in history.marks if row["event"] == "saved"]
         if saves_s:
             yield f"saves, {len(saves_s)} together", duration_text(math.fsum(saves_s))
-    peaks = dict.fromkeys(_MEMORY, 0.0)
-    for name, text in _MEMORY.items():
-        for row in history.steps:
-            peaks[name] = max(peaks[name], getattr(row, name))  # NaN is never the larger one
-        if peaks[name]:
-            yield text, bytes_text(peaks[name])
+    # NaN is never the larger one.
+    peaks = {name: max([0.0, *(getattr(row, name) for row in history.steps)]) for name in _MEMORY}
+    yield from ((_MEMORY[name], bytes_text(peak)) for name, peak in peaks.items() if peak)
     memory = mapping(mapping(history.run, "plan"), "memory")
     predicted = number(memory, "peak_bytes")
     if not predicted > 0:
