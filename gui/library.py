@@ -307,8 +307,7 @@ def _inspected(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "kind", ", ".join(inspection.kinds)
     for name, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
         if spread is not None:
-            same = spread.low == spread.high
-            yield name, f"{spread.low:g}" if same else f"{spread.low:g} to {spread.high:g}"
+            yield name, " to ".join(dict.fromkeys(f"{end:g}" for end in spread))
     yield "modules", f"{inspection.modules:,}"
     for key, (tokens, width) in inspection.embeddings.items():
         yield key, f"{tokens} new tokens of {width:,} numbers"

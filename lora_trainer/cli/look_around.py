@@ -58,7 +58,7 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
     for key, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
         text = "not stated"
         if spread is not None:
-            ends = dict.fromkeys(f"{end:g}" for end in (spread.low, spread.high))
+            ends = dict.fromkeys(f"{end:g}" for end in spread)
             text = " to ".join(ends)
         add_row(table, key, text)
     add_row(table, "modules", str(inspection.modules))

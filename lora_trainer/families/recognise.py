@@ -22,17 +22,17 @@ LORA = "a LoRA"
 _IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
 
-def adapter_family(shapes: Mapping[str, tuple[int, ...]], *, metadata: Mapping[str, str]) -> str:
+def adapter_family(widths: Mapping[str, int], *, metadata: Mapping[str, str]) -> str:
     """Return the family of an adapter, `unknown` where names, widths and metadata leave it open.
 
-    `shapes` are those of the modules' down matrices, [rank, in, ...]. Tensors weigh more than metadata.
+    `widths` are the numbers of inputs of the modules, 0 where they are not known. Tensors weigh more than metadata.
     """
-    widths = {name.replace(".", "_"): shape[1:2] for name, shape in shapes.items()}
     metadata_family = stated_version(metadata)
     for names, pattern, *width in signature_tables()["adapters"]["modules"]:
         fitting = re.compile(_in_full(pattern)).search
         if any(
-            fitting(name) and width in ([], [*size], [bool(size)]) for name, size in widths.items()
+            fitting(name.replace(".", "_")) and width in ([], [inputs], [inputs > 0])
+            for name, inputs in widths.items()
         ):
             candidates: list[str] = names.split()
             is_candidate = metadata_family in candidates

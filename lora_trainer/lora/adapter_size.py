@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from lora_trainer.config.learning import AdapterSettings
 
@@ -162,8 +162,8 @@ def rotated_size(numbers: int) -> int:
 def update_size(kind: AdapterKind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """Return (out, fan in) of an update, kernels counted, 0 for a side that the tensors do not tell.
 
-    `shapes` are those of a file's tensors by role or of the arrays of an `Update`. Raises KeyError,
-    IndexError or ValueError for a module whose tensors are not all there.
+    `shapes` are those of a file's tensors by role or of a `ModuleUpdate`. Raises KeyError, IndexError or
+    ValueError for a module whose tensors are not all there.
     """
     match kind:
         case "lora":
@@ -200,3 +200,72 @@ def update_size(kind: AdapterKind | None, shapes: Mapping[str, tuple[int, ...]])
         case "ia3":
             return shapes.get("by_output", (0,))[0], 0
     return 0, 0
+
+
+T = TypeVar("T", bound=Any)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleUpdate(Generic[T]):
+    """The tensors, or numpy's arrays, that change one module's weight [out, in, ...].
+
+    lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
+    loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
+    lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
+    oft: `blocks` [count, size, size], the rotation of groups of outputs; BOFT in files of others:
+    [rounds, count, size, size]. `rescale` [out, 1, ...] after that, with the dimensions of the weight, as readers
+    multiply it as it is.
+    oft_in: `skew` [count, size (size - 1) / 2], upper triangles of the rotations of groups of inputs.
+    glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in, ...]: the weight times A, plus B.
+    ia3: `by_output` [out, 1, ...] or `by_input` [in, 1, ...], the share of the weight that is added; a one
+    for each dimension of the kernel.
+    full: `difference` [out, in, ...]; norm: `difference` [width].
+    Any may have `bias` [out], added to the layer's bias; DoRA has `magnitude` [out(, 1, ...)], or
+    in files of others `input_magnitude` [1, in(, 1, 1)].
+    `rows` are those of the product that the layer has, None: all of them.
+    `scale` multiplies the update: alpha / rank, or alpha / sqrt(rank) for rsLoRA; oft ignores it, and
+    it is 1 for a lokr whose factors are both full, as readers ignore the alpha of those.
+    """
+
+    kind: AdapterKind
+    tensors: Mapping[str, T]
+    rank: int
+    scale: float
+    rows: tuple[int, int] | None = None
+
+    @property
+    def dora(self) -> bool:
+        """Whether the norm of each output, or input, is learned apart (Liu et al. 2024, arXiv 2402.09353)."""
+        return "magnitude" in self.tensors or "input_magnitude" in self.tensors
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether the update depends on the weight it changes: DoRA, OFT, GLoRA, IA3."""
+        return self.dora or self.kind in BASED
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(out, fan in) of the update, kernels counted, 0 for a side that the tensors do not tell."""
+        return update_size(self.kind, {name: tuple(t.shape) for name, t in self.tensors.items()})
+
+
+def factored_norm(factors: Mapping[str, T], *, norm: Callable[[T], Any]) -> Any:
+    """Return the Frobenius norm of the update of a LoRA or LoKr without its strength, NaN where a number is NaN.
+
+    `factors` are tensors or arrays, and `norm` is the Frobenius norm of their library.
+    """
+
+    def product_norm(outer: str, inner: str) -> Any:
+        tall, wide = (factors[name].reshape(len(factors[name]), -1) for name in (outer, inner))
+        # |A B|^2 = tr(B^T A^T A B) = sum of (A^T A) * (B B^T), elementwise: only [r, r] matrices are formed.
+        # Rounding can put the sum for a product of zero a little below zero, whose root would be NaN.
+        return ((tall.T @ tall) * (wide @ wide.T)).sum().clip(0) ** 0.5
+
+    if "up" in factors:
+        return product_norm("up", "down")
+    # Each number of A x B is one of A times one of B, so the norms multiply.
+    first, second = (
+        norm(factors[side]) if side in factors else product_norm(f"{side}_a", f"{side}_b")
+        for side in ("w1", "w2")
+    )
+    return first * second

@@ -23,7 +23,13 @@ from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter_layers import CUSTOM, FusedLinear, LeanConv2d, LeanDora, RotatedLayer
-from lora_trainer.lora.adapter_size import AdapterKind, Width, block_size, layer_width
+from lora_trainer.lora.adapter_size import (
+    AdapterKind,
+    Width,
+    block_size,
+    factored_norm,
+    layer_width,
+)
 from lora_trainer.lora.dropout import SampleMasks, gated, gates
 from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.network.quantize import frozen_weight
@@ -61,37 +67,18 @@ class AdaptedLayer:
 
         From the factors' Gram matrices, without the [out, in] product; only LoHa's product is formed.
         """
-        factors: Mapping[str, Tensor] = {
-            name: parameter.detach().flatten(1) for name, parameter in self.parameters.items()
-        }
+        factors = self.tensors().tensors
         match self.kind:
-            case "lora":
-                norm = _product_norm(factors["up"], factors["down"])
+            case "lora" | "lokr":
+                norm = factored_norm(factors, norm=torch.linalg.vector_norm)
             case "loha":
-                first = factors["w1_a"] @ factors["w1_b"]
-                norm = torch.linalg.vector_norm(first * (factors["w2_a"] @ factors["w2_b"]))
-            case "lokr":
-                # The norm of a Kronecker product is the product of the norms.
-                norm = _side_norm(factors, "w1") * _side_norm(factors, "w2")
+                flat = {name: factor.flatten(1) for name, factor in factors.items()}
+                first = flat["w1_a"] @ flat["w1_b"]
+                norm = torch.linalg.vector_norm(first * (flat["w2_a"] @ flat["w2_b"]))
             case kind:
                 raise AssertionError(f"the update of {kind} has no norm of its own")
-        return norm * abs(self.width.scale)
-
-
-def _side_norm(factors: Mapping[str, Tensor], name: str) -> Tensor:
-    if name in factors:
-        norm: Tensor = torch.linalg.vector_norm(factors[name])
-        return norm
-    return _product_norm(factors[f"{name}_a"], factors[f"{name}_b"])
-
-
-def _product_norm(first: Tensor, second: Tensor) -> Tensor:
-    """Return the Frobenius norm of `first` [m, r] @ `second` [r, n].
-
-    Its square is the sum of (first^T first) * (second second^T), elementwise over [r, r].
-    """
-    # Rounding may make the sum of a tiny update negative, whose root would be NaN.
-    return ((first.mT @ first) * (second @ second.mT)).sum().clamp(min=0.0).sqrt()
+        scaled: Tensor = norm * abs(self.width.scale)
+        return scaled
 
 
 def adapt(

@@ -7,16 +7,16 @@ is formed only where it is what is given. "Energy" is a squared Frobenius norm t
 
 from __future__ import annotations
 
-import hashlib
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lora_trainer.lora.adapter_size import KIND_NAMES, update_size
-from lora_trainer.lora.tensors import ModuleTensors, needs_weight
+from lora_trainer.lora.adapter_size import KIND_NAMES
+from lora_trainer.lora.tensors import ModuleTensors
 
 # Matrices with a side up to this are decomposed in full: it takes less than a second.
 EXACT_SIDE = 512
@@ -80,7 +80,7 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
     the product of its factors' ranks; where these are no longer thin, they are refused too. `kernel`
     is the layer's, for files that have it flattened.
     """
-    if needs_weight(module):
+    if module.needs_weight:
         raise NotLowRank(f"what {kind_name(module)} changes depends on the base's weights")
     if module.kind in ("full", "norm"):
         raise NotLowRank(f"it is {kind_name(module)}, no product of factors")
@@ -119,7 +119,7 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
 def fits(module: ModuleTensors, *, out: int, fan_in: int) -> bool:
     """Say whether a module's update has the size of a weight, from the shapes of its factors."""
     shapes = {name: tuple(tensor.shape) for name, tensor in module.tensors.items()}
-    rows, columns = update_size(module.kind, shapes)
+    rows, columns = module.size
     if module.rows is not None:
         rows = module.rows[1] - module.rows[0]
     # One rotation or one share may serve all inputs, and then the tensors do not tell how many.
@@ -154,7 +154,7 @@ def approximated(
     `enough` says how many of those it is given a rank needs; all of them: there may be more to come.
     `limit` is the most that are wanted, `seed` makes the same draws in every run.
 
-    Of a large matrix by subspace iteration (Halko et al. 2009, arXiv 0909.4061, algorithm 4.4) in float32: the
+    Of a large matrix by torch's subspace iteration (Halko et al. 2009, arXiv 0909.4061) in float32: the
     values are of a projection of the matrix, so what they keep of its energy is exact. Of a small one all, in
     float64.
     """
@@ -169,18 +169,11 @@ def approximated(
             count = side
             left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
         else:
-            bytes_of_seed = hashlib.sha256(seed.encode()).digest()[:8]
-            generator = torch.Generator().manual_seed(
-                int.from_bytes(bytes_of_seed, "little", signed=True)
-            )
-            start = torch.randn(matrix.shape[1], width, generator=generator)
-            basis: Tensor = torch.linalg.qr(matrix @ start).Q
-            # A QR decomposition after each product: without it all columns would turn to the largest singular
-            # vector and lose the others in float32.
-            for _ in range(ITERATIONS):
-                basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
-            core, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
-            left = basis @ core
+            # torch draws from its global generator, which is as before afterwards.
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(zlib.crc32(seed.encode()))
+                left, values, columns = torch.svd_lowrank(matrix, width, niter=ITERATIONS)
+            right = columns.T
         decomposition = Singular(
             left=left[:, :count].double(),
             values=values[:count].double(),

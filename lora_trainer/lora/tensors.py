@@ -7,13 +7,12 @@ their prefixes. All mathematics of an adapter's change to a weight is `update`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lora_trainer.config.declare import Precision
-from lora_trainer.lora.adapter_size import BASED, AdapterKind, rotated_size
+from lora_trainer.lora.adapter_size import ModuleUpdate, rotated_size
 
 DTYPES: Mapping[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -22,38 +21,7 @@ DTYPES: Mapping[Precision, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleTensors:
-    """The tensors that change one module.
-
-    lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
-    loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
-    lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
-    oft: `blocks` [count, size, size], the rotation of groups of output channels; BOFT in files of others:
-    [rounds, count, size, size].
-    oft may have `rescale` [out, 1, ...]; oft_in: `skew` [count, size (size - 1) / 2], turning groups of inputs.
-    glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in, ...]: the weight times A, plus B.
-    ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
-    full: `difference` [out, in, ...]; norm: `difference` [width].
-    Any may have `bias` [out], added to the layer's bias; DoRA has `magnitude` [out(, 1, ...)], or
-    in files of others `input_magnitude` [1, in(, 1, 1)].
-    `rows` are those of the product that the layer has, None: all of them.
-    `scale` multiplies the update: alpha / rank, or alpha / sqrt(rank) for rsLoRA; oft ignores it, and
-    it is 1 for a lokr whose factors are both full, as readers ignore the alpha of those.
-    """
-
-    kind: AdapterKind
-    tensors: Mapping[str, Tensor]
-    rank: int
-    scale: float
-    rows: tuple[int, int] | None = None
-
-    @property
-    def dora(self) -> bool:
-        """Whether the norm of each output, or input, is learned apart (Liu et al. 2024, arXiv 2402.09353)."""
-        return "magnitude" in self.tensors or "input_magnitude" in self.tensors
-
-
+ModuleTensors = ModuleUpdate[Tensor]
 # By "component.module", such as "denoiser.mid_block.attentions.0.proj_in" or "text_encoder.encoder....".
 AdapterTensors = Mapping[str, ModuleTensors]
 
@@ -64,18 +32,13 @@ def split_key(key: str) -> tuple[str, str]:
     return component, module
 
 
-def needs_weight(module: ModuleTensors) -> bool:
-    """Say whether the update depends on the weight it changes: DoRA, OFT, GLoRA, IA3."""
-    return module.dora or module.kind in BASED
-
-
 def update(module: ModuleTensors, weight: Tensor | None = None) -> Tensor:
     """Return the update that the module adds to a weight, [out, in, ...], float32 or float64 if a tensor is.
 
     Without `weight` the kernel of a convolution may come out flattened ([out, in x kernel]). Raises
     ValueError when the update needs the weight and none is given.
     """
-    if needs_weight(module) and weight is None:
+    if module.needs_weight and weight is None:
         raise ValueError(f"the update of {module.kind} depends on the weight it changes")
     # float32 at least: half precision would round the update itself.
     values = (*module.tensors.values(), *(() if weight is None else (weight,)))

@@ -271,8 +271,8 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
                 break
         others = () if chosen == stated_name else tuple(name for name in fitting if name != chosen)
         return Fit(family=chosen, others=others, names=fitting[chosen], exact=True)
-    shapes = {name: part.down_shape for name, part in parts.items()}
-    family = adapter_family(shapes, metadata=metadata)
+    widths = {name: part.size[1] for name, part in parts.items()}
+    family = adapter_family(widths, metadata=metadata)
     releases = _releases(family, parts) if family in families.MODULES else ()
     by_release = [(names, tuple(find_misfits(parts, names))) for names in releases]
     if not by_release:

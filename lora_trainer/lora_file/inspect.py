@@ -6,14 +6,11 @@ Input is a safetensors file from any trainer, output an Inspection. Torch-free. 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from hashlib import sha256
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import numpy as np
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import Severity
 from lora_trainer.families.recognise import stated_family
-from lora_trainer.lora.adapter_size import BASED
+from lora_trainer.lora.adapter_size import BASED, factored_norm
 from lora_trainer.lora_file.base_layers import Fit, recognise, sized
 from lora_trainer.lora_file.embedding import (
     BUNDLED,
@@ -35,7 +32,7 @@ from lora_trainer.lora_file.embedding import (
 from lora_trainer.lora_file.key_formats import SCALED, KeyFormat, key_format, kind_of_others
 from lora_trainer.lora_file.module_update import Update
 from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED, Contents, open_contents
-from lora_trainer.lora_file.tensor_file import numbers, refuse
+from lora_trainer.lora_file.tensor_file import numbers, packaged, refuse
 
 
 @dataclass(frozen=True)
@@ -47,20 +44,9 @@ class Problem:
     what: str
     advice: str
 
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Smallest and largest value over the modules."""
-
-    low: float
-    high: float
-
-    def to_json(self) -> float | dict[str, float]:
-        """Return the value, or {"min", "max"} where modules differ."""
-        return self.low if self.low == self.high else {"min": self.low, "max": self.high}
+# Smallest and largest value over the modules.
+Spread = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +75,21 @@ class Inspection:
             "family": self.family,
             "format": self.format,
             "kinds": list(self.kinds),
-            "rank": self.rank.to_json() if self.rank else None,
-            "alpha": self.alpha.to_json() if self.alpha else None,
+            "rank": _one_or_both(self.rank),
+            "alpha": _one_or_both(self.alpha),
             "modules": self.modules,
             "norms": dict(self.norms),
             **({"embeddings": vectors} if vectors else {}),
             "metadata": dict(self.metadata),
-            "problems": [problem.to_json() for problem in self.problems],
+            "problems": [asdict(problem) for problem in self.problems],
         }
+
+
+def _one_or_both(spread: Spread | None) -> float | dict[str, float] | None:
+    """Return the value of all modules, or {"min", "max"} where they differ."""
+    if spread is None or spread[0] == spread[1]:
+        return spread and spread[0]
+    return {"min": spread[0], "max": spread[1]}
 
 
 def inspect_file(path: Path) -> Inspection:
@@ -116,7 +109,7 @@ def inspect_file(path: Path) -> Inspection:
         family=fit.family,
         format=key_format(whole),
         rank=_spread(rank for part in whole.values() for rank in part.ranks),
-        alpha=_spread([*facts.alphas.values(), *contents.strengths.alphas()]),
+        alpha=_spread([*facts.alphas.values(), *contents.stated_alphas()]),
         modules=len(whole),
         metadata=contents.metadata,
         problems=tuple(_problems(contents, facts, fit)),
@@ -140,11 +133,11 @@ def _embedding(path: Path) -> Inspection:
 
 
 def _spread(values: Iterable[float]) -> Spread | None:
-    numbers = list(values)
-    return Spread(low=min(numbers), high=max(numbers)) if numbers else None
+    ordered = sorted(values)
+    return (ordered[0], ordered[-1]) if ordered else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _TensorFacts:
     """The facts that are in a file's tensors and not in its header.
 
@@ -152,33 +145,32 @@ class _TensorFacts:
     do not fit together, `norms` the norm of the update by block; `sha256` is the hash of all tensor bytes.
     """
 
-    alphas: dict[str, float]
-    not_finite: list[str]
-    misshapen: dict[str, str]
-    norms: dict[str, float]
     sha256: str
+    not_finite: list[str]
+    alphas: dict[str, float] = field(default_factory=dict)
+    misshapen: dict[str, str] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
 
 
 def _read(contents: Contents) -> _TensorFacts:
-    digest, alphas, not_finite, misshapen = sha256(), dict[str, float](), [], dict[str, str]()
-    squares: dict[str, float] = {}
+    digest, not_finite, squares = sha256(), list[str](), dict[str, float]()
     for entry in contents.opened.entries.values():
         data = contents.opened.read(entry)
         digest.update(data)
         values = numbers(data, entry)
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             not_finite.append(entry.key)
-    spoilt = set(not_finite)
+    facts, spoilt = _TensorFacts(sha256=digest.hexdigest(), not_finite=not_finite), {*not_finite}
     for module, part in contents.parts.items():
         alpha = part.entries.get("alpha")
         if alpha is not None and math.prod(alpha.shape) == 1 and alpha.key not in spoilt:
-            alphas[module] = float(contents.array(alpha).reshape(()))
+            facts.alphas[module] = float(contents.array(alpha).reshape(()))
         if not part.complete or spoilt & {entry.key for entry in part.entries.values()}:
             continue
         try:
             norm = update_norm(contents.update(module))
         except InputError as error:
-            misshapen[module] = error.found.partition(f"{module!r} ")[2] or error.found
+            facts.misshapen[module] = error.found.partition(f"{module!r} ")[2] or error.found
             continue
         if norm is not None:
             block = block_of(module)
@@ -188,18 +180,10 @@ def _read(contents: Contents) -> _TensorFacts:
         name, _, number = block.rpartition(".")
         return (name, int(number)) if number.isdigit() else (block, 0)
 
-    norms = {
-        block: math.sqrt(squares[block])
-        for block in sorted(squares, key=by_number)
-        if math.isfinite(squares[block])
-    }
-    return _TensorFacts(
-        alphas=alphas,
-        not_finite=not_finite,
-        misshapen=misshapen,
-        norms=norms,
-        sha256=digest.hexdigest(),
-    )
+    for block in sorted(squares, key=by_number):
+        if math.isfinite(squares[block]):
+            facts.norms[block] = math.sqrt(squares[block])
+    return facts
 
 
 # ---- norms
@@ -228,40 +212,20 @@ def update_norm(update: Update) -> float | None:
 
     The magnitudes of DoRA and changes of biases are left out.
     """
-    arrays = update.arrays
+    arrays = {name: np.asarray(array, np.float64) for name, array in update.tensors.items()}
     is_large = any(len(array) > MAX_RANK for name, array in arrays.items() if name in _INNER)
     if update.kind in BASED or update.rows is not None or is_large:
         return None
     with np.errstate(all="ignore"):
         match update.kind:
-            case "lora":
-                norm = _product_norm(arrays["up"], arrays["down"])
+            case "lora" | "lokr":  # float64 keeps 8 digits after the root
+                norm = float(factored_norm(arrays, norm=np.linalg.norm))
             case "loha":
                 norm = _loha_norm(arrays)
-            case "lokr":
-                # Each number of A x B is one of A times one of B, so the squares of the norms multiply.
-                norm = _factor_norm(arrays, "w1") * _factor_norm(arrays, "w2")
             case _:  # a bias that changes alone has no difference
-                norm = _factor_norm({"difference": np.zeros(1), **arrays}, "difference")
+                norm = float(np.linalg.norm(arrays.get("difference", np.zeros(1))))
     norm *= abs(update.scale)
     return norm if math.isfinite(norm) else None
-
-
-def _product_norm(first: Matrix, second: Matrix) -> float:
-    """Return the norm of A B, from `first` [out, r, ...] and `second` [r, in, ...]; NaN where a number is NaN."""
-    # |A B|^2 = tr(B^T A^T A B) = sum of (A^T A) * (B B^T), elementwise: only [r, r] matrices are formed, and
-    # float64 keeps 8 digits after the root.
-    tall = np.asarray(first.reshape(first.shape[0], -1), dtype=np.float64)
-    wide = np.asarray(second.reshape(second.shape[0], -1), dtype=np.float64)
-    squared = float(((tall.T @ tall) * (wide @ wide.T)).sum())
-    # Rounding can put the sum for a product of zero a little below zero; in this order NaN stays.
-    return math.sqrt(max(squared, 0.0))
-
-
-def _factor_norm(arrays: Mapping[str, Matrix], name: str) -> float:
-    if name in arrays:
-        return float(np.linalg.norm(arrays[name].astype(np.float64)))
-    return _product_norm(arrays[f"{name}_a"], arrays[f"{name}_b"])
 
 
 def _loha_norm(arrays: Mapping[str, Matrix]) -> float:
@@ -270,7 +234,7 @@ def _loha_norm(arrays: Mapping[str, Matrix]) -> float:
     outputs, inputs = arrays["w1_a"].shape[0], arrays["w1_b"].shape[1]
     if outputs * inputs > MAX_LOHA_ELEMENTS or not inputs:
         return math.nan
-    a, b, c, d = (arrays[name].astype(np.float64) for name in ("w1_a", "w1_b", "w2_a", "w2_b"))
+    a, b, c, d = (arrays[name] for name in ("w1_a", "w1_b", "w2_a", "w2_b"))
     rows = max(1, _SLICE_ELEMENTS // inputs)
     squared = 0.0
     for start in range(0, outputs, rows):
@@ -300,15 +264,8 @@ def block_of(module: str) -> str:
 
 def _problem(kind: str, **facts: Any) -> Problem:
     """Return a problem of `problems.json` with these facts in its texts."""
-    texts = {key: text.format(**facts) for key, text in _texts()[kind].items()}
+    texts = {key: text.format(**facts) for key, text in packaged("problems")[kind].items()}
     return Problem(kind, **texts)
-
-
-@cache
-def _texts() -> dict[str, Any]:
-    file = resources.files("lora_trainer.lora_file").joinpath("problems.json")
-    texts: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return texts
 
 
 def _several(kind: str, names: Collection[str], **facts: Any) -> Iterator[Problem]:
@@ -341,7 +298,7 @@ def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[P
     # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
     scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
     missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
-    if not any(True for _ in contents.strengths.alphas()) and FOLDED not in contents.metadata:
+    if not any(True for _ in contents.stated_alphas()) and FOLDED not in contents.metadata:
         usual = tensors.alphas or key_format(contents.whole) == "kohya"
         for each in _several("missing-alpha", missing):
             yield each if usual else replace(each, severity="note")
@@ -353,14 +310,9 @@ def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[P
 
 
 def _factor_problems(contents: Contents, tensors: _TensorFacts) -> Iterator[Problem]:
-    roles = {name: part.entries.keys() for name, part in sorted(contents.parts.items())}
-    for have, lack in (("down", "up"), ("up", "down")):
-        alone = [name for name, keys in roles.items() if have in keys and lack not in keys]
-        yield from _several(f"{have}-without-{lack}", alone)
-    broken = [name for name, keys in roles.items() if not {"down", "up"} & keys]
-    yield from _several(
-        "factors-missing", [name for name in broken if not contents.parts[name].complete]
-    )
+    broken = {name: part for name, part in sorted(contents.parts.items()) if not part.complete}
+    roles = ", ".join(next(iter(broken.values())).entries) if broken else ""
+    yield from _several("factors-missing", broken, roles=roles)
     unequal = [
         name
         for name, part in contents.whole.items()
@@ -380,7 +332,7 @@ def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -
     # The alpha of an OFT is a limit on its rotations, that of an rsLoRA is alpha sqrt(rank) of the training.
     rslora = "rs_lora" in metadata.get("ss_network_args", "")
     if not rslora and all(part.kind != "oft" for part in parts):
-        in_tensors["ss_network_alpha"] = {*tensors.alphas.values(), *contents.strengths.alphas()}
+        in_tensors["ss_network_alpha"] = {*tensors.alphas.values(), *contents.stated_alphas()}
     for key, values in sorted(in_tensors.items()):
         try:
             stated_number = float(metadata[key])

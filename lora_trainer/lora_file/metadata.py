@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from functools import cache, partial
-from importlib import resources
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.families.facts import Prediction
-from lora_trainer.lora_file.tensor_file import json_object
+from lora_trainer.lora_file.tensor_file import json_object, packaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +107,8 @@ MAX_TAGS = 1000
 MAX_TAG_CHARACTERS = 300
 
 
-@cache
-def kohya_entries() -> dict[str, dict[str, Any]]:
-    """Return the table of kohya's entries: our settings by entry, unused options, algorithms by kind of adapter."""
-    file = resources.files("lora_trainer.lora_file").joinpath("kohya_entries.json")
-    table: dict[str, dict[str, Any]] = json.loads(file.read_text("utf-8"))
-    return table
+# Kohya's entries: our settings by entry, unused options, algorithms by kind of adapter.
+KOHYA = "kohya_entries"
 
 
 def _network(info: ExportInfo) -> dict[str, Any]:
@@ -149,7 +144,7 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
     settings, arguments = info.settings, dict[str, str]()
     kind, dora, rslora = (settings[f"adapter.{name}"] for name in ("kind", "dora", "rslora"))
     if kind != "lora" or dora or rslora:
-        arguments["algo"] = kohya_entries()["algorithms"][kind]
+        arguments["algo"] = packaged(KOHYA)["algorithms"][kind]
     if dora:
         arguments |= {"dora_wd": "True", "wd_on_output": "True"}
     if rslora:
@@ -316,7 +311,7 @@ def metadata(info: ExportInfo) -> dict[str, str]:
     """Return all header entries but the hashes, which need the tensors; every value is text."""
     sources = {key: public_source(info.settings[key]) for key in _SOURCES if info.settings.get(key)}
     public: ExportInfo = _public(replace(info, settings={**info.settings, **sources}))
-    settings, table = public.settings, kohya_entries()
+    settings, table = public.settings, packaged(KOHYA)
     # Kohya's entries that are settings of ours as they are, and those of options that are not here.
     names = table["settings"] | (table["flow_settings"] if info.prediction == "flow" else {})
     values = {key: settings[name] for key, name in names.items()} | table["unused"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lora_trainer.lora.adapter_size import AdapterKind, rotated_size, update_size
+from lora_trainer.lora.adapter_size import AdapterKind, ModuleUpdate, rotated_size, update_size
 from lora_trainer.lora_file.key_formats import SCALED, Role
 
 Array = np.ndarray[Any, Any]
@@ -25,37 +25,13 @@ class NoRows(ValueError):
     """An update whose rows cannot be taken apart; the text says why, and follows the layer's name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """The change of one weight [out, in, ...], or of the rows `rows` of a joined one.
-
-    lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
-    loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
-    lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
-    oft: `blocks` [count, size, size], or [rounds, count, size, size] of a BOFT, which turn groups of outputs;
-    `rescale` [out, 1, ...] after that, with the dimensions of the weight, as readers multiply it as it is.
-    oft_in: `skew` [count, size (size - 1) / 2], upper triangles of the rotations of groups of inputs.
-    glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in x kernel]; the update is W A + B.
-    ia3: `by_output` [out, 1, ...] or `by_input` [in, 1, ...], the share of the weight that is added; a one
-    for each dimension of the kernel.
-    full: `difference` [out, in, ...]; norm: `difference` [width].
-    Any may have `bias` [out]; lora, loha, lokr may have DoRA's `magnitude` [out(, 1, ...)] or
-    `input_magnitude` [1, in(, 1, 1)]. `dtypes` are those of the file; computed arrays are float64.
-    """
-
-    kind: AdapterKind
-    arrays: Mapping[str, Array]
-    rank: int
-    scale: float
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    rows: tuple[int, int] | None = None
+Update = ModuleUpdate[Array]
 
 
 def normal_form(
     kind: AdapterKind,
     arrays: Mapping[Role, Array],
     *,
-    dtypes: Mapping[Role, str],
     strength_of: Callable[[int], float],
     magnitude_of_outputs: bool = False,
 ) -> Update:
@@ -109,17 +85,10 @@ def normal_form(
         tensors["bias"] = np.asarray(arrays["up_bias"], dtype=np.float64) * scale
     if "bias" in tensors:
         tensors["bias"] = tensors["bias"].reshape(-1)
-    # Numbers that were computed are float64, so an array of another dtype than the file's is not the file's.
-    file_dtypes = {
-        role: dtype
-        for role, dtype in dtypes.items()
-        if role in tensors and tensors[role].dtype == arrays[role].dtype
-    }
     if "magnitude" in arrays:
         name, values = _magnitude(arrays["magnitude"], tensors, kind, outputs=magnitude_of_outputs)
         tensors[name] = values
-        file_dtypes[name] = dtypes["magnitude"]
-    update = Update(kind=kind, arrays=tensors, rank=rank, scale=scale, dtypes=file_dtypes)
+    update = Update(kind=kind, tensors=tensors, rank=rank, scale=scale)
     _check_sizes(update)
     return update
 
@@ -247,7 +216,7 @@ def shapes_of(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
 
 def _check_sizes(update: Update) -> None:
     """Raise ValueError where the factors of one module are of different layers."""
-    arrays = update.arrays
+    arrays = update.tensors
     if update.kind == "loha" and (
         arrays["w1_a"].shape[0] != arrays["w2_a"].shape[0]
         or arrays["w1_b"].shape[1] != arrays["w2_b"].shape[1]
@@ -255,7 +224,7 @@ def _check_sizes(update: Update) -> None:
         raise ValueError("has two products of different sizes")
     if update.kind == "glora" and arrays["a1"].shape[0] != arrays["a2"].shape[1]:
         raise ValueError("has two products of different sizes")
-    out = update_size(update.kind, shapes_of(update.arrays))[0]
+    out = update.size[0]
     for name in ("bias", "rescale"):
         if name in arrays and out and arrays[name].size != out:
             raise ValueError(f"has {arrays[name].size} numbers of {name} for {out} outputs")
@@ -278,7 +247,7 @@ def take_rows(update: Update, begin: int, end: int) -> Update:
 
     Raises NoRows where it has none of its own: it then needs the whole weight.
     """
-    arrays = update.arrays
+    arrays = update.tensors
     rows: tuple[int, int] | None = None
     if "input_magnitude" in arrays:
         raise NoRows("has a magnitude for each input of joined layers (DoRA), which they share")
@@ -298,7 +267,7 @@ def take_rows(update: Update, begin: int, end: int) -> Update:
                 rows = (begin, end)  # of the whole product
             else:
                 changed[first] = arrays[first][begin // height : end // height]
-    part = replace(update, arrays={**arrays, **changed}, rows=rows)
+    part = replace(update, tensors={**arrays, **changed}, rows=rows)
     return _without_zeros(part) if update.kind == "lora" else part
 
 
@@ -308,22 +277,22 @@ def _without_zeros(update: Update) -> Update:
     sd-scripts' split_qkv trains q, k and v apart and writes them side by side with zeros between them, so a
     part has a third of the joined rank.
     """
-    up, down = update.arrays["up"], update.arrays["down"]
+    up, down = update.tensors["up"], update.tensors["down"]
     read = up.reshape(up.shape[0], up.shape[1], -1).any(axis=(0, 2))
     if read.all() or not read.any():
         return update
     return replace(
         update,
-        arrays={**update.arrays, "up": up[:, read], "down": down[read]},
+        tensors={**update.tensors, "up": up[:, read], "down": down[read]},
         rank=int(read.sum()),
     )
 
 
 def swap_halves(update: Update) -> Update:
     """Return the update with the two halves of its rows exchanged; raises NoRows where it cannot."""
-    out = update_size(update.kind, shapes_of(update.arrays))[0]
+    out = update.size[0]
     if update.kind in ("lokr", "oft", "oft_in") or out % 2:
         raise NoRows(f"is a {update.kind} whose rows are in another order in this base")
     order = np.r_[out // 2 : out, 0 : out // 2]
-    changed = {name: update.arrays[name][order] for name in _OUTPUTS & update.arrays.keys()}
-    return replace(update, arrays={**update.arrays, **changed})
+    changed = {name: update.tensors[name][order] for name in _OUTPUTS & update.tensors.keys()}
+    return replace(update, tensors={**update.tensors, **changed})

@@ -66,28 +66,20 @@ class ModuleFactors:
         except (KeyError, IndexError, ValueError):
             return (0, 0)
 
-    @property
-    def down_shape(self) -> tuple[int, ...]:
-        """Shape [rank, in, ...] of the factor at the input, as far as it can be told."""
-        if "down" in self.entries and "mid" not in self.entries:
-            return self.entries["down"].shape
-        fan_in = self.size[1]
-        return (max(self.ranks, default=1), fan_in) if fan_in else ()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """The contents of an adapter file: the modules as spelt there, and the keys of no adapter.
 
-    `strengths` are those that stand in the header, or in the settings beside the file. Tensors are read
-    when asked for, while the file is open.
+    `peft_settings` are those that stand in the header, by component, or in the file beside it, of "". Tensors
+    are read when asked for, while the file is open.
     """
 
     name: str
     opened: Opened
     parts: Mapping[str, ModuleFactors]
     unknown: tuple[str, ...]
-    strengths: Strengths
+    peft_settings: Mapping[str, Mapping[str, Any]]
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -107,7 +99,6 @@ class Contents:
         """Return a module in its normal form; raises InputError for one whose tensors do not fit."""
         part = self.parts[spelling]
         arrays = {role: self.array(entry) for role, entry in part.entries.items()}
-        dtypes = {role: entry.dtype for role, entry in part.entries.items()}
         # A column [1, n] is a magnitude of inputs in LyCORIS's files and of a convolution's outputs in peft's.
         peft = any("lora_magnitude_vector" in entry.key for entry in part.entries.values())
         try:
@@ -116,8 +107,7 @@ class Contents:
                 return normal_form(
                     part.kind,
                     arrays,
-                    dtypes=dtypes,
-                    strength_of=lambda rank: self.strengths.scale_of(spelling, rank=rank),
+                    strength_of=lambda rank: self._scale_of(spelling, rank=rank),
                     magnitude_of_outputs=peft,
                 )
         except (ValueError, IndexError, KeyError) as error:
@@ -125,6 +115,33 @@ class Contents:
                 f"{self.name} cannot be used: {spelling!r} {str(error).splitlines()[0]}",
                 fix="give an adapter made for this base model, whole",
             ) from None
+
+    def stated_alphas(self) -> Iterator[float]:
+        """Yield every alpha of peft's settings, patterns included."""
+        for settings in self.peft_settings.values():
+            values = (_alpha(settings), *_patterns(settings).values())
+            yield from (value for value in map(_number, values) if value is not None)
+
+    def _scale_of(self, spelling: str, *, rank: int) -> float:
+        """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 where no alpha is stated.
+
+        `spelling` is the module's name in the file ("unet.down_blocks..."); `rank` 0: the tensors do not
+        tell it, as of a LoKr of whole factors.
+        """
+        prefix, _, module = spelling.partition(".")
+        component = prefix if prefix.startswith("text_encoder") else DENOISER
+        # The settings beside a file of peft are of no component, those in a header of diffusers are of each.
+        settings = self.peft_settings.get(component, self.peft_settings.get("", {}))
+        alpha = _number(_alpha(settings))
+        for pattern, value in _patterns(settings).items():
+            # As in peft, the last pattern that matches wins.
+            if _names(pattern, module) and (own_alpha := _number(value)) is not None:
+                alpha = own_alpha
+        rank = rank or int(_number(settings.get("r")) or 0)
+        if alpha is None or rank < 1:
+            return 1.0
+        # rsLoRA (Kalajdzievski 2023, arXiv 2312.03732): updates of every rank get the same size.
+        return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 @contextmanager
@@ -144,15 +161,15 @@ def open_contents(path: Path) -> Iterator[Contents]:
             with suppress(OSError, UnicodeError):
                 beside = opened.path.with_name(PEFT_CONFIG)
                 settings[""] = json_object(beside.read_text("utf-8"))
-        strengths = Strengths(settings=settings)
-        if reason := strengths.unsupported:
-            refuse(opened.path, reason, fix="merge it into its base where it was made")
+        for each in settings.values():
+            if reason := _unsupported(each):
+                refuse(opened.path, reason, fix="merge it into its base where it was made")
         yield Contents(
             name=path.name,
             opened=opened,
             parts=parts,
             unknown=tuple(unknown),
-            strengths=strengths,
+            peft_settings=settings,
         )
 
 
@@ -215,56 +232,19 @@ FOLDED = "lora_train.strength"
 PEFT_CONFIG = "adapter_config.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strengths:
-    """Settings of peft by component; without any, alpha is the rank and the factor 1."""
-
-    settings: Mapping[str, Mapping[str, Any]]
-
-    @property
-    def unsupported(self) -> str:
-        """Why peft's kind of adapter cannot be read, "" where it can."""
-        for settings in self.settings.values():
-            kind = settings.get("peft_type", "LORA")
-            if kind not in ("LORA", "LOHA", "LOKR", "OFT"):
-                return f"is an adapter of peft's kind {kind}; LORA, LOHA, LOKR and OFT are read"
-            # A rotation is the Cayley transform (I + Q)(I - Q)^-1 or, in peft, five terms of its series
-            # (Neumann); other numbers of terms and coft's limit give other rotations.
-            terms = settings.get("use_cayley_neumann", True) and settings.get(
-                "num_cayley_neumann_terms", 5
-            )
-            if kind == "OFT" and (settings.get("coft") or terms != 5):
-                return "is an OFT of peft with settings of its own (coft, Cayley without 5 terms)"
-            if settings.get("fan_in_fan_out"):
-                return "was made with fan_in_fan_out for layers that no base here has"
-        return ""
-
-    def alphas(self) -> Iterator[float]:
-        """Yield every alpha that is stated, patterns included."""
-        for settings in self.settings.values():
-            values = (_alpha(settings), *_patterns(settings).values())
-            yield from (value for value in map(_number, values) if value is not None)
-
-    def scale_of(self, spelling: str, *, rank: int) -> float:
-        """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 where no alpha is stated.
-
-        `spelling` is the module's name in the file ("unet.down_blocks..."); `rank` 0: the tensors do not
-        tell it, as of a LoKr of whole factors.
-        """
-        prefix, _, module = spelling.partition(".")
-        component = prefix if prefix.startswith("text_encoder") else DENOISER
-        # The settings beside a file of peft are of no component, those in a header of diffusers are of each.
-        settings = self.settings.get(component, self.settings.get("", {}))
-        alpha = _number(_alpha(settings))
-        for pattern, value in _patterns(settings).items():
-            # As in peft, the last pattern that matches wins.
-            if _names(pattern, module) and (own_alpha := _number(value)) is not None:
-                alpha = own_alpha
-        rank = rank or int(_number(settings.get("r")) or 0)
-        if alpha is None or rank < 1:
-            return 1.0
-        # rsLoRA (Kalajdzievski 2023, arXiv 2312.03732): updates of every rank get the same size.
-        return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+def _unsupported(settings: Mapping[str, Any]) -> str:
+    """Return why an adapter of peft's cannot be read, "" where it can."""
+    kind = settings.get("peft_type", "LORA")
+    if kind not in ("LORA", "LOHA", "LOKR", "OFT"):
+        return f"is an adapter of peft's kind {kind}; LORA, LOHA, LOKR and OFT are read"
+    # A rotation is the Cayley transform (I + Q)(I - Q)^-1 or, in peft, five terms of its series
+    # (Neumann); other numbers of terms and coft's limit give other rotations.
+    terms = settings.get("use_cayley_neumann", True) and settings.get("num_cayley_neumann_terms", 5)
+    if kind == "OFT" and (settings.get("coft") or terms != 5):
+        return "is an OFT of peft with settings of its own (coft, Cayley without 5 terms)"
+    if settings.get("fan_in_fan_out"):
+        return "was made with fan_in_fan_out for layers that no base here has"
+    return ""
 
 
 def _alpha(settings: Mapping[str, Any]) -> Any:

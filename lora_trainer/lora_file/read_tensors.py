@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lora_trainer.families.facts import TensorInfo
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.base_layers import LayerNames, LayerRows
 from lora_trainer.lora_file.embedding import BUNDLED
-from lora_trainer.lora_file.key_formats import KeyFormat, key_format, kind_of_others
+from lora_trainer.lora_file.key_formats import kind_of_others
 from lora_trainer.lora_file.module_update import NoRows, Update, swap_halves, take_rows
 from lora_trainer.lora_file.read import Contents, ModuleFactors, open_contents
 from lora_trainer.lora_file.tensor_file import refuse
@@ -67,37 +67,22 @@ _OTHER_BASE = "give an adapter made for this base model, or name its base with -
 class OpenAdapter(Mapping[str, ModuleTensors]):
     """An adapter file that is open for reading: modules by "component.module", each read when looked up.
 
-    Keys are sorted; `items()` holds one module at a time. `names` finds the layers of its base;
-    `must_be_finite` refuses a module with NaN or infinity.
+    Keys are sorted; `items()` holds one module at a time. `names` finds the layers of its base, `contents` are
+    its modules as they are spelt; `must_be_finite` refuses a module with NaN or infinity.
     """
 
     names: LayerNames
     must_be_finite: bool
-    _contents: Contents
+    contents: Contents
     _places: Mapping[str, tuple[str, LayerRows]]
     _last: tuple[str, Update] | None = field(default=None, init=False)
-
-    @property
-    def name(self) -> str:
-        """The file's name."""
-        return self._contents.name
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The header's entries."""
-        return self._contents.metadata
-
-    @property
-    def format(self) -> KeyFormat:
-        """The format in which the file spells its keys."""
-        return key_format(self._contents.parts)
 
     @property
     def precision(self) -> Precision:
         """The narrowest precision that holds every factor."""
         dtypes = {
             entry.dtype
-            for part in self._contents.parts.values()
+            for part in self.contents.parts.values()
             for role, entry in part.entries.items()
             if role not in ("alpha", "magnitude")
         }
@@ -126,7 +111,7 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
         spelling, layer = self._places[key]
         # Joined layers come one after the other.
         if self._last is None or self._last[0] != spelling:
-            self._last = (spelling, self._contents.update(spelling))
+            self._last = (spelling, self.contents.update(spelling))
         update = self._last[1]
         try:
             if layer.rows is not None:
@@ -135,28 +120,25 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
                 update = swap_halves(update)
         except NoRows as error:
             raise InputError(
-                f"{self.name} cannot be used with one weight for each layer: {spelling!r} {error}",
+                f"{self.contents.name} cannot be used with one weight for each layer: {spelling!r} {error}",
                 fix="use it in the program it was made with, which keeps these layers in one weight",
             ) from None
-        tensors: dict[str, Tensor] = {}
-        for role, array in sorted(update.arrays.items()):
-            # In the dtype that the file has it in; integers become float32.
+        tensors, entries = dict[str, Tensor](), self.contents.parts[spelling].entries
+        for role, array in sorted(update.tensors.items()):
             tensor = torch.from_numpy(np.array(array))
-            computed = tensor.dtype if tensor.is_floating_point() else torch.float32
-            tensor = tensor.to(SLOT_DTYPES.get(update.dtypes.get(role, ""), computed))
-            if self.must_be_finite and not tensor.float().isfinite().all():
+            dtype = tensor.dtype if tensor.is_floating_point() else torch.float32
+            # In the dtype that the file has it in; numbers that were computed are float64.
+            entry = entries.get(role.removeprefix("input_"))
+            if entry is not None and dtype != torch.float64:
+                dtype = SLOT_DTYPES.get(entry.dtype, dtype)
+            tensors[role] = tensor.to(dtype)
+            if self.must_be_finite and not tensors[role].float().isfinite().all():
                 raise InputError(
-                    f"{self.name} holds NaN or infinity in {key} ({role})",
+                    f"{self.contents.name} holds NaN or infinity in {key} ({role})",
                     fix="use an earlier save of the training it came from",
                 )
-            tensors[role] = tensor
-        return ModuleTensors(
-            kind=update.kind,
-            tensors=tensors,
-            rank=update.rank,
-            scale=update.scale,
-            rows=update.rows,
-        )
+        module: ModuleTensors = replace(cast(Any, update), tensors=tensors)
+        return module
 
 
 @contextmanager
@@ -183,7 +165,7 @@ def open_adapter(
         yield OpenAdapter(
             names=names,
             must_be_finite=must_be_finite,
-            _contents=contents,
+            contents=contents,
             _places=dict(sorted(places.items())),
         )
 

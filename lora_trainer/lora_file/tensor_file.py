@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -177,6 +178,14 @@ def numbers(data: bytearray, entry: HeaderEntry) -> Array:
         case name:  # F32 is <f4, as in numpy
             values = np.frombuffer(data, f"<{name[0].lower()}{ELEMENT_BYTES[name]}")
     return values.reshape(entry.shape)
+
+
+@cache
+def packaged(name: str) -> dict[str, Any]:
+    """Return the table of facts or texts that stands in NAME.json beside this file."""
+    text = Path(__file__).with_name(f"{name}.json").read_text("utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
 
 
 # ---- writing

@@ -37,10 +37,10 @@ from lora_trainer.lora_file.key_formats import (
     format_for,
     format_notes,
 )
-from lora_trainer.lora_file.metadata import kohya_entries, stated_base
+from lora_trainer.lora_file.metadata import KOHYA, stated_base
 from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED, Contents
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
-from lora_trainer.lora_file.tensor_file import HASHES, file_of, refuse_existing
+from lora_trainer.lora_file.tensor_file import HASHES, file_of, packaged, refuse_existing
 from lora_trainer.lora_file.write import (
     FileForm,
     Unwritable,
@@ -277,7 +277,7 @@ def _network(contents: AdapterContents) -> dict[str, str]:
     others = sorted(contents.kinds - {"lora"})
     arguments = dict[str, str]()
     if others or contents.dora:
-        arguments["algo"] = kohya_entries()["algorithms"][others[0] if others else "lora"]
+        arguments["algo"] = packaged(KOHYA)["algorithms"][others[0] if others else "lora"]
     if contents.dora:
         arguments |= {"dora_wd": "True", "wd_on_output": "True"}
     return {
@@ -307,6 +307,6 @@ def convert(file: Path, target: AdapterTarget, *, base: str | None = None) -> To
             source,
             family=source.names.family,
             default=source.precision,
-            entries=carried(source.metadata, resized=False),
+            entries=carried(source.contents.metadata, resized=False),
             exact=True,
         )

@@ -32,8 +32,8 @@ from lora_trainer.lora.low_rank import (
     product,
     singular,
 )
-from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
-from lora_trainer.lora_file.key_formats import SCALED
+from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.lora_file.key_formats import SCALED, key_format
 from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, made_for, stated_base
 from lora_trainer.tools.adapters import (
     AdapterTarget,
@@ -75,14 +75,14 @@ def merge(
         for other in others:
             if other.names.family is not first.names.family:
                 raise InputError(
-                    f"{first.name} is for {first.names.family.name}, {other.name} for "
+                    f"{first.contents.name} is for {first.names.family.name}, {other.contents.name} for "
                     f"{other.names.family.name}",
                     fix="merge adapters of one family",
                 )
         if rank is not None:
             cutter.cut_all(adapters, weight_of=None)
         # All entries that the files share, and the names of the files.
-        headers = [source.metadata for source in adapters.sources]
+        headers = [source.contents.metadata for source in adapters.sources]
         common = {
             key: value
             for key, value in headers[0].items()
@@ -91,7 +91,7 @@ def merge(
         bases = {stated_base(header) for header in headers}
         if len(bases) == 1 and (made_with := bases.pop()) is not None:
             common.setdefault(SETTINGS_ENTRY, made_for(made_with))
-        names = (public_text(Path(source.name).stem) for source in adapters.sources)
+        names = (public_text(Path(source.contents.name).stem) for source in adapters.sources)
         title = public_text(target.path.stem)
         precisions = {source.precision for source in adapters.sources}
         written = target.write(
@@ -341,7 +341,7 @@ class RankCutter:
         self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf | None
     ) -> Singular:
         """Return the singular values of a sum of updates: exactly of thin factors, else the largest."""
-        if not any(needs_weight(module) for module, _ in parts):
+        if not any(module.needs_weight for module, _ in parts):
             try:
                 return singular(_side_by_side(key, parts, kernel=kernel))
             except NotLowRank:
@@ -349,7 +349,7 @@ class RankCutter:
         changes = []
         for module, strength in parts:
             base_weight = None
-            if needs_weight(module):
+            if module.needs_weight:
                 if weight_of is None:
                     what = f"what {kind_name(module)} changes depends on the base's weights"
                     raise RequestError(f"{key} cannot be added up: {what}", fix=_BAKE)
@@ -386,13 +386,13 @@ def resize(
         cutter.cut_all(adapters, weight_of=_weight_of(base, stack), keeps=True)
         family = source.names.family
         for each in family.formats.written:
-            if target.format == "auto" and each == source.format:
+            if target.format == "auto" and each == key_format(source.contents.parts):
                 target = replace(target, format=each)
         written = target.write(
             cutter.modules,
             family=family,
             default=source.precision,
-            entries=carried(source.metadata, resized=True),
+            entries=carried(source.contents.metadata, resized=True),
         )
     facts = []
     if cutter.cuts:  # none where all modules are norms

@@ -130,7 +130,7 @@ def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
                 fault = f"{key}, whose weight is {out}x{fan_in} in the base, in another size"
             if fault:
                 raise InputError(
-                    f"{source.name} changes {fault}",
+                    f"{source.contents.name} changes {fault}",
                     fix="give the base model that the adapter was made for",
                 )
         for name in names:
@@ -152,7 +152,10 @@ class _BaseMerge:
     def write_file(self, output: Path, *, force: bool) -> list[str]:
         """Write a checkpoint in one file; return notes."""
         file = next(iter(self.base.tensors.values())).file
-        names = [file.path.stem, *(Path(source.name).stem for source in self.adapters.sources)]
+        names = [
+            file.path.stem,
+            *(Path(source.contents.name).stem for source in self.adapters.sources),
+        ]
         merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
         self._rewrite(file, output, entries=merged_from, force=force)
         averaged = any(name.startswith(_AVERAGED) for name in file.entries)
