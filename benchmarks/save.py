@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lora_trainer.checkpoint.states import LoopValues, TrainingState, freeze, write_state  # noqa: E402 - after sys.path
+from lora_trainer.checkpoint.states import TrainingState, freeze, write_state  # noqa: E402 - after sys.path
 from lora_trainer.checkpoint.writer import StateWriter  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 
@@ -84,7 +84,7 @@ def state_of(adapter_bytes: int, *, step: int) -> TrainingState:
         images_seen=step,
         adapter=adapter,
         optimizer={"state": moments, "param_groups": groups},
-        loop=LoopValues(guard={"kept": "0" * 64}),
+        guard={"kept": "0" * 64},
     )
 
 

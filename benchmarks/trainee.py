@@ -22,7 +22,7 @@ from random_bases import RELEASES, random_network
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.cache.cache_plan import Entries, SampleSource
+from lora_trainer.cache.cache_plan import Entries, SampleSource, SampleView
 from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
@@ -149,12 +149,9 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
         if not cache.has(plain):
             cache.write(plain, drawn)
         sources[str(index)] = SampleSource(
-            plain=plain,
-            mirrored=None,
+            views=(SampleView(latents=plain, geometry=told),),
             texts=(text(str(index)),),
             size_px=size_px,
-            geometry=told,
-            mirrored_geometry=told,
         )
     return TrainingDataLoader(
         sources=sources,

@@ -307,7 +307,7 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
     stuck, opened = threading.Event(), threading.Event()
 
     def write(folder: Path, frozen: Any, *, keep: int) -> Path:
-        if frozen.state.step >= 4:
+        if frozen.step >= 4:
             stuck.set()
             opened.wait(60)
         return write_state(folder, frozen, keep=keep)

@@ -31,27 +31,32 @@ RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleView:
+    """An image as it is or mirrored: its latents, and the crop as the denoiser's conditioning takes it.
+
+    Without a `mask` the whole image counts.
+    """
+
+    latents: CacheKey
+    geometry: Conditioning
+    mask: CacheKey | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSource:
-    """The cache keys of a sample's tensors: its latents, the mirrored latents (or None), one text entry per variant.
+    """The cache keys of a sample's tensors: the image, mirrored too where it may be, one text entry per variant.
 
     The first of `texts` is the plain text for validation; training uses the others where there are any.
     `of_class`: the same texts with the class in place of the trigger, None for a text without the trigger,
     empty without class preservation. `folder`: key of `data.folders`. `size_px`: (width, height) of the bucket.
-    `geometry`: the crop, as the denoiser's conditioning takes it; the mirrored image is cropped on the other
-    side. Without a `mask` the whole image counts. `others`: the same image at other resolutions, whose own
-    `others` is empty.
+    `others`: the same image at other resolutions, whose own `others` is empty.
     """
 
-    plain: CacheKey
-    mirrored: CacheKey | None
+    views: tuple[SampleView, ...]
     texts: tuple[CacheKey, ...]
     size_px: tuple[int, int]
-    geometry: Conditioning
-    mirrored_geometry: Conditioning
     others: tuple[SampleSource, ...] = ()
     folder: str = OWN_FOLDER
-    mask: CacheKey | None = None
-    mirrored_mask: CacheKey | None = None
     of_class: tuple[CacheKey | None, ...] = ()
     regularisation: bool = False
 
@@ -209,32 +214,32 @@ def needs(
             for text in class_texts(drawn, settings=data)
         ]
         texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
-        views: list[SampleSource] = []
+        sizes: list[SampleSource] = []
         for placement in record.placements:
-            jobs = [
-                ImageJob(
-                    record=record, placement=placement, flip=flip, factor=facts.vae_factor, key=key
-                )
-                for flip in ((False, True) if data.flip else (False,))
-                for key in _image_keys(record, placement, flip, facts, data)
-            ]
-            images |= {job.key.digest: job for job in jobs}
-            key_of = {(job.key.kind, job.flip): job.key for job in jobs}
-            view = SampleSource(
-                plain=key_of["latents", False],
-                mirrored=key_of.get(("latents", True)),
-                mask=key_of.get(("masks", False)),
-                mirrored_mask=key_of.get(("masks", True)),
+            views: list[SampleView] = []
+            for flip in (False, True) if data.flip else (False,):
+                image_keys = list(_image_keys(record, placement, flip, facts, data))
+                for key in image_keys:
+                    images[key.digest] = ImageJob(
+                        record=record,
+                        placement=placement,
+                        flip=flip,
+                        factor=facts.vae_factor,
+                        key=key,
+                    )
+                crop = shared_geometry(_geometry(record, placement, flip=flip))
+                mask = image_keys[1] if len(image_keys) > 1 else None
+                views.append(SampleView(latents=image_keys[0], geometry=crop, mask=mask))
+            at_size = SampleSource(
+                views=tuple(views),
                 texts=tuple(key for _, key in keys),
                 of_class=tuple(pair and pair[1] for pair in classes),
                 regularisation=record.regularisation,
                 size_px=(placement.bucket.width_px, placement.bucket.height_px),
-                geometry=shared_geometry(_geometry(record, placement, flip=False)),
-                mirrored_geometry=shared_geometry(_geometry(record, placement, flip=True)),
                 folder=record.folder,
             )
-            views.append(view)
-        first = replace(views[0], others=tuple(views[1:])) if len(views) > 1 else views[0]
+            sizes.append(at_size)
+        first = replace(sizes[0], others=tuple(sizes[1:])) if len(sizes) > 1 else sizes[0]
         sources |= dict.fromkeys(record.sample_ids(), first)
     extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
     texts |= {key.digest: (text, key) for text, key in extra}

@@ -9,19 +9,18 @@ Nested values with tensors, a state dict of an optimizer or the values of the lo
 Floats are written in hex (NaN and -0.0 survive), integers as text (JSON readers round large ones), and every object
 in the JSON has exactly one key, which names the type it stands for.
 
-How a value is added to a state: a value of the loop or of a guard at `LoopValues`, anything else at
-`TrainingState`.
+How a value is added to a state: at `TrainingState`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -56,13 +55,9 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with its files, or a file; nothing happens when there is none."""
-    if path.is_dir() and not path.is_symlink():
-        for entry in sorted(path.iterdir()):
-            remove_tree(entry)
-        retry_while_open(lambda: os.rmdir(path))  # noqa: PTH106
-    elif path.exists() or path.is_symlink():
-        retry_while_open(lambda: os.unlink(path))  # noqa: PTH108
+    """Remove a folder with its files; nothing happens when there is none."""
+    if path.exists():
+        retry_while_open(lambda: shutil.rmtree(path))
 
 
 # Copies the tensor of that name, unique in a state, into contiguous memory of the host.
@@ -154,37 +149,36 @@ ADAPTER, STATE = "adapter.safetensors", "state.json"
 # The key of the loop's own values in state.json.
 LOOP = "extras"
 OPTIMIZER_TENSORS, OPTIMIZER = "optim.safetensors", "optim.json"
-FILES = (ADAPTER, OPTIMIZER_TENSORS, OPTIMIZER, STATE)
+TENSOR_FILES = (ADAPTER, OPTIMIZER_TENSORS)
+FILES = (*TENSOR_FILES, OPTIMIZER, STATE)
 MIN_KEPT = 2
 _PUBLISHED = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(tmp|del)-step-(\d{8,})\.(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopValues:
-    """The values that the loop itself must know after a kill; a new value of the loop is a new field here.
+class TrainingState:
+    """All that the next step depends on and that cannot be computed from the settings.
 
-    To add one: give the field a default, the value that an older state without it stands for; fill it in `of`,
-    which training/actions.py calls; restore it in run/build.py. A value that `of` cannot reach travels in
-    `Progress`, also in training/actions.py. A value of a guard is instead a field of GuardState in
-    training/guards.py, with a default too, and nothing is added here. Values are None, bool, int, float, str,
-    lists and dicts of them.
+    `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`; loaded tensors are on the CPU. The fields
+    after them are the values that the loop itself must know after a kill, one object in state.json (`LOOP`): None,
+    bool, int, float, str, lists and dicts of them. The loss scale and the steps since it last changed are None without
+    fp16.
 
-    The fields of this class are one object in state.json (`LOOP`). The loss scale and the steps since it last
-    changed are None without fp16.
+    To add a value of the loop: give a new field here a default, the value that an older state without it stands for;
+    fill it in training/actions.py; restore it in run/build.py. A value of a guard is instead a field of GuardState
+    in training/guards.py, with a default too, and nothing is added here. Tensors belong to the adapter or the
+    optimizer. Raise FORMAT_VERSION only where an older state would be read wrongly; states of another version are
+    never read.
     """
 
+    step: int
+    images_seen: int
+    adapter: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
     guard: Mapping[str, Any]
     loss_scale: float | None = None
     loss_scale_growth: int | None = None
-
-    @classmethod
-    def of(cls, guard: Mapping[str, Any], scaler: torch.amp.GradScaler) -> LoopValues:
-        """Return the values to save."""
-        if not scaler.is_enabled():
-            return cls(guard=guard)
-        growth = int(scaler.state_dict()["_growth_tracker"])
-        return cls(guard=guard, loss_scale=float(scaler.get_scale()), loss_scale_growth=growth)
 
     def restore_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Put the loss scale back, which does nothing without fp16."""
@@ -198,37 +192,18 @@ class LoopValues:
             scaler._per_optimizer_states.clear()
 
 
-LOOP_FIELDS = frozenset(field.name for field in fields(LoopValues))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingState:
-    """All that the next step depends on and that cannot be computed from the settings.
-
-    `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`. Loaded tensors are on the CPU. A value
-    of the loop belongs to `LoopValues`. Any other new field is filled in training/actions.py, restored in
-    run/build.py, written in `_encode` and read in `state_of`: with a default, or a state of an older version is
-    refused. Raise FORMAT_VERSION only where an older state would be read wrongly; states of another version are
-    never read.
-    """
-
-    step: int
-    images_seen: int
-    adapter: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
-    loop: LoopValues
+LOOP_FIELDS = [field.name for field in fields(TrainingState)][4:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
     """A state as it was at one moment, on the host; later steps cannot change it.
 
-    The optimizer's values are `optimizer`, a JSON value, and the tensors that it names; `state` has none.
+    `contents` has what each of `FILES` says: tensors by name, or a JSON value.
     """
 
-    state: TrainingState
-    optimizer: Any
-    optimizer_tensors: Mapping[str, Tensor]
+    step: int
+    contents: Mapping[str, Any]
 
 
 def freeze(state: TrainingState, *, copy: Copy = snapshot) -> Frozen:
@@ -246,27 +221,34 @@ def freeze(state: TrainingState, *, copy: Copy = snapshot) -> Frozen:
                     f"step {state.step} is not saved: {name} holds values that are not finite numbers",
                     fix="resume from the last state with a lower optimizer.learning_rate",
                 )
+    plain = {
+        "step": state.step,
+        "images_seen": state.images_seen,
+        "adapter": list(state.adapter),
+        LOOP: {name: getattr(state, name) for name in LOOP_FIELDS},
+    }
+    tree, loose_tensors = _pack(plain, snapshot)
+    if loose_tensors:
+        raise TypeError(f"there is a tensor at {min(loose_tensors)}; only plain values are saved")
     adapter = {name: copy(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()}
     optimizer, tensors = _pack(state.optimizer, lambda name, it: copy(f"optimizer.{name}", it))
-    state = replace(state, adapter=adapter, optimizer={})
-    return Frozen(state=state, optimizer=optimizer, optimizer_tensors=tensors)
+    contents = (adapter, tensors, optimizer, tree)
+    return Frozen(step=state.step, contents=dict(zip(FILES, contents, strict=True)))
 
 
 def thaw(frozen: Frozen) -> TrainingState:
     """Return the state that was frozen, in memory of its own."""
-    adapter, tensors = (
-        {name: tensor.clone() for name, tensor in tensors.items()}
-        for tensors in (frozen.state.adapter, frozen.optimizer_tensors)
-    )
-    return replace(frozen.state, adapter=adapter, optimizer=_unpack(frozen.optimizer, tensors))
+    contents = dict(frozen.contents)
+    for file in TENSOR_FILES:
+        contents[file] = {name: tensor.clone() for name, tensor in contents[file].items()}
+    return _state(contents)
 
 
-def tensors_digest(frozen: Frozen) -> bytes:
+def tensors_digest(frozen: Frozen) -> str:
     """Return the SHA-256 of all tensors of a state, which is the same for the same bits only."""
-    digest = hashlib.sha256()
-    for part in (*file_parts(frozen.state.adapter), *file_parts(frozen.optimizer_tensors)):
-        digest.update(part)
-    return digest.digest()
+    return sha256_bytes(
+        [part for file in TENSOR_FILES for part in file_parts(frozen.contents[file])]
+    )
 
 
 def state_files(frozen: Frozen) -> dict[str, bytes]:
@@ -284,7 +266,7 @@ def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
     On return the state survives a power cut. Raises MachineError when the disk refuses anything, in
     which case older states are untouched.
     """
-    contents, step = _encode(frozen), frozen.state.step
+    contents, step = _encode(frozen), frozen.step
     contents[MANIFEST] = json_bytes(_manifest(step, contents))
     target = folder / _folder_name(step)
     unfinished = folder / f".tmp-{target.name}.{os.getpid()}"
@@ -337,9 +319,9 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
                 if is_published:
                     unusable = f"resume state is not usable: {state_or_reason}"
                     _report(events, path, unusable, severity="error")
-                    aside = folder / f"bad-{path.name}"
-                    numbered = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
-                    free = next(name for name in chain([aside], numbered) if not name.exists())
+                    endings = chain([""], map(".{}".format, count(2)))
+                    names = (folder / f"bad-{path.name}{ending}" for ending in endings)
+                    free = next(name for name in names if not name.exists())
                     with _tolerating(events, path, "cannot move it aside"):
                         os.rename(path, free)  # noqa: PTH104
                 continue
@@ -368,34 +350,32 @@ def _discard(path: Path) -> None:
 
 
 def _encode(frozen: Frozen) -> dict[str, Data]:
-    state = frozen.state
-    plain = {
-        "step": state.step,
-        "images_seen": state.images_seen,
-        "adapter": list(state.adapter),
-        LOOP: vars(state.loop),
-    }
-    tree, tensors = _pack(plain, snapshot)
-    if tensors:
-        raise TypeError(f"there is a tensor at {min(tensors)}; only plain values are saved")
     return {
-        ADAPTER: file_parts(state.adapter),
-        OPTIMIZER_TENSORS: file_parts(frozen.optimizer_tensors),
-        OPTIMIZER: json_bytes(frozen.optimizer),
-        STATE: json_bytes(tree),
+        file: file_parts(content) if file in TENSOR_FILES else json_bytes(content)
+        for file, content in frozen.contents.items()
     }
 
 
-def state_of(contents: Mapping[str, bytes]) -> TrainingState:
+def state_of(files: Mapping[str, bytes]) -> TrainingState:
     """Return the state of `state_files`; raises ValueError, KeyError and the like for damaged ones."""
-    plain, tensors = _unpack(json.loads(contents[STATE]), {}), load(contents[ADAPTER])
+    return _state(
+        {
+            name: load(files[name]) if name in TENSOR_FILES else json.loads(files[name])
+            for name in FILES
+        }
+    )
+
+
+def _state(contents: Mapping[str, Any]) -> TrainingState:
+    """Return the state of the contents of its files, as `Frozen` has them."""
+    plain, tensors = _unpack(contents[STATE], {}), contents[ADAPTER]
     return TrainingState(
         step=plain["step"],
         images_seen=plain["images_seen"],
         adapter={name: tensors[name] for name in plain["adapter"]},
-        optimizer=_unpack(json.loads(contents[OPTIMIZER]), load(contents[OPTIMIZER_TENSORS])),
+        optimizer=_unpack(contents[OPTIMIZER], contents[OPTIMIZER_TENSORS]),
         # Older states have keys that nothing reads any more.
-        loop=LoopValues(**{key: value for key, value in plain[LOOP].items() if key in LOOP_FIELDS}),
+        **{key: value for key, value in plain[LOOP].items() if key in LOOP_FIELDS},
     )
 
 

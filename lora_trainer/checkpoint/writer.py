@@ -180,7 +180,7 @@ class StateWriter:
         if folder is not None:
             self.events.emit(
                 "saved",
-                step=frozen.state.step,
+                step=frozen.step,
                 export=file,
                 state=folder.name,
                 bytes=sum(path.stat().st_size for path in folder.iterdir()),
@@ -190,7 +190,7 @@ class StateWriter:
         self.failures = self.failures + 1 if self._failed is not None else 0
         if self._failed is not None:
             counted = f"{self.failures} of {MAX_FAILURES} in a row end the run"
-            which = f"step {frozen.state.step} failed ({'the last save' if last else counted})"
+            which = f"step {frozen.step} failed ({'the last save' if last else counted})"
             self.events.problem(
                 f"saving at {which}: {self._failed.found}", fix=self._failed.fix, code="CKP-03"
             )

@@ -3,14 +3,13 @@
 `LiveStorages` is a dispatch mode that counts the bytes of all live tensor storages, as an allocator sees
 them, and the work of the kernels that run while it is active, on `meta` or on a device. On `meta` torch falls
 back to unfused formulas, which save far more for the backward pass (attention: every score), so
-`FusedKernels` runs the fused kernels of a device there; and it computes shapes and strides in Python, again
-for every block of a network, so `MetaAnswers` answers repeated calls from memory.
+`FusedKernels` runs the fused kernels of a device there.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -18,54 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 # The device whose fused kernels are traced. `cpu` gives the memory of a float32 run on the CPU to the byte.
 KernelsOf = Literal["cuda", "cpu"]
 _ATEN = torch.ops.aten
-
-
-class MetaAnswers:
-    """Runs kernels that return new tensors; a call on `meta` with the signature of an earlier one is not run."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
-
-    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of `function`, or new tensors of the shapes, strides and dtypes it has returned."""
-        call = _signature((function, args, tuple(kwargs.items())))
-        if call in self._known:
-            return _like(self._known[call])
-        result = function(*args, **kwargs)
-        new_tensors = [output for output in outputs_of(result) if isinstance(output, Tensor)]
-        if call is not None and all(output.is_meta for output in new_tensors):
-            self._known[call] = _like(result)  # the result itself would stay alive
-        return result
-
-
-def outputs_of(result: Any) -> Any:
-    """Return the outputs of a kernel one by one; a kernel's lists are never nested."""
-    return result if isinstance(result, tuple | list) else (result,)
-
-
-def _like(result: Any) -> Any:
-    """Return a kernel's result with new tensors on `meta` in place of its tensors."""
-    if isinstance(result, tuple | list):
-        return type(result)(map(_like, result))
-    if not isinstance(result, Tensor):
-        return result
-    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-
-
-def _signature(value: Any) -> Any:
-    """Return a key that determines the result of a call; None if one of its tensors is not on `meta`."""
-    if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
-    if isinstance(value, tuple | list):
-        parts = tuple(map(_signature, value))
-        return None if None in parts else parts
-    # 1, 1.0 and True are equal as keys, but give results of other dtypes.
-    return type(value), value
 
 
 class FusedKernels(TorchFunctionMode):
@@ -106,29 +63,28 @@ def _attention(
 
     On CUDA that is flash attention for 16 bits without a mask, else the memory-efficient kernel.
     """
-    result: Tensor
     bias = attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         bias = torch.empty_like(attn_mask, dtype=query.dtype)
     if not on_cuda:
         assert not enable_gqa, "grouped queries run unfused on the CPU"
-        result, *_ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        outputs = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
         )
-        return result
-    if bias is None and query.element_size() == 2:
-        result, *_ = _ATEN._scaled_dot_product_flash_attention(
+    elif bias is None and query.element_size() == 2:
+        outputs = _ATEN._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
-        return result
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if bias is not None:  # broadcast without memory
-        bias = bias.expand(*query.shape[:3], key.shape[2])
-    result, *_ = _ATEN._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, dropout_p, is_causal, scale=scale
-    )
+    else:
+        if enable_gqa:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if bias is not None:  # broadcast without memory
+            bias = bias.expand(*query.shape[:3], key.shape[2])
+        outputs = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )
+    result: Tensor = outputs[0]
     return result
 
 
@@ -186,7 +142,6 @@ class LiveStorages(TorchDispatchMode):
         self._marked: set[int] = set()
         self.marking = False
         """Whether storages are marked as they are made."""
-        self._answers = MetaAnswers()
         self.now_bytes = self.peak_bytes = self.flops = self.kernels = 0
 
     @property
@@ -207,15 +162,13 @@ class LiveStorages(TorchDispatchMode):
         if function.is_view or packet is _ATEN._unsafe_view:
             return function(*args, **kwargs)
         self.kernels += packet not in _ALLOCATIONS
-        in_place = function._schema.is_mutable  # writes to a storage that was there before
-        result = function(*args, **kwargs) if in_place else self._answers(function, args, kwargs)
+        result = function(*args, **kwargs)
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
-        if in_place:
-            return result
-        for output in outputs_of(result):
-            if isinstance(output, Tensor):
-                self._watch(output)
+        if not function._schema.is_mutable:  # else it wrote to a storage that was there before
+            for output in tree_leaves(result):
+                if isinstance(output, Tensor):
+                    self._watch(output)
         return result
 
     def _watch(self, tensor: Tensor) -> None:

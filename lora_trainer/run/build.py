@@ -334,8 +334,8 @@ class TrainComponents:
         """Load adapter, optimizer and loss scale from `state`; return its progress."""
         self.adapter.load_state(state.adapter)
         restore_optimizer(self.optimizer, state.optimizer)
-        state.loop.restore_loss_scale(self.scaler)
-        guard = GuardState.from_plain(state.loop.guard)
+        state.restore_loss_scale(self.scaler)
+        guard = GuardState.from_plain(state.guard)
         guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
         return Progress(step=state.step, images=state.images_seen, guard=guard)
 

@@ -17,7 +17,6 @@ import torch
 
 from lora_trainer.checkpoint.states import (
     Copy,
-    LoopValues,
     NonFiniteAdapter,
     TrainingState,
     freeze,
@@ -227,12 +226,15 @@ class SaveAction:
 
     def state(self, progress: Progress) -> TrainingState:
         """Return the state of a resume at this point; its tensors are the live ones, not copies."""
+        scaler = self.scaler.state_dict()  # empty without fp16
         return TrainingState(
             step=progress.step,
             images_seen=progress.images,
             adapter=self.adapter.state(),
             optimizer=self.optimizer.state_dict(),
-            loop=LoopValues.of(asdict(progress.guard), self.scaler),
+            guard=asdict(progress.guard),
+            loss_scale=scaler.get("scale"),
+            loss_scale_growth=scaler.get("_growth_tracker"),
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.cache.background import prefetch_map
-from lora_trainer.cache.cache_plan import Entries, SampleSource
+from lora_trainer.cache.cache_plan import Entries, SampleSource, SampleView
 from lora_trainer.cache.store import CacheKey
 from lora_trainer.common.processes import DistEnv, share
 from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
@@ -52,11 +52,6 @@ class Sample:
     mask_weights: Tensor | None = None
     as_base: bool = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the latents, (C, H, W)."""
-        return tuple(self.latents.shape)
-
 
 def split(
     samples: Sequence[Sample],
@@ -72,9 +67,9 @@ def split(
     """
     # A dict keeps its order: micro-batches, and with them the order in which gradients are summed, are those of the
     # samples.
-    by_shape: dict[tuple[tuple[int, ...], int], list[Sample]] = {}
+    by_shape: dict[tuple[torch.Size, int], list[Sample]] = {}
     for sample in samples:
-        key = (sample.shape, group_key(sample.conditioning))
+        key = (sample.latents.shape, group_key(sample.conditioning))
         by_shape.setdefault(key, []).append(sample)
     micro_batches: list[tuple[Sample, ...]] = []
     for (shape, _), alike in by_shape.items():
@@ -132,8 +127,7 @@ class TrainingDataLoader:
             sample, source = self.prepare_sample(epoch, name), self.sources[sample_id(name)]
             samples.append(sample)
             variant = self._variant(source, epoch, name) if source.of_class else None
-            class_text = None if variant is None else source.of_class[variant]
-            if class_text is not None:
+            if variant is not None and (class_text := source.of_class[variant]) is not None:
                 as_class = replace(
                     sample,
                     weight=sample.weight * self.objective.preservation_weight,
@@ -172,9 +166,10 @@ class TrainingDataLoader:
     def prepare_sample(self, epoch: int, sample: str) -> Sample:
         """Draw all of one sample's randomness for one epoch."""
         source, here, objective = self.drawn(epoch, sample), (epoch, sample), self.objective
-        flipped = source.mirrored is not None and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
         # Mirrored images are encoded by themselves: the latents of a mirror are not the mirrored latents.
-        entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
+        flipped = len(source.views) > 1 and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
+        view = source.views[int(flipped)]
+        entry = self.entries.read(view.latents)
         mean, std = entry["mean"], entry["std"]
         # The cache holds the VAE's distribution, not a draw: each epoch sees another latent of the image.
         latents = mean + std * self._randn(mean, Stream.LATENT, *here)
@@ -197,16 +192,12 @@ class TrainingDataLoader:
             noise=noise,
             level=level,
             weight=weight,
-            conditioning={
-                **self.entries.read(text),
-                **(source.mirrored_geometry if flipped else source.geometry),
-                **self.shared_conditioning,
-            },
+            conditioning=self._conditioning(text, view),
             loss=objective.loss,
             delta=loss_delta(objective, level),
             input_noise=input_noise,
             dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
-            mask_weights=self._mask_weights(source.mirrored_mask if flipped else source.mask),
+            mask_weights=self._mask_weights(view.mask),
             as_base=source.regularisation and objective.prior == "base",
         )
 
@@ -224,7 +215,8 @@ class TrainingDataLoader:
             samples = []
             for sample, source in keys:
                 # The mean and not a draw, which would add its own noise to the comparison of two steps.
-                mean = self.entries.read(source.plain)["mean"]
+                view = source.views[0]
+                mean = self.entries.read(view.latents)["mean"]
                 level = self.levels.at(fraction)
                 name = (sample, int(level.timestep))
                 samples.append(
@@ -234,12 +226,8 @@ class TrainingDataLoader:
                         noise=self._randn(mean, Stream.VALIDATION_NOISE, *name),
                         level=level,
                         weight=loss_weight(self.objective, level, self.prediction),
-                        conditioning={
-                            **self.entries.read(source.texts[0]),
-                            **source.geometry,
-                            **self.shared_conditioning,
-                        },
-                        mask_weights=self._mask_weights(source.mask),
+                        conditioning=self._conditioning(source.texts[0], view),
+                        mask_weights=self._mask_weights(view.mask),
                     )
                 )
             batches.append(tuple(samples))
@@ -265,6 +253,9 @@ class TrainingDataLoader:
         window, stratum = divmod(position, strata)
         order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
         return (int(order[stratum]) + uniform) / strata
+
+    def _conditioning(self, text: CacheKey, view: SampleView) -> Conditioning:
+        return {**self.entries.read(text), **view.geometry, **self.shared_conditioning}
 
     def _mask_weights(self, mask: CacheKey | None) -> Tensor | None:
         """Return how much each latent's error counts, by the mask and the weight of the unmasked rest."""

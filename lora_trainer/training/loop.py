@@ -158,7 +158,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 # Prodigy multiplies the rate by its estimate d.
                 "lr": rate * float(training.optimizer.param_groups[0].get("d", 1.0)),
                 "epoch": training.feeder.epochs_after(step),
-                "latents": sum(sample.shape[-2] * sample.shape[-1] for sample in samples),  # work
+                "latents": sum(sample.latents[0].numel() for sample in samples),  # work
             }
             reports.add(fields, loss, grad_norm, reached=reached)
             progress = reports.judge(progress, but_last=report_lag(training.model.device))

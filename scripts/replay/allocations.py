@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lora_trainer.config.declare import BUFFERS, QUANTIZATIONS, Precision, streamed_indices
 from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
@@ -23,7 +24,7 @@ from lora_trainer.families.base import Family
 from lora_trainer.families.facts import AUTOENCODER_KL, BaseFacts
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.live_storages import FusedKernels, LiveStorages, outputs_of
+from lora_trainer.network.live_storages import FusedKernels, LiveStorages
 from lora_trainer.network.quantize import quantize
 from lora_trainer.planning.memory import Load, runs_wide
 from scripts.replay.caching_allocator import Event
@@ -354,7 +355,7 @@ def kernel_workspace_bytes(packet: Any, args: tuple[Any, ...], result: Any) -> i
         query: Tensor = args[1]
         return _ACCUMULATOR_BYTES * query.numel()
     if packet in _CONVOLUTIONS:
-        tensors = [value for value in (*args, *outputs_of(result)) if isinstance(value, Tensor)]
+        tensors = [value for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
         images = [value for value in tensors if value.dim() == 4]
         return sum(value.nbytes for value in images if value.element_size() == 2)
     return 0

@@ -17,11 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.checkpoint.states import (
-    LoopValues,
-    TrainingState,
-    load_newest,
-)
+from lora_trainer.checkpoint.states import TrainingState, load_newest
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.events import Event, EventStream
 from tests.fakes.states import bits, loaded_step, save_state, state_at
@@ -233,7 +229,7 @@ def test_adapters_that_are_not_finite_and_foreign_values_are_not_saved(tmp_path:
         ({(1, 2): 3}, r"cannot save the key \(1, 2\)"),
     ):
         with pytest.raises(TypeError, match=message):
-            save_state(tmp_path, replace(state_at(1), loop=LoopValues(guard=guard)))  # type: ignore[arg-type]  # wrong on purpose
+            save_state(tmp_path, replace(state_at(1), guard=guard))  # type: ignore[arg-type]  # wrong on purpose
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,8 +246,7 @@ plain_values = st.recursive(
 
 def round_trip(folder: Path, optimizer: dict[Any, Any]) -> Any:
     """Return an optimizer's values as they come back from the disk."""
-    loop = LoopValues(guard={})
-    state = TrainingState(step=1, images_seen=0, adapter={}, optimizer=optimizer, loop=loop)
+    state = TrainingState(step=1, images_seen=0, adapter={}, optimizer=optimizer, guard={})
     save_state(folder, state)
     found = load_newest(folder, events=None)
     assert found is not None

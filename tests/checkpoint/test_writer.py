@@ -42,7 +42,7 @@ class Place:
     def write(self, folder: Path, frozen: Any, *, keep: int) -> Path:
         self.busy += 1
         assert self.busy == 1, "one save at a time"
-        self.steps.append(frozen.state.step)
+        self.steps.append(frozen.step)
         try:
             assert self.open.wait(PATIENCE_S)
             if self.error is not None:
@@ -212,7 +212,7 @@ def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused
     place.writer.newest().optimizer["state"][0]["exp_avg"].zero_()
     newest = place.writer.newest()
     assert (newest.step, newest.images_seen) == (3, 12)
-    assert newest.loop == state_at(3).loop
+    assert newest.guard == state_at(3).guard
     assert newest.adapter["a.down"].unique().tolist() == [3.0]
     assert newest.optimizer["state"][0]["exp_avg"].unique().tolist() == [6.0]
 

@@ -63,12 +63,13 @@ def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studi
     assert len(set(sizes)) == 3
     shapes = []
     for at in at_all:
-        entry = studio.cache.read(at.plain)
+        (view,) = at.views
+        entry = studio.cache.read(view.latents)
         assert entry is not None
         shapes.append((2 * entry["mean"].shape[2], 2 * entry["mean"].shape[1]))
-        placed = next(job for job in studio.needs().images.values() if job.key == at.plain)
+        placed = next(job for job in studio.needs().images.values() if job.key == view.latents)
         corner = (placed.placement.left_px, placed.placement.top_px)
-        assert at.geometry["corner"].tolist() == [list(corner)]
+        assert view.geometry["corner"].tolist() == [list(corner)]
     assert shapes == sizes
 
 
@@ -124,16 +125,17 @@ def test_sources_name_the_entries_and_the_corner_of_the_image_as_it_is_seen(stud
     assert len(wanted.sources) == 3 * 2
     odd, keys = 0, set(wanted.keys())
     for source in wanted.sources.values():
-        assert source.mirrored is not None and {source.plain, source.mirrored} <= keys
+        plain, mirrored = source.views
+        assert {plain.latents, mirrored.latents} <= keys
         assert len(source.texts) == 4 and set(source.texts) <= keys, "the plain one and three drawn"
-        assert wanted.images[source.mirrored.digest].flip
-        placement = wanted.images[source.plain.digest].placement
+        assert wanted.images[mirrored.latents.digest].flip
+        placement = wanted.images[plain.latents.digest].placement
         assert source.size_px == (placement.bucket.width_px, placement.bucket.height_px)
         left_px, top_px = placement.left_px, placement.top_px
         over_px = placement.scaled_width_px - placement.bucket.width_px
         odd += over_px % 2
-        assert source.geometry["corner"].tolist() == [[left_px, top_px]]
-        assert source.mirrored_geometry["corner"].tolist() == [[over_px - left_px, top_px]]
+        assert plain.geometry["corner"].tolist() == [[left_px, top_px]]
+        assert mirrored.geometry["corner"].tolist() == [[over_px - left_px, top_px]]
     assert odd, "or both corners are the same"
 
 

@@ -88,8 +88,8 @@ def test_no_two_draws_share_their_noise() -> None:
     feeder = build_feeder(batch_size=1, seed=5, data=DataSettings(), objective=ObjectiveSettings())
     sample, other, *_ = feeder.sources
     drawn = [feeder.prepare_sample(epoch, name) for epoch in (0, 1) for name in (sample, other)]
-    mean = feeder.entries.read(feeder.sources[sample].plain)["mean"]
-    std = feeder.entries.read(feeder.sources[sample].plain)["std"]
+    entry = feeder.entries.read(feeder.sources[sample].views[0].latents)
+    mean, std = entry["mean"], entry["std"]
     noises = [one.noise.flatten()[:16] for one in drawn]
     noises.append(((drawn[0].latents - mean) / std).flatten()[:16])
     for index, one in enumerate(noises):
@@ -139,7 +139,7 @@ def test_every_sample_once_per_epoch_and_steps_cross_epochs(count: int, batch_si
 
 def test_latents_are_draws_from_the_posterior() -> None:
     feeder = build_feeder([SQUARE], batch_size=64)
-    mean = feeder.entries.read(feeder.sources["s0"].plain)["mean"]
+    mean = feeder.entries.read(feeder.sources["s0"].views[0].latents)["mean"]
     drawn = torch.stack([sample.latents - mean for sample in feeder.prepare(0)])
     assert float(drawn.std()) == pytest.approx(0.1, rel=0.03)
     assert float(drawn.mean()) == pytest.approx(0.0, abs=0.003)
@@ -160,19 +160,24 @@ def test_signal_and_weight_belong_to_the_timestep() -> None:
 
 
 def nearest(sample: Sample, feeder: TrainingDataLoader) -> str:
-    source = feeder.sources[sample.sample]
-    assert source.mirrored is not None
-    plain = feeder.entries.read(source.plain)["mean"]
-    mirrored = feeder.entries.read(source.mirrored)["mean"]
+    views = feeder.sources[sample.sample].views
+    plain, mirrored = (feeder.entries.read(view.latents)["mean"] for view in views)
     closer = (sample.latents - plain).norm() < (sample.latents - mirrored).norm()
     return "plain" if closer else "mirrored"
 
 
 def test_half_of_the_samples_are_mirrored_and_told_their_own_crop() -> None:
     feeder = build_feeder([SQUARE], batch_size=400, data=EVERYTHING)
-    corners = {"geometry": torch.tensor([[3]]), "mirrored_geometry": torch.tensor([[4]])}
-    told = {name: {"time_ids": corner} for name, corner in corners.items()}
-    sources = {name: replace(source, **told) for name, source in feeder.sources.items()}
+    sources = {
+        name: replace(
+            source,
+            views=tuple(
+                replace(view, geometry={"time_ids": torch.tensor([[corner]])})
+                for view, corner in zip(source.views, (3, 4), strict=True)
+            ),
+        )
+        for name, source in feeder.sources.items()
+    }
     cropped = replace(feeder, sources=sources)
     found = Counter(
         (nearest(sample, feeder), int(sample.conditioning["time_ids"]))
@@ -221,7 +226,7 @@ def test_validation_is_fixed_and_unaugmented() -> None:
     for batch in batches:
         for sample, (name, source) in zip(batch, keys, strict=True):
             assert sample.sample == name and sample.level.timestep == batch[0].level.timestep
-            assert torch.equal(sample.latents, feeder.entries.read(source.plain)["mean"])
+            assert torch.equal(sample.latents, feeder.entries.read(source.views[0].latents)["mean"])
             text = feeder.entries.read(source.texts[0])["text"]
             assert torch.equal(sample.conditioning["text"], text)
             assert sample.loss == "mse" and sample.input_noise is None

@@ -150,7 +150,7 @@ def test_samples_have_the_masks_of_their_images_and_processes_share_them(studio:
     assert set(map(len, hashes.values())) == {64} and mirrored["flip"] == 1
     assert latents == {**crop, "background": ""}, "caches on disk have these names"
     assert mask == {**crop, "channel": "brightness", "factor": 2}
-    sources = {source.mask for source in wanted.sources.values()}
+    sources = {source.views[0].mask for source in wanted.sources.values()}
     assert None in sources and len(sources) == 3
     shares = [wanted.share(rank, 2).keys() for rank in range(2)]
     assert {key.kind for key in shares[0]} == {"latents", "masks", "text"}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from lora_trainer.checkpoint.states import (
-    LoopValues,
     TrainingState,
     freeze,
     load_newest,
@@ -38,17 +37,15 @@ def state_at(step: int, *, seed: int | None = None) -> TrainingState:
                 {"lr": 0.1 * step, "betas": (0.9, 0.999), "fused": None, "params": [0, 1]}
             ],
         },
-        loop=LoopValues(
-            guard={
-                "micro_batch": 3,
-                "losses": [0.1, -0.0, math.inf, 1e-320],
-                "trend": {"mean": 65536.0, "count": 2**70},
-                "lowered": True,
-                "rung": None,
-            },
-            loss_scale=65536.0,
-            loss_scale_growth=2**70,
-        ),
+        guard={
+            "micro_batch": 3,
+            "losses": [0.1, -0.0, math.inf, 1e-320],
+            "trend": {"mean": 65536.0, "count": 2**70},
+            "lowered": True,
+            "rung": None,
+        },
+        loss_scale=65536.0,
+        loss_scale_growth=2**70,
     )
 
 

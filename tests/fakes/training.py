@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.cache.cache_plan import Entries, SampleSource
+from lora_trainer.cache.cache_plan import Entries, SampleSource, SampleView
 from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
@@ -91,12 +91,12 @@ def build_feeder(
     text("")
     sources = {
         f"s{index}": SampleSource(
-            plain=latent(f"s{index}", shape),
-            mirrored=latent(f"s{index} mirrored", shape) if data.flip else None,
+            views=tuple(
+                SampleView(latents=latent(f"s{index}{view}", shape), geometry={})
+                for view in ("", " mirrored")[: 1 + data.flip]
+            ),
             texts=tuple(text(f"s{index} variant {variant}") for variant in range(texts)),
             size_px=(2 * shape[2], 2 * shape[1]),
-            geometry={},
-            mirrored_geometry={},
         )
         for index, shape in enumerate(shapes)
     }
@@ -235,8 +235,8 @@ def restored(tiny: TinyTraining, state: TrainingState) -> Progress:
     """Put a training back to a state, as a resume does, and return its progress."""
     tiny.adapter.load_state(state.adapter)
     optimizers.restore_optimizer(tiny.training.optimizer, state.optimizer)
-    state.loop.restore_loss_scale(tiny.training.scaler)
-    guard = GuardState.from_plain(state.loop.guard)
+    state.restore_loss_scale(tiny.training.scaler)
+    guard = GuardState.from_plain(state.guard)
     return Progress(step=state.step, images=state.images_seen, guard=guard)
 
 

@@ -26,7 +26,7 @@ from lora_trainer.costs.trace import (
 )
 from lora_trainer.lora.adapter import inject
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.live_storages import LiveStorages, MetaAnswers
+from lora_trainer.network.live_storages import LiveStorages
 from tests.fakes.family_bases import conditioning_of, encoder_of, facts_of
 from tests.fakes.family_bases import network_of as load
 
@@ -202,13 +202,6 @@ def test_a_backward_pass_of_an_adapter_holds_no_more_than_its_gradients() -> Non
     step = trace_step(network, lambda: network(source), inputs=[source])
     of_factors, of_middle = 2 * RANK * channels, rows * RANK
     assert step.temporary_bytes == 4 * (2 * rows * channels + of_middle + of_factors)
-
-
-def test_equal_numbers_of_other_types_are_other_calls() -> None:
-    whole, answers = torch.zeros(3, dtype=torch.int64, device="meta"), MetaAnswers()
-    add = torch.ops.aten.add.Tensor
-    assert answers(add, (whole, 1), {}).dtype == torch.int64
-    assert answers(add, (whole, 1.0), {}).dtype == torch.float32
 
 
 def test_live_storages_count_what_is_made_inside_once_and_while_it_lives() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.checkpoint.states import LoopValues, TrainingState
+from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
@@ -105,7 +105,7 @@ def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
         images_seen=1,
         adapter=adapter.state(),
         optimizer=optimizer.state_dict(),
-        loop=LoopValues(guard={}),
+        guard={},
     )
 
     def exported(copy: Any) -> Any:

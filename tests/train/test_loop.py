@@ -174,7 +174,9 @@ def poisoned(tiny: TinyTraining, *samples: str) -> None:
     """Put a NaN into the latents of these samples."""
     entries = tiny.training.feeder.entries
     for sample in samples:
-        entries.read(tiny.training.feeder.sources[sample].plain)["mean"][0, 0, 0] = torch.nan
+        entries.read(tiny.training.feeder.sources[sample].views[0].latents)["mean"][0, 0, 0] = (
+            torch.nan
+        )
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
@@ -350,7 +352,7 @@ def test_another_way_that_cannot_be_taken_is_the_end_and_is_remembered(tmp_path:
     with pytest.raises(TrainingStopped, match="EXECUTION_FAILED.*checkpointing could.*no room"):
         run(replace(tiny.training, model=model, actions=[action]), at_start(micro_batch=4))
     state = load_newest(tmp_path, events=None)
-    assert state is not None and (state.step, state.loop.guard["plain"]) == (2, True)
+    assert state is not None and (state.step, state.guard["plain"]) == (2, True)
 
 
 @pytest.mark.usefixtures("nothing_to_collect")

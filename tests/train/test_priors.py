@@ -53,9 +53,11 @@ def with_priors(
 
     for index, (name, source) in enumerate(plain.sources.items()):
         changes: dict[str, Any] = {"regularisation": index in regularisation}
+        (view,) = source.views
         if index in masked:
             mask = torch.rand(1, *shapes[index][1:], generator=generator) > 0.5
-            changes["mask"] = put("masks", name, {"mask": mask.float()})
+            key = put("masks", name, {"mask": mask.float()})
+            changes["views"] = (replace(view, mask=key),)
         if index in of_class:
             text = torch.randn(1, TOKENS, TEXT_WIDTH, generator=generator)
             changes["of_class"] = (put("text", name, {"text": text}),)
@@ -74,7 +76,7 @@ def with_priors(
 def test_a_mask_is_weighed_by_its_background_and_its_mean_in_validation_too() -> None:
     feeder = with_priors([SQUARE] * 2, masked=(0,), batch_size=2, background=0.25)
     (masked,) = [sample for sample in feeder.prepare(0) if sample.sample == "s0"]
-    mask = feeder.sources["s0"].mask
+    mask = feeder.sources["s0"].views[0].mask
     assert mask is not None and masked.mask_weights is not None
     values = 0.25 + 0.75 * feeder.entries.read(mask)["mask"]
     assert torch.allclose(masked.mask_weights, values / values.mean())

@@ -104,7 +104,7 @@ def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Pat
     assert (change["old"], change["new"]) == (1.0, 0.5)
     assert change["reason"].startswith("back to step 8: the gradients were not finite numbers 5")
     assert all(weight.isfinite().all() for weight in found.tiny.weights)
-    assert found.on_disk().loop.guard["lr_scale"] == 0.5
+    assert found.on_disk().guard["lr_scale"] == 0.5
 
 
 def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     assert (start.step, start.guard.skipped_in_row) == (8, 3)
     again.run(start)
     assert same(again.tiny.weights, whole.tiny.weights)
-    assert again.on_disk().loop == whole.on_disk().loop
+    assert again.on_disk().guard == whole.on_disk().guard
 
 
 def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def disk(monkeypatch: pytest.MonkeyPatch, *, refuses: set[int]) -> list[int]:
     tried: list[int] = []
 
     def write(folder: Path, frozen: Any, *, keep: int) -> Path:
-        tried.append(frozen.state.step)
-        if frozen.state.step in refuses:
+        tried.append(frozen.step)
+        if frozen.step in refuses:
             raise FULL
         return write_state(folder, frozen, keep=keep)
 

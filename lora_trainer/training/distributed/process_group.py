@@ -212,11 +212,11 @@ class ProcessGroup:
         elif self.monitor is not None:
             self.monitor.take("done")
 
-    def require_same(self, digest: bytes, *, step: int) -> None:
+    def require_same(self, digest: str, *, step: int) -> None:
         """Raise TrainingStopped on all processes if the digests of their states differ."""
         if self.is_single:
             return
-        digests: list[bytes] = [b""] * self.dist_env.count
+        digests = [""] * self.dist_env.count
         with self._together():
             dist.all_gather_object(digests, digest)
         other = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
