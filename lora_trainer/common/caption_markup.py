@@ -20,6 +20,9 @@ _CHOICE = {"{": "}"}
 _EMPHASIS = {"(": ")", "[": "]"}
 _WEIGHT = re.compile(r":\s*\+?(\d+\.?\d*|\.\d+)\s*", re.ASCII)
 
+# A character, or a backslash with the character that it escapes.
+_TOKEN = re.compile(r"\\?.", re.DOTALL)
+
 Choose = Callable[[int, int], int]
 Weighted = tuple[str, float]
 
@@ -34,13 +37,10 @@ def with_choices_made(text: str, choose: Choose) -> str:
     ends = set(partners.values())
     outer = [""]
     groups: list[tuple[int, list[str]]] = []
-    index = 0
-    while index < len(text):
-        mark, words = text[index], groups[-1][1] if groups else outer
-        if mark == "\\":
-            escaped = text[index + 1 : index + 2]
-            words[-1] += escaped if escaped in _CHOICE_MARKS else mark + escaped
-            index += 1
+    for token in _TOKEN.finditer(text):
+        index, mark, words = token.start(), token[0], groups[-1][1] if groups else outer
+        if mark[0] == "\\":
+            words[-1] += mark[1:] if mark[1:] in _CHOICE_MARKS else mark
         elif index in partners:
             groups.append((index, [""]))
         elif index in ends:
@@ -53,7 +53,6 @@ def with_choices_made(text: str, choose: Choose) -> str:
             words.append("")
         else:
             words[-1] += mark
-        index += 1
     return outer[0]
 
 
@@ -91,24 +90,20 @@ def weighted_parts(text: str) -> list[Weighted]:
         if text[begin] == "(" and number and float(number[1]) <= MAX_WEIGHT:
             factors[begin] = float(number[1])
             numbers[colon] = end
-    weights, parts = [1.0], list[Weighted]()
-    index = 0
-    while index < len(text):
-        mark = text[index]
-        if index in numbers:
-            index = numbers[index]
+    weights, parts, read = [1.0], list[Weighted](), 0
+    for token in _TOKEN.finditer(text):
+        index, mark = token.start(), token[0]
+        read = max(read, numbers.get(index, 0))
+        if index < read:  # in an explicit number
             continue
-        if mark == "\\":
-            escaped = text[index + 1 : index + 2]
-            parts.append((escaped if escaped in _EMPHASIS_MARKS else mark + escaped, weights[-1]))
-            index += 1
+        if mark[0] == "\\":
+            parts.append((mark[1:] if mark[1:] in _EMPHASIS_MARKS else mark, weights[-1]))
         elif index in partners:
             weights.append(min(weights[-1] * factors[index], MAX_WEIGHT))
         elif index in ends:
             weights.pop()
         else:
             parts.append((mark, weights[-1]))
-        index += 1
     return [
         ("".join(words for words, _ in group), weight)
         for weight, group in groupby(parts, key=lambda part: part[1])
@@ -147,11 +142,9 @@ def _partners(text: str, kinds: Mapping[str, str]) -> dict[int, int]:
     partners: dict[int, int] = {}
     waiting: list[tuple[str, int]] = []
     open_ones: Counter[str] = Counter()
-    escaped = False
-    for index, mark in enumerate(text):
-        if escaped or mark == "\\":
-            escaped = not escaped
-        elif mark in kinds:
+    for token in _TOKEN.finditer(text):
+        index, mark = token.start(), token[0]
+        if mark in kinds:
             waiting.append((kinds[mark], index))
             open_ones[kinds[mark]] += 1
         elif open_ones[mark] > 0:

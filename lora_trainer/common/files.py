@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
@@ -278,17 +279,11 @@ class CappedFolder:
 
 def _files_in(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield regular files of a folder and its subfolders whose names do not start with a dot."""
-    try:
-        with os.scandir(folder) as listing:
-            entries = [entry for entry in listing if not entry.name.startswith(".")]
-    except OSError:  # another run removed the folder, or its permissions forbid reading
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files_in(entry.path)
-            continue
-        try:
-            if entry.is_file():
-                yield entry.path, entry.stat()
-        except OSError:  # another run pruned it between listing and stat
-            continue
+    # What another run removes while this looks is passed over, as are folders that may not be read.
+    for parent, folders, names in os.walk(folder):
+        folders[:] = (name for name in folders if not name.startswith("."))
+        for name in names:
+            file = os.path.join(parent, name)  # noqa: PTH118 - a Path would cost more than the stat
+            with suppress(OSError):
+                if not name.startswith(".") and S_ISREG((stat := os.stat(file)).st_mode):  # noqa: PTH116
+                    yield file, stat

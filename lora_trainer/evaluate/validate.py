@@ -289,14 +289,9 @@ def distances(first: Tensor, second: Tensor) -> Tensor:
 def set_distance(first: Tensor, second: Tensor) -> float:
     """Return the energy distance of two sets of at least two vectors."""
     return score.energy_distance(
-        distances(first, second).flatten().tolist(), _pairs(first), _pairs(second)
+        distances(first, second).flatten().tolist(),
+        *(F.pdist(each).tolist() for each in (first, second)),
     )
-
-
-def _pairs(features: Tensor) -> list[float]:
-    upper = torch.triu_indices(len(features), len(features), offset=1)
-    pair_distances: list[float] = distances(features, features)[upper[0], upper[1]].tolist()
-    return pair_distances
 
 
 def copy_ratio(

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,7 +119,10 @@ class Axes:
             if len(run) > self.width_px:  # the lowest and the highest of every stretch are drawn
                 count = math.ceil(len(run) / (self.width_px // 2))
                 stretches = (run[start : start + count] for start in range(0, len(run), count))
-                ends = ({min(each, key=_height), max(each, key=_height)} for each in stretches)
+                ends = (
+                    {min(each, key=itemgetter(1)), max(each, key=itemgetter(1))}
+                    for each in stretches
+                )
                 run = [point for pair in ends for point in sorted(pair)]
             first, *rest = [f"{pixels(self.x(x))} {pixels(self.y(y))}" for x, y in run]
             path += f"M{first}" + ("L" + " ".join(rest) if rest else "h0.01")
@@ -202,10 +206,6 @@ def finite_runs(points: Iterable[Point]) -> Iterator[list[Point]]:
     for is_finite, run in groupby(points, key=lambda point: all(map(math.isfinite, point))):
         if is_finite:
             yield list(run)
-
-
-def _height(point: Point) -> float:
-    return point[1]
 
 
 def pixels(value: float) -> str:

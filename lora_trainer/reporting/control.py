@@ -9,7 +9,6 @@ run's own prompts.
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import threading
@@ -159,13 +158,9 @@ class Control:
     def folder(self) -> Path:
         return self.run_folder / "control"
 
-    def pending(self) -> set[str]:
+    def pending(self) -> set[Request]:
         """Return the requests that wait; files of other names are not requests."""
-        try:
-            names = {entry.name for entry in os.scandir(self.folder)}
-        except OSError:  # no folder, no requests
-            return set()
-        return names & set(get_args(Request))
+        return {name for name in get_args(Request) if self.asked_at_s(name) is not None}
 
     def done(self, name: str) -> None:
         """Remove a request that was obeyed."""
@@ -173,9 +168,10 @@ class Control:
 
     def forget_before(self, time_s: float) -> None:
         """Remove requests from before `time_s`: they were meant for a process that was killed."""
-        for name in self.pending():
-            with suppress(OSError):
-                if (self.folder / name).stat().st_mtime < time_s:
+        for name in get_args(Request):
+            asked_s = self.asked_at_s(name)
+            if asked_s is not None and asked_s < time_s:
+                with suppress(OSError):
                     (self.folder / name).unlink()
 
     def asked_at_s(self, name: Request) -> float | None:
@@ -203,7 +199,7 @@ class Control:
 
         "" stands for the run's own prompts. Raises RequestError for a file that holds no prompt; it is removed too.
         """
-        if "sample" not in self.pending():
+        if self.asked_at_s("sample") is None:
             return None
         try:
             with (self.folder / "sample").open("rb") as opened:

@@ -31,7 +31,6 @@ from lora_trainer.common.wording import (
     against_base,
     bytes_text,
     duration_text,
-    loss_text,
     step_seconds_text,
 )
 from lora_trainer.config.config import all_settings
@@ -62,7 +61,10 @@ def write_report(run_folder: Path) -> Path:
 
 def document(history: RunHistory) -> Html:
     """Return the whole page."""
-    functions = (column_name, duration_text, mapping, number, sequence, smoothed_losses, value_text)
+    functions = (
+        *(against_base, column_name, duration_text, mapping, number, sequence, smoothed_losses),
+        value_text,
+    )
     run = history.run
     data, values, infos = mapping(run, "dataset"), mapping(run, "settings"), all_settings()
     # As run.json has them: tuples are lists there.
@@ -76,8 +78,7 @@ def document(history: RunHistory) -> Html:
         REPORT_FILE,
         history=history,
         name=str(run.get("name") or history.started.get("name") or history.folder.name),
-        verdict=verdict(history),
-        planned=_planned(history),
+        interrupted=INTERRUPTED_EXIT_CODES,
         export=_export(history),
         grid=sample_grid(history),
         loss_curve=loss_curve(history),
@@ -98,33 +99,6 @@ def document(history: RunHistory) -> Html:
         utc=partial(datetime.datetime.fromtimestamp, tz=datetime.UTC),
         **{each.__name__: each for each in functions},
     )
-
-
-def verdict(history: RunHistory) -> tuple[str, str, str]:
-    """Return (finished | stopped | failed | unfinished, one plain sentence, the remedy or "")."""
-    end, base, last = history.end, history.base_validation, history.last_validation
-    compared = ""
-    if base is not None and last is not None:
-        compared = f"the validation loss is {against_base(last.loss, base.loss)}"
-    if end is not None and end["event"] == "finished":
-        early = f"; ended early, as {end['early']}" if end.get("early") else ""
-        if last is None:
-            compared = f"{len(history.steps):,} steps; nothing was validated"
-        elif base is None:
-            compared = f"the validation loss is {loss_text(last.loss)}; the base was not validated"
-        return "finished", f"Finished: {compared}{early}.", ""
-    progress = f"step {history.steps[-1].step if history.steps else 0:,} of {_planned(history)}"
-    also = f"; {compared}" if compared else ""
-    if end is None:
-        return "unfinished", f"Not finished: the record ends at {progress}{also}.", ""
-    reason, _, fix = str(end.get("reason") or "no reason was recorded").partition(" Fix: ")
-    kind = "stopped" if end.get("exit_code") in INTERRUPTED_EXIT_CODES else "failed"
-    return kind, f"{kind.capitalize()} at {progress}: {reason.rstrip('.')}{also}.", fix
-
-
-def _planned(history: RunHistory) -> str:
-    planned = number(history.started, "steps")
-    return f"{planned:,.0f}" if math.isfinite(planned) else "an unknown number"
 
 
 def _export(history: RunHistory) -> tuple[str, str]:

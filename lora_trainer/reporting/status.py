@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter, Validatio
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.common.files import json_bytes, retry_while_open, write_atomic
+from lora_trainer.common.files import retry_while_open, write_atomic
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, loss_text, one_line
 
 
@@ -203,12 +203,9 @@ class StatusWriter:
             or abs(now_s - last.heartbeat_s) >= INTERVAL_S
         ):
             self.status = self._written = replace(now, heartbeat_s=now_s)
-            content = asdict(self.status)
-            del content["stage"]  # a reader's
-            if not math.isfinite(now.left_s):
-                content["left_s"] = None
+            content = _STATUS.dump_json(self.status, indent=2, exclude={"stage"})  # a reader's
             try:
-                write_atomic(self.run_folder / STATUS_FILE, json_bytes(content), durable=False)
+                write_atomic(self.run_folder / STATUS_FILE, content + b"\n", durable=False)
             except MachineError as error:
                 if not self._refused:
                     self._refused = True
