@@ -86,14 +86,14 @@ def machine(found: Hardware) -> Html:
         )
         for gpu in found.gpus
     ]
-    device = found.accelerator()
-    where = f"Trains on {device.value.name}." if device.value else "Trains on the processor: slow."
+    gpu, reason = found.accelerator()
+    where = f"Trains on {gpu.name}." if gpu else "Trains on the processor: slow."
     memory = f"{bytes_text(found.ram_free_bytes)} free of {bytes_text(found.ram_total_bytes)}"
     cores = f"{found.cpu_threads} core{'' if found.cpu_threads == 1 else 's'} to use"
     return tag(
         "section",
         tag("h2", "Processor and GPU"),
-        tag("p", tag("b", where), " ", tag("span", f"({device.reason})", class_="quiet")),
+        tag("p", tag("b", where), " ", tag("span", f"({reason})", class_="quiet")),
         table(("part", "memory", ""), [*cards, (found.cpu_name, memory, cores)]),
     )
 

@@ -211,7 +211,7 @@ def replayed(cell: Cell, made: Plan, networks: Networks) -> Row:
         samples=made.load.samples,
         expandable=cell.expandable,
         room_bytes=limit_bytes - outside_bytes,
-        library_bytes=made.load.beside.cublas_bytes,
+        library_bytes=made.load.cublas_bytes,
     )
     load = made.load
     return Row(

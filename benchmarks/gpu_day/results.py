@@ -51,12 +51,10 @@ def origin(*, tiny: bool, device: str, commit: str | None, measures: bool) -> Or
     Raises SystemExit where something is to be measured and there is no GPU for it.
     """
     hardware = detect()
-    card = hardware.accelerator()
-    gpu = card.value if device != "cpu" else None
+    card, reason = hardware.accelerator()
+    gpu = card if device != "cpu" else None
     if gpu is None and measures and (device == "cuda" or not tiny):
-        raise SystemExit(
-            f"no GPU to measure on: {card.reason}; --tiny tries every slice on a processor"
-        )
+        raise SystemExit(f"no GPU to measure on: {reason}; --tiny tries every slice on a processor")
     build = torch_build()
     return Origin(
         commit=commit or _commit(),

@@ -26,11 +26,6 @@ def kind_of(device: torch.device | str) -> DeviceKind:
     return KINDS[name]  # type: ignore[index]  # others cannot be chosen
 
 
-def module_of(device: torch.device) -> Any:
-    """Return torch's module for a device: `torch.cuda` (NVIDIA and AMD), `torch.mps` or `torch.xpu`."""
-    return torch.get_device_module(device)
-
-
 def may_copy_ahead(device: torch.device) -> bool:
     """Return whether the host may go on during a copy to or from the device (`non_blocking`)."""
     return kind_of(device).streams
@@ -38,17 +33,12 @@ def may_copy_ahead(device: torch.device) -> bool:
 
 def side_stream(device: torch.device) -> Any:
     """Return a new stream beside the computing stream, None for a device with a single queue."""
-    return module_of(device).Stream(device) if kind_of(device).streams else None
+    return torch.get_device_module(device).Stream(device) if kind_of(device).streams else None
 
 
 def current_stream(device: torch.device) -> Any:
     """Return the current stream of a device with streams."""
-    return module_of(device).current_stream(device)
-
-
-def on_stream(stream: Any) -> Any:
-    """Return a context manager that queues work on a stream."""
-    return module_of(stream.device).stream(stream)
+    return torch.get_device_module(device).current_stream(device)
 
 
 def mark(device: torch.device) -> Any:
@@ -61,7 +51,7 @@ def started_device() -> torch.device | None:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return None
-    began = getattr(module_of(device), "is_initialized", lambda: True)
+    began = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
     return device if began() else None
 
 
@@ -73,7 +63,7 @@ def synchronize(device: torch.device) -> None:
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """Return a GPU's (free, total) bytes by its driver; raises RuntimeError."""
-    api = module_of(device)
+    api = torch.get_device_module(device)
     if kind_of(device).name == "mps":
         total = int(api.recommended_max_memory())
         return max(0, total - int(api.driver_allocated_memory())), total
@@ -81,45 +71,35 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
-def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the peak bytes of tensors and of the allocator's reserve; MPS has current values only."""
-    api = module_of(device)
+def tensor_bytes(device: torch.device) -> tuple[int, int, int]:
+    """Return the bytes of tensors now and at most, and most of the allocator's; MPS has current values only."""
+    api = torch.get_device_module(device)
     if kind_of(device).name == "mps":
-        return int(api.current_allocated_memory()), int(api.driver_allocated_memory())
-    return int(api.max_memory_allocated(device)), int(api.max_memory_reserved(device))
-
-
-def tensor_bytes(device: torch.device) -> int:
-    """Return the bytes that tensors occupy on a GPU now."""
-    api = module_of(device)
-    if kind_of(device).name == "mps":
-        return int(api.current_allocated_memory())
-    return int(api.memory_allocated(device))
+        now = int(api.current_allocated_memory())
+        return now, now, int(api.driver_allocated_memory())
+    reserved = int(api.max_memory_reserved(device))
+    return int(api.memory_allocated(device)), int(api.max_memory_allocated(device)), reserved
 
 
 def total_bytes(device: torch.device) -> int:
     """Return the memory of a GPU; for Apple's GPUs the memory Metal recommends for one process."""
-    api = module_of(device)
+    api = torch.get_device_module(device)
     if kind_of(device).name == "mps":
         return int(api.recommended_max_memory())
     return int(api.get_device_properties(device).total_memory)
 
 
-def bound_allocator(device: torch.device, *, allowed_bytes: int) -> int:
-    """Limit torch's allocator on a GPU to `allowed_bytes`, capped at its memory; return the limit."""
-    api = module_of(device)
-    total = total_bytes(device)
-    allowed_bytes = min(total, allowed_bytes)
+def set_memory_share(device: torch.device, share: float) -> None:
+    """Limit torch's allocator on a GPU to a share of its memory."""
     where = () if kind_of(device).name == "mps" else (device,)
-    api.set_per_process_memory_fraction(allowed_bytes / total, *where)
-    return allowed_bytes
+    torch.get_device_module(device).set_per_process_memory_fraction(share, *where)
 
 
 def name_of(device: torch.device) -> str:
     """Return a GPU's name."""
     if kind_of(device).name == "mps":
         return str(torch.backends.mps.get_name())
-    return str(module_of(device).get_device_name(device))
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def gpu_identity(device: torch.device) -> str:

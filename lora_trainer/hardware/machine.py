@@ -71,14 +71,6 @@ _AMD = "0x1002"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accelerator:
-    """The GPU to plan for; None: the processor, with the reason."""
-
-    value: Gpu | None
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The detected hardware; `reasons` has each field's source, `gpu_reason` also why there is no GPU.
 
@@ -101,17 +93,17 @@ class Hardware:
     # Memory a process may pin; None: the system sets no limit.
     pinnable_bytes: int | None = None
 
-    def accelerator(self, *, sharing: int = 1) -> Accelerator:
-        """Return the GPU to plan for, or None with the reason why training uses the processor.
+    def accelerator(self, *, sharing: int = 1) -> tuple[Gpu | None, str]:
+        """Return the GPU to plan for, None for the processor, and the reason.
 
         For `sharing` processes on this machine it is the smallest participating GPU, because all processes
         do equal work.
         """
         if not self.gpus:
-            return Accelerator(value=None, reason=self.gpu_reason)
+            return None, self.gpu_reason
         usable = self.usable(sharing=sharing)
         if not usable:
-            return Accelerator(value=None, reason=self.against(self.gpus[0]))
+            return None, self.against(self.gpus[0])
         taking_part = usable[:sharing]
         gpu = min(taking_part, key=lambda gpu: gpu.free_bytes)
         reason = f"{gpu.name}, {self.gpu_reason}"
@@ -124,7 +116,7 @@ class Hardware:
         if on_one > 1 and not self.cards_chosen:
             reason += f"; {on_one} processes on each"
             gpu = replace(gpu, free_bytes=gpu.free_bytes // on_one)
-        return Accelerator(value=gpu, reason=reason)
+        return gpu, reason
 
     def usable(self, *, sharing: int = 1) -> tuple[Gpu, ...]:
         """Return the GPUs that the installed torch can use, the best first.

@@ -78,8 +78,12 @@ class _NoAnswer(Exception):
 
 
 @contextmanager
-def _asking(nvml: Nvml | None) -> Iterator[_Asker]:
-    """Start NVML for a block and end it after: between looks no driver is held. Raises _NoAnswer."""
+def _asking(nvml: Nvml | None, failures: list[str] | None = None) -> Iterator[Callable[..., Any]]:
+    """Start NVML for a block, which calls its functions by their names; no driver is held after it.
+
+    Yields a function that returns an answer of NVML, None where the call fails. With `about` the failure is added
+    to `failures`, once: many GPUs do not support the other calls. Raises _NoAnswer.
+    """
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -92,20 +96,31 @@ def _asking(nvml: Nvml | None) -> Iterator[_Asker]:
     except (nvml.NVMLError, OSError) as error:
         reasons = (reason for part, reason in _INIT_FAILURES.items() if part in str(error))
         raise _NoAnswer(next(reasons, f"NVML failed to start: {error}")) from None
-    asker = _Asker(nvml)
+
+    def ask(name: str, *arguments: Any, about: str = "") -> Any:
+        call = getattr(nvml, name, None)  # another release of pynvml may lack it
+        try:
+            return None if call is None else call(*arguments)
+        except (nvml.NVMLError, OSError) as error:
+            failure = f"{about}: {name} said {str(error) or type(error).__name__}"
+            if about and failures is not None and failure not in failures:
+                failures.append(failure)
+            return None
+
     try:
-        yield asker
+        yield ask
     finally:
-        asker.ask(nvml.nvmlShutdown)
+        ask("nvmlShutdown")
 
 
 def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
     """Return the GPUs that CUDA would list, and a sentence on their source or on why there is none."""
+    failures = list[str]()
     try:
-        with _asking(nvml) as asker:
-            count = asker.ask(asker.nvml.nvmlDeviceGetCount, about="NVML") or 0
-            driver = str(asker.ask(asker.nvml.nvmlSystemGetDriverVersion, about="NVML") or "")
-            cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]
+        with _asking(nvml, failures) as ask:
+            count = ask("nvmlDeviceGetCount", about="NVML") or 0
+            driver = str(ask("nvmlSystemGetDriverVersion", about="NVML") or "")
+            cards = [gpu for index in range(count) for gpu in _cards(ask, index, driver, failures)]
     except _NoAnswer as error:
         return (), str(error)
     chosen, visible = cards, environment.get("CUDA_VISIBLE_DEVICES")
@@ -135,61 +150,38 @@ def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[
         sentences.append(
             f"GPUs differ and CUDA may order them otherwise: set {CUDA_ORDER}={BY_BUS}"
         )
-    return gpus, "; ".join([*sentences, *asker.failures])
+    return gpus, "; ".join([*sentences, *failures])
 
 
-@dataclass
-class _Asker:
-    """Makes NVML calls and collects their failures without repetition."""
-
-    nvml: Nvml
-    failures: list[str] = field(default_factory=list)
-
-    def ask(self, call: Callable[..., Any], *arguments: Any, about: str = "") -> Any:
-        """Return the call's answer, None where it fails.
-
-        With `about`, the failure is recorded: many GPUs do not support the other calls.
-        """
-        try:
-            return call(*arguments)
-        except (self.nvml.NVMLError, OSError) as error:
-            failure = f"{about}: {call.__name__} said {str(error) or type(error).__name__}"
-            if about and failure not in self.failures:
-                self.failures.append(failure)
-            return None
-
-
-def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
+def _cards(ask: Callable[..., Any], index: int, driver: str, failures: list[str]) -> Iterator[Gpu]:
     """Yield GPU `index`, or its MIG slices; nothing if its memory is unknown."""
-    nvml = asker.nvml
     about = f"GPU {index}"
-    handle = asker.ask(nvml.nvmlDeviceGetHandleByIndex, index, about=about)
+    handle = ask("nvmlDeviceGetHandleByIndex", index, about=about)
     if handle is None:
         return
-    capability = asker.ask(nvml.nvmlDeviceGetCudaComputeCapability, handle, about=about)
-    devices, mode = [handle], asker.ask(nvml.nvmlDeviceGetMigMode, handle)
+    capability = ask("nvmlDeviceGetCudaComputeCapability", handle, about=about)
+    devices, mode = [handle], ask("nvmlDeviceGetMigMode", handle)
     if mode and mode[0]:  # programs can use only slices; without an answer MIG counts as off
-        most = asker.ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle, about=about) or 0
+        most = ask("nvmlDeviceGetMaxMigDeviceCount", handle, about=about) or 0
         slices = (
-            asker.ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
-            for number in range(most)
+            ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number) for number in range(most)
         )
         devices = [device for device in slices if device is not None]
         if not devices:
-            asker.failures.append(f"{about} is in MIG mode and has no slices to compute on")
+            failures.append(f"{about} is in MIG mode and has no slices to compute on")
     for device in devices:
-        memory = asker.ask(nvml.nvmlDeviceGetMemoryInfo, device, about=about)
+        memory = ask("nvmlDeviceGetMemoryInfo", device, about=about)
         if memory is None:
             continue
         yield Gpu(
             index=index,
-            name=asker.ask(nvml.nvmlDeviceGetName, device, about=about) or "NVIDIA GPU",
+            name=ask("nvmlDeviceGetName", device, about=about) or "NVIDIA GPU",
             total_bytes=int(memory.total),
             free_bytes=int(memory.free),
             compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
             driver=driver,
-            display=bool(asker.ask(nvml.nvmlDeviceGetDisplayActive, device)),
-            uuid=asker.ask(nvml.nvmlDeviceGetUUID, device) or "",
+            display=bool(ask("nvmlDeviceGetDisplayActive", device)),
+            uuid=ask("nvmlDeviceGetUUID", device) or "",
         )
 
 
@@ -218,45 +210,42 @@ class CardState:
 
 def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:
     """Return the driver's state of a GPU, None where the driver cannot be asked."""
-    with suppress(_NoAnswer), _asking(nvml) as asker:
-        return _state(asker, asker.ask(asker.nvml.nvmlDeviceGetHandleByUUID, gpu.uuid))
+    with suppress(_NoAnswer), _asking(nvml) as ask:
+        return _state(ask, ask("nvmlDeviceGetHandleByUUID", gpu.uuid))
     return None
 
 
 def card_states(nvml: Nvml | None = None) -> tuple[CardState, ...]:
     """Return the driver's state of each GPU by PCI bus; empty where the driver cannot be asked."""
-    with suppress(_NoAnswer), _asking(nvml) as asker:
-        indices = range(asker.ask(asker.nvml.nvmlDeviceGetCount) or 0)
-        handles = [asker.ask(asker.nvml.nvmlDeviceGetHandleByIndex, index) for index in indices]
-        states = [_state(asker, handle) for handle in handles]
+    with suppress(_NoAnswer), _asking(nvml) as ask:
+        indices = range(ask("nvmlDeviceGetCount") or 0)
+        handles = [ask("nvmlDeviceGetHandleByIndex", index) for index in indices]
+        states = [_state(ask, handle) for handle in handles]
         return tuple(state for state in states if state is not None)
     return ()
 
 
-def _state(asker: _Asker, handle: Any) -> CardState | None:
-    def ask(name: str, *arguments: Any) -> Any:
-        call = getattr(asker.nvml, name, None)  # another release of pynvml may lack it
-        return None if call is None else asker.ask(call, handle, *arguments)
-
-    memory = None if handle is None else ask("nvmlDeviceGetMemoryInfo")
+def _state(ask: Callable[..., Any], handle: Any) -> CardState | None:
+    memory = None if handle is None else ask("nvmlDeviceGetMemoryInfo", handle)
     if memory is None:
         return None
     processes = [
-        *(ask("nvmlDeviceGetComputeRunningProcesses") or ()),
-        *(ask("nvmlDeviceGetGraphicsRunningProcesses") or ()),
+        *(ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()),
+        *(ask("nvmlDeviceGetGraphicsRunningProcesses", handle) or ()),
     ]
-    load, milliwatts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
+    load = ask("nvmlDeviceGetUtilizationRates", handle)
+    milliwatts = ask("nvmlDeviceGetPowerUsage", handle)
     return CardState(
         total_bytes=int(memory.total),
         used_bytes=int(memory.total) - int(memory.free),
         load_percent=None if load is None else int(load.gpu),
-        clock_mhz=ask("nvmlDeviceGetClockInfo", 1),  # of the multiprocessors
-        celsius=ask("nvmlDeviceGetTemperature", 0),
+        clock_mhz=ask("nvmlDeviceGetClockInfo", handle, 1),  # of the multiprocessors
+        celsius=ask("nvmlDeviceGetTemperature", handle, 0),
         watts=None if milliwatts is None else milliwatts / 1000,
-        held_back=ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0,
+        held_back=ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0,
         users=frozenset(int(process.pid) for process in processes),
         busy_percent={
             int(sample.pid): int(sample.smUtil)
-            for sample in ask("nvmlDeviceGetProcessUtilization", 0) or ()
+            for sample in ask("nvmlDeviceGetProcessUtilization", handle, 0) or ()
         },
     )

@@ -14,7 +14,6 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.hardware.device_calls import (
     free_and_total_bytes,
-    peak_bytes,
     started_device,
     synchronize,
     tensor_bytes,
@@ -78,8 +77,8 @@ def device_memory(device: torch.device) -> dict[str, int]:
     allocated = reserved = used = tensors = 0
     if device.type != "cpu":
         free_bytes, total_bytes = free_and_total_bytes(device)
-        allocated, reserved = peak_bytes(device)
-        used, tensors = total_bytes - free_bytes, tensor_bytes(device)
+        tensors, allocated, reserved = tensor_bytes(device)
+        used = total_bytes - free_bytes
     # Linux counts mapped files, such as a base's, as shared. Windows reports the private bytes.
     own = getattr(memory, "private", memory.rss - getattr(memory, "shared", 0))
     return {

@@ -24,7 +24,6 @@ from lora_trainer.hardware.device_calls import (
     kind_of,
     mark,
     may_copy_ahead,
-    on_stream,
     register_host,
     side_stream,
     unregister_host,
@@ -229,7 +228,7 @@ class CopyStream:
             return None
         # The source may still be computed, and the target still read, by work queued earlier.
         self._stream.wait_stream(current_stream(self.device))
-        with on_stream(self._stream):
+        with torch.get_device_module(self.device).stream(self._stream):
             target.copy_(source, non_blocking=True)
             event: Done = self._stream.record_event()
         return event

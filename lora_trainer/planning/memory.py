@@ -9,13 +9,13 @@ Weights are read from mapped files, which the system can drop and read again, so
 memory of the machine and then takes longer. Data that waits there for the device, pinned or not, has to fit, or
 the machine swaps. Unpinned memory is copied more slowly, and a step waits for each copy.
 
-`DeviceSurroundings` has the memory that no tensor can have: library workspaces, a growing desktop, holes between
-tensors. With expandable segments a pool is one range that grows by pages, so only the last pages and the
-holes are lost. A hole stays where a long-lived tensor was put behind a short-lived one: a block's
-temporaries are freed, its inputs and results for the backward pass stay. So all holes together are at
-most the temporaries of one block, and at most a share of the bytes a step allocates and frees. With a
-segment for each request, tensors of other buckets leave holes in their segments too. The shares are the
-highest that replays of default plans have shown (`scripts/allocator_table.py`, docs/memory.md).
+Some memory no tensor can have: library workspaces, a growing desktop, holes between tensors. With expandable
+segments a pool is one range that grows by pages, so only the last pages and the holes are lost. A hole stays where
+a long-lived tensor was put behind a short-lived one: a block's temporaries are freed, its inputs and results for
+the backward pass stay. So all holes together are at most the temporaries of one block, and at most a share of the
+bytes a step allocates and frees. With a segment for each request, tensors of other buckets leave holes in their
+segments too. The shares are the highest that replays of default plans have shown (`scripts/allocator_table.py`,
+docs/memory.md).
 """
 
 from __future__ import annotations
@@ -83,19 +83,6 @@ MOVED = (
 Phase = Literal["images", "texts", "loading", "quantising", "training", "sampling"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceSurroundings:
-    """GPU memory used beside the tensors of a run.
-
-    `expandable`: the allocator grows its segments. `desktop_bytes` are left to other programs,
-    `cublas_bytes` are the workspace of each thread that runs matrix products.
-    """
-
-    expandable: bool = True
-    desktop_bytes: int = 0
-    cublas_bytes: int = CUBLAS_BYTES
-
-
 def runs_wide(adapter: AdapterSettings) -> bool:
     """Say whether adapted layers keep fp32 copies of their inputs, as all kinds except a plain LoRA do."""
     return adapter.kind != "lora" or adapter.dora
@@ -106,7 +93,9 @@ class Load:
     """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
 
     `twice` is the share of a step's images that appear a second time for class preservation, `as_base` the
-    share for which the base's own prediction is computed too. `beside` is the GPU memory beside tensors.
+    share for which the base's own prediction is computed too. Of GPU memory beside tensors, `expandable` says that
+    the allocator grows its segments, `desktop_bytes` are left to other programs, and `cublas_bytes` are the
+    workspace of each thread that runs matrix products.
     """
 
     device: TorchType
@@ -128,7 +117,9 @@ class Load:
     twice: float = 0.0
     as_base: float = 0.0
     keeps_best: bool = False
-    beside: DeviceSurroundings = DeviceSurroundings()
+    expandable: bool = True
+    desktop_bytes: int = 0
+    cublas_bytes: int = CUBLAS_BYTES
 
     def workload(self) -> Workload:
         width_px, height_px = self.bucket_px
@@ -162,8 +153,8 @@ class MemoryItem:
 class Prediction:
     """Items by phase; `items` belong to the phase with the highest sum, `peak_bytes`."""
 
-    by_phase: Mapping[Phase, tuple[MemoryItem, ...]]
-    limit_bytes: int | None
+    by_phase: Mapping[Phase, Sequence[MemoryItem]]
+    limit_bytes: int
 
     @cached_property
     def phases(self) -> Mapping[Phase, int]:
@@ -175,7 +166,7 @@ class Prediction:
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
-    def items(self) -> tuple[MemoryItem, ...]:
+    def items(self) -> Sequence[MemoryItem]:
         return self.by_phase[self.peak_phase]
 
     @property
@@ -184,10 +175,10 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
+        return self.peak_bytes <= self.limit_bytes
 
 
-def predict(load: Load, costs: BaseCosts, *, limit_bytes: int | None = None) -> Prediction:
+def predict(load: Load, costs: BaseCosts, *, limit_bytes: int) -> Prediction:
     """Return the predicted peak on the training device of a run with these settings."""
     resident = list(_resident(load, costs))
     phases: dict[Phase, list[MemoryItem]] = {
@@ -202,8 +193,9 @@ def predict(load: Load, costs: BaseCosts, *, limit_bytes: int | None = None) -> 
     if load.samples:
         # Drawn between two steps: no activations, but everything that stays for the next step.
         phases["sampling"] = [*resident, *_sampling(load, costs)]
-    outside = tuple(_outside(load))
-    by_phase = {phase: (*outside, *items, _slack(items, load)) for phase, items in phases.items()}
+    by_phase = {
+        phase: [*_outside(load), *items, _slack(items, load)] for phase, items in phases.items()
+    }
     return Prediction(by_phase=by_phase, limit_bytes=limit_bytes)
 
 
@@ -403,12 +395,12 @@ def _outside(load: Load) -> Iterator[MemoryItem]:
         yield MemoryItem("runtime", kind.runtime_bytes, "Python, torch and libraries")
         return
     yield MemoryItem("runtime", kind.runtime_bytes, "context and kernels of the GPU")
-    library_bytes = THREADS * load.beside.cublas_bytes + KERNELS_BYTES
+    library_bytes = THREADS * load.cublas_bytes + KERNELS_BYTES
     note = "matrix products, convolutions, attention"
     yield MemoryItem("library workspaces", library_bytes, note)
-    if load.beside.desktop_bytes:
+    if load.desktop_bytes:
         note = "room for other programs to grow"
-        yield MemoryItem("desktop", load.beside.desktop_bytes, note)
+        yield MemoryItem("desktop", load.desktop_bytes, note)
 
 
 def _slack(items: Sequence[MemoryItem], load: Load) -> MemoryItem:
@@ -418,7 +410,7 @@ def _slack(items: Sequence[MemoryItem], load: Load) -> MemoryItem:
         return MemoryItem(SLACK, size, "freed memory that the allocator keeps")
     moved_bytes = sum_bytes(item for item in items if item.name in MOVED)
     temporary_bytes = sum_bytes(item for item in items if item.name in TEMPORARY)
-    if load.beside.expandable:
+    if load.expandable:
         size = PAGES_BYTES + min(int(HOLES * moved_bytes), temporary_bytes)
         return MemoryItem(SLACK, size, "holes between tensors")
     holes_bytes = min(int(HOLES_OF_SEGMENTS * moved_bytes), temporary_bytes)
@@ -468,43 +460,27 @@ HOST_RUNTIME_BYTES = 2 * GIB
 CACHE_RESIDENT_BYTES = GIB
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostPrediction(Prediction):
-    """Memory that must be free by phase; `loading_bytes` pass through the system's file cache."""
-
-    limit_bytes: int
-    loading_bytes: int
-
-    @property
-    def loads_slowly(self) -> bool:
-        """Whether weights are read from the disk more than once."""
-        return HOST_RUNTIME_BYTES + self.loading_bytes > self.limit_bytes
-
-
 def predict_host(
     load: Load, costs: BaseCosts, *, limit_bytes: int, pinnable_bytes: int | None
-) -> HostPrediction:
+) -> Prediction:
     """Return the host memory that a run on a GPU needs; it may pin `pinnable_bytes` of it, None: all."""
-    text = costs.parameters("text_encoder") * ELEMENT_BYTES[load.text_precision]
-    base = costs.parameters("denoiser") * ELEMENT_BYTES[load.precision]
-    note = f"{load.text_precision}, while texts are cached"
+    runtime = MemoryItem("runtime", HOST_RUNTIME_BYTES, "Python, torch and CUDA libraries")
     # These follow each other, so the machine must hold the largest of them, not their sum: texts are cached
     # before the base is loaded, and a base is quantised before the first step.
-    phases: dict[Phase, Iterable[MemoryItem]] = {
-        "training": _waiting(load, costs, pinnable_bytes),
-        "texts": [MemoryItem("text encoders", text, note)] if load.text_offload else [],
-        "quantising": [],
+    phases: dict[Phase, list[MemoryItem]] = {
+        "training": [runtime, *_waiting(load, costs, pinnable_bytes)],
+        "texts": [runtime],
+        "quantising": [runtime],
     }
+    if load.text_offload:
+        size = costs.parameters("text_encoder") * ELEMENT_BYTES[load.text_precision]
+        note = f"{load.text_precision}, while texts are cached"
+        phases["texts"].append(MemoryItem("text encoders", size, note))
     # A streamed base is quantised in host memory before the GPU gets its blocks.
-    if load.streamed_blocks and (frozen := load.frozen_base(costs)).is_quantized:
+    if load.streamed_blocks and (base := load.frozen_base(costs)).is_quantized:
         note = f"{load.base_precision}, before its blocks move to the GPU"
-        phases["quantising"] = [MemoryItem("base while it is quantised", frozen.bytes, note)]
-    runtime = MemoryItem("runtime", HOST_RUNTIME_BYTES, "Python, torch and CUDA libraries")
-    return HostPrediction(
-        by_phase={phase: (runtime, *items) for phase, items in phases.items()},
-        loading_bytes=max(text, base),  # one after the other, through the same file cache
-        limit_bytes=limit_bytes,
-    )
+        phases["quantising"].append(MemoryItem("base while it is quantised", base.bytes, note))
+    return Prediction(by_phase=phases, limit_bytes=limit_bytes)
 
 
 def _waiting(load: Load, costs: BaseCosts, pinnable_bytes: int | None) -> Iterator[MemoryItem]:

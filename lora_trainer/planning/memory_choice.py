@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -33,8 +33,6 @@ from lora_trainer.planning.memory import (
     CUBLAS_BYTES,
     HOPPER,
     HOPPER_CUBLAS_BYTES,
-    DeviceSurroundings,
-    HostPrediction,
     Load,
     Prediction,
     runs_wide,
@@ -68,24 +66,16 @@ class MemoryChoice:
 
     load: Load
     memory: Prediction
-    host: HostPrediction | None
+    host: Prediction | None
     images_at_once: Mapping[tuple[int, int], int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    load: Load
-    seconds: float
-    # The price, then the number of moving parts: the candidate with the lowest order wins.
-    order: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChooser(Evaluator):
     """Chooses the memory settings of a run, beginning with the load that the settings ask for."""
 
-    def choose(self) -> tuple[MemoryChoice, dict[str, tuple[Any, str]]]:
-        """Return the choice, and (value, reason) of every setting that was changed or filled in.
+    def choose(self) -> tuple[MemoryChoice, Iterable[tuple[str, Any, str]]]:
+        """Return the choice, and (setting, value, reason) for all that were changed or filled in.
 
         Raises MachineError naming the nearest setting that fits when nothing does, or RequestError.
         """
@@ -102,7 +92,7 @@ class MemoryChooser(Evaluator):
         ideal_load, kept_at_once = self._ideal_load, self.inputs.kept_at_once
         if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
             at_once = {size: kept_at_once[size] for size in self._buckets}
-            return self._chosen(ideal_load, at_once), {}
+            return self._chosen(ideal_load, at_once), ()
         # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
         # Others are offloaded while caching where asked for, or if they alone exceed the GPU.
         if self.has_host and not (config.adapter.text_encoder or config.adapter.new_tokens):
@@ -117,18 +107,19 @@ class MemoryChooser(Evaluator):
         compared = self._by_precision(silent, choices)
         if not compared:
             raise self._nothing_fits(silent)
-        best, sampling_bytes = min(compared.values(), key=lambda each: each.order), 0
+        load = next(iter(compared.values()))
         if ideal_load.samples:
             drawing = self._by_precision(ideal_load, choices)
             # Room for sample images may not cost fewer bits, so the chosen base precision stays.
-            with_samples = drawing.get(best.load.base_precision)
-            if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
+            with_samples, most_s = (
+                drawing.get(load.base_precision),
+                SAMPLES_WORTH * self.time(load).seconds,
+            )
+            if with_samples is not None and self.time(with_samples).seconds <= most_s:
                 # A precision that fits only without sample images was compared too.
-                best, compared = with_samples, compared | drawing
-            else:
-                sampling_bytes = self.predict(replace(best.load, samples=True)).peak_bytes
+                load, compared = with_samples, compared | drawing
         # The chosen load is of the largest bucket; smaller buckets may have more images at once.
-        load, most = best.load, ideal_load.micro_batch
+        most = ideal_load.micro_batch
         at_once = {
             size: self._most_images(
                 replace(load, bucket_px=size), least=load.micro_batch, most=most
@@ -136,8 +127,8 @@ class MemoryChooser(Evaluator):
             for size in dict.fromkeys(self._buckets)
         }
         choice = self._chosen(load, at_once)
-        seconds = {precision: each.seconds for precision, each in compared.items()}
-        return choice, dict(self._decisions(choice, seconds, sampling_bytes=sampling_bytes))
+        seconds = {precision: self.time(each).seconds for precision, each in compared.items()}
+        return choice, self._decisions(choice, seconds, wants_samples=ideal_load.samples)
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
         loads = [
@@ -166,21 +157,7 @@ class MemoryChooser(Evaluator):
         regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
         twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
         learned_from_base = regularisation if config.objective.prior == "base" else 0.0
-        beside, limit_gib = DeviceSurroundings(), config.hardware.vram_limit_gib
-        if gpu is not None:
-            # A limit below the free memory leaves room for the desktop already: it is not subtracted twice.
-            unasked_bytes = 0 if limit_gib is None else gpu.free_bytes - int(limit_gib * GIB)
-            # Other programs may take more during the run.
-            margin_bytes = DISPLAY_MARGIN_BYTES * gpu.display
-            if gpu.spills:
-                margin_bytes = spill_margin_bytes(gpu.total_bytes)
-            is_recent = (gpu.compute_capability or (0, 0)) >= HOPPER
-            beside = DeviceSurroundings(
-                expandable=self.inputs.hardware.expandable_segments,
-                desktop_bytes=max(0, margin_bytes - max(0, unasked_bytes)),
-                cublas_bytes=HOPPER_CUBLAS_BYTES if is_recent else CUBLAS_BYTES,
-            )
-        return Load(
+        load = Load(
             device=gpu.can.torch_type if gpu else "cpu",
             precision=settled(config.train.precision),
             base_precision=self._base_precisions[0],
@@ -201,7 +178,22 @@ class MemoryChooser(Evaluator):
             twice=twice,
             as_base=twice + learned_from_base,
             keeps_best=config.output.keep_best,
-            beside=beside,
+        )
+        if gpu is None:
+            return load
+        # A limit below the free memory leaves room for the desktop already: it is not subtracted twice.
+        limit_gib = config.hardware.vram_limit_gib
+        unasked_bytes = 0 if limit_gib is None else gpu.free_bytes - int(limit_gib * GIB)
+        # Other programs may take more during the run.
+        margin_bytes = DISPLAY_MARGIN_BYTES * gpu.display
+        if gpu.spills:
+            margin_bytes = spill_margin_bytes(gpu.total_bytes)
+        is_recent = (gpu.compute_capability or (0, 0)) >= HOPPER
+        return replace(
+            load,
+            expandable=self.inputs.hardware.expandable_segments,
+            desktop_bytes=max(0, margin_bytes - max(0, unasked_bytes)),
+            cublas_bytes=HOPPER_CUBLAS_BYTES if is_recent else CUBLAS_BYTES,
         )
 
     @property
@@ -256,24 +248,26 @@ class MemoryChooser(Evaluator):
 
     def _by_precision(
         self, ideal_load: Load, choices: Sequence[_Choice]
-    ) -> dict[BasePrecision, _Candidate]:
-        """Return the best load of each base precision that fits."""
-        best: dict[BasePrecision, _Candidate] = {}
-        for load in self._fitting(ideal_load, choices):
-            seconds, precision = self.time(load).seconds, load.base_precision
-            bits = FEWER_BITS.get(self.inputs.resolved.priority)
-            order = (
-                # Quality: a pair, so that seconds decide only between equal precisions.
-                (RANK.get(precision, 0), seconds)
-                if bits is None
-                else (seconds * bits.get(precision, 1.0),),
-                # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
-                load.streamed_blocks,
-                CHECKPOINTING.index(load.checkpointing),
-            )
-            if precision not in best or order < best[precision].order:
-                best[precision] = _Candidate(load=load, seconds=seconds, order=order)
+    ) -> dict[BasePrecision, Load]:
+        """Return the best load of each base precision that fits, the best of all first."""
+        best: dict[BasePrecision, Load] = {}
+        for load in sorted(self._fitting(ideal_load, choices), key=self._order):
+            best.setdefault(load.base_precision, load)
         return best
+
+    def _order(self, load: Load) -> tuple[Any, ...]:
+        """Return the price of a load, then the number of its moving parts: the lowest wins."""
+        seconds, precision = self.time(load).seconds, load.base_precision
+        bits = FEWER_BITS.get(self.inputs.resolved.priority)
+        return (
+            # Quality: a pair, so that seconds decide only between equal precisions.
+            (RANK.get(precision, 0), seconds)
+            if bits is None
+            else (seconds * bits.get(precision, 1.0),),
+            # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
+            load.streamed_blocks,
+            CHECKPOINTING.index(load.checkpointing),
+        )
 
     def _fitting(self, ideal_load: Load, choices: Sequence[_Choice]) -> Iterator[Load]:
         """Yield loads that fit, for each combination of base precision and checkpointing level.
@@ -295,33 +289,23 @@ class MemoryChooser(Evaluator):
             while kind != "none" and most > least and count > plain:
                 full = replace(load, micro_batch=count, streamed_blocks=most)
                 if self.predict(full).fits:
-                    fits_beside = partial(self._fits_beside, full)
-                    resident = _most(fits_beside, least=0, most=most - least)
-                    fewest = replace(full, streamed_blocks=most - resident)
-                    if self.fits(fewest):
-                        yield fewest
+                    on_device = partial(self._fits_streaming, full)
+                    fewest = bisect_left(range(most), True, lo=least, key=on_device)
+                    if self.fits(streaming := replace(full, streamed_blocks=fewest)):
+                        yield streaming
                 # Halves: neighbours differ little in time, and each costs a search of its own.
                 count //= 2
 
-    def _fits_beside(self, load: Load, resident: int) -> bool:
-        """Say whether the device can hold so many of the streamed blocks."""
-        return self.predict(replace(load, streamed_blocks=load.streamed_blocks - resident)).fits
+    def _fits_streaming(self, load: Load, count: int) -> bool:
+        return self.predict(replace(load, streamed_blocks=count)).fits
 
     def _nothing_fits(self, ideal_load: Load) -> MachineError:
         """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
-        least = self._least(ideal_load, self._base_precisions[-1])
+        least = self._least(replace(ideal_load, base_precision=self._base_precisions[-1]))
         need, host = self.predict(least), self.predict_host(least)
-        parts = ["micro-batch 1"]
-        if least.base_precision in QUANTIZATIONS:
-            parts.append(f"base in {least.base_precision}")
-        if least.checkpointing != "none":
-            parts.append("full checkpointing")
-        if least.streamed_blocks:
-            parts.append("all blocks streamed")
-        how = f" ({', '.join(parts)})" if need.peak_phase == "training" else ""
         doing = "caching " if need.peak_phase in ("images", "texts") else ""
         shortage = (
-            f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}{how}, "
+            f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}, "
             f"but there are only {self.limit}"
         )
         machine = "a GPU" if ideal_load.device != "cpu" else "a machine"
@@ -332,93 +316,86 @@ class MemoryChooser(Evaluator):
                 f"but only {gib(host.limit_bytes)} are free"
             )
             machine, smallest = "a machine", host.peak_bytes
-        for setting, load, precision in self._smaller(ideal_load):
+        for setting, load in self._smaller(ideal_load):
             # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
-            if self._by_precision(load, [(precision, self._checkpointing[-1])]):
+            if any(self._fitting(load, [(load.base_precision, self._checkpointing[-1])])):
                 return MachineError(shortage, fix=f"use --set {setting}, which fits")
             if not need.fits:
-                smallest = min(smallest, self.predict(self._least(load, precision)).peak_bytes)
+                smallest = min(smallest, self.predict(self._least(load)).peak_bytes)
         return MachineError(
             shortage, fix=f"use {machine} with {gib(smallest)} free, or a smaller base model"
         )
 
-    def _smaller(self, ideal_load: Load) -> Iterator[tuple[str, Load, BasePrecision]]:
-        """Yield (setting, load, precision of the base) that take less memory.
-
-        The smallest change of the result comes first.
-        """
+    def _smaller(self, ideal_load: Load) -> Iterator[tuple[str, Load]]:
+        """Yield a setting and the load with it that takes less memory, the smallest change of the result first."""
         last, step_px = self._base_precisions[-1], self.costs.facts.bucket_step_px
         if ideal_load.precision == "fp32" and self.gpu is not None:
             native = filter(self.gpu.computes, self.costs.family.traits.precisions)
             for half in [precision for precision in native if precision != "fp32"][:1]:
-                yield f"train.precision={half}", replace(ideal_load, precision=half), half
+                narrow = replace(ideal_load, precision=half, base_precision=half)
+                yield f"train.precision={half}", narrow
         if ideal_load.device != "cpu" and last not in QUANTIZATIONS:
             for precision in AUTOMATIC:
-                yield f"memory.base_precision={precision}", ideal_load, precision
+                quantized = replace(ideal_load, base_precision=precision)
+                yield f"memory.base_precision={precision}", quantized
+        ideal_load = replace(ideal_load, base_precision=last)
         if ideal_load.optimizer == "adamw":
-            yield "optimizer.name=adamw8bit", replace(ideal_load, optimizer="adamw8bit"), last
+            yield "optimizer.name=adamw8bit", replace(ideal_load, optimizer="adamw8bit")
         for rank in (128, 64, 32, 16, 8, 4):
             if rank < ideal_load.adapter.rank:
                 smaller = ideal_load.adapter.model_copy(update={"rank": rank})
-                yield f"adapter.rank={rank}", replace(ideal_load, adapter=smaller), last
+                yield f"adapter.rank={rank}", replace(ideal_load, adapter=smaller)
         without, side_px = "", ideal_load.sample_side_px
         if ideal_load.bucket_px[0] * ideal_load.bucket_px[1] > side_px**2:
             without = "data.more_resolutions=[]"
-            yield without, replace(ideal_load, bucket_px=(side_px, side_px)), last
+            yield without, replace(ideal_load, bucket_px=(side_px, side_px))
             without = f" --set {without}"
         for side_px in range(ideal_load.sample_side_px - step_px, step_px - 1, -step_px):
             shrunk = replace(ideal_load, bucket_px=(side_px, side_px), sample_side_px=side_px)
-            yield f"data.resolution={side_px}{without}", shrunk, last
+            yield f"data.resolution={side_px}{without}", shrunk
 
-    def _least(self, ideal_load: Load, precision: BasePrecision) -> Load:
+    def _least(self, load: Load) -> Load:
         kind = self._checkpointing[-1]
-        return replace(
-            ideal_load,
-            base_precision=precision,
-            checkpointing=kind,
-            streamed_blocks=self._streamable if kind != "none" else 0,
-            micro_batch=1,
-            samples=False,
-        )
+        streamed = self._streamable if kind != "none" else 0
+        least = replace(load, checkpointing=kind, streamed_blocks=streamed)
+        return replace(least, micro_batch=1, samples=False)
 
     # ---- why
 
     def _decisions(
-        self, choice: MemoryChoice, seconds: Mapping[BasePrecision, float], *, sampling_bytes: int
-    ) -> Iterator[tuple[str, tuple[Any, str]]]:
-        load, limit = choice.load, self.limit
-        peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
-        why_streaming = self._why_all_on_device("all blocks")
-        if load.streamed_blocks:
-            # The question is not what one block less would take, but why blocks are streamed at all.
-            whole = self._peak(replace(load, streamed_blocks=0))
-            why_streaming = f"all {len(self.costs.blocks)} blocks on the GPU would take {whole}"
-        why_micro_batch = ""
-        if at_once != self.batch_size:
-            count, (width_px, height_px) = load.micro_batch + 1, load.bucket_px
-            more = self._peak(replace(load, micro_batch=count))
-            why_micro_batch = f"{count} of {width_px}x{height_px} px would take {more}"
-        why_offload = self._why_all_on_device("text encoders")
-        if load.text_offload:
-            texts_bytes = self.predict(replace(load, text_offload=False)).phases["texts"]
-            why_offload = f"text encoders would take {gib(texts_bytes)}, {limit}"
-        chosen = {
-            "memory.base_precision": (load.base_precision, self._why_base(load, seconds)),
-            "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
-            "memory.streamed_blocks": (load.streamed_blocks, why_streaming),
-            "memory.micro_batch": (at_once, why_micro_batch),
-            "memory.text_encoder_offload": (load.text_offload, why_offload),
-        }
-        for key, (value, why) in chosen.items():
+        self, choice: MemoryChoice, seconds: Mapping[BasePrecision, float], *, wants_samples: bool
+    ) -> Iterator[tuple[str, Any, str]]:
+        load, at_once = choice.load, max(choice.images_at_once.values())
+        whole, one_more = replace(load, streamed_blocks=0), load.micro_batch + 1
+        width_px, height_px = load.bucket_px
+        # The question is not what one block less would take, but why blocks are streamed at all.
+        why_streaming = load.streamed_blocks and (
+            f"all {len(self.costs.blocks)} blocks on the GPU would take {self._peak(whole)}"
+        )
+        why_micro_batch = at_once != self.batch_size and (
+            f"{one_more} of {width_px}x{height_px} px would take "
+            f"{self._peak(replace(load, micro_batch=one_more))}"
+        )
+        texts_bytes = self.predict(replace(load, text_offload=False)).phases["texts"]
+        why_offload = load.text_offload and (
+            f"text encoders would take {gib(texts_bytes)}, {self.limit}"
+        )
+        for key, value, why in (
+            ("memory.base_precision", load.base_precision, self._why_base(load, seconds)),
+            ("memory.gradient_checkpointing", load.checkpointing, self._why_recomputing(load)),
+            ("memory.streamed_blocks", load.streamed_blocks, why_streaming),
+            ("memory.micro_batch", at_once, why_micro_batch),
+            ("memory.text_encoder_offload", load.text_offload, why_offload),
+        ):
             before = value_of(self.config, key)
             if before != value:
-                reason = why or f"{gib(peak_bytes)} predicted, {limit}"
+                reason = why or f"{gib(choice.memory.peak_bytes)} predicted, {self.limit}"
                 if before != "auto":
                     reason = f"instead of {typed(before)}: {reason}"
-                yield key, (value, reason)
-        if sampling_bytes:
-            reason = f"sample images would take {gib(sampling_bytes)}, {limit}"
-            yield "sampling.every_steps", (0, reason)
+                yield key, value, reason
+        if wants_samples and not load.samples:
+            reason = f"sample images would take {self._peak(replace(load, samples=True))}"
+            yield "sampling.every_steps", 0, reason
 
     def _peak(self, load: Load) -> str:
         return f"{gib(self.predict(load).peak_bytes)}, {self.limit}"
@@ -426,46 +403,29 @@ class MemoryChooser(Evaluator):
     def _why_base(self, load: Load, seconds: Mapping[BasePrecision, float]) -> str:
         """Return why a load's base precision won, empty if the user chose it; `seconds` are of those that fit."""
         tried = self._base_precisions
-        others = [precision for precision in tried if precision != load.base_precision]
-        if not others:
+        if len(tried) == 1:
             return "same as train.precision" if load.base_precision == load.precision else ""
-        described = (
-            f"{name} {seconds[name]:.3g} s" if name in seconds else f"{name} does not fit"
-            for name in others
+        times = ", ".join(
+            f"{seconds[name]:.3g} s a step in {name}" if name in seconds else f"{name} does not fit"
+            for name in tried
         )
-        compared = f"about {self.time(load).seconds:.3g} s a step; {', '.join(described)}"
-        if seconds.keys().isdisjoint(others):
-            return compared  # no choice was left, so no rule decided
+        if len(seconds) == 1:
+            return times  # no choice was left, so no rule decided
         rule = "quality: the most precise that fits"
         if bits := FEWER_BITS.get(self.inputs.resolved.priority):
             counts = (f"{bits[name]:g} times for {name}" for name in tried if name in bits)
             rule = f"{self.inputs.resolved.priority}: the fewest seconds win, counted {', '.join(counts)}"
-        return f"{compared}; {rule}"
+        return f"{times}; {rule}"
 
     def _why_recomputing(self, load: Load) -> str:
-        if load.checkpointing == "none":
-            return ""
         lighter = CHECKPOINTING[: CHECKPOINTING.index(load.checkpointing)]
+        if not lighter:
+            return ""
         # Compared with the next lighter level, which is the one that would be used if it fitted.
-        kinds = ["none", *(kind for kind in lighter if kind in self._known_kinds)]
-        other = replace(load, checkpointing=kinds[-1])
-        if load.streamed_blocks and other.checkpointing == "none":
+        *_, kind = ("none", *(kind for kind in lighter if kind in self._known_kinds))
+        if load.streamed_blocks and kind == "none":
             return "streamed blocks must be recomputed in the backward pass"
-        plain = replace(load, checkpointing="none", streamed_blocks=0)
-        everything = replace(plain, checkpointing="full")
-        plain_s, load_s, everything_s = (
-            self.time(each).seconds for each in (plain, load, everything)
-        )
-        reason = f"{other.checkpointing} would take {self._peak(other)}; a step takes "
-        reason += f"{load_s / plain_s - 1:.0%} longer than without checkpointing"
-        more = f" (full checkpointing: {everything_s / plain_s - 1:.0%})"
-        return reason if load == everything else reason + more
-
-    def _why_all_on_device(self, what: str) -> str:
-        if self.has_host:
-            return f"{what} fit on the device"
-        where = "this GPU shares the machine's memory"
-        return "this run is on the processor" if self.gpu is None else where
+        return f"{kind} would take {self._peak(replace(load, checkpointing=kind))}"
 
 
 def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:

@@ -96,8 +96,7 @@ class _Planner:
     def decide_device(self) -> None:
         hardware, sharing = self.inputs.hardware, self.inputs.sharing
         setting = self.config.hardware.device
-        accelerator = hardware.accelerator(sharing=sharing)
-        gpu, reason = accelerator.value, accelerator.reason
+        gpu, reason = hardware.accelerator(sharing=sharing)
         here = gpu.can.torch_type if gpu else "cpu"
         # A device that was typed is never replaced: on the processor the run would take weeks, unnoticed.
         if setting not in ("auto", "cpu", here):
@@ -191,10 +190,10 @@ class _Planner:
         self.decide_auto("base.prediction", facts.prediction, "from the base's files")
         # Settings that this machine cannot follow: a preset's value is replaced, the user's refused.
         packages = self.inputs.hardware.packages
-        for key, value, reason in unmet_needs(
+        for decision in unmet_needs(
             self.config, gpu=self.gpu, packages=packages, is_preset=self._is_preset
         ):
-            self.decide(key, value, reason)
+            self.decide(*decision)
         self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")
 
     def _best_precision(self) -> tuple[Precision, str]:
@@ -205,13 +204,9 @@ class _Planner:
         best = next(filter(self.gpu.computes, self.inputs.family.traits.precisions))
         if best == "bf16":
             return best, f"{self.gpu.capability} has bf16"
+        overflow = f", and in fp16 {self.inputs.facts.family} bases overflow to NaN"
         reason = f"{self.gpu.capability}: not known to have bf16"
-        if best == "fp32":
-            reason += (
-                f", and in fp16 {self.inputs.facts.family} bases overflow to NaN; fp32 takes twice the "
-                "memory of 16 bits and several times as long"
-            )
-        return best, reason
+        return best, reason + overflow * (best == "fp32")
 
     def decide_optimizer(self) -> None:
         """Replace presets that suit only AdamW where another optimizer is used; the user's values stay."""
@@ -286,34 +281,29 @@ class _Planner:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
         chooser = MemoryChooser(inputs=self.inputs, config=self.config, gpu=self.gpu)
         memory_choice, decisions = chooser.choose()
-        for key, (value, reason) in decisions.items():
-            self.decide(key, value, reason)
+        for decision in decisions:
+            self.decide(*decision)
         # After memory, which chooses the checkpointing, compiling is left out where it is impossible; each reason
         # was tried on every family.
         config, adapter, objective = self.config, self.config.adapter, self.config.objective
         kind = "DoRA" if adapter.dora else adapter.kind
         drops = adapter.dropout or adapter.rank_dropout or adapter.module_dropout
-        reasons = {
-            f"peft's {kind} layers cannot be compiled in one piece": kind
-            in ("DoRA", "loha", "lokr"),
-            "adapter dropout differs by layer, so each block would be compiled separately": drops,
-            "text lengths vary with this base, and each length would be compiled separately": (
-                self.inputs.costs.texts_vary
-            ),
-            "the base's own prediction is computed for a varying number of samples, each compiled separately": (
+        obstacles = {
+            f"peft's {kind} layers are no single piece": kind in ("DoRA", "loha", "lokr"),
+            "adapter dropout makes each block another one": drops,
+            "text lengths vary with this base": self.inputs.costs.texts_vary,
+            "the base's own prediction is of a varying number of samples": (
                 objective.prior == "base" or objective.preservation_weight
             ),
-            "base.assistant computes its part in hooks, which cannot be compiled": (
-                config.base.assistant
-            ),
-            "this gradient checkpointing keeps results of single kernels, which compiled code merges": (
+            "base.assistant computes its part in hooks": config.base.assistant,
+            "this gradient checkpointing keeps results of single kernels": (
                 config.memory.gradient_checkpointing in KEEP_ATTENTION
             ),
             "memory.attention=xformers cannot be compiled": config.memory.attention == "xformers",
         }
-        obstacles = [reason for reason, holds in reasons.items() if holds]
-        if obstacles and config.hardware.compile == "blocks":
-            self.decide("hardware.compile", "none", f"instead of blocks: {obstacles[0]}")
+        obstacle = next((reason for reason, holds in obstacles.items() if holds), "")
+        if obstacle and config.hardware.compile == "blocks":
+            self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
         return memory_choice
 
     def finish(self, memory_choice: MemoryChoice) -> Plan:

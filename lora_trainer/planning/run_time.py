@@ -6,7 +6,7 @@ note that names the bottleneck. gpus.toml has the rates of GPUs. Plans are compa
 the range.
 
 Of a run, input is the decided settings, the load that fits and the GPU; output a `RunTime`: for each part (start,
-caching, steps, validation, sample images, saves) the shortest and the longest time to expect. Also how
+caching, steps, validation, sample images) the shortest and the longest time to expect. Also how
 often to draw sample images, and how long a run of each priority may take.
 """
 
@@ -26,7 +26,6 @@ from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.memory import (
-    HostPrediction,
     Load,
     Prediction,
     latent_area,
@@ -255,7 +254,7 @@ class Evaluator:
     def predict(self, load: Load) -> Prediction:
         return predict(load, self.costs, limit_bytes=self.limit.bytes)
 
-    def predict_host(self, load: Load) -> HostPrediction | None:
+    def predict_host(self, load: Load) -> Prediction | None:
         if not self.has_host:
             return None  # `predict` counts everything already
         limit_bytes, pinnable_bytes = self.inputs.ram_bytes, self.inputs.pinnable_bytes
@@ -361,8 +360,6 @@ ENCODE_FLOPS_PER_PX, DECODE_FLOPS_PER_PX = 4.4e6, 9.8e6
 # Reading, decoding, scaling and checking an image on one core, and writing its cache entries.
 PICTURE_S: Range = (0.03, 0.2)
 TEXT_FLOPS_PER_PARAMETER = 2
-# Time a save stops the steps: the copy from the device, and the wait for the previous save's writing.
-NEWEST_ONLY_S: Range = (0.2, 2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +398,7 @@ class RunTimeInputs(Evaluator):
         return StepTime(range_s=(low_s, high_s), note=times[0].note)
 
     def run_time(self) -> RunTime:
-        inputs, train, every = self.inputs, self.config.train, self.config.output.save_every_steps
+        inputs, train = self.inputs, self.config.train
         step, parameters = self.step(), sum(part.parameters for part in inputs.facts.parts.values())
         size = max(inputs.facts.download_bytes, RELEASED_BYTES * parameters)
         slow_disk, fast_disk = DISK_BYTES_PER_S
@@ -429,7 +426,6 @@ class RunTimeInputs(Evaluator):
                 "steps": _times(train.steps, step.range_s),
                 "validation": validation,
                 "sample images": self._samples(self.config.sampling.every_steps),
-                "saves": _times(math.ceil(train.steps / every) if every else 1, NEWEST_ONLY_S),
             }
         )
 
@@ -450,13 +446,12 @@ class RunTimeInputs(Evaluator):
         largest_px = max(own_px, *self.config.data.more_resolutions, 1)
         for side_px in (own_px, *self.config.data.more_resolutions):
             if side_px != largest_px:
-                width_px, height_px = (
-                    max(1, length * side_px // largest_px) for length in self.load.bucket_px
-                )
                 # The smaller bucket keeps the aspect ratio and, as all buckets, is a multiple of the step.
-                step_px = self.inputs.facts.bucket_step_px
-                sides = (round(length / step_px) * step_px for length in (width_px, height_px))
-                width_px, height_px = (max(step_px, side) for side in sides)
+                step_px, scale = self.inputs.facts.bucket_step_px, side_px / largest_px
+                width_px, height_px = (
+                    max(step_px, round(length * scale / step_px) * step_px)
+                    for length in self.load.bucket_px
+                )
                 yield replace(self.load, bucket_px=(width_px, height_px))
 
     def _forward(self, side_px: int) -> Range:

@@ -50,7 +50,7 @@ _ASKED_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 def slots(hardware: Hardware, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return CUDA_VISIBLE_DEVICES for each training that can run at the same time; "": leave it unchanged."""
-    if hardware.accelerator().value is None or len(hardware.gpus) == 1:
+    if hardware.accelerator()[0] is None or len(hardware.gpus) == 1:
         return ("",)
     chosen = environment.get(_DEVICES)
     if (

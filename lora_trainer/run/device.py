@@ -27,10 +27,10 @@ from lora_trainer.common.processes import read_dist_env
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided, moved_bytes
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.device_calls import (
-    bound_allocator,
     kind_of,
     name_of,
     require_kernels,
+    set_memory_share,
     total_bytes,
 )
 from lora_trainer.hardware.machine import (
@@ -108,7 +108,9 @@ def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.dev
     assert limit_bytes is not None
     # The context and the libraries take memory that the allocator does not see.
     runtime_bytes = kind_of(device).runtime_bytes
-    return bound_allocator(device, allowed_bytes=max(limit_bytes - runtime_bytes, 0))
+    allowed_bytes = min(total, max(limit_bytes - runtime_bytes, 0))
+    set_memory_share(device, allowed_bytes / total)
+    return allowed_bytes
 
 
 def best_device() -> tuple[torch.device, bool]:
@@ -116,7 +118,7 @@ def best_device() -> tuple[torch.device, bool]:
 
     For work without a plan: images of a finished LoRA, captions.
     """
-    gpu = detect().accelerator().value
+    gpu, _ = detect().accelerator()
     if gpu is None or not torch.get_device_module(gpu.can.torch_type).is_available():
         return CPU, False
     device = torch.device(gpu.can.torch_type, gpu.index)
@@ -156,7 +158,7 @@ def planned_device(prepared: Prepared) -> torch.device:
         return CPU
     cards = prepared.hardware.usable(sharing=prepared.sharing)
     if not cards:
-        reason = prepared.hardware.accelerator(sharing=prepared.sharing).reason
+        _, reason = prepared.hardware.accelerator(sharing=prepared.sharing)
         raise MachineError(
             f"hardware.device={kind}, but there is no GPU to use: {reason}",
             fix="use --set hardware.device=cpu",

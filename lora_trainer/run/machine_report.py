@@ -91,9 +91,9 @@ def checks(
 
 def _devices(hardware: Hardware) -> Iterator[MachineCheck]:
     """Yield the device that trainings use and why, then each GPU."""
-    accelerator, several = hardware.accelerator(), len(hardware.gpus)
-    if (best := accelerator.value) is None:
-        why, fix = accelerator.reason, "see below"
+    (best, why), several = hardware.accelerator(), len(hardware.gpus)
+    if best is None:
+        fix = "see below"
         if several:
             why = "torch can use none of the GPUs"
         else:
@@ -142,7 +142,7 @@ def _devices(hardware: Hardware) -> Iterator[MachineCheck]:
 
 
 def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
-    notes, gpu = package_notes(hardware.packages), hardware.accelerator().value
+    notes, gpu = package_notes(hardware.packages), hardware.accelerator()[0]
     if hardware.torch is not None:
         version = f"Python {platform.python_version()} on {platform.system() or sys.platform}"
         yield ok(f"lora-train {__version__} runs on {version} with {hardware.torch}.")
@@ -179,7 +179,7 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
     return {
         "gpus": {"value": [gpu.name for gpu in hardware.gpus], "reason": hardware.gpu_reason},
         "gpu_reason": hardware.gpu_reason,
-        "accelerator": hardware.accelerator().reason,
+        "accelerator": hardware.accelerator()[1],
         **{
             name: {"value": getattr(hardware, name), "reason": reason}
             for name, reason in hardware.reasons.items()

@@ -97,7 +97,6 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
                 "items": items_json(host.items),
                 "bytes": host.peak_bytes,
                 "limit_bytes": host.limit_bytes,
-                "loading_bytes": host.loading_bytes,
             },
         },
         "time": {
@@ -223,11 +222,8 @@ def _memory_tables(plan: Plan) -> list[RenderableType]:
         cells = [gib(item.bytes) if item is not None else "" for item in row_items]
         add_row(table, name, *cells, "" if name == "allocator slack" else note, style="dim")
     add_row(table, "sum", *(gib(size) for size in memory.phases.values()))
-    limit = f"of {gib(memory.limit_bytes)}" if memory.limit_bytes is not None else "no limit known"
-    lines: list[RenderableType] = [
-        table,
-        Text(f"predicted peak: {gib(memory.peak_bytes)} {limit}, while {memory.peak_phase}"),
-    ]
+    peak = f"{gib(memory.peak_bytes)} of {gib(memory.limit_bytes)}, while {memory.peak_phase}"
+    lines: list[RenderableType] = [table, Text(f"predicted peak: {peak}")]
     if (host := plan.host) is None:
         return lines
     table = Table("in host memory", "size", "", box=None, pad_edge=False)
@@ -235,11 +231,6 @@ def _memory_tables(plan: Plan) -> list[RenderableType]:
         add_row(table, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
     of = f"of {gib(host.limit_bytes)} free"
     add_row(table, "sum", Text(gib(host.peak_bytes), justify="right"), of)
-    if host.loads_slowly:
-        note = (
-            "more than is free: weights are read from their files piece by piece, which is slower"
-        )
-        add_row(table, "while loading", Text(gib(host.loading_bytes), justify="right"), note)
     return [*lines, "", table]
 
 
@@ -289,7 +280,7 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
             yield warning("enlarged", None, what, advice=advice)
     # As on a GPU slower than its tier's.
     priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
-    if hours > MOST_HOURS[priority] and prepared.plan.memory.limit_bytes is not None:
+    if hours > MOST_HOURS[priority]:
         shorter = "train.steps, data.resolution and sampling.every_steps"
         advice = f"{shorter} shorten it"
         if priority != "speed":
@@ -307,7 +298,7 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
         yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")
     shapes = prepared.costs.adapter_shapes(config.adapter.targets)
     yield from optimizer_remarks(config, shapes=shapes)
-    card = prepared.hardware.accelerator(sharing=prepared.sharing).value
+    card, _ = prepared.hardware.accelerator(sharing=prepared.sharing)
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if the run does not fit"
         yield warning("card", None, too_small, advice=advice)

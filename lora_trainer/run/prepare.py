@@ -318,7 +318,7 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     card = (
         None
         if asked_for(request, "hardware.device") == "cpu"
-        else hardware.accelerator(sharing=request.sharing).value
+        else hardware.accelerator(sharing=request.sharing)[0]
     )
     source = asked_for(request, "base.model")
     if source in (None, "auto"):

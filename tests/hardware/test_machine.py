@@ -152,13 +152,13 @@ def test_cuda_numbers_cards_as_they_are_listed_unless_somebody_chose_an_order(
 
 
 def test_the_best_card_is_taken_and_not_the_first() -> None:
-    found = with_cards(CARD, BUSY, LARGE).accelerator()
-    assert found.value is not None and (found.value.index, found.value.name) == (2, LARGE.name)
-    assert "GPU 2 is the best of them" in found.reason
-    built_for = with_cards(OLD, CARD).accelerator().value
+    gpu, reason = with_cards(CARD, BUSY, LARGE).accelerator()
+    assert gpu is not None and (gpu.index, gpu.name) == (2, LARGE.name)
+    assert "GPU 2 is the best of them" in reason
+    built_for, _ = with_cards(OLD, CARD).accelerator()
     assert built_for is not None and built_for.index == 1, "torch has no kernels for the first"
     own = replace(CU130, toolkit="13.x-git")
-    assert with_cards(OLD, build=own).accelerator().value is not None, "it is not judged"
+    assert with_cards(OLD, build=own).accelerator()[0] is not None, "it is not judged"
 
 
 @pytest.mark.parametrize(
@@ -174,27 +174,27 @@ def test_a_card_without_kernels_is_refused_in_a_line_with_the_command(
     card: FakeCard, build: TorchBuild, index: str
 ) -> None:
     here = with_cards(card, build=build)
-    found = here.accelerator()
-    assert found.value is None and card.name in found.reason
-    assert found.reason.endswith(f"https://download.pytorch.org/whl/{index}")
-    with pytest.raises(MachineError, match=re.escape(found.reason)):
+    gpu, reason = here.accelerator()
+    assert gpu is None and card.name in reason
+    assert reason.endswith(f"https://download.pytorch.org/whl/{index}")
+    with pytest.raises(MachineError, match=re.escape(reason)):
         planned(SDXL, here, overrides={"hardware.device": "cuda"})
 
 
 def test_several_processes_are_planned_for_the_smallest_card_that_takes_part() -> None:
     here = with_cards(CARD, BUSY, LARGE)
-    two = here.accelerator(sharing=2).value
+    two, _ = here.accelerator(sharing=2)
     assert two is not None and (two.name, two.free_bytes) == (LARGE.name, BUSY.free_bytes)
-    three = here.accelerator(sharing=3)
-    assert three.value is not None and three.value.free_bytes == BUSY.free_bytes
-    assert "the smallest of the 3 GPUs in this run" in three.reason
+    three, reason = here.accelerator(sharing=3)
+    assert three is not None and three.free_bytes == BUSY.free_bytes
+    assert "the smallest of the 3 GPUs in this run" in reason
     # The order follows from what does not change when the first of them has loaded its base.
     for first in (LARGE, BUSY):
         usable = with_cards(CARD, first, replace(LARGE, uuid="GPU-e")).usable(sharing=3)
         assert [gpu.index for gpu in usable] == [1, 2, 0]
-    alone = with_cards(CARD).accelerator(sharing=2)
-    assert alone.value is not None and alone.value.free_bytes == CARD.free_bytes // 2
-    assert "2 processes on each" in alone.reason
+    alone, reason = with_cards(CARD).accelerator(sharing=2)
+    assert alone is not None and alone.free_bytes == CARD.free_bytes // 2
+    assert "2 processes on each" in reason
 
 
 def test_a_process_trains_on_the_card_it_was_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_a_process_trains_on_the_card_it_was_planned_for(monkeypatch: pytest.Mon
     # A scheduler may show each process its own GPU. It is number 0, and all of its memory is this process's.
     here = with_cards(CARD, LARGE, CUDA_VISIBLE_DEVICES="1")
     assert taken(here, 1, 2) == 0
-    card = here.accelerator(sharing=2).value
+    card, _ = here.accelerator(sharing=2)
     assert card is not None and card.free_bytes == LARGE.free_bytes
 
 
@@ -286,7 +286,7 @@ def test_a_gpu_of_another_maker_is_planned_for_and_what_it_lacks_is_refused(
     here: Hardware, kind: Any
 ) -> None:
     if kind == "rocm":  # the one that computes bf16 is taken
-        found = here.accelerator().value
+        found, _ = here.accelerator()
         assert found is not None and (found.index, found.kind) == (1, "rocm")
         assert [gpu.has_bf16 for gpu in here.gpus] == [False, True]
     made = planned(SDXL, here)

@@ -83,7 +83,7 @@ def record(case: Mapping[str, Any]) -> dict[str, Any]:
     memories = [("device", made.memory)]
     if made.host is not None:
         memories.append(("host", made.host))
-        found["loading"] = [made.host.limit_bytes, made.host.loading_bytes, made.host.loads_slowly]
+        found["host limit"] = made.host.limit_bytes
         found["pinned"] = [each.note for each in made.host.items if "pinned" in each.note]
     for place, memory in memories:
         found |= {f"{place}, {phase}": size for phase, size in memory.phases.items()}
