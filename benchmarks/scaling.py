@@ -146,7 +146,7 @@ def build_training(task: Task, ranks: TimedRanks, pipe: Connection) -> Training:
         size="middling",
     )
     settings, denoiser = case.config.optimizer, frozen_network(case)
-    adapter = our_adapter(case, denoiser)
+    adapter, ours = our_adapter(case, denoiser), feeder(case, task.folder, events)
     return training(
         case,
         denoiser,
@@ -156,9 +156,11 @@ def build_training(task: Task, ranks: TimedRanks, pipe: Connection) -> Training:
         steps=task.steps,
         events=events,
         actions=[Turns(pipe=pipe, block=task.block, steps=task.steps, ranks=ranks)],
-        feeder=replace(feeder(case, task.folder, events), dist_env=task.place),
+        # One step ahead, or a process would prepare steps in the others' turns.
+        feeder=replace(
+            ours, dist_env=task.place, data=ours.data.model_copy(update={"prefetch_steps": 1})
+        ),
         micro_batch=task.batch,
-        prefetch_steps=1,  # or a process would prepare steps in the others' turns
         ranks=ranks,
     )
 

@@ -195,10 +195,11 @@ def training(
         "learning_rate": learning_rate(config.optimizer, steps=steps),
         "feeder": feeder(case, folder, events),
         "micro_batch": case.batch,
-        "prefetch_steps": config.data.prefetch_steps,
         **others,
     }
+    settings: Any = config.train.model_copy(update={"steps": steps})
     return Training(
+        settings=settings,
         model=Model(
             denoiser=network,
             predict=case.family.predict,
@@ -210,9 +211,6 @@ def training(
         parameters=parameters,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(case.device.type, enabled=False),
-        steps=steps,
-        batch_size=case.batch,
-        max_grad_norm=config.train.max_grad_norm,
         events=events,
         actions=actions,
         stop=lambda: None,

@@ -122,7 +122,9 @@ def train_job(job: TrainingJob) -> Path:
         samples = SampleAction(job=job, parts=parts, entries=feeder.entries)
         actions = [*job.watchers, *actions[:-1], samples, actions[-1], saves]
     training = _training(job, parts, feeder, start, actions=actions, restore=restore)
-    events.emit("phase", phase="train", message="training", done=start.step, total=training.steps)
+    events.emit(
+        "phase", phase="train", message="training", done=start.step, total=config.train.steps
+    )
     began = time.monotonic()
     with writer:
         end = run(training, start)
@@ -231,17 +233,14 @@ def _training(
         # After the norm limit, so that the average is of the weights that stay.
         afterwards.append(lambda step: adapter.update_average(step, decay=decay))
     return Training(
+        settings=config.train,
         model=parts.model,
         parameters=parts.parameters,
         optimizer=parts.optimizer,
         learning_rate=learning_rate(config.optimizer, steps=config.train.steps),
         scaler=parts.scaler,
         feeder=feeder,
-        steps=config.train.steps,
-        batch_size=config.train.batch_size,
         micro_batch=config.memory.micro_batch,
-        prefetch_steps=config.data.prefetch_steps,
-        max_grad_norm=config.train.max_grad_norm,
         events=job.events,
         actions=actions,
         stop=job.stop,
@@ -252,7 +251,6 @@ def _training(
         plain_remedies=plain_remedies,
         restore=restore,
         stages=stages(config, adapter),
-        stop_after_validations=config.train.stop_after_validations,
         afterwards=afterwards,
         from_zero=parts.from_zero,
         compiled=compiled,

@@ -233,12 +233,11 @@ class TrainingDataLoader:
             batches.append(tuple(samples))
         return batches
 
-    def stream(
-        self, first: int, last: int, *, ahead: int
-    ) -> AbstractContextManager[Iterator[tuple[Sample, ...]]]:
+    def stream(self, first: int, last: int) -> AbstractContextManager[Iterator[tuple[Sample, ...]]]:
         """Return a context whose value iterates over steps first..last-1, as `prefetch_map` says."""
         # One more than are ready is in the works.
-        return prefetch_map(self.prepare, range(first, last), threads=1, most_ahead=ahead + 1)
+        most_ahead = self.data.prefetch_steps + 1
+        return prefetch_map(self.prepare, range(first, last), threads=1, most_ahead=most_ahead)
 
     def _uniform(self, epoch: int, sample: str) -> float:
         """Return the number that becomes the timestep, one in each stratum of samples in a row.

@@ -62,7 +62,7 @@ CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait fo
 
 
 def run(training: Training, start: Progress) -> Progress:
-    """Train from `start` to `training.steps` and return where it ended.
+    """Train from `start` to the last of `training.settings.steps` and return where it ended.
 
     Raises StoppedBySignal when a stop was requested, after the actions have run with `ending` set, and
     TrainingStopped when no remedy is left; a saved state then holds the last whole step.
@@ -114,10 +114,10 @@ def run(training: Training, start: Progress) -> Progress:
 
 def _train(training: Training, start: Progress) -> Progress:
     """Train from `start` to the end; raises Unstable and PartialOptimizerStep, and the errors of `run`."""
-    progress, reports = start, _Reports(training=training)
-    stream = training.feeder.stream(start.step, training.steps, ahead=training.prefetch_steps)
+    progress, reports, settings = start, _Reports(training=training), training.settings
+    stream = training.feeder.stream(start.step, settings.steps)
     with stream as prepared_steps:
-        while progress.step < training.steps and not _has_converged(training, progress):
+        while progress.step < settings.steps and not _has_converged(training, progress):
             try:
                 # ---- data: a thread prepares batches ahead, so this is the time the device may sit idle
                 began_s = time.perf_counter()
@@ -145,7 +145,7 @@ def _train(training: Training, start: Progress) -> Progress:
             loss = training.ranks.reduce(training.parameters, loss, ask=training.stop)
             reached = any(parameter.grad is not None for parameter in training.parameters)
             # From here on `step` counts finished steps from 1; `progress.step` was the 0-based index.
-            step, images = progress.step + 1, progress.images + training.batch_size
+            step, images = progress.step + 1, progress.images + settings.batch_size
             grad_norm = optimizer_step(training, loss, guard, step=step)
 
             # ---- report: the copy of loss and norm starts now and is read a few steps later on a GPU,
@@ -165,7 +165,7 @@ def _train(training: Training, start: Progress) -> Progress:
 
             # ---- save, sample, validate, stop
             # A signal after the last step changes nothing: the run ends as it would have.
-            is_last = step == training.steps
+            is_last = step == settings.steps
             signal_number = None if is_last else training.ranks.stop_asked(training.stop)
             ending = signal_number is not None or is_last
             progress = replace(progress, ending=ending, stopping=signal_number is not None)
@@ -180,7 +180,7 @@ def _train(training: Training, start: Progress) -> Progress:
             if signal_number is not None:
                 raise StoppedBySignal(
                     signal_number,
-                    found=f"stopped after step {step} of {training.steps}; the state is saved",
+                    found=f"stopped after step {step} of {settings.steps}; the state is saved",
                     fix=RESUME,
                 )
     return progress
@@ -191,7 +191,7 @@ def _has_converged(training: Training, progress: Progress) -> bool:
 
     It is a function of the saved guard state alone, so a resumed run decides the same.
     """
-    limit = training.stop_after_validations
+    limit = training.settings.stop_after_validations
     return limit is not None and progress.guard.best.stale >= limit
 
 
@@ -355,6 +355,6 @@ def judge_step(
         loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else None
         raise no_gradients(step, loss=loss, device=device, loss_scale=loss_scale, reached=reached)
     if left_zero is not None and left_zero.read() == [0.0]:
-        rates = [training.learning_rate(index) for index in range(training.steps)]
+        rates = [training.learning_rate(index) for index in range(training.settings.steps)]
         raise no_movement(step, rate=max(rates), rate_sum=sum(rates[:step]), device=device)
     return replace(guard, learning=learning)

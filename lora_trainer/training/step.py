@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from lora_trainer.common.errors import RESUME, LoraTrainError, first_line
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.constraints import typed
+from lora_trainer.config.declare import Decided
+from lora_trainer.config.learning import TrainSettings
 from lora_trainer.network.compiling import CompilationFailed, CompiledBlocks
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.actions import Action, Progress
@@ -62,9 +64,9 @@ class OomFallback:
 class Training:
     """Everything the loop needs.
 
-    `batch_size` counts the images of one optimizer step over all processes. `micro_batch` is the planned
-    cap of images in one pass; `images_at_once` are caps by (height, width) of the latents.
-    `scaler` is enabled for fp16 only. `max_grad_norm` 0 means no clipping.
+    `settings` are those of the run: steps, images of one optimizer step over all processes, limit of the gradients'
+    norm (0: no clipping), validations to wait for a lower loss. `micro_batch` is the planned cap of images in one
+    pass; `images_at_once` are caps by (height, width) of the latents. `scaler` is enabled for fp16 only.
     `stop()` returns a signal number once the run should end, else None.
     `remedies` are applied in order when the device is out of memory; a resumed run begins with the
     remedies it had applied before.
@@ -75,24 +77,20 @@ class Training:
     `stages`: parameters (a text encoder's, say) that are trained before a step (0-based) and frozen from then on.
     A frozen parameter gets no gradient, and optimizers skip parameters without one: neither weight decay nor
     momentum moves it. Freezing depends on the step number alone, so a resumed run does the same.
-    `stop_after_validations`: end after so many validations without a lower loss.
     `afterwards` are called in order after each optimizer step with the number of finished steps; they may
     change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
     `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
     `compiled` are the compiled blocks, None in a run without.
     """
 
+    settings: TrainSettings[Decided]
     model: Model
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     scaler: torch.amp.GradScaler
     feeder: TrainingDataLoader
-    steps: int
-    batch_size: int
     micro_batch: int
-    prefetch_steps: int
-    max_grad_norm: float
     events: EventStream
     actions: Sequence[Action]
     stop: Callable[[], int | None]
@@ -103,7 +101,6 @@ class Training:
     plain_remedies: Sequence[OomFallback] = ()
     restore: Callable[[], Progress] | None = None
     stages: Sequence[tuple[nn.Parameter, int]] = ()
-    stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()
     compiled: CompiledBlocks | None = None
@@ -189,7 +186,7 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
         # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
         # processes is then the batch mean, and splitting a step differently changes rounding only.
         _, _, weights, _ = batch.numbers
-        loss: Tensor = (model.losses_of(batch) * weights).sum() / training.batch_size
+        loss: Tensor = (model.losses_of(batch) * weights).sum() / training.settings.batch_size
         # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
         training.scaler.scale(loss).backward()
     return loss.detach()
@@ -229,7 +226,7 @@ def _clip_and_step(training: Training, loss: Tensor) -> Tensor:
             return torch.where(loss.isfinite(), 0.0, loss)
         gradient.add_(torch.where(loss.isfinite(), 0.0, torch.nan))
     scaler.unscale_(optimizer)  # clipping and the reported norm are of the true gradients
-    limit = training.max_grad_norm or float("inf")
+    limit = training.settings.max_grad_norm or float("inf")
     norm = nn.utils.clip_grad_norm_(training.parameters, limit, foreach=True)
     # One number then says whether the step counts: gradients may be finite although the loss is not.
     norm = torch.where(loss.isfinite(), norm, loss)

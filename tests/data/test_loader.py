@@ -356,10 +356,10 @@ def test_the_stream_gives_what_prepare_gives(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(TrainingDataLoader, "prepare", prepare)
         patch.setattr(Future, "cancel", lambda _: False)  # what waits when it is left is made, too
-        with rich_feeder().stream(0, 10_000, ahead=2) as batches:
+        with rich_feeder().stream(0, 10_000) as batches:
             assert next(batches), "leaving early stops the thread"
-    assert begun == [0, 1, 2, 3], "one taken, two ready, one being made"
-    with rich_feeder().stream(2, 9, ahead=3) as batches:
+    assert begun == [*range(6)], "one taken, four ready, one being made"
+    with rich_feeder().stream(2, 9) as batches:
         streamed = list(batches)
     feeder = rich_feeder()
     wanted = [feeder.prepare(step) for step in range(2, 9)]

@@ -23,6 +23,7 @@ from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
+from lora_trainer.config.config import build_config
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.facts import DENOISER, BaseFacts, Layout, Prediction
@@ -151,6 +152,7 @@ def build_training(
     adapt: Callable[[Model], Model] = lambda model: model,
     adapter_settings: Mapping[str, Any] = MappingProxyType({}),
     averaged: bool = False,
+    max_grad_norm: float = 1.0,
     **more: Any,
 ) -> TinyTraining:
     """Return a training on the tiny base; `adapt` may exchange the model for one that misbehaves.
@@ -185,19 +187,19 @@ def build_training(
         masks=adapter.masks,
         without_adapter=adapter.off,
     )
+    train = {"steps": steps, "batch_size": feeder.batch_size, "max_grad_norm": max_grad_norm}
+    config: Any = build_config({f"train.{name}": value for name, value in train.items()})
     training = Training(
+        settings=config.train,
         model=adapt(model),
         parameters=adapter.parameters(),
         optimizer=optimizers.build_optimizer(adapter.groups(settings), settings),
         learning_rate=optimizers.learning_rate(settings, steps=steps),
         scaler=torch.amp.GradScaler("cpu", enabled=precision == torch.float16),
         feeder=feeder,
-        steps=steps,
-        batch_size=feeder.batch_size,
         micro_batch=feeder.batch_size,
-        prefetch_steps=2,
         events=events,
-        **{"max_grad_norm": 1.0, "actions": (), "stop": lambda: None, **more},
+        **{"actions": (), "stop": lambda: None, **more},
     )
     return TinyTraining(training=training, adapter=adapter, events=seen)
 
@@ -226,7 +228,7 @@ def saves(tiny: TinyTraining, folder: Path, *, every_steps: int = 0) -> SaveActi
         export=lambda progress, copy: lambda: "none",
         every_steps=every_steps,
         every_images=None,
-        batch_size=tiny.training.batch_size,
+        batch_size=tiny.training.settings.batch_size,
         save_requested=lambda: False,
     )
 

@@ -260,7 +260,7 @@ def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
     monkeypatch.setattr(TrainingDataLoader, "prepare", prepare)
     monkeypatch.setattr("lora_trainer.cache.background.LEAVING_S", 0.05)
     try:
-        with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10, ahead=4):
+        with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10):
             assert begun.wait(20)
             raise KeyboardInterrupt
     finally:

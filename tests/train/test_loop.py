@@ -509,7 +509,8 @@ def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
         moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
         assert moved == [step < 3] * 2 + [True] * len(moved[2:])
     # Step 0 comes again after a rollback, and is trained as before.
-    run(replace(training, steps=1), at_start(micro_batch=4))
+    once = training.settings.model_copy(update={"steps": 1})
+    run(replace(training, settings=once), at_start(micro_batch=4))
     assert all(weight.requires_grad for weight in weights)
 
 
