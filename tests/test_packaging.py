@@ -52,6 +52,7 @@ SHIPPED_DATA = (
     "lora_trainer/reporting/*.css",
     "lora_trainer/reporting/*.html",
     "lora_trainer/run/*.md",
+    "lora_trainer/run/*.toml",
     "lora_trainer/importing/trainers/*.toml",
     "presets/**/*.json",
     "datasets/example/*",

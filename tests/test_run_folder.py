@@ -19,13 +19,11 @@ BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
 PATIENCE = "train.stop_after_validations"
 """Free by itself, but with it the validations decide something."""
 BEFORE |= {"output.keep_best": False, PATIENCE: None}
-OTHERS = (
-    set(setting_keys())
-    - run_folder.FREE_SETTINGS
-    - run_folder.ROUNDING_SETTINGS
-    - run_folder.FORBIDDEN_SETTINGS
+FREE, ROUNDING, FORBIDDEN, OTHERS = (
+    [key for key in setting_keys() if run_folder.EFFECTS.get(key, "changed") == effect]
+    for effect in ("free", "rounding", "forbidden", "changed")
 )
-OTHERS = sorted(OTHERS)
+FREE.remove(PATIENCE)
 MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 
 
@@ -95,21 +93,13 @@ def test_a_run_without_a_state_begins_again_without_what_it_had_logged(tmp_path:
 
 
 def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
-    assert set(setting_keys()) >= run_folder.FREE_SETTINGS | run_folder.FORBIDDEN_SETTINGS
-    assert not run_folder.FREE_SETTINGS & run_folder.FORBIDDEN_SETTINGS
-    assert "hardware.compile" in run_folder.ROUNDING_SETTINGS
+    assert "hardware.compile" in ROUNDING and "memory.base_precision" in OTHERS
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
     adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
-    assert (
-        adapter | {"optimizer.name", "train.init_from", "train.ema_decay"}
-        < run_folder.FORBIDDEN_SETTINGS
-    )
-    for key in run_folder.FORBIDDEN_SETTINGS:
+    assert adapter | {"optimizer.name", "train.init_from", "train.ema_decay"} < set(FORBIDDEN)
+    for key in FORBIDDEN:
         with pytest.raises(RequestError, match=rf"{key} {BEFORE[key]} -> now"):
             compared({key: "now", "train.seed": "now"})
-
-
-FREE, ROUNDING = sorted(run_folder.FREE_SETTINGS - {PATIENCE}), sorted(run_folder.ROUNDING_SETTINGS)
 
 
 @given(
@@ -156,7 +146,7 @@ def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(key: str) -
     default = flatten(Config())[key]
     older = {other: value for other, value in BEFORE.items() if other != key}
     assert compared({key: default}, before=older) == ("EXACT", [])
-    if key in run_folder.FORBIDDEN_SETTINGS:
+    if key in FORBIDDEN:
         with pytest.raises(RequestError, match=f"{key} {default} -> now"):
             compared({key: "now"}, before=older)
     else:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.events import read_events
 from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
     disk_error,
+    locked,
     read_json_object,
     windows_name_problem,
     write_atomic,
 )
 from lora_trainer.config.config import flatten, retired_in, setting_keys
-from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.running import Config
 
 if TYPE_CHECKING:  # these import torch
@@ -53,46 +53,18 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "dataset.fingerprint": str,
     "plan.memory.images_at_once": dict,
 }
-# Settings that do not influence the computation: a resume may change them and stays bit-exact. Of the sections that
-# say what a run writes only keep_best does, as its weights are a part of the state.
-FREE_SETTINGS = frozenset(
-    {key for key in setting_keys() if key.startswith(("output.", "sampling.", "logging."))}
-    - {"output.keep_best"}
-    | {
-        "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps", "data.max_bad_fraction", "data.max_megapixels",
-        "data.min_score", "hardware.vram_limit_gib", "hardware.process_timeout_s", "train.validate_every_steps",
-        "train.stop_after_validations",
-    }
-)  # fmt: skip
+_TABLE = tomllib.loads(Path(__file__).with_name("resume.toml").read_text(encoding="utf-8"))
+# What a change of a setting does to a resume: "free", "rounding", "forbidden"; others make it CHANGED.
+EFFECTS: Mapping[str, str] = {
+    key: effect
+    for pattern, effect in _TABLE.items()
+    for key in fnmatch.filter(setting_keys(), pattern)
+}
 # With one of the first settings, validations influence training; then the second may not change either.
 _WATCHING = ("train.stop_after_validations", "output.keep_best")
-_WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
+_WATCHED = {"train.validate_every_steps": "changed", "output.weights": "changed"}
 # A setting of earlier versions that had no effect in a run without validations.
 _BY_VALIDATIONS = "train.lower_on_plateau"
-# Settings that change only rounding: a resume may change them; all random draws stay the same, not all bits.
-ROUNDING_SETTINGS = frozenset(
-    {"hardware.compile", *(key for key in setting_keys() if key.startswith("memory."))}
-    - {"memory.base_precision", "memory.text_encoder_precision"}
-)
-# Settings that decide the shapes or initial values of the adapter and of the optimizer's state.
-FORBIDDEN_SETTINGS = frozenset(
-    {
-        *(
-            f"adapter.{name}"
-            for name in AdapterSettings.model_fields
-            if not name.endswith("dropout")
-        ),
-        "optimizer.name",
-        "optimizer.learning_rate_pattern",
-        "optimizer.lora_plus_ratio",
-        "optimizer.text_encoder_learning_rate",
-        "optimizer.new_tokens_learning_rate",
-        "train.concept",  # it decided other settings when the run began
-        "train.init_from",
-        "train.ema_decay",
-        "output.keep_best",
-    }
-)
 
 
 def checked_name(name: str) -> str:
@@ -184,15 +156,21 @@ def compare(
 ) -> tuple[str, list[str]]:
     """Return ("EXACT" | "SAME-STREAM" | "CHANGED", differences) of a resume; raises RequestError.
 
-    Settings in FORBIDDEN_SETTINGS cannot change; changes of others make the resume CHANGED. Another
+    EFFECTS says which settings cannot change, and which changes make the resume CHANGED. Another
     environment (torch, threads, processor, device), or one that is not deterministic, makes it
     SAME-STREAM: all random draws are the same, but not all bits. A setting that an older version did not
     have counts as its default; one that is gone counts where its value had an effect.
     """
     before = flatten(Config()) | dict(before)
-    free = FREE_SETTINGS - (_WATCHED if any(now[key] for key in _WATCHING) else set())
-    changed = [key for key in now if before[key] != now[key] and key not in free]
-    refused = [f"{key} {before[key]} -> {now[key]}" for key in changed if key in FORBIDDEN_SETTINGS]
+    effects = {**EFFECTS, **(_WATCHED if any(now[key] for key in _WATCHING) else {})}
+    changed = {
+        key: effects.get(key)
+        for key in now
+        if before[key] != now[key] and effects.get(key) != "free"
+    }
+    refused = [
+        f"{key} {before[key]} -> {now[key]}" for key in changed if changed[key] == "forbidden"
+    ]
     if refused:
         raise RequestError(
             f"a resume cannot change {', '.join(refused)}",
@@ -209,7 +187,7 @@ def compare(
         for key, value in environment_now.items()
         if environment.get(key) != value
     ]
-    if altering or any(key not in ROUNDING_SETTINGS for key in changed):
+    if altering or any(effect != "rounding" for effect in changed.values()):
         return "CHANGED", lines + moved
     exact = environment_now["deterministic"] and not (lines or moved)
     return ("EXACT" if exact else "SAME-STREAM"), lines + moved
@@ -227,21 +205,15 @@ def claim(path: Path) -> Iterator[Path]:
 
     Temporary files of a killed process are removed, as no other process writes here now.
     """
-    lock = FileLock(path / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise MachineError(
-            f"the run in {path} is being trained by another process",
-            fix="wait for it, or stop it first",
-        ) from None
-    for unfinished in path.glob(f"{TEMPORARY_PREFIX}*"):
-        with suppress(OSError):
-            unfinished.unlink()
-    try:
+    busy = MachineError(
+        f"the run in {path} is being trained by another process",
+        fix="wait for it, or stop it first",
+    )
+    with locked(path / ".lock", within_s=0, busy=busy):
+        for unfinished in path.glob(f"{TEMPORARY_PREFIX}*"):
+            with suppress(OSError):
+                unfinished.unlink()
         yield path
-    finally:
-        lock.release(force=True)
 
 
 @dataclass(frozen=True, kw_only=True)
