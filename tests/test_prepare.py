@@ -122,10 +122,10 @@ def test_the_format_is_one_that_can_hold_the_adapter(place: Toy) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "LoHa is not written": ("sd15", {"output__format": "diffusers", "adapter__kind": "loha"}),
-    "adapter.new_tokens=1, but the text": (
+    "adapter.new_tokens=1 is not possible with the text": (
         "flux", {"adapter__new_tokens": 1, "data__trigger": "toy"},
     ),
-    "support no prompt weights": ("sd3", {"data__emphasis": True}),
+    "data.emphasis=true is not possible": ("sd3", {"data__emphasis": True}),
     "base.prediction=flow, but": ("sd15", {"base__prediction": "flow"}),
     "pure noise says nothing": ("sd15", {"objective__zero_terminal_snr": True}),
 }  # fmt: skip

@@ -40,7 +40,7 @@ from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, sh
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.declare import CHUNK_TOKENS, concepts
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.config.running import Config, SamplingSettings
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.captions import clean
 from lora_trainer.dataset.records import ImageRecord, finding
 from lora_trainer.families.base import Family
@@ -64,21 +64,20 @@ def plain_text(written: Sequence[str], *, settings: DataSettings) -> str:
     return _text(written[0], settings, None)
 
 
-def sample_prompts(
-    captions: Iterable[str], *, data: DataSettings, sampling: SamplingSettings[Any], concept: str
-) -> tuple[str, ...]:
+def sample_prompts(captions: Iterable[str], config: Config[Any]) -> tuple[str, ...]:
     """Return the prompts of the sample images: the setting, else `captions`, first ones first.
 
-    Where no image says more than the trigger, prompts for the `concept` are made with it, or with the class
+    Where no image says more than the trigger, prompts for the concept are made with it, or with the class
     word. At least one prompt is returned, the empty one if nothing is known.
     """
+    sampling, data = config.sampling, config.data
     if sampling.prompts:
         return sampling.prompts
     subject = (data.trigger or data.class_word or "").strip()
     # Prompts appear in reports and image files, so secrets are removed; training uses captions unchanged.
     texts = tuple(dict.fromkeys(without_secrets(caption) for caption in captions if caption))
     if subject and set(texts) <= {without_secrets(subject)}:
-        prompts = concepts()[concept]["prompts"]
+        prompts = concepts()[config.train.concept]["prompts"]
         texts = tuple(without_secrets(prompt.format(subject)) for prompt in prompts)
     return texts[: sampling.prompts_from_captions] or ("",)
 

@@ -51,6 +51,11 @@ def _capital(text: str) -> str:
 ok, warn = partial(MachineCheck, "ok"), partial(MachineCheck, "warn")
 
 
+def judged(is_bad: bool, sentence: str, fix: str) -> MachineCheck:
+    """Return a fact about the machine, with `fix` where it is bad."""
+    return warn(sentence, fix) if is_bad else ok(sentence)
+
+
 def checks(
     hardware: Hardware, *, cache: Path, environment: Mapping[str, str]
 ) -> Iterator[MachineCheck]:
@@ -62,11 +67,8 @@ def checks(
     total, free = hardware.ram_total_bytes, hardware.ram_free_bytes
     reason = hardware.reasons.get("ram_total_bytes", "memory of the machine")
     memory = f"{gib(free)} of {gib(total)} of memory are free ({reason})."
-    if total < _LITTLE_MEMORY_BYTES:
-        fix = "parts of large bases stay in it during training: 32 GiB are enough for most"
-        yield warn(memory, fix)
-    else:
-        yield ok(memory)
+    fix = "parts of large bases stay in it during training: 32 GiB are enough for most"
+    yield judged(total < _LITTLE_MEMORY_BYTES, memory, fix)
     yield from _packages(hardware)
     try:
         free_bytes = hardware.disk_free_bytes(cache)
@@ -77,10 +79,8 @@ def checks(
         stored = (
             f"Encoded images and captions are stored in {cache}, where {gib(free_bytes)} are free."
         )
-        if free_bytes < _LITTLE_DISK_BYTES:
-            yield warn(stored, "lora-train doctor --clear-cache empties it")
-        else:
-            yield ok(stored)
+        fix = "lora-train doctor --clear-cache empties it"
+        yield judged(free_bytes < _LITTLE_DISK_BYTES, stored, fix)
     if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         fix = "unset it to download base models that are not on this machine"
         yield ok("Nothing is downloaded, because HF_HUB_OFFLINE is set.", fix)
@@ -93,11 +93,8 @@ def _devices(hardware: Hardware) -> Iterator[MachineCheck]:
     """Yield the device that trainings use and why, then each GPU."""
     (best, why), several = hardware.accelerator(), len(hardware.gpus)
     if best is None:
-        fix = "see below"
-        if several:
-            why = "torch can use none of the GPUs"
-        else:
-            fix = "the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
+        why = "torch can use none of the GPUs" if several else why
+        fix = "the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
         yield warn(f"Trainings run on the CPU, because there is no usable GPU: {why}.", fix)
     else:
         precision = "bf16" if best.has_bf16 else "fp16, as it does not compute bf16 itself"
@@ -119,11 +116,8 @@ def _devices(hardware: Hardware) -> Iterator[MachineCheck]:
         more = f" ({', '.join(details)})" if details else ""
         free = f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
         described = f"GPU {gpu.index} is {gpu.name}, {free}{more}."
-        if 1 - gpu.free_bytes / gpu.total_bytes > _USED_BY_OTHERS:
-            fix = "close other programs that use it, because plans use only free memory"
-            yield warn(described, fix)
-        else:
-            yield ok(described)
+        fix = "close other programs that use it, because plans use only free memory"
+        yield judged(1 - gpu.free_bytes / gpu.total_bytes > _USED_BY_OTHERS, described, fix)
         if hardware.pinnable_bytes is not None and gpu.can.pins:
             reason = hardware.reasons.get("pinnable_bytes", "as set")
             yield ok(
@@ -136,8 +130,7 @@ def _devices(hardware: Hardware) -> Iterator[MachineCheck]:
                 "times slower; plans stay below that limit."
             )
         lacking = [wish.partition("=")[2] for wish in gpu.can.lacks if wish.startswith("optimizer")]
-        if lacking:
-            names = ", ".join(lacking)
+        if names := ", ".join(lacking):
             yield ok(f"{_capital(gpu.can.says)} has no {names}: adamw is used instead.")
 
 

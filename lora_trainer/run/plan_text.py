@@ -7,7 +7,7 @@ base, the processes, the GPU and the exported file; those of the dataset are in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +22,6 @@ from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.families.facts import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.key_formats import format_notes, planned_contents
-from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import MOST_HOURS
@@ -49,14 +48,6 @@ def finding_line(finding: Finding) -> str:
     return f"{finding.severity}: {where}{finding.what}. {finding.advice}"
 
 
-# Levels of gradient checkpointing.
-_RECOMPUTED = {
-    "none": "nothing recomputed",
-    "light": "blocks recomputed except matrix products and attention",
-    "selective": "blocks recomputed except wide matrix products and attention",
-    "full": "blocks recomputed in full",
-    "offloaded": "blocks recomputed in full, their inputs in host memory",
-}
 # Parts of a run that take less than this share of its time are not listed.
 LEAST_PART = 0.01
 
@@ -64,9 +55,6 @@ LEAST_PART = 0.01
 def plan_json(prepared: Prepared) -> dict[str, Any]:
     """Return the machine-readable plan; scripts rely on its keys."""
     plan, memory, host = prepared.plan, prepared.plan.memory, prepared.plan.host
-
-    def items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
-        return [asdict(item) for item in items]
 
     return {
         "family": prepared.family.name,
@@ -83,10 +71,12 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             for key, value in flatten(prepared.config).items()
         },
         "memory": {
-            "items": items_json(memory.items),
+            "items": [asdict(item) for item in memory.items],
             "phase": memory.peak_phase,
             "phases": dict(memory.phases),
-            "by_phase": {phase: items_json(items) for phase, items in memory.by_phase.items()},
+            "by_phase": {
+                phase: [asdict(item) for item in items] for phase, items in memory.by_phase.items()
+            },
             "peak_bytes": memory.peak_bytes,
             "limit_bytes": memory.limit_bytes,
             "fits": memory.fits,
@@ -94,7 +84,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             "host": None
             if host is None
             else {
-                "items": items_json(host.items),
+                "items": [asdict(item) for item in host.items],
                 "bytes": host.peak_bytes,
                 "limit_bytes": host.limit_bytes,
             },
@@ -141,20 +131,9 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         download = f"; {absent}: {facts.missing}, {download}"
     else:
         download = f", {absent}: {download}"
-    streamed = f"{config.memory.streamed_blocks} blocks streamed from host memory"
-    weights = [
-        config.memory.base_precision,
-        *([streamed] if config.memory.streamed_blocks else []),
-        _RECOMPUTED[config.memory.gradient_checkpointing],
-    ]
     images = list(shares(prepared))
     split = f"{min(images)} to {max(images)}" if len(images) > 8 else " + ".join(map(str, images))
-    counts = dict.fromkeys(plan.images_at_once.values())
-    sizes = (f"{count} of {w}x{h}" for (w, h), count in plan.images_at_once.items())
-    at_once = f"images by bucket: {', '.join(sizes)}"
-    if len(counts) == 1:
-        (count,) = counts
-        at_once = "1 image" if count == 1 else f"{count} images"
+    sizes = (f"{count} of {size}" for size, count in prepared.at_once_by_size.items())
     rows = {
         "base": f"{facts.source} ({prepared.family.name}){download}",
         "device": f"{config.hardware.device}: {plan.origins['hardware.device'].reason}",
@@ -162,8 +141,7 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         "data": f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
         f"{regularisation}; {buckets}",
         "length": f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
-        "base weights": ", ".join(weights),
-        "micro-batch": at_once,
+        "micro-batch": f"images by bucket: {', '.join(sizes)}",
         "processes": f"{len(images)}: {split} of {sum(images)} images a step"
         if len(images) > 1
         else "",

@@ -16,7 +16,7 @@ from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config import Priority
-from lora_trainer.config.config import build_config
+from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHUNK_TOKENS
 from lora_trainer.config.inputs import BaseSettings, DataSettings
@@ -140,16 +140,8 @@ class Prepared(PlanInput):
     @property
     def sample_prompts(self) -> tuple[str, ...]:
         """Prompts of the sample images; captions of held-out images come first."""
-        return _sample_prompts((*self.held_out, *self.trained), self.config)
-
-
-def _sample_prompts(records: Sequence[ImageRecord], config: Config | RunConfig) -> tuple[str, ...]:
-    return sample_prompts(
-        (record.caption for record in records),
-        data=config.data,
-        sampling=config.sampling,
-        concept=config.train.concept,
-    )
+        records = (*self.held_out, *self.trained)
+        return sample_prompts((record.caption for record in records), self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +192,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             for record in used
         ),
         texts=_text_count(dataset, settings),
-        prompts=len(_sample_prompts((*held_out, *trained), settings)),
+        prompts=len(sample_prompts((record.caption for record in (*held_out, *trained)), settings)),
         # A resumed run has its own record of out-of-memory fallbacks.
         full_card=known_oom(cache_root, basis.hardware, basis.family.name)
         if request.run_settings is None
@@ -361,18 +353,15 @@ def _refuse_impossible(settings: Config, basis: Basis) -> None:
     """Raise RequestError for settings that this family does not support, before the dataset is read."""
     text, adapter = basis.family.text, settings.adapter
     whose = f"the text encoders of {basis.facts.source} (family {basis.family.name})"
-    for key, value, is_possible, why in (
-        ("adapter.text_encoder", adapter.text_encoder, text.trainable, "cannot be trained"),
-        ("adapter.new_tokens", adapter.new_tokens, text.new_token_keys, "cannot learn new tokens"),
-        (
-            "data.emphasis",
-            settings.data.emphasis,
-            text.prompt_weights,
-            "support no prompt weights; only bases with CLIP alone do",
-        ),
+    for key, value, is_possible in (
+        ("adapter.text_encoder", adapter.text_encoder, text.trainable),
+        ("adapter.new_tokens", adapter.new_tokens, text.new_token_keys),
+        ("data.emphasis", settings.data.emphasis, text.prompt_weights),
     ):
         if value and not is_possible:
-            raise RequestError(f"{key}={typed(value)}, but {whose} {why}", fix=f"leave {key} out")
+            raise RequestError(
+                f"{key}={typed(value)} is not possible with {whose}", fix=f"leave {key} out"
+            )
     format_for(basis.family, settings.output.format, planned_contents(settings.adapter))
 
 
@@ -382,11 +371,8 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
         # `check` lists them, but a training would learn from them.
         bad = "; ".join(f"{shown(finding.file or '')} {finding.what}" for finding in masks)
         raise InputError(f"masks cannot be used: {bad}", fix=masks[0].advice)
-    switches = {
-        "output.keep_best": settings.output.keep_best,
-        "train.stop_after_validations": settings.train.stop_after_validations is not None,
-    }
-    keys = " and ".join(key for key, is_asked in switches.items() if is_asked)
+    values, watching = flatten(settings), ("output.keep_best", "train.stop_after_validations")
+    keys = " and ".join(key for key in watching if values[key])
     if keys and not held_out:
         raise RequestError(
             f"{keys} need the validation loss, but no image is held out for it",

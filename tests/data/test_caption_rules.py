@@ -220,11 +220,9 @@ def test_any_caption_has_its_texts(caption: str, prefix: str, seed: int) -> None
 
 def test_samples_are_of_captions_else_of_the_trigger_in_the_ways_of_its_kind() -> None:
     def prompts(*captions: str, concept: str = "person", count: int = 2, **data: object) -> object:
+        settings = {"sampling": {"prompts_from_captions": count}, "train": {"concept": concept}}
         return caption_rules.sample_prompts(
-            captions,
-            data=DataSettings.model_validate(data),
-            sampling=Config.model_validate({"sampling": {"prompts_from_captions": count}}).sampling,
-            concept=concept,
+            captions, Config.model_validate({"data": data, **settings})
         )
 
     assert prompts("a cat", "a cat", "", "a dog", "a bird") == ("a cat", "a dog")
