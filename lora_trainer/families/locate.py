@@ -88,11 +88,11 @@ def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
 
 
 def with_choices(
-    facts: BaseFacts, settings: BaseSettings, *, zero_terminal_snr: bool | None
+    facts: BaseFacts, settings: BaseSettings, *, zero_terminal_snr: bool | Auto
 ) -> BaseFacts:
     """Return `facts` with the settings that override the files; raises RequestError for impossible ones."""
     prediction = facts.prediction if settings.prediction == "auto" else settings.prediction
-    zero = facts.zero_terminal_snr if zero_terminal_snr is None else zero_terminal_snr
+    zero = facts.zero_terminal_snr if zero_terminal_snr == "auto" else zero_terminal_snr
     if (prediction == "flow") != (facts.prediction == "flow"):
         raise RequestError(
             f"base.prediction={prediction}, but {facts.source} is of family {facts.family}",

@@ -94,15 +94,13 @@ def encoder_arguments(prepared: Prepared) -> dict[str, Any]:
     dtype = DTYPES[memory.text_encoder_precision]
 
     def load_text_encoder(device: torch.device) -> TextEncoder:
-        if not memory.text_encoder_offload:
-            encoder = family.load_text_encoder(facts, dtype=dtype, device=device)
-            if word := new_word(prepared.config):
-                encoder.learn(word)
-            return encoder
-        # In host memory, with layers copied to the device one at a time.
-        encoder = family.load_text_encoder(facts, dtype=dtype, device=CPU)
-        for network in encoder.networks.values():
+        # Offloaded: in host memory, with layers copied to the device one at a time.
+        place = CPU if memory.text_encoder_offload else device
+        encoder = family.load_text_encoder(facts, dtype=dtype, device=place)
+        for network in encoder.networks.values() if memory.text_encoder_offload else ():
             offload(network, device)
+        if (word := new_word(prepared.config)) and not memory.text_encoder_offload:
+            encoder.learn(word)
         return encoder
 
     return {

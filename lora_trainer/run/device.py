@@ -242,32 +242,26 @@ def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
         if is_reported or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
             return
         is_reported = True
+        hardware, peak_bytes = prepared.hardware, memory.peak_bytes
         try:
             record = remember_oom(
                 prepared.cache_root,
-                prepared.hardware,
+                hardware,
                 prepared.family.name,
-                planned_bytes=memory.peak_bytes,
-                limit_bytes=int(limit_bytes / earlier_record.share)
-                if earlier_record
-                else limit_bytes,
+                planned_bytes=peak_bytes,
+                limit_bytes=int(limit_bytes / (earlier_record.share if earlier_record else 1)),
             )
         except MachineError as error:  # a full disk must not hide the out-of-memory error
-            events.problem(
-                f"the out-of-memory record of this GPU could not be written: {error.found}",
-                fix=error.fix,
-                severity="note",
-                code="TRN-02",
+            what = f"the out-of-memory record of this GPU could not be written: {error.found}"
+            fix = error.fix
+        else:
+            if record is None:
+                return
+            what = (
+                f"{(hardware.usable() or hardware.gpus)[0].name} was planned to {peak_bytes / limit_bytes:.0%}"
+                f" of its limit and ran out of memory: later plans use {record.share:.0%} of that limit"
             )
-            return
-        if record is not None:
-            card = (prepared.hardware.usable() or prepared.hardware.gpus)[0]
-            events.problem(
-                f"{card.name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
-                f" of its limit and ran out of memory: later plans use {record.share:.0%} of that limit",
-                fix=f"no action needed; delete {MEMO_FILE} in the cache folder to forget it",
-                severity="note",
-                code="TRN-02",
-            )
+            fix = f"no action needed; delete {MEMO_FILE} in the cache folder to forget it"
+        events.problem(what, fix=fix, severity="note", code="TRN-02")
 
     return listener

@@ -343,9 +343,7 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     )
     resolved = lowered_to(resolved, resolution_px=facts.resolution_px)
     zero = resolved.config.objective.zero_terminal_snr
-    facts = with_choices(
-        facts, resolved.config.base, zero_terminal_snr=None if zero == "auto" else zero
-    )
+    facts = with_choices(facts, resolved.config.base, zero_terminal_snr=zero)
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
 
 

@@ -44,7 +44,6 @@ from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Precision
-from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.config.running import Config, SamplingSettings
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts, Conditioning
@@ -275,7 +274,10 @@ class LoadedAdapter:
 
         Raises RequestError for a strength that is not finite.
         """
-        _refuse_not_finite([strength])
+        if not math.isfinite(strength):
+            raise RequestError(
+                "a strength is not a finite number", fix="give numbers such as --strength 0.8"
+            )
         pipeline = self.pipeline
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         arguments = pipeline_arguments(
@@ -301,10 +303,10 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
 
     Raises InputError without an adapter, RequestError if the base is unknown.
     """
-    file, source, config = file_and_base(run, base=base)
+    file, source, stated = file_and_base(run, base=base)
+    config = Config() if stated is None else stated
     # Those of the adapter, without paths of other files.
-    own_base = config.base if config is not None else BaseSettings()
-    settings = own_base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
+    settings = config.base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
     try:
         facts = locate(settings)
     except InputError as error:
@@ -312,10 +314,8 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
             raise
         # An adapter file names its base without the folder, which might reveal private names.
         raise InputError(error.found, fix="give the base's folder with --base") from None
-    if config is not None:
-        zero = config.objective.zero_terminal_snr
-        facts = with_choices(facts, settings, zero_terminal_snr=None if zero == "auto" else zero)
-        facts = with_caption_tokens(facts, config.data.caption_tokens)
+    facts = with_choices(facts, settings, zero_terminal_snr=config.objective.zero_terminal_snr)
+    facts = with_caption_tokens(facts, config.data.caption_tokens)
     device, has_bf16 = best_device()
     family = families.family(facts.family)
     precision: Precision = "fp32"
@@ -339,12 +339,12 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         for module in network.modules():
             if getattr(module, "eos_token_id", None) == 2:
                 module.eos_token_id = tokenizer.eos_token_id
-    trained_px = config.data.resolution if config else "auto"
+    trained_px = config.data.resolution
     return LoadedAdapter(
         file=file,
         pipeline=pipeline,
         side_px=facts.resolution_px if trained_px == "auto" else trained_px,
-        sampling=config.sampling if config else SamplingSettings(),
+        sampling=config.sampling,
         family=family,
         facts=facts,
         word=word,
@@ -398,7 +398,6 @@ def make_images(
     All strengths of a prompt have the same seed. Raises InputError without an adapter, RequestError if the
     base is unknown, MachineError if the disk refuses.
     """
-    _refuse_not_finite(strengths)
     adapter = load_adapter(run, base=base)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -414,10 +413,3 @@ def make_images(
         image.save(png, format="PNG")
         write_atomic(output / name, png.getvalue(), durable=False)
         yield output / name
-
-
-def _refuse_not_finite(strengths: Sequence[float]) -> None:
-    if not all(map(math.isfinite, strengths)):
-        raise RequestError(
-            "a strength is not a finite number", fix="give numbers such as --strength 0.8"
-        )

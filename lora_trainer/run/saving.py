@@ -172,19 +172,16 @@ def _export_info(
 
 
 def _thumbnail(image: Path, events: EventStream) -> bytes | None:
-    """Return a sample image as JPEG of at most 256 px a side and 48 kB; None and an event if it cannot be read.
+    """Return a sample image as JPEG of at most 256 px a side; None and an event if it cannot be read.
 
-    ComfyUI ignores headers above 8 MiB.
+    Even noise takes less than 48 kB; ComfyUI ignores headers above 8 MiB.
     """
     try:
         with Image.open(image) as opened:
             small = opened.convert("RGB")
         small.thumbnail((256, 256), Image.Resampling.LANCZOS)
-        for quality in (85, 70, 50, 30, 10):
-            buffer = io.BytesIO()
-            small.save(buffer, format="JPEG", quality=quality, optimize=True)
-            if buffer.tell() <= 48_000:
-                break
+        buffer = io.BytesIO()
+        small.save(buffer, format="JPEG", quality=85, optimize=True)
         return buffer.getvalue()
     except OSError as error:
         events.problem(
@@ -350,9 +347,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"least": min(values), "mean": fmean(values), "most": max(values)}
 
 
-BY_COMMAND = "needs samples or more losses: lora-train validate RUN DATASET"
-
-
 def validate_at_the_end(
     job: TrainingJob, networks: Networks, adapter: Adapter, file: Path, end: Progress
 ) -> None:
@@ -362,11 +356,12 @@ def validate_at_the_end(
         measure_weights(weight_figures(networks.by_component, adapter.tensors()), result)
         history = read_history(job.folder)
         base, last = history.base_validation, history.last_validation
-        if base is None or last is None or last.step != end.step or not base.by_timestep:
-            result.left_out["gain"] = "the run did not validate both the base and the last step"
-        elif len(base.by_timestep) != len(last.by_timestep):
-            result.left_out["gain"] = "the two validations used different timesteps"
-        else:
+        if (
+            base
+            and last
+            and end.step == last.step
+            and len(base.by_timestep) == len(last.by_timestep) > 0
+        ):
             before, after = ([loss for _, loss in row.by_timestep] for row in (base, last))
             gain = mean_gain(before, after)
             result.parts["gain"] = gain_part(gain)
@@ -375,8 +370,10 @@ def validate_at_the_end(
                 [timestep, 1 - new / old]
                 for (timestep, old), new in zip(base.by_timestep, after, strict=True)
             ]
-        for name in WEIGHTS.keys() - result.parts.keys() - result.left_out.keys():
-            result.left_out[name] = BY_COMMAND
+        else:
+            result.leave_out("the run did not validate the base and the last step alike", "gain")
+        missing = WEIGHTS.keys() - result.parts.keys() - result.left_out.keys()
+        result.leave_out("needs samples or more losses: lora-train validate RUN DATASET", *missing)
         path = job.folder / VALIDATION_FILE
         write_atomic(path, json_bytes(result.to_json()), durable=False)
     except (LoraTrainError, RuntimeError) as error:

@@ -530,7 +530,7 @@ def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:
     assert "taken for v_prediction" in facts.assumed.sentence
     assert "base.prediction=epsilon" in facts.assumed.setting
     chosen = settings.model_copy(update={"prediction": "epsilon"})
-    facts = with_choices(facts, chosen, zero_terminal_snr=None)
+    facts = with_choices(facts, chosen, zero_terminal_snr="auto")
     assert (facts.prediction, facts.assumed) == ("epsilon", None)
 
 

@@ -138,13 +138,13 @@ def test_a_vae_that_is_none_is_refused(tmp_path: Path) -> None:
     ("name", "settings", "zero", "said"),
     [
         ("sd15", {}, True, "pure noise says nothing"),
-        ("sd15", {"prediction": "flow"}, None, "base.prediction=flow"),
-        ("flux", {"prediction": "epsilon"}, None, "base.prediction=epsilon"),
+        ("sd15", {"prediction": "flow"}, "auto", "base.prediction=flow"),
+        ("flux", {"prediction": "epsilon"}, "auto", "base.prediction=epsilon"),
         ("flux", {}, True, "flow matching starts at pure noise"),
     ],
 )
 def test_impossible_choices_are_refused(
-    name: str, settings: dict[str, Any], zero: bool | None, said: str
+    name: str, settings: dict[str, Any], zero: Any, said: str
 ) -> None:
     facts = describe(base(base_of(name)))
     with pytest.raises(RequestError, match=said):
