@@ -138,8 +138,8 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
     return {
         "images": len(prepared.trained),
         "steps": steps,
-        "entries": done.found + done.latents + done.texts,
-        "encoded": done.latents + done.texts,
+        "entries": done["found"] + done["latents"] + done["texts"],
+        "encoded": done["latents"] + done["texts"],
         "parts": parts,
         "total_s": round(sum(part["seconds"] for part in parts.values()), 2),
         "total_cpu_s": round(sum(part["cpu_s"] for part in parts.values()), 2),

@@ -35,6 +35,7 @@ REQUIRED = {
     "lora_trainer/embedded/model_index.json",
     "lora_trainer/costs/cost_tables.json",
     "lora_trainer/dataset/finding_texts.toml",
+    "lora_trainer/dataset/names.toml",
     "presets/schema.json",
 }
 PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py", "yaml": "pyyaml"}

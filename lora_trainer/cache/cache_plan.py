@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -218,15 +218,9 @@ def needs(
         for placement in record.placements:
             views: list[SampleView] = []
             for flip in (False, True) if data.flip else (False,):
+                job = partial(ImageJob, record=record, placement=placement, flip=flip)
                 image_keys = list(_image_keys(record, placement, flip, facts, data))
-                for key in image_keys:
-                    images[key.digest] = ImageJob(
-                        record=record,
-                        placement=placement,
-                        flip=flip,
-                        factor=facts.vae_factor,
-                        key=key,
-                    )
+                images |= {k.digest: job(factor=facts.vae_factor, key=k) for k in image_keys}
                 crop = shared_geometry(_geometry(record, placement, flip=flip))
                 mask = image_keys[1] if len(image_keys) > 1 else None
                 views.append(SampleView(latents=image_keys[0], geometry=crop, mask=mask))

@@ -9,11 +9,12 @@ encoders are trained, the entry of a text is its tokens.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,16 +38,6 @@ MAX_PIXELS_AHEAD = 64_000_000
 Entry = Mapping[str, NDArray[Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """The count of entries encoded in this run, by kind, and of entries that the cache had."""
-
-    latents: int
-    texts: int
-    found: int
-    masks: int = 0
-
-
 def fill(
     needs: Needs,
     cache: Cache,
@@ -58,11 +49,12 @@ def fill(
     texts_as: TextEntries,
     events: EventStream,
     stop: Callable[[], int | None] = lambda: None,
-) -> Encoded:
+) -> dict[str, int]:
     """Encode the missing and damaged entries; raises InputError for an image that changed or cannot be encoded.
 
     When one of `devices` runs out of memory, the next one goes on. `stop` returns a signal number or None and is
-    called before each entry. Raises StoppedBySignal after a signal, and MachineError when the last device is full.
+    called before each entry. Returns how many latents, texts and masks were encoded, and how many entries were found
+    in the cache. Raises StoppedBySignal after a signal, and MachineError when the last device is full.
     """
     lacking = missing(needs.keys(), cache)
     images = [job for digest, job in needs.images.items() if digest in lacking]
@@ -78,26 +70,25 @@ def fill(
         if latents:
             # Loading an encoder can take minutes without a finished entry.
             work.say("loading the image encoder")
-            encoding = _Encoding(load=load_image_encoder, devices=devices, events=events)
-            _add_images(
-                latents,
-                work,
-                lambda job, pixels: encoding.do(partial(_encode_image, job, pixels)),
-                settings=settings,
-            )
-            encoding.close()
+            with _encoding(load_image_encoder, devices, events) as do:
+                _add_images(
+                    latents,
+                    work,
+                    lambda job, pixels: do(partial(_encode_image, job, pixels)),
+                    settings=settings,
+                )
         if texts:
             work.say("loading the text encoders")
-            captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
             fix = "shorten it, most important words first"
             if settings.caption_tokens in (75, 150):
                 fix += ", or raise data.caption_tokens"
-            for text, key in texts:
-                work.obey()
-                captions.do(partial(_say_if_cut, texts_as.words(text), events=events, fix=fix))
-                work.add(key, captions.do(partial(texts_as.encode, text)), message="captions")
-            captions.close()
-    return Encoded(latents=len(latents), texts=len(texts), found=cached_count, masks=len(masks))
+            with _encoding(load_text_encoder, devices, events) as do:
+                for text, key in texts:
+                    work.obey()
+                    do(partial(_say_if_cut, texts_as.words(text), events=events, fix=fix))
+                    work.add(key, do(partial(texts_as.encode, text)), message="captions")
+    counts = {"latents": len(latents), "texts": len(texts), "masks": len(masks)}
+    return {**counts, "found": cached_count}
 
 
 @dataclass(kw_only=True)
@@ -156,50 +147,46 @@ def _add_images(
             work.add(job.key, encode(job, pixels), message=f"{what}{job.record.name}")
 
 
-Encoder = TypeVar("Encoder")
-Done = TypeVar("Done")
+@contextmanager
+def _encoding(
+    load: Callable[[torch.device], Any], devices: Sequence[torch.device], events: EventStream
+) -> Iterator[Callable[[Callable[[Any], Any]], Any]]:
+    """Yield a function that returns the result of some work with an encoder, on the first device that holds both.
 
+    An encoder that runs out of memory hands over to the next device; the function raises MachineError after the last.
+    """
+    encoder: Any = None
+    device, *others = devices
 
-@dataclass(kw_only=True)
-class _Encoding(Generic[Encoder]):
-    """An encoder on the first device that holds it: one that runs out of memory hands over to the next."""
-
-    load: Callable[[torch.device], Encoder]
-    devices: Sequence[torch.device]
-    events: EventStream
-    _place: int = 0
-    _encoder: Encoder | None = None
-
-    def do(self, work: Callable[[Encoder], Done]) -> Done:
-        """Return the result of `work` with the encoder; raises MachineError when it fits on no device."""
+    def do(work: Callable[[Any], Any]) -> Any:
+        nonlocal encoder, device
         while True:
             try:
-                if self._encoder is None:
-                    self._encoder = self.load(self.devices[self._place])
-                return work(self._encoder)
+                if encoder is None:
+                    encoder = load(device)
+                return work(encoder)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = first_line(error)
             # Outside the except block: its traceback would keep the tensors alive that must go.
-            self.close()
-            full = self.devices[self._place]
-            self._place += 1
-            if self._place == len(self.devices):
+            encoder = None
+            free_memory()
+            if not others:
                 raise MachineError(
-                    f"{full} ran out of memory while caching: {reason}",
+                    f"{device} ran out of memory while caching: {reason}",
                     fix="use a lower data.resolution, or free memory",
                 )
-            self.events.problem(
-                f"caching goes on on {self.devices[self._place]}, slower: {reason}",
+            device = others.pop(0)
+            events.problem(
+                f"caching goes on on {device}, slower: {reason}",
                 fix="nothing to do, or free memory on the device",
                 code="TRN-02",
             )
 
-    def close(self) -> None:
-        """Let go of the encoder."""
-        self._encoder = None
-        free_memory()
+    yield do
+    encoder = None
+    free_memory()
 
 
 def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArray[np.float32], ...]:

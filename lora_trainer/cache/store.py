@@ -20,13 +20,12 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -82,6 +81,9 @@ class CacheKey(NamedTuple):
         return cls(kind, hashlib.sha256(name.encode()).hexdigest(), text)
 
 
+_UNREADABLE = (SafetensorError, struct.error, ValueError, LookupError, TypeError, RecursionError)
+
+
 class Damaged(Exception):
     """The bytes are not a whole entry of the wanted key; the message says how."""
 
@@ -94,14 +96,7 @@ def parse(data: bytes, *, digest: str) -> Arrays:
         header = json.loads(metadata[_METADATA_KEY])
         arrays = parse_safetensors(data)
         key, whole = header["key"], _header(CacheKey.of(header["kind"], **header["fields"]), arrays)
-    except (
-        SafetensorError,
-        struct.error,
-        ValueError,
-        LookupError,
-        TypeError,
-        RecursionError,
-    ) as error:
+    except _UNREADABLE as error:
         raise Damaged(f"unreadable header: {type(error).__name__}") from None
     if key != digest:
         raise Damaged("it holds another entry")
@@ -126,18 +121,15 @@ def _header(key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]
     }
 
 
-class ProblemListener(Protocol):
-    """The signature of `EventStream.problem`: one sentence on the event, and as `fix` one on the remedy."""
-
-    def __call__(self, what: str, *, fix: str, file: str | None = None, code: str = "") -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Entries in a size-capped folder shared by all runs, threads and processes."""
+    """Entries in a size-capped folder shared by all runs, threads and processes.
+
+    `on_problem` is called as `EventStream.problem` is: a sentence on the event, and as `fix` one on the remedy.
+    """
 
     folder: CappedFolder
-    on_problem: ProblemListener
+    on_problem: Callable[..., None]
 
     def path(self, key: CacheKey) -> Path:
         """Return where the entry of `key` is or would be."""
@@ -145,11 +137,7 @@ class Cache:
 
     def file(self, key: CacheKey) -> str:
         """Return the same as text: a `Path` for each of 200,000 entries is slow."""
-        return f"{self._root}/{key.kind}/{key.digest[:2]}/{key.digest}.safetensors"
-
-    @cached_property
-    def _root(self) -> str:
-        return str(self.folder.root)
+        return f"{self.folder.root}/{key.kind}/{key.digest[:2]}/{key.digest}.safetensors"
 
     def has(self, key: CacheKey) -> bool:
         """Say whether there is an entry, without reading it; `read` may still find it damaged."""
@@ -205,13 +193,11 @@ class Cache:
         """
         now_ns = time.time_ns()
         if now_ns - max(stat.st_atime_ns, stat.st_mtime_ns) > _TOUCH_AFTER_NS:
-            try:
-                os.utime(self.file(key), ns=(now_ns, stat.st_mtime_ns))
-            except PermissionError:  # times of one's choice are for owners; others may set now
-                with suppress(OSError):
+            with suppress(OSError):
+                try:
+                    os.utime(self.file(key), ns=(now_ns, stat.st_mtime_ns))
+                except PermissionError:  # times of one's choice are for owners; others may set now
                     os.utime(self.file(key))
-            except OSError:
-                return
 
     def write(self, key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Store float32 and int64 arrays; raises MachineError, TypeError for another dtype."""

@@ -284,20 +284,9 @@ def _read(folder: Path) -> Tokenizer:
     whole = folder / "tokenizer.json"
     if whole.is_file():
         return Tokenizer.from_file(str(whole))
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
-    # Only the head is a remark: "# #" is a merge.
-    pairs = (line.partition(" ") for line in lines if not line.startswith("#version"))
-    merges = [(first, right) for first, _, right in pairs if right]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=merges,
-            continuing_subword_prefix="",
-            end_of_word_suffix="</w>",
-            unk_token="<|endoftext|>",
-        )
-    )
+    options = {"end_of_word_suffix": "</w>", "unk_token": "<|endoftext|>"}
+    files = (str(folder / name) for name in ("vocab.json", "merges.txt"))
+    tokenizer = Tokenizer(models.BPE.from_file(*files, continuing_subword_prefix="", **options))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
     )

@@ -13,9 +13,11 @@ import io
 import json
 import os
 import re
+import tomllib
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -23,14 +25,10 @@ from lora_trainer.common.errors import InputError
 
 MAX_CAPTION_BYTES = 16 << 20
 MAX_CAPTION_CHARACTERS = 10_000
-# Keys of a caption in JSON and columns of a table, the first that holds text counts. Sources: the imagefolder
-# of Hugging Face (`text`), sd-scripts and ai-toolkit (`caption`), SimpleTuner (`prompt`), EveryDream2
-# (`main_prompt`).
-CAPTION_KEYS = (
-    *("text", "caption", "prompt", "captions", "caption_long", "long_caption"),
-    *("description", "main_prompt", "tags", "tag_string"),
+NAMES: Mapping[str, Any] = tomllib.loads(
+    files(__package__).joinpath("names.toml").read_text("utf-8")
 )
-TAG_KEYS = ("tags", "tag_string")
+CAPTION_KEYS: tuple[str, ...] = (*NAMES["caption_keys"],)
 # Extension of a caption file with fields; it counts where an image has no caption file of plain text.
 JSON_SIDECAR = ".json"
 FOLDER_NAME = "folder name"
@@ -108,7 +106,7 @@ def caption_lines(value: Any) -> tuple[str, ...]:
         return ()
     for key in CAPTION_KEYS:
         entry = value.get(key)
-        if key in TAG_KEYS and isinstance(entry, list | dict):
+        if key in NAMES["tag_keys"] and isinstance(entry, list | dict):
             # Taggers write {"tag": probability}, booru downloaders a list or lists by category.
             entry = ", ".join(tag for tag in entry if isinstance(tag, str))
         lines = caption_lines(entry) if isinstance(entry, str | list) else ()
@@ -219,19 +217,8 @@ class Sidecars:
 
 
 METADATA_NAME = "metadata.jsonl"
-# Names of files with the captions of a folder; where several describe an image, the first counts.
-TABLE_NAMES = (
-    *(METADATA_NAME, "captions.jsonl", "metadata.csv", "captions.csv", "metadata.parquet"),
-    *("captions.json", "metadata.json"),
-    # What sd-scripts' own tools write for fine-tuning, the last step of them first.
-    *("meta_lat.json", "meta_clean.json", "meta_cap_dd.json", "meta_cap.json"),
-    "captions.txt",
-)
-# Keys and columns with the name of an image.
-FILE_KEYS = (
-    *("file_name", "image_file_name", "filename", "file", "image_path", "image", "path", "img"),
-    *("image_file", "file_path", "id"),
-)
+TABLE_NAMES: tuple[str, ...] = (*NAMES["table_names"],)
+FILE_KEYS: tuple[str, ...] = (*NAMES["file_keys"],)
 _MAX_PROBLEMS_NAMED = 5
 # A file name, then a colon, bar, tab or comma; Flickr's lists number the captions of an image with #0, #1.
 _TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\S.*)")
@@ -360,7 +347,7 @@ def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str
                 bad_rows.append(f"line {number}: {error}")
             else:
                 texts = caption_lines(values[key])
-                yield name, (", ".join(texts),) if key in TAG_KEYS else texts
+                yield name, (", ".join(texts),) if key in NAMES["tag_keys"] else texts
 
 
 def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:

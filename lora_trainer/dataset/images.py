@@ -35,7 +35,7 @@ from PIL import ExifTags, Image, ImageCms, ImageColor, UnidentifiedImageError
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.captions import CaptionText, caption_of, clean, decoded
+from lora_trainer.dataset.captions import NAMES, CaptionText, caption_of, clean, decoded
 
 _MEASURED_SIDE_PX = 1024
 _LEAST_MEASURED_SIDE_PX = 48
@@ -191,25 +191,6 @@ def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
 # Pillow's names of what is read: decoders that run no foreign program, as that of EPS would.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 HEAD_BYTES = 256
-_REPLACE = "replace it with an intact copy or remove it"
-_CONVERT = "convert it to PNG or JPEG"
-_SIGNATURES = (
-    (rb"\Z", "empty (0 bytes)", _REPLACE),
-    (rb"version https://git-lfs", "a Git LFS pointer, not the image", "run `git lfs pull`"),
-    (rb"\s*<(!doctype html|html|head|body)", "not an image (looks like HTML)", "download it again"),
-    (rb"\s*(<\?xml|<svg)", "not a bitmap (looks like SVG or XML)", _CONVERT),
-    (rb"....ftyp(hei|hev|mif1|msf1)", "a HEIC image", _CONVERT),
-    (rb"(\xff\x0a|....JXL )", "a JPEG XL image", _CONVERT),
-    (rb"....ftyp", "a video", "take stills from it"),
-    (rb"%PDF", "not an image (looks like PDF)", _CONVERT),
-    (
-        rb"(PK\x03\x04|Rar!|7z\xbc\xaf|\x1f\x8b)",
-        "not an image (looks like an archive)",
-        "unpack it",
-    ),
-    (rb"[\t\n\r\x20-\x7e]+\Z", "not an image (looks like text)", "remove it"),
-    (rb"", f"not an image of a known kind ({', '.join(FORMATS)})", f"{_CONVERT} or remove it"),
-)
 
 
 class ImageDecodeError(InputError):
@@ -231,23 +212,18 @@ def _explain(path: Path, error: Exception, head: bytes, max_megapixels: float) -
         reason = f"is too large: its header claims {pixels} pixels, {limit}"
         return ImageDecodeError(path, reason, code="IMG-07", fix=fix)
     if isinstance(error, UnidentifiedImageError):
-        what, fix = next(
-            (what, fix)
-            for pattern, what, fix in _SIGNATURES
-            if re.match(pattern, head, re.IGNORECASE | re.DOTALL)
-        )
-        return ImageDecodeError(path, f"is {what}", code="IMG-02", fix=fix)
+        text, flags = head.decode("latin-1"), re.IGNORECASE | re.DOTALL | re.ASCII
+        row = next(row for row in NAMES["signatures"] if re.match(row["pattern"], text, flags))
+        reason = f"is {row['what'].format(formats=', '.join(FORMATS))}"
+        return ImageDecodeError(path, reason, code="IMG-02", fix=row["fix"])
     truncated = "truncated" in str(error).lower()
     what, code = ("ends early", "IMG-01") if truncated else ("is damaged", "IMG-02")
     detail = shown(str(error)) or type(error).__name__
-    return ImageDecodeError(path, f"{what} ({detail})", code=code, fix=_REPLACE)
+    fix = "replace it with an intact copy or remove it"
+    return ImageDecodeError(path, f"{what} ({detail})", code=code, fix=fix)
 
 
-# Files with these names are meant as images; which of them can be read, decoding finds out.
-IMAGE_EXTENSIONS = frozenset(
-    (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-    + (".avif", ".heic", ".heif", ".jxl")
-)
+IMAGE_EXTENSIONS = frozenset(NAMES["image_extensions"])
 MIN_SIDE_PX = 16
 MAX_ASPECT = 20
 _UPRIGHT = {

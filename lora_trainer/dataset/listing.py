@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -24,6 +24,7 @@ from lora_trainer.dataset.captions import (
     FILE_NAME,
     FOLDER_NAME,
     JSON_SIDECAR,
+    NAMES,
     TABLE_NAMES,
     CaptionTables,
     CaptionText,
@@ -40,14 +41,6 @@ from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
 
 Entry = os.DirEntry[str]
 FolderKind = Literal["mask", "control", "class"]
-_IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
-_DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
-# Folders that other trainers keep beside the images to learn.
-_FOLDER_KINDS: Mapping[FolderKind, str] = {
-    "mask": r"masks?",
-    "control": r"controls?|control_images|conditioning(_images)?",
-    "class": r"class(_images|_data)?|reg(ulari[sz]ation)?(_images)?",
-}
 # End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks.
 MASK_SUFFIX = "-masklabel"
 # End of the name of a control image beside its image, as OneTrainer has it.
@@ -58,7 +51,7 @@ def folder_kind(name: str) -> FolderKind | None:
     """Return the kind of images that a folder holds by its name; None: images to learn."""
     folded = name.casefold()
     return next(
-        (kind for kind, names in _FOLDER_KINDS.items() if re.fullmatch(names, folded)), None
+        (kind for kind, names in NAMES["folder_kinds"].items() if re.fullmatch(names, folded)), None
     )
 
 
@@ -76,8 +69,8 @@ def entries_in(path: Path | str) -> list[Entry]:
 def _is_meant(name: str) -> bool:
     folded = name.casefold()
     stem, extension = split_name(folded)
-    is_document = stem in _DOCUMENT_STEMS and extension not in IMAGE_EXTENSIONS
-    return not (name.startswith(".") or folded in _IGNORED_NAMES or is_document)
+    is_document = stem in NAMES["document_stems"] and extension not in IMAGE_EXTENSIONS
+    return not (name.startswith(".") or folded in NAMES["ignored_names"] or is_document)
 
 
 def text_of(name: str) -> str:
@@ -106,12 +99,6 @@ PROJECT_FOLDER = "img"
 EXCLUDED_FOLDER = "_excluded"
 _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
 
-# Files that may hold the dataset itself, and how to make it readable.
-_ADVICE = {
-    ".tar": "unpack the archives of a webdataset, images and captions have the same names",
-    ".parquet": "write the images of the .parquet files as files and their captions as metadata.csv",
-    ".zip": "unpack the archives",
-}
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
 
 
@@ -194,8 +181,9 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
     if walk.ignored:
         rows = sorted(walk.ignored.items())
         counts = ", ".join(f"{count} {suffix}" for suffix, count in rows)
-        advice = next((_ADVICE[suffix] for suffix in _ADVICE if suffix in walk.ignored), None)
-        findings += [finding("ignored-files", counts=counts, advice=advice or "nothing to do")]
+        advice = (text for suffix, text in NAMES["advice"].items() if suffix in walk.ignored)
+        words = {"counts": counts, "advice": next(advice, "nothing to do")}
+        findings.append(finding("ignored-files", **words))
     if not walk.pictures and not any(one.severity == "error" for one in findings):
         remarks = "; ".join(f"{one.file or ''} {one.what}".strip() for one in findings)
         raise InputError(
@@ -255,12 +243,6 @@ class _Walk:
             for below in files:
                 self._say("deep-folder", below.name, depth=MAX_DEPTH + 1)
             return
-        if depth == 0:
-            for file in files:
-                if file.entry.name.casefold() == EXCLUDED_FOLDER:
-                    self._say("excluded", f"{file.entry.name}/")
-                    self.excluded = Path(file.entry.path)
-            files = [file for file in files if file.entry.name.casefold() != EXCLUDED_FOLDER]
         is_project = not self.pictures and any(_is_kohya_folder(file.entry) for file in files)
         for file in files:
             last, names = file.name.rpartition("/")[2], self.settings.folders
@@ -308,7 +290,11 @@ class _Walk:
         for file in _files(folder.path, folder.prefix):
             group = self._group(file)
             if self._is_usable(file, group):
-                groups[group].append(file)
+                if group == "folder" and file.name.casefold() == EXCLUDED_FOLDER:
+                    self._say("excluded", f"{file.name}/")
+                    self.excluded = Path(file.entry.path)
+                else:
+                    groups[group].append(file)
         own_masks, inner_masks = self._take_masks(folder, groups)
         masks = masks_beside | own_masks
         # OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, are no images to learn.
@@ -357,11 +343,7 @@ class _Walk:
         groups["picture"] = [file for file in groups["picture"] if not _is_mask(file)]
         own_images = {same_name(file.stem) for file in groups["picture"]}
         mask_folders = [one for one in groups["folder"] if folder_kind(one.entry.name) == "mask"]
-        others = [
-            one
-            for one in groups["folder"]
-            if one not in mask_folders and one.entry.name.casefold() != EXCLUDED_FOLDER
-        ]
+        others = [one for one in groups["folder"] if one not in mask_folders]
         inner_images = {
             same_name(file.stem)
             for one in others

@@ -82,15 +82,15 @@ class VerifiedImage(NamedTuple):
 MaskSize = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
 class Remembered(Generic[Value]):
-    """Values by the SHA-256 of the bytes that they were read from.
+    """Values of a kind by the SHA-256 of the bytes that they were read from, in a table of the memo.
 
     Kept as JSON texts: of a hundred thousand, the lists in them would take 200 MB.
     """
 
-    kind: TypeAdapter[Value]
-    table: MemoTable
+    def __init__(self, kind: Any, folder: Path | None, name: str) -> None:
+        self.kind: TypeAdapter[Value] = TypeAdapter(kind)
+        self.table = MemoTable.load(folder, name, version=_MEMO_VERSION)
 
     def get(self, key: str) -> Value | None:
         """Return a value; None for one that must be read from the file."""
@@ -108,13 +108,9 @@ class DatasetMemo:
     @gc_disabled()
     def __init__(self, folder: Path | None = None) -> None:
         self.hashes = HashMemo.load(folder)
-        images, captions, masks = (
-            MemoTable.load(folder, name, version=_MEMO_VERSION)
-            for name in ("images", "caption files", "masks")
-        )
-        self.images = Remembered(TypeAdapter(VerifiedImage), images)
-        self.captions = Remembered(TypeAdapter(CaptionText), captions)
-        self.masks = Remembered(TypeAdapter(MaskSize), masks)
+        self.images = Remembered[VerifiedImage](VerifiedImage, folder, "images")
+        self.captions = Remembered[CaptionText](CaptionText, folder, "caption files")
+        self.masks = Remembered[MaskSize](MaskSize, folder, "masks")
 
     def save(self) -> None:
         """Write the new rows; raises MachineError."""
@@ -386,10 +382,7 @@ def _numbered(records: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:
 
 
 def _fingerprint(records: Sequence[ImageRecord]) -> str:
-    """Return the SHA-256 of everything that training reads, equal to the one of `json_bytes` of the sorted rows.
-
-    Hashed row by row: one text of all rows of a large dataset takes longer and hundreds of megabytes.
-    """
+    """Return the SHA-256 of everything that training reads, equal to the one of `json_bytes` of the sorted rows."""
     rows = sorted(
         (
             *(record.content_hash, record.copy_index, record.caption, record.repeats),
@@ -399,13 +392,11 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
         )
         for record in records
     )
-    encoded = json.JSONEncoder(ensure_ascii=False).encode
-    digest, opening = hashlib.sha256(), "[\n"
-    for row in rows:
-        values = ",\n    ".join(map(encoded, row))
-        digest.update(f"{opening}  [\n    {values}\n  ]".encode())
-        opening = ",\n"
-    digest.update(b"\n]\n")
+    digest = hashlib.sha256()
+    # Piece by piece: one text of all rows of a large dataset takes hundreds of megabytes.
+    for piece in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(rows):
+        digest.update(piece.encode())
+    digest.update(b"\n")
     return digest.hexdigest()
 
 

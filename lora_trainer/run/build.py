@@ -78,10 +78,8 @@ def fill_caches(job: TrainingJob, cache: Cache) -> None:
     ]
     job.events.emit(
         "cached",
-        latents=sum(part.latents for part in results),
-        texts=sum(part.texts for part in results),
-        masks=sum(part.masks for part in results),
-        found=results[-1].found,
+        **{kind: sum(part[kind] for part in results) for kind in ("latents", "texts", "masks")},
+        found=results[-1]["found"],
         seconds=time.monotonic() - began,
     )
     if job.ranks.dist_env.local_rank == 0:  # one process per machine deletes old entries

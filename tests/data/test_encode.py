@@ -50,7 +50,7 @@ def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> 
     assert counted == list(range(9)), "told item by item"
     done, *encoders = studio.encode()
     assert encoders == [None, None], "a warm run loads no encoder"
-    assert (done.latents, done.texts, done.masks, done.found) == (0, 0, 0, 8)
+    assert done == {"latents": 0, "texts": 0, "masks": 0, "found": 8}
 
 
 def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studio) -> None:
@@ -77,7 +77,7 @@ def test_an_entry_holds_what_diffusers_and_transformers_give(studio: Studio) -> 
     """Images plain, mirrored and cut; scaled for the denoiser."""
     studio.settings = DataSettings(flip=True)
     wanted = studio.needs()
-    assert studio.encode(wanted)[0].latents == 6
+    assert studio.encode(wanted)[0]["latents"] == 6
     vae = AutoencoderKL.from_pretrained(studio.base, subfolder="vae")
     for job in wanted.images.values():
         picture = Image.open(job.record.path).convert("RGB")
@@ -105,7 +105,7 @@ def test_texts_of_a_trained_encoder_are_kept_as_tokens(studio: Studio) -> None:
     studio.encode()
     studio.tokens_only = True
     done, _, encoder = studio.encode()
-    assert encoder is not None and (done.texts, encoder.embedded) == (5, 0)
+    assert encoder is not None and (done["texts"], encoder.embedded) == (5, 0)
     entry = studio.cache.read(studio.texts_as().key(PROMPT))
     assert entry is not None
     tokens = {name: torch.from_numpy(array) for name, array in entry.items()}
@@ -168,7 +168,7 @@ def test_pictures_are_decoded_ahead_and_entries_written_behind(
 
     monkeypatch.setattr("lora_trainer.cache.encode.decode", noted)
     monkeypatch.setattr(Cache, "write", write)
-    assert studio.encode()[0].latents == 3 * 4
+    assert studio.encode()[0]["latents"] == 3 * 4
     assert sorted(decoded) == [(f"p{index}.png", False) for index in range(3)]
     assert len(writers) == 1 and threading.main_thread().name not in writers
 

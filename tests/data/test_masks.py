@@ -126,14 +126,14 @@ def test_a_mask_of_what_the_crop_leaves_out_is_an_error(studio: Studio) -> None:
 
 
 def test_an_edited_mask_is_made_again_and_nothing_else(studio: Studio) -> None:
-    assert studio.encode()[0].masks == 4, "two masks, and both mirrored"
-    assert studio.encode()[0].masks == 0
+    assert studio.encode()[0]["masks"] == 4, "two masks, and both mirrored"
+    assert studio.encode()[0]["masks"] == 0
     white(studio.folder / "p0-masklabel.png", part=(0, 0, 9, 9))
     studio.settings = FILES.model_copy(update={"mask_background": 0.5})
     done, images_seen, texts_seen = studio.encode()
-    assert (done.masks, images_seen, texts_seen) == (2, None, None)
+    assert (done["masks"], images_seen, texts_seen) == (2, None, None)
     studio.max_aspect = 1.0
-    assert studio.encode()[0].masks == 2, "only the wide one is cut otherwise"
+    assert studio.encode()[0]["masks"] == 2, "only the wide one is cut otherwise"
 
 
 def _jobs_of(name: str, wanted: Any) -> list[Any]:

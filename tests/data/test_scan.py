@@ -1,6 +1,6 @@
 """The preflight: settings of folders, refusals, identity of samples, regularisation, warm starts.
 
-What each layout of a folder means is in `dataset_layouts`; odd images are in `reliability/test_img`.
+What each layout of a folder means is in dataset_layouts.toml; odd images are in `reliability/test_img`.
 """
 
 from __future__ import annotations

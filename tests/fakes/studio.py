@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import TextEntries, needs
-from lora_trainer.cache.encode import Encoded, fill
+from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common import caption_markup
 from lora_trainer.common.events import Event, EventStream
@@ -153,7 +153,7 @@ class Studio:
 
     def encode(
         self, wanted: Any = None, *, stop: Callable[[], int | None] = lambda: None
-    ) -> tuple[Encoded, CountingImages | None, CountingTexts | None]:
+    ) -> tuple[dict[str, int], CountingImages | None, CountingTexts | None]:
         """Fill the cache; return what it says it did and the encoders that were loaded."""
         images: list[CountingImages] = []
         texts: list[CountingTexts] = []
@@ -187,7 +187,7 @@ class Studio:
         done, image_encoder, text_encoder = self.encode()
         images = len(image_encoder.seen) if image_encoder else 0
         texts = text_encoder.seen if text_encoder else []
-        assert (done.latents, done.texts) == (images, len(texts))
+        assert (done["latents"], done["texts"]) == (images, len(texts))
         return images, sorted(texts)
 
     def problems(self) -> list[Mapping[str, Any]]:

@@ -148,7 +148,10 @@ def test_cac_02_04_caching_goes_on_where_a_kill_or_a_disk_that_refuses_ended_it(
         there = files_of(again.cache.folder.root)
         assert there.items() <= whole.items(), "what is there is whole"
         done, *_ = again.encode(wanted)
-        assert (done.found, done.latents + done.texts) == (len(there), ENTRIES - len(there))
+        assert (done["found"], done["latents"] + done["texts"]) == (
+            len(there),
+            ENTRIES - len(there),
+        )
         assert files_of(again.cache.folder.root) == whole
         assert again.damage == [] or isinstance(error, OSError)
     assert {0, 1, ENTRIES - 1} <= found_again, "kills before, between and after entries"
@@ -172,6 +175,6 @@ def test_cac_02_a_power_cut_loses_what_was_not_on_the_disk_and_nothing_else(
                 draw.choice((b"", data[:kept], data[:kept] + bytes(len(data) - kept)))
             )
         done, *_ = studio.encode()
-        assert done.latents + done.texts == len(hit)
+        assert done["latents"] + done["texts"] == len(hit)
         assert files_of(root) == whole
     figure("cache_power_cuts", tried=cuts, wrong=0)
