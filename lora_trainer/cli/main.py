@@ -309,8 +309,7 @@ def parse_training(words: Sequence[str]) -> Mapping[str, Any]:
     )
     if words and words[0] in COMMANDS:
         raise no_training
-    of_trainings = App(default_command=train, default_parameter=Parameter(negative=""))
-    command, bound, _ = of_trainings.parse_args(list(words), exit_on_error=False, print_error=False)
+    command, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
     arguments = bound.arguments
     if command is not train or arguments.get("dry_run"):
         raise no_training

@@ -127,7 +127,6 @@ def taking_signals(stop: StopFlag) -> Iterator[None]:
 Request = Literal["stop", "stop_now", "save", "sample"]
 
 MAX_PROMPT_CHARACTERS = 2_000
-_BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 
 
 def _checked_prompt(text: str) -> str:
@@ -202,21 +201,12 @@ class Control:
         if self.asked_at_s("sample") is None:
             return None
         try:
-            with (self.folder / "sample").open("rb") as opened:
-                # A byte more than is allowed, which is then refused.
-                data = opened.read(MAX_PROMPT_CHARACTERS * _BYTES_PER_CHARACTER + 1)
-        except OSError as error:
+            text = (self.folder / "sample").read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
             raise RequestError(
-                f"the request for sample images cannot be read: {error.strerror or error}",
+                f"the request for sample images cannot be read as UTF-8 text: {error}",
                 fix="ask again",
             ) from error
         finally:
             self.done("sample")
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise RequestError(
-                "the request for sample images is no UTF-8 text, or too long",
-                fix=f"write a prompt of at most {MAX_PROMPT_CHARACTERS:,} characters into it",
-            ) from None
         return _checked_prompt(text)

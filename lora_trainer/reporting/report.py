@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
@@ -79,7 +80,7 @@ def document(history: RunHistory) -> Html:
         history=history,
         name=str(run.get("name") or history.started.get("name") or history.folder.name),
         interrupted=INTERRUPTED_EXIT_CODES,
-        export=_export(history),
+        size_of=partial(size_in, history.folder),
         grid=sample_grid(history),
         loss_curve=loss_curve(history),
         rate_curve=rate_curve(history),
@@ -99,18 +100,6 @@ def document(history: RunHistory) -> Html:
         utc=partial(datetime.datetime.fromtimestamp, tz=datetime.UTC),
         **{each.__name__: each for each in functions},
     )
-
-
-def _export(history: RunHistory) -> tuple[str, str]:
-    """Return the name of the newest file that was exported and its size, ("none", why) without one."""
-    ends = [history.end] if history.end and history.end["event"] == "finished" else []
-    names = [str(row["export"]) for row in (*history.marks, *ends) if row.get("export")]
-    if not names:
-        return "none", "nothing was exported"
-    try:
-        return names[-1], bytes_text(inside(history.folder, names[-1]).stat().st_size)
-    except (OSError, ValueError):
-        return names[-1], "no longer in the run folder"
 
 
 _MEMORY = {
@@ -219,10 +208,8 @@ def sample_grid(history: RunHistory) -> dict[str, Any] | None:
         return None
     all_steps = sorted({step for *_, step in images})
     # Evenly spaced by position, the first and the last step among them.
-    last = min(len(all_steps), MAX_COLUMNS) - 1
-    steps = [
-        all_steps[round(index * (len(all_steps) - 1) / max(1, last))] for index in range(last + 1)
-    ]
+    places = np.linspace(0, len(all_steps) - 1, min(len(all_steps), MAX_COLUMNS))
+    steps = [all_steps[round(place)] for place in places]
     rows = [
         (prompt, seed, [_cell(images.get((prompt, seed, step)), history.folder) for step in steps])
         for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)
@@ -254,6 +241,14 @@ def _cell(image: SampleImage | None, folder: Path) -> dict[str, str]:
         return {"words": "unreadable", "uri": "", "fault": fault}
     uri = f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
     return {"words": f"{column_name(image.step)}: {image.prompt}", "uri": uri, "fault": ""}
+
+
+def size_in(folder: Path, file: str) -> str:
+    """Return the size of a file of the run folder as text."""
+    try:
+        return bytes_text(inside(folder, file).stat().st_size)
+    except (OSError, ValueError):
+        return "no longer in the run folder"
 
 
 def inside(folder: Path, file: str) -> Path:
