@@ -74,12 +74,17 @@ def sample_prompts(captions: Iterable[str], config: Config[Any]) -> tuple[str, .
     if sampling.prompts:
         return sampling.prompts
     subject = (data.trigger or data.class_word or "").strip()
+    written: Iterable[str] = dict.fromkeys(filter(None, captions))
+    if subject and set(written) <= {subject}:
+        written = [prompt.format(subject) for prompt in concepts()[config.train.concept]["prompts"]]
     # Prompts appear in reports and image files, so secrets are removed; training uses captions unchanged.
-    texts = tuple(dict.fromkeys(without_secrets(caption) for caption in captions if caption))
-    if subject and set(texts) <= {without_secrets(subject)}:
-        prompts = concepts()[config.train.concept]["prompts"]
-        texts = tuple(without_secrets(prompt.format(subject)) for prompt in prompts)
-    return texts[: sampling.prompts_from_captions] or ("",)
+    # Only as far as prompts are needed: 100,000 captions would take six seconds.
+    texts: dict[str, None] = {}
+    for text in written:
+        if len(texts) == sampling.prompts_from_captions:
+            break
+        texts[without_secrets(text)] = None
+    return tuple(texts) or ("",)
 
 
 def variants(written: Sequence[str], *, settings: DataSettings, seed: int) -> tuple[str, ...]:
