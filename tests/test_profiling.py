@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,9 @@ RESOLVED: dict[str, Any] = {
     "train.precision": "bf16",
     "train.steps": 1000,
 }
-EVEN = profile.Measured(wall_s=1.0, data_wait_s=0.0, work_s={"aten::mm": 1.0}, save_s=0.0)
+EVEN: dict[str, Any] = {
+    "wall_s": 1.0, "data_wait_s": 0.0, "work_s": {"aten::mm": 1.0}, "save_s": 0.0
+}  # fmt: skip
 seconds = st.floats(0, 100, allow_nan=False)
 
 
@@ -64,16 +65,13 @@ def config(**changes: Any) -> Any:
 
 
 @given(
-    st.builds(
-        profile.Measured,
-        wall_s=seconds,
-        data_wait_s=seconds,
-        work_s=st.dictionaries(st.sampled_from(["aten::mm", "aten::add", "aten::copy_"]), seconds),
-        save_s=seconds,
-    )
+    wall_s=seconds,
+    data_wait_s=seconds,
+    work_s=st.dictionaries(st.sampled_from(["aten::mm", "aten::add", "aten::copy_"]), seconds),
+    save_s=seconds,
 )
-def test_shares_add_up_and_the_largest_is_the_cause(measured: profile.Measured) -> None:
-    found = profile.verdict(measured, config())
+def test_shares_add_up_and_the_largest_is_the_cause(**measured: Any) -> None:
+    found = profile.verdict(config(), **measured)
     assert found["shares"].keys() == {"data", "host", "compute", "memory", "saving"}
     assert all(0 <= share <= 1 for share in found["shares"].values())
     total = sum(found["shares"].values())
@@ -84,11 +82,11 @@ def test_shares_add_up_and_the_largest_is_the_cause(measured: profile.Measured) 
 
 
 def test_each_cause_is_told_from_the_others() -> None:
-    slow_data = replace(EVEN, data_wait_s=0.6, work_s={"aten::mm": 0.4})
-    idle = replace(EVEN, work_s={"aten::mm": 0.2, "aten::add": 0.1})
-    moving = replace(EVEN, work_s={"aten::mm": 0.3, "aten::native_layer_norm": 0.4, "add": 0.3})
-    saving = replace(EVEN, save_s=500.0)
-    found = [profile.verdict(m, config()) for m in (slow_data, idle, EVEN, moving, saving)]
+    slow_data = EVEN | dict(data_wait_s=0.6, work_s={"aten::mm": 0.4})
+    idle = EVEN | dict(work_s={"aten::mm": 0.2, "aten::add": 0.1})
+    moving = EVEN | dict(work_s={"aten::mm": 0.3, "aten::native_layer_norm": 0.4, "add": 0.3})
+    saving = EVEN | dict(save_s=500.0)
+    found = [profile.verdict(config(), **m) for m in (slow_data, idle, EVEN, moving, saving)]
     assert [each["cause"] for each in found] == ["data", "host", "compute", "memory", "saving"]
     assert found[0]["shares"]["data"] == pytest.approx(0.6)
     assert found[1]["shares"]["host"] == pytest.approx(0.7)
@@ -97,14 +95,14 @@ def test_each_cause_is_told_from_the_others() -> None:
 
 
 def test_the_advice_has_what_is_set_now_and_nothing_that_is_so_already() -> None:
-    idle, moving = replace(EVEN, work_s={"aten::mm": 0.1}), replace(EVEN, work_s={"aten::add": 1.0})
+    idle, moving = EVEN | dict(work_s={"aten::mm": 0.1}), EVEN | dict(work_s={"aten::add": 1.0})
     assert (
         "memory.micro_batch (now 2 of train.batch_size=4)"
-        in profile.verdict(idle, config())["sentence"]
+        in profile.verdict(config(), **idle)["sentence"]
     )
-    whole = profile.verdict(idle, config(memory__micro_batch=4))["sentence"]
+    whole = profile.verdict(config(memory__micro_batch=4), **idle)["sentence"]
     assert "memory.micro_batch" not in whole and "changes the training" in whole
-    recomputing = profile.verdict(EVEN, config(memory__gradient_checkpointing="full"))["sentence"]
+    recomputing = profile.verdict(config(memory__gradient_checkpointing="full"), **EVEN)["sentence"]
     assert "gradient_checkpointing (now full)" in recomputing
     assert "resolution (now 512)" in recomputing
     for measured in (EVEN, moving):
@@ -113,7 +111,7 @@ def test_the_advice_has_what_is_set_now_and_nothing_that_is_so_already() -> None
             ({"train__precision": "fp32"}, True),
             ({"train__precision": "fp32", "hardware__device": "cpu"}, False),
         ):
-            sentence = profile.verdict(measured, config(**changes))["sentence"]
+            sentence = profile.verdict(config(**changes), **measured)["sentence"]
             assert ("precision=bf16" in sentence) is advised
             assert "gradient_checkpointing" not in sentence
 
@@ -130,4 +128,4 @@ def test_matrix_work_and_moving_numbers_are_known_by_their_names() -> None:
         "multi_tensor_apply_kernel": "memory",
     }
     for name, cause in names.items():
-        assert profile.verdict(replace(EVEN, work_s={name: 1.0}), config())["cause"] == cause, name
+        assert profile.verdict(config(), **{**EVEN, "work_s": {name: 1.0}})["cause"] == cause, name

@@ -31,7 +31,6 @@ QUIET: Mapping[str, Any] = {  # no samples, validation, saves or uploads beside 
     "output.hub_repo": None,
     "logging.trackers": [],
 }
-TOLD_ONLY_HERE = ("output.folder", "output.name", "train.steps", *QUIET)
 
 
 # Settings to change in a request; none for the run as planned.
@@ -130,7 +129,7 @@ def _measure(request: Request, settings: Settings, *, steps: int, folder: Path) 
     overrides = {
         # An empty cache, so that the first row of each resolution measures encoding too.
         "data.cache_dir": str(folder / "cache"),
-        **{key: value for key, value in request.overrides.items() if key not in TOLD_ONLY_HERE},
+        **request.overrides,
         **QUIET,
         **settings,
         "train.steps": WARMUP_STEPS + steps,

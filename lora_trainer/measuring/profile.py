@@ -11,7 +11,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.events import Event, Listener
+from lora_trainer.common.events import Listener, read_jsonl
 from lora_trainer.config.running import RunConfig
 from lora_trainer.measuring.bench import QUIET
 from lora_trainer.run.prepare import Request, prepare
@@ -62,16 +62,25 @@ def profile_run(
     # `acc_events` changes nothing in one cycle, but torch 2.10 warns without it.
     profiler = profile(activities=activities, acc_events=True)
     watch = _Watch(last=WARMUP_STEPS + steps, profiler=profiler)
-    file = train(replace(short, watchers=(watch,)), listeners=(*listeners, watch.listen))
+    file = train(replace(short, watchers=(watch,)), listeners=listeners)
     trace = file.parent / "tensorboard"
-    tensorboard_trace_handler(str(trace))(watch.profiler)
+    tensorboard_trace_handler(str(trace))(profiler)
     file.unlink()  # an adapter of so few steps is useless and would only be mistaken for a result
     shutil.rmtree(file.parent / "states", ignore_errors=True)
-    measured = watch.measured(steps)
-    longest = sorted(measured.work_s.items(), key=lambda row: -row[1])
+    events = read_jsonl(file.parent / "events.jsonl")
+    rows = [row for row in events if row["event"] == "step" and row["step"] > WARMUP_STEPS]
+    # Medians, so that one slow step does not matter.
+    wall_s, data_wait_s = (
+        statistics.median(row[name] for row in rows) for name in ("seconds", "data_wait_s")
+    )
+    work_s = _work(profiler, steps)
+    save_s = max((row["seconds"] for row in events if row["event"] == "saved"), default=0.0)
+    longest = sorted(work_s.items(), key=lambda row: -row[1])
     return {
-        **verdict(measured, real.config),
-        "seconds_per_step": measured.wall_s,
+        **verdict(
+            real.config, wall_s=wall_s, data_wait_s=data_wait_s, work_s=work_s, save_s=save_s
+        ),
+        "seconds_per_step": wall_s,
         "operations": dict(longest[:10]),
         "steps": steps,
         "trace": str(trace),
@@ -80,13 +89,11 @@ def profile_run(
 
 @dataclass(kw_only=True)
 class _Watch:
-    """Starts the profiler after the warm-up, stops it after step `last`, and collects timing events."""
+    """Starts the profiler after the warm-up and stops it after step `last`."""
 
     what: ClassVar = "the profile"
     last: int
     profiler: profile
-    rows: list[Mapping[str, Any]] = field(default_factory=list)
-    save_s: float = 0.0
 
     def due(self, progress: Progress) -> bool:
         return progress.step in (WARMUP_STEPS, self.last)
@@ -97,33 +104,19 @@ class _Watch:
             torch.accelerator.synchronize()
         (self.profiler.start if progress.step == WARMUP_STEPS else self.profiler.stop)()
 
-    def listen(self, event: Event) -> None:
-        if event.kind == "step" and event.fields["step"] > WARMUP_STEPS:
-            self.rows.append(event.fields)
-        elif event.kind == "saved":
-            self.save_s = max(self.save_s, event.fields["seconds"])
 
-    def measured(self, steps: int) -> Measured:
-        """Return means per step; waiting and wall time are medians, so that one slow step does not matter.
-
-        Work is by kernel on a GPU; on a processor by operation, without the operations it calls.
-        """
-        rows = self.profiler.key_averages()
-        work_s = {
-            row.key: row.self_device_time_total * 1e-6 / steps
-            for row in rows
-            if row.device_type.name == "CUDA" and not row.is_user_annotation
-        } or {
-            row.key: row.self_cpu_time_total * 1e-6 / steps
-            for row in rows
-            if row.device_type.name == "CPU" and row.key.startswith(("aten::", "mkldnn"))
-        }
-        return Measured(
-            wall_s=statistics.median(row["seconds"] for row in self.rows),
-            data_wait_s=statistics.median(row["data_wait_s"] for row in self.rows),
-            work_s=work_s,
-            save_s=self.save_s,
-        )
+def _work(profiler: profile, steps: int) -> dict[str, float]:
+    """Return seconds a step by kernel on a GPU; on a processor by operation, without the operations it calls."""
+    rows = profiler.key_averages()
+    return {
+        row.key: row.self_device_time_total * 1e-6 / steps
+        for row in rows
+        if row.device_type.name == "CUDA" and not row.is_user_annotation
+    } or {
+        row.key: row.self_cpu_time_total * 1e-6 / steps
+        for row in rows
+        if row.device_type.name == "CPU" and row.key.startswith(("aten::", "mkldnn"))
+    }
 
 
 Cause = Literal["data", "host", "compute", "memory", "saving"]
@@ -143,34 +136,31 @@ MATRIX_WORK = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Mean seconds of one optimizer step under the profiler.
+def verdict(
+    config: RunConfig,
+    *,
+    wall_s: float,
+    data_wait_s: float,
+    work_s: Mapping[str, float],
+    save_s: float,
+) -> dict[str, Any]:
+    """Return shares of the time by cause, the largest cause, and a sentence with advice for these settings.
 
-    `wall_s` is from step to step, with `data_wait_s` spent waiting for the next batch. `work_s` is the
-    device's time by operation or kernel, where overlapping ones count fully. `save_s` is one save.
+    Seconds are of one optimizer step: `wall_s` from step to step, with `data_wait_s` spent waiting for the next
+    batch; `work_s` is the device's time by operation or kernel, where overlapping ones count fully. `save_s` is one
+    save.
     """
-
-    wall_s: float
-    data_wait_s: float
-    work_s: Mapping[str, float]
-    save_s: float
-
-
-def verdict(measured: Measured, config: RunConfig) -> dict[str, Any]:
-    """Return shares of the time by cause, the largest cause, and a sentence with advice for these settings."""
-    save_s = measured.save_s / (config.output.save_every_steps or config.train.steps)
-    matrices = sum(s for name, s in measured.work_s.items() if MATRIX_WORK.search(name))
-    others = sum(measured.work_s.values()) - matrices
+    matrices = sum(s for name, s in work_s.items() if MATRIX_WORK.search(name))
+    others = sum(work_s.values()) - matrices
     # Overlapping kernels add up to more than the time they took together, so they are scaled down to it.
-    room = max(0.0, measured.wall_s - measured.data_wait_s)
+    room = max(0.0, wall_s - data_wait_s)
     squeeze = min(1.0, room / (matrices + others)) if matrices + others else 0.0
     seconds: dict[Cause, float] = {
-        "data": measured.data_wait_s,
+        "data": data_wait_s,
         "host": max(0.0, room - matrices - others),
         "compute": matrices * squeeze,
         "memory": others * squeeze,
-        "saving": save_s,
+        "saving": save_s / (config.output.save_every_steps or config.train.steps),
     }
     total = sum(seconds.values())
     shares = {cause: seconds[cause] / total if total else 0.0 for cause in CAUSES}
@@ -178,29 +168,30 @@ def verdict(measured: Measured, config: RunConfig) -> dict[str, Any]:
     cost = CAUSES[cause].format(percent=f"{100 * shares[cause]:.0f} %")
     # The settings that would change it, without those that are so already.
     batch_size, micro_batch = config.train.batch_size, config.memory.micro_batch
-    checkpointing = config.memory.gradient_checkpointing
-    bf16, lighter = [], []
-    if config.train.precision == "fp32" and config.hardware.device != "cpu":
-        bf16 = ["train.precision=bf16 (now fp32) if the GPU supports it"]
-    if checkpointing != "none":
-        lighter = [
-            f"a lighter memory.gradient_checkpointing (now {checkpointing}) if memory allows"
-        ]
-    more_at_once = f"a larger train.batch_size (now {batch_size}), which changes the training"
-    if micro_batch < batch_size:
-        more_at_once = (
-            f"a larger memory.micro_batch (now {micro_batch} of train.batch_size={batch_size}) "
-            "if memory allows"
-        )
-    faster: dict[Cause, list[str]] = {
-        "data": [
+    level, resolution_px = config.memory.gradient_checkpointing, config.data.resolution
+    bf16 = "train.precision=bf16 (now fp32) if the GPU supports it"
+    if config.train.precision != "fp32" or config.hardware.device == "cpu":
+        bf16 = ""
+    lighter = f"a lighter memory.gradient_checkpointing (now {level}) if memory allows"
+    more_at_once = (
+        f"a larger memory.micro_batch (now {micro_batch} of train.batch_size={batch_size}) "
+        "if memory allows"
+        if micro_batch < batch_size
+        else f"a larger train.batch_size (now {batch_size}), which changes the training"
+    )
+    faster: dict[Cause, tuple[str, ...]] = {
+        "data": (
             f"a larger data.prefetch_steps (now {config.data.prefetch_steps})",
             "data.cache_dir on a faster disk",
-        ],
-        "host": [more_at_once],
-        "compute": [*bf16, *lighter, f"a lower data.resolution (now {config.data.resolution})"],
-        "memory": [*bf16, more_at_once],
-        "saving": [f"a larger output.save_every_steps (now {config.output.save_every_steps})"],
+        ),
+        "host": (more_at_once,),
+        "compute": (
+            bf16,
+            "" if level == "none" else lighter,
+            f"a lower data.resolution (now {resolution_px})",
+        ),
+        "memory": (bf16, more_at_once),
+        "saving": (f"a larger output.save_every_steps (now {config.output.save_every_steps})",),
     }
-    sentence = f"{cost}: faster with {', or '.join(faster[cause])}"
+    sentence = f"{cost}: faster with {', or '.join(filter(None, faster[cause]))}"
     return {"sentence": sentence, "cause": cause, "shares": shares}
