@@ -96,10 +96,6 @@ CONTRADICTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         lambda c: c.adapter.new_tokens > 0 and c.train.init_from is not None,
         "adapter.new_tokens starts new vectors, train.init_from continues a file: choose one",
     ),
-    (
-        lambda c: c.adapter.lokr_factor == 0,
-        "adapter.lokr_factor=0 is no size: use -1 or at least 1",
-    ),
     # ---- the optimizer
     (
         lambda c: (
@@ -185,8 +181,8 @@ PACKAGE_NEEDS: Mapping[tuple[str, Any], str] = {
 }
 # Settings that need a GPU with memory of its own.
 OF_HOST_MEMORY = ("memory.streamed_blocks", "memory.text_encoder_offload")
-# Settings whose value is replaced even if it is the user's, because the result is the same without it.
-WISHES = ("memory.attention",)
+# Replaced even if it is the user's, because the result is the same without it.
+WISH = "memory.attention"
 
 
 def unmet_needs(
@@ -203,8 +199,8 @@ def unmet_needs(
     """
     values = by_key(config)
     for key, instead in WORKS_ANYWHERE.items():
-        value, fix = values[key], ""
-        kind, package = "", PACKAGE_NEEDS.get((key, value), "")
+        value, kind, fix = values[key], "", ""
+        package = PACKAGE_NEEDS.get((key, value), "")
         if key in OF_HOST_MEMORY and value not in ("auto", 0):
             if gpu is None:
                 kind = "a GPU with memory of its own, but this run is on the processor"
@@ -212,23 +208,20 @@ def unmet_needs(
                 kind = "a GPU with memory of its own, but this GPU shares the machine's memory"
         elif (key, value) == ("memory.attention", "xformers") and gpu is None:
             kind = "a GPU"
-        lead = f"instead of {value}, which" if key in WISHES else f"{value} is preset, but"
         # The kind of GPU comes first: a package would not help where the GPU cannot run it.
         if gpu is not None and (why := gpu.can.against(key, value)):
-            problem, reason = (
-                f"does not work on {gpu.can.says}: {why}",
-                f"{value} is preset, but {why}",
-            )
+            problem = f"does not work on {gpu.can.says}: {why}"
         elif kind:
-            problem, reason = f"needs {kind}", f"{lead} needs {kind}"
+            problem = f"needs {kind}"
         elif package and packages.get(package) is None:
-            problem, fix = f"needs {package}, which is not installed", f"pip install {package}, or "
-            subject = "" if key in WISHES else f" {package}"
-            reason = f"{lead}{subject} is missing (pip install {package})"
+            problem, fix = (
+                f"needs {package}, which is not installed",
+                f"pip install {package}, or ",
+            )
         else:
             continue
-        if not (is_preset(key) or (key in WISHES and not problem.startswith("does not"))):
+        if not is_preset(key) and (key != WISH or problem.startswith("does not")):
             fix += f"use --set {key}={typed(instead)}"
             error = RequestError if kind and key in OF_HOST_MEMORY else MachineError
             raise error(f"{key}={typed(value)} {problem}", fix=fix)
-        yield key, instead, reason
+        yield key, instead, f"instead of {value}, which {problem}"

@@ -153,11 +153,8 @@ class FamilyPresets:
         return str(cell["unsupported"]) if "unsupported" in cell else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    values: Mapping[str, Any]
-    name: str
-    reasons: Mapping[str, str] = field(default_factory=dict)
+# The name of a layer, and its values by setting.
+_Layer = tuple[str, Mapping[str, Any]]
 
 
 def resolve(
@@ -179,10 +176,10 @@ def resolve(
     tier = named_tier or tier
     name = str(preset_file) if preset_file else f"{family}/{tier}"
     layers = [_file_layer(config_file, "config", family)] if config_file else []
-    layers.append(_Layer(values=overrides, name=COMMAND_LINE))
-    presets: list[_Layer] = []
+    layers.append((COMMAND_LINE, overrides))
+    presets, reasons = list[_Layer](), dict[str, str]()
     if run_settings is not None:
-        layers.insert(0, _Layer(values=run_settings, name=RESUMED))
+        layers.insert(0, (RESUMED, run_settings))
     else:
         if preset_file:
             layers.insert(0, _file_layer(read_settings_file(preset_file), "preset", family))
@@ -190,21 +187,18 @@ def resolve(
         # The concept's presets lie below the layer that names the concept, so it is looked up first.
         concept = str(_last(layers, CONCEPT, ""))
         chosen = concepts().get(concept, {"settings": {}})  # validation refuses an unknown word
-        concept_layer = _Layer(
-            values={key: row["value"] for key, row in chosen["settings"].items()},
-            name=f"concept {concept}",
-            reasons={key: row["why"] for key, row in chosen["settings"].items()},
-        )
-        layers = [*presets, concept_layer, *layers]
+        reasons = {key: row["why"] for key, row in chosen["settings"].items()}
+        of_concept = {key: row["value"] for key, row in chosen["settings"].items()}
+        layers = [*presets, (f"concept {concept}", of_concept), *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
-    for layer in layers:
-        refuse_removed(layer.values)
-        kept_values = without_retired(layer.values)
-        values = overlaid(values, kept_values)
-        for key in kept_values:
-            reason = layer.reasons.get(key, "")
-            origins[setting_of(key)] = Origin(layer=layer.name, reason=reason)
+    for layer, of_layer in layers:
+        refuse_removed(of_layer)
+        current = without_retired(of_layer)
+        values = overlaid(values, current)
+        for key in current:
+            reason = reasons.get(key, "") if layer.startswith("concept ") else ""
+            origins[setting_of(key)] = Origin(layer=layer, reason=reason)
     return Resolved(
         config=_build(values, origins),
         origins=origins,
@@ -218,7 +212,7 @@ def resolve(
 
 def _last(layers: Sequence[_Layer], key: str, default: Any) -> Any:
     """Return the value of the last layer that sets a key."""
-    return next((one.values[key] for one in reversed(layers) if key in one.values), default)
+    return next((values[key] for _, values in reversed(layers) if key in values), default)
 
 
 def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
@@ -255,22 +249,13 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:
     try:
         return build_config(values)
     except RequestError as error:
-        blamed = {key: origins[key] for key in values if _names(error, key)}
         where = [
-            f"{key} is from {origin.layer}"
-            for key, origin in blamed.items()
-            if origin.layer != COMMAND_LINE
+            f"{key} is from {origins[key].layer}"
+            for key in values
+            if (f"{key}=" in error.found or f"{key}." in error.found)
+            and origins[key].layer != COMMAND_LINE
         ]
         raise RequestError("; ".join([error.found.rstrip("."), *where]), fix=error.fix) from None
-
-
-def _names(error: RequestError, key: str) -> bool:
-    return f"{key}=" in error.found or f"{key}." in error.found
-
-
-def preset_names() -> tuple[str, ...]:
-    """Return all `family/tier` names."""
-    return tuple(f"{family}/{tier}" for family in preset_families() for tier in TIERS)
 
 
 def preset_families() -> tuple[str, ...]:
@@ -301,10 +286,10 @@ def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
         )
     cell = f"{tier}/{priority}"
     return [
-        _Layer(values=presets.base, name=f"family {family}"),
-        _Layer(values=presets.tiers[tier], name=f"preset {tier}"),
-        _Layer(values=presets.priorities[priority], name=f"priority {priority}"),
-        _Layer(values=presets.cells.get(cell, {}), name=f"cell {cell}"),
+        (f"family {family}", presets.base),
+        (f"preset {tier}", presets.tiers[tier]),
+        (f"priority {priority}", presets.priorities[priority]),
+        (f"cell {cell}", presets.cells.get(cell, {})),
     ]
 
 
@@ -314,27 +299,25 @@ def _file_layer(contents: SettingsFile, kind: str, family: str) -> _Layer:
             f"{kind} {contents.name} is for {contents.family}, the base model is {family}",
             fix=f"use a {kind} made for {family} or remove its family",
         )
-    return _Layer(values=contents.values, name=f"{kind} {contents.name}")
+    return f"{kind} {contents.name}", contents.values
 
 
 def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
     """Return the tier or the file that `preset` names; raises RequestError listing the names."""
     if preset == "auto":
         return None, None
-    if preset in TIERS:
-        return preset, None
-    if preset in preset_names():
-        named_family, _, tier = preset.partition("/")
-        if named_family != family:
-            raise RequestError(
-                f"preset {preset} is for {named_family}, the base model is {family}",
-                fix=f"use --preset {family}/{tier} or another base model",
-            )
-        return tier, None
     if Path(preset).suffix.lower() in (".json", ".toml"):
         return None, Path(preset)
-    names = ("auto", *TIERS, *preset_names())
-    raise RequestError(
-        f"unknown preset {preset!r}.{did_you_mean(preset, names)} Presets are {', '.join(names)}",
-        fix="give one of these names or a .json file with settings",
-    )
+    pairs = [f"{each}/{tier}" for each in preset_families() for tier in TIERS]
+    if preset not in (names := ("auto", *TIERS, *pairs)):
+        raise RequestError(
+            f"unknown preset {preset!r}.{did_you_mean(preset, names)} Presets are {', '.join(names)}",
+            fix="give one of these names or a .json file with settings",
+        )
+    named_family, _, tier = preset.rpartition("/")
+    if named_family not in ("", family):
+        raise RequestError(
+            f"preset {preset} is for {named_family}, the base model is {family}",
+            fix=f"use --preset {family}/{tier} or another base model",
+        )
+    return tier, None
