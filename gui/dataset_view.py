@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from lora_trainer.common.errors import InputError
-from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, TokenCounter, has_trigger
+from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, count_tokens, has_trigger
 from lora_trainer.dataset.listing import ImageFile
 from lora_trainer.reporting.history import mapping, number, sequence
 
@@ -95,7 +97,7 @@ class Reader:
     root: Path
     extensions: Sequence[str]
     trigger: str = ""
-    counter: TokenCounter | None = None
+    counter: Tokenizer | None = None
     room_tokens: int = 0
     checked: CheckedPictures = field(
         default_factory=lambda: CheckedPictures(pictures={}, findings={}, others=())
@@ -145,7 +147,7 @@ class Reader:
         elif self.trigger and not _has_trigger(trained, self.trigger):
             title = f"\u201c{self.trigger}\u201d does not stand in the caption"
             badges.append(Badge(kind="trigger missing", text="trigger missing", title=title))
-        length = self.counter.count(trained) if self.counter else 0
+        length = count_tokens(self.counter, [trained])[0] if self.counter else 0
         if length > self.room_tokens:
             title = "the end of the caption is not read: say less"
             text = f"{length} of {self.room_tokens} tokens"

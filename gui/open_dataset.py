@@ -12,10 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.caption_rules import TokenCounter
+from lora_trainer.dataset.caption_rules import read_tokenizer
 from lora_trainer.dataset.captions import same_name, split_name
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, Listing, list_dataset
 from lora_trainer.reporting.history import mapping
@@ -32,7 +34,7 @@ from .workplace import Workplace
 
 # Sizes that one can look at a dataset for, in pixels; empty: as the draft or the base has it.
 RESOLUTIONS = ("", "512", "768", "1024")
-Counters = dict[Path, TokenCounter | None]
+Counters = dict[Path, Tokenizer | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +124,12 @@ class OpenDataset:
     def _by_name(self) -> Mapping[str, ImageFile]:
         return {picture.name: picture for picture in self.pictures}
 
-    def _counter(self, limit: Mapping[str, Any]) -> TokenCounter | None:
+    def _counter(self, limit: Mapping[str, Any]) -> Tokenizer | None:
         if "tokenizer" not in limit:
             return None
         folder = Path(str(limit["tokenizer"]))
         if folder not in self.counters:
-            self.counters[folder] = TokenCounter.load(folder)
+            self.counters[folder] = read_tokenizer(folder)
         return self.counters[folder]
 
 

@@ -44,6 +44,15 @@ class Placement:
     upscaled: bool
     """Whether the image is smaller than its bucket."""
 
+    def cut(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
+        """Return the bucket-sized middle of an image or a mask of it."""
+        scaled = image.resize((self.scaled_width_px, self.scaled_height_px), resampling)
+        right_px, bottom_px = (
+            self.left_px + self.bucket.width_px,
+            self.top_px + self.bucket.height_px,
+        )
+        return scaled.crop((self.left_px, self.top_px, right_px, bottom_px))
+
 
 def buckets_for(
     *, resolution_px: int, step_px: int, max_aspect: float, setting: str = "data.resolution"
@@ -94,12 +103,7 @@ def place(width_px: int, height_px: int, *, buckets: Sequence[Bucket]) -> Placem
 
 def cut(image: Image.Image, placement: Placement, *, flip: bool) -> Image.Image:
     """Return the bucket-sized middle of an image (LANCZOS), mirrored left to right if `flip`."""
-    scaled = image.resize(
-        (placement.scaled_width_px, placement.scaled_height_px), Image.Resampling.LANCZOS
-    )
-    right_px = placement.left_px + placement.bucket.width_px
-    bottom_px = placement.top_px + placement.bucket.height_px
-    part = scaled.crop((placement.left_px, placement.top_px, right_px, bottom_px))
+    part = placement.cut(image, Image.Resampling.LANCZOS)
     return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else part
 
 
@@ -110,11 +114,7 @@ def mask_values(
 
     Placed as its image is; each pixel counts by its area, so no part is lost to rounding.
     """
-    size = (placement.scaled_width_px, placement.scaled_height_px)
-    scaled = pixels.convert("F").resize(size, Image.Resampling.BOX)
-    right_px = placement.left_px + placement.bucket.width_px
-    bottom_px = placement.top_px + placement.bucket.height_px
-    part = np.asarray(scaled.crop((placement.left_px, placement.top_px, right_px, bottom_px)))
+    part = np.asarray(placement.cut(pixels.convert("F"), Image.Resampling.BOX))
     squares = part.reshape(part.shape[0] // factor, factor, part.shape[1] // factor, factor)
     values = squares.mean(axis=(1, 3), dtype=np.float64) / 255.0
     return np.ascontiguousarray(values[None, :, ::-1] if flip else values[None], dtype=np.float32)

@@ -253,55 +253,45 @@ def new_word(config: Config) -> NewWord | None:
     return NewWord(text=(config.data.trigger or "").strip(), tokens=config.adapter.new_tokens)
 
 
-class TokenCounter:
-    """Counts the tokens of captions."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @classmethod
-    def load(cls, folder: Path) -> TokenCounter | None:
-        """Read a tokenizer's files; None where there are none that can be read."""
-        try:
-            tokenizer = _read(folder)
-        # The reader of tokenizer.json, written in Rust, raises plain Exception.
-        except Exception:  # noqa: BLE001 - a count is a help; without it nothing is missing
-            return None
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return cls(tokenizer)
-
-    def count(self, caption: str) -> int:
-        """Return the tokens of a caption as it is trained, special ones excepted."""
-        return self.counts([caption])[0]
-
-    def counts(self, captions: Sequence[str]) -> list[int]:
-        """Return `count` of many captions, computed on all cores."""
-        lengths: list[int] = []
-        for first in range(0, len(captions), _AT_ONCE):
-            part = [clean(caption) for caption in captions[first : first + _AT_ONCE]]
-            encoded = self._tokenizer.encode_batch(part, add_special_tokens=False)
-            lengths += [len(each.ids) for each in encoded]
-        return lengths
-
-
-def _read(folder: Path) -> Tokenizer:
-    whole = folder / "tokenizer.json"
-    if whole.is_file():
-        return Tokenizer.from_file(str(whole))
-    options = {"end_of_word_suffix": "</w>", "unk_token": "<|endoftext|>"}
-    files = (str(folder / name) for name in ("vocab.json", "merges.txt"))
-    tokenizer = Tokenizer(models.BPE.from_file(*files, continuing_subword_prefix="", **options))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_CLIP_WORDS), behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """Read a tokenizer's files; None where there are none that can be read."""
+    try:
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        else:
+            options = {"end_of_word_suffix": "</w>", "unk_token": "<|endoftext|>"}
+            files = (str(folder / name) for name in ("vocab.json", "merges.txt"))
+            model = models.BPE.from_file(*files, continuing_subword_prefix="", **options)
+            tokenizer = Tokenizer(model)
+            tokenizer.normalizer = normalizers.Sequence(
+                [
+                    normalizers.NFC(),
+                    normalizers.Replace(Regex(r"\s+"), " "),
+                    normalizers.Lowercase(),
+                ]
+            )
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex(_CLIP_WORDS), behavior="removed", invert=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                ]
+            )
+    # What the readers, written in Rust, raise is a plain Exception.
+    except Exception:  # noqa: BLE001 - a count is a help; without it nothing is missing
+        return None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     return tokenizer
+
+
+def count_tokens(tokenizer: Tokenizer, captions: Sequence[str]) -> list[int]:
+    """Return the tokens of captions as they are trained, special ones excepted; computed on all cores."""
+    lengths: list[int] = []
+    for first in range(0, len(captions), _AT_ONCE):
+        part = [clean(caption) for caption in captions[first : first + _AT_ONCE]]
+        encoded = tokenizer.encode_batch(part, add_special_tokens=False)
+        lengths += [len(each.ids) for each in encoded]
+    return lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,14 +355,14 @@ def _lengths(
     if (remembered := memo.get(digest)) is not None:
         lengths, longest_file = json.loads(remembered)
         return {int(tokens): images for tokens, images in lengths.items()}, longest_file
-    counter = TokenCounter.load(tokenizer)
-    if counter is None or not of_images:
+    reader = read_tokenizer(tokenizer)
+    if reader is None or not of_images:
         return {}, ""
     texts = list({text for _, image_texts in of_images for text in image_texts})
     # As text encoders read them: without marks of emphasis, the new word as its tokens.
     words = [words_of(weighted_parts(text)) if emphasis else text for text in texts]
     parts = [word.split(text) if word else [text] for text in words]
-    counts = iter(counter.counts([part for each in parts for part in each]))
+    counts = iter(count_tokens(reader, [part for each in parts for part in each]))
     tokens_of = {
         text: sum(next(counts) for _ in each) + (word.tokens if word else 0) * (len(each) - 1)
         for text, each in zip(texts, parts, strict=True)

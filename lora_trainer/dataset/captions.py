@@ -187,35 +187,6 @@ def extension_names(extensions: Iterable[str]) -> tuple[str, ...]:
     return tuple(f".{extension.lstrip('.').casefold()}" for extension in extensions)
 
 
-class Sidecars:
-    """The caption files of one folder, by the name of an image: exactly, else by `same_name`."""
-
-    def __init__(self, names: Iterable[str], *, extensions: Iterable[str]) -> None:
-        self._extensions = (*extension_names(extensions), JSON_SIDECAR)
-        self._exact: dict[str, str] = {}
-        self._alike: dict[str, str] = {}
-        for name in sorted(names):
-            stem, extension = split_name(name)
-            self._exact.setdefault(stem + extension, name)
-            self._alike.setdefault(same_name(stem) + extension, name)
-
-    def find(self, file_name: str) -> list[str]:
-        """Return the caption files of an image, the one that counts first.
-
-        In the order of the extensions, JSON last, and `NAME.txt` before `NAME.png.txt`.
-        """
-        stem = split_name(file_name)[0]
-        return [
-            sidecar
-            for extension in self._extensions
-            for base in (stem, file_name)
-            if (sidecar := self._with(base, extension)) is not None
-        ]
-
-    def _with(self, stem: str, extension: str) -> str | None:
-        return self._exact.get(stem + extension) or self._alike.get(same_name(stem) + extension)
-
-
 METADATA_NAME = "metadata.jsonl"
 TABLE_NAMES: tuple[str, ...] = (*NAMES["table_names"],)
 FILE_KEYS: tuple[str, ...] = (*NAMES["file_keys"],)
@@ -285,8 +256,25 @@ def read_table(name: str, data: bytes) -> tuple[dict[str, CaptionText], list[str
     text, problems = ("", list[str]()) if extension == ".parquet" else decoded(data)
     captions: dict[str, CaptionText] = {}
     bad_rows: list[str] = []
+    rows: Iterable[tuple[str, tuple[str, ...]]]
     try:
-        for file, lines in _rows(extension, text, data, name, bad_rows):
+        match extension:
+            case ".jsonl":
+                rows = _jsonl_rows(text, bad_rows)
+            case ".csv":
+                text = text.lstrip("\ufeff")
+                # Spreadsheets of half of Europe write semicolons; the heading has no other use for either mark.
+                delimiter = max(",;\t", key=text.partition("\n")[0].count)
+                table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+                rows = _of_columns(table)
+            case ".parquet":
+                rows = _of_columns(_parquet_rows(name, data))
+            case ".json":
+                rows = _json_rows(json.loads(text))
+            case _:
+                matches = (_TEXT_ROW.fullmatch(line.strip()) for line in text.splitlines())
+                rows = ((match[1].strip(), (match[2],)) for match in matches if match)
+        for file, lines in rows:
             image = _as_posix(file)
             if image in captions:
                 bad_rows.append(f"{image} occurs again; the last row counts")
@@ -313,28 +301,6 @@ def read_metadata_row(line: str) -> tuple[dict[str, Any], str, str]:
     if key is None or not is_text(values[key]):
         raise ValueError(f"no text under {', '.join(CAPTION_KEYS[:3])}")
     return values, _as_posix(name), key
-
-
-def _rows(
-    extension: str, text: str, data: bytes, name: str, bad_rows: list[str]
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield image names with their captions, add bad lines to `bad_rows`; raises ValueError, csv.Error, InputError."""
-    match extension:
-        case ".jsonl":
-            yield from _jsonl_rows(text, bad_rows)
-        case ".csv":
-            text = text.lstrip("\ufeff")
-            # Spreadsheets of half of Europe write semicolons; the heading has no other use for either mark.
-            delimiter = max(",;\t", key=text.partition("\n")[0].count)
-            table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
-            yield from _of_columns(table)
-        case ".parquet":
-            yield from _of_columns(_parquet_rows(name, data))
-        case ".json":
-            yield from _json_rows(json.loads(text))
-        case _:
-            matches = (_TEXT_ROW.fullmatch(line.strip()) for line in text.splitlines())
-            yield from ((match[1].strip(), (match[2],)) for match in matches if match)
 
 
 def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

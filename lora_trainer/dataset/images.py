@@ -121,7 +121,6 @@ def same_colours(first: Measures, second: Measures, *, max_colour: float) -> boo
 
 
 _OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "YCbCr"})
-_ALPHA_MODES = frozenset({"LA", "La", "PA", "RGBA", "RGBa"})
 _REFUSED_MODES = {"F": "floating-point", "I": "32-bit integer", "LAB": "Lab"}
 
 Rgb = tuple[int, int, int]
@@ -147,14 +146,13 @@ def _to_rgb(
             image.info["transparency"] = gray * 85
     if image.mode.startswith("I;16"):
         values, transparent = np.asarray(image), image.info.get("transparency")
-        table = ((np.arange(1 << 16, dtype=np.uint32) + 128) // 257).astype(np.uint8)
-        image = Image.fromarray(table[values])
+        image = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
         if isinstance(transparent, int):
             opaque = np.where(values == transparent, 0, 255).astype(np.uint8)
             image.putalpha(Image.fromarray(opaque))
     if image.mode == "CMYK":
         return _from_cmyk(image, notes), None
-    if image.mode in _ALPHA_MODES or image.has_transparency_data:
+    if image.has_transparency_data:
         straight = image.convert("LA") if image.mode == "La" else image
         rgba = straight.convert("RGBA")
         alpha = rgba.getchannel("A")
@@ -171,21 +169,20 @@ def _to_rgb(
 
 
 def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
-    profile = image.info.get("icc_profile")
-    if not profile:
-        notes.append("cmyk-profile: CMYK without a colour profile, converted by the plain formula")
-        return image.convert("RGB")
-    try:
-        inks = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        srgb = ImageCms.createProfile("sRGB")
-        converted = ImageCms.profileToProfile(image, inks, srgb, outputMode="RGB")
-    except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
-        problem = f"broken CMYK profile ignored ({error}), converted by the plain formula"
-        notes.append(f"cmyk-profile: {problem}")
-        return image.convert("RGB")
-    assert converted is not None  # None is for inPlace=True
-    notes.append("cmyk: converted from CMYK through its colour profile")
-    return converted
+    profile, problem = image.info.get("icc_profile"), "CMYK without a colour profile"
+    if profile:
+        try:
+            inks = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            srgb = ImageCms.createProfile("sRGB")
+            converted = ImageCms.profileToProfile(image, inks, srgb, outputMode="RGB")
+        except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
+            problem = f"broken CMYK profile ignored ({error})"
+        else:
+            assert converted is not None  # None is for inPlace=True
+            notes.append("cmyk: converted from CMYK through its colour profile")
+            return converted
+    notes.append(f"cmyk-profile: {problem}, converted by the plain formula")
+    return image.convert("RGB")
 
 
 # Pillow's names of what is read: decoders that run no foreign program, as that of EPS would.
@@ -341,17 +338,22 @@ def loaded(
 
 
 @contextmanager
-def _process_wide_switches(settings: DataSettings) -> Iterator[list[warnings.WarningMessage]]:
-    """Set Pillow's size limit and collect warnings for the calls inside; restore both after."""
+def _process_wide_switches(settings: DataSettings, notes: list[str]) -> Iterator[None]:
+    """Set Pillow's size limit for the calls inside, and add their warnings to `notes`; restore both after."""
     with _PROCESS_WIDE, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usual = Image.MAX_IMAGE_PIXELS
         # Pillow refuses above twice its limit, before the decoders that do so allocate a canvas.
         Image.MAX_IMAGE_PIXELS = (max_pixels(settings) + 1) // 2
         try:
-            yield caught
+            yield
         finally:
             Image.MAX_IMAGE_PIXELS = usual
+        notes += [
+            f"exif: {shown(str(warning.message))}"
+            for warning in caught
+            if not issubclass(warning.category, Image.DecompressionBombWarning)
+        ]
 
 
 def _load(
@@ -359,7 +361,7 @@ def _load(
 ) -> tuple[Image.Image, str]:
     """Return the loaded first frame and the format of its pixels in the file."""
     file.seek(0)
-    with _process_wide_switches(settings) as caught:
+    with _process_wide_switches(settings, notes):
         image = Image.open(file, formats=FORMATS)
         longer_px, shorter_px = max(image.size), min(image.size)
         size = f"{image.width}x{image.height}"
@@ -374,32 +376,22 @@ def _load(
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
         if image.format == "TIFF":  # checks its size again, and warns, while loading
             image.load()
-        notes += _metadata_notes(caught)
     if frames > 1:
         notes.append(f"animated: only the first of its {frames} frames or pages is used")
     image.load()
     return image, raw_mode
 
 
-def _metadata_notes(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [
-        f"exif: {shown(str(warning.message))}"
-        for warning in caught
-        if not issubclass(warning.category, Image.DecompressionBombWarning)
-    ]
-
-
 def _upright_turn(
     image: Image.Image, settings: DataSettings, notes: list[str]
 ) -> Image.Transpose | None:
     # Asked after loading: PNG has EXIF data at its end, and TIFF is already turned by then.
-    with _process_wide_switches(settings) as caught:
-        try:
+    try:
+        with _process_wide_switches(settings, notes):
             orientation: Any = image.getexif().get(ExifTags.Base.Orientation, 1)
-        except Exception as error:  # noqa: BLE001 - as above
-            notes.append(f"exif: unreadable EXIF data is ignored ({shown(str(error))})")
-            return None
-        notes += _metadata_notes(caught)
+    except Exception as error:  # noqa: BLE001 - as above
+        notes.append(f"exif: unreadable EXIF data is ignored ({shown(str(error))})")
+        return None
     data = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     if data and not data.startswith((b"II", b"MM")):  # JPEG swallows the error while opening
         notes.append("exif: unreadable EXIF data is ignored")

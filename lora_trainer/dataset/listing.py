@@ -28,7 +28,6 @@ from lora_trainer.dataset.captions import (
     TABLE_NAMES,
     CaptionTables,
     CaptionText,
-    Sidecars,
     caption_of_name,
     extension_names,
     read_caption_file,
@@ -162,7 +161,7 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         )
     walk = _Walk(
         settings=settings,
-        caption_extensions=extension_names(settings.caption_extensions),
+        caption_extensions=(*extension_names(settings.caption_extensions), JSON_SIDECAR),
         real_root=os.path.realpath(root),
     )
     repeats = settings.of_folder(OWN_FOLDER).repeats
@@ -257,11 +256,11 @@ class _Walk:
                 )
                 continue
             match = _REPEATS_FOLDER.fullmatch(file.entry.name)
-            folder_settings = self.settings.folders.get(file.name)
             outer = self.settings.repeats if depth == 0 else folder.repeats
             repeats = int(match[1]) if match else outer
-            if folder_settings is not None and folder_settings.repeats is not None:
-                repeats = folder_settings.repeats
+            in_folder = self.settings.folders.get(file.name)
+            if in_folder and in_folder.repeats is not None:
+                repeats = in_folder.repeats
             if not 1 <= repeats <= MAX_REPEATS:
                 name = shown(file.entry.name)
                 raise InputError(
@@ -325,11 +324,9 @@ class _Walk:
             (captions if is_caption else groups["other"]).append(file)
         self.ignored.update(file.extension or "without extension" for file in groups["other"])
         self.users.update((file.name, []) for file in captions)
-        by_name = {file.entry.name: file for file in captions}
-        sidecars = Sidecars(by_name, extensions=self.settings.caption_extensions)
+        captions_of = _by_picture(captions, self.caption_extensions)
         for file in groups["picture"]:
-            caption_files = [by_name[name] for name in sidecars.find(file.entry.name)]
-            self._add_picture(file, folder, caption_files, masks)
+            self._add_picture(file, folder, captions_of(file), masks)
         return groups["folder"], inner_masks
 
     def _take_masks(self, folder: _Folder, groups: Groups) -> tuple[Masks, Masks]:
@@ -339,8 +336,10 @@ class _Walk:
         holds masks only if masks are asked for, or if one of its files has the name of an image: it may hold
         images of masks to learn.
         """
-        own_masks = _by_image(file for file in groups["picture"] if _is_mask(file))
-        groups["picture"] = [file for file in groups["picture"] if not _is_mask(file)]
+        own_masks = _by_image(file for file in groups["picture"] if file.stem.endswith(MASK_SUFFIX))
+        groups["picture"] = [
+            file for file in groups["picture"] if not file.stem.endswith(MASK_SUFFIX)
+        ]
         own_images = {same_name(file.stem) for file in groups["picture"]}
         mask_folders = [one for one in groups["folder"] if folder_kind(one.entry.name) == "mask"]
         others = [one for one in groups["folder"] if one not in mask_folders]
@@ -377,8 +376,7 @@ class _Walk:
             return "folder"
         if file.entry.name.casefold() in TABLE_NAMES:
             return "metadata"
-        is_caption = file.extension in (*self.caption_extensions, JSON_SIDECAR)
-        return "caption" if is_caption else "other"
+        return "caption" if file.extension in self.caption_extensions else "other"
 
     def _is_usable(self, file: _File, group: Group) -> bool:
         """Return whether an entry is the file or folder that its name says; report other kinds and outside links."""
@@ -473,13 +471,29 @@ def _files(path: Path | str, prefix: str) -> Iterator[_File]:
         yield _File(entry, prefix + text_of(entry.name), *split_name(entry.name))
 
 
-def _is_mask(file: _File) -> bool:
-    """Return whether a file is the mask of an image beside it."""
-    return file.stem.endswith(MASK_SUFFIX)
-
-
 def _by_image(masks: Iterable[_File]) -> Masks:
     return {same_name(mask.stem.removesuffix(MASK_SUFFIX) or mask.stem): mask for mask in masks}
+
+
+def _by_picture(
+    captions: Iterable[_File], extensions: Sequence[str]
+) -> Callable[[_File], list[_File]]:
+    """Return a function that finds the caption files of an image by its exact name, else by `same_name`.
+
+    The one that counts comes first: in the order of the extensions, and `NAME.txt` before `NAME.png.txt`.
+    """
+    exact, similar = dict[str, _File](), dict[str, _File]()
+    for file in sorted(captions, key=lambda file: file.entry.name):
+        exact.setdefault(file.stem + file.extension, file)
+        similar.setdefault(same_name(file.stem) + file.extension, file)
+
+    def captions_of(picture: _File) -> list[_File]:
+        bases = (picture.stem, picture.entry.name)
+        names = ((base, extension) for extension in extensions for base in bases)
+        files = (exact.get(a + b) or similar.get(same_name(a) + b) for a, b in names)
+        return [file for file in files if file is not None]
+
+    return captions_of
 
 
 def _is_kohya_folder(entry: Entry) -> bool:

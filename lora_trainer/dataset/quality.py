@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from lora_trainer.common.caption_markup import has_choice
@@ -102,7 +103,7 @@ def inspect_images(
     """
     records = dataset.records
     twins = near_duplicates(records)
-    own_parts = [_own_parts(record, is_twin=record.name in twins) for record in records]
+    judged = [_judged(record, is_twin=record.name in twins) for record in records]
     # Images that can be read and are not of one colour all over.
     broken = sum(
         finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
@@ -111,7 +112,7 @@ def inspect_images(
     contrasts = [one.measures.brightest - one.measures.darkest for one in records]
     blank = sum(contrast < 0.03 for contrast in contrasts)
     total = len(records) + broken
-    means = {name: _mean(parts[name] for parts in own_parts) for name in PICTURE_WEIGHTS}
+    means = {name: fmean(parts[name] for parts, *_ in judged) for name in PICTURE_WEIGHTS}
     parts = {
         "usable": (total - broken - blank) / total,
         "near_duplicates": means["near_duplicates"],
@@ -133,52 +134,68 @@ def inspect_images(
         worst = [f"{name} {parts[name]:.2f}" for name in lost[:3] if parts[name] < 1]
         words = {"least": settings.min_score, "worst": ", ".join(worst)}
         findings.append(finding("score", score=score, **words))
-    for record in records:
-        findings += _picture_findings(record)
+    findings += (each for *_, about_it in judged for each in about_it)
     return DatasetReport(
         images=len(records),
         score=score,
         parts=parts,
         findings=by_severity(findings),
         buckets=bucket_counts(records),
-        pictures=tuple(map(_picture, records, own_parts)),
+        pictures=tuple(picture for _, picture, _ in judged),
     )
 
 
-def _picture(record: ImageRecord, parts: Mapping[str, float]) -> dict[str, Any]:
-    """Return one image in plain values.
+def _judged(
+    record: ImageRecord, *, is_twin: bool
+) -> tuple[dict[str, float], dict[str, Any], list[Finding]]:
+    """Return the parts of the score that an image has by itself, the image in plain values, and findings about it.
 
-    `score`: the mean, weighted alike, of the parts that it has by itself. `kept`: left, top, right, bottom of
-    the crop as fractions of the image.
+    The trigger's part is missing. Of the values, `score` is the mean of the parts, weighted alike, and `kept` is left,
+    top, right, bottom of the crop as fractions of the image.
     """
-    placed = record.placement
+    placed, bucket = record.placement, record.placement.bucket
+    # How many times larger the image is trained than it is.
+    enlargement = max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
+    # What was measured nearest to the size of the bucket.
+    side_px = math.sqrt(bucket.width_px * bucket.height_px)
+    levels = record.measures.crispness
+    crispness = min(levels, key=lambda pair: abs(math.log(pair[0] / side_px)))[1]
+    fault = exposure_fault(record.measures)
+    parts = {
+        "resolution": 1 / enlargement,
+        "sharpness": min(1.0, max(0.0, (crispness - CRISP_FROM) / (CRISP_FULL - CRISP_FROM))),
+        "near_duplicates": float(not is_twin),
+        "captions": _captioned(record),
+        "exposure": float(fault is None),
+        "aspect": 1 - placed.cropped_fraction,
+    }
+    findings = []
+    if enlargement > 1.25:
+        size = f"{record.width_px}x{record.height_px}"
+        words: dict[str, Any] = {"size": size, "enlargement": enlargement, "bucket": bucket}
+        findings.append(finding("low-resolution", record.name, **words))
+    if fault is not None:
+        findings.append(finding("exposure", record.name, fault=fault))
+    elif crispness < CRISP_ADVISED:
+        findings.append(finding("blurred", record.name))
+    if placed.cropped_fraction > 0.25:
+        words = {"cropped": placed.cropped_fraction, "bucket": bucket}
+        findings.append(finding("cropped", record.name, **words))
     score = sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items())
     left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
-    right = left + placed.bucket.width_px / placed.scaled_width_px
-    bottom = top + placed.bucket.height_px / placed.scaled_height_px
-    return {
+    right = left + bucket.width_px / placed.scaled_width_px
+    bottom = top + bucket.height_px / placed.scaled_height_px
+    picture = {
         "file": record.name,
         "width_px": record.width_px,
         "height_px": record.height_px,
         "score": round(score / sum(PICTURE_WEIGHTS.values()), 4),
-        "bucket": str(placed.bucket),
+        "bucket": str(bucket),
         "kept": [round(edge, 5) for edge in (left, top, right, bottom)],
         "cropped_fraction": round(placed.cropped_fraction, 5),
         "upscaled": placed.upscaled,
     }
-
-
-def _own_parts(record: ImageRecord, *, is_twin: bool) -> dict[str, float]:
-    """Return the parts of the score that one image has by itself: all but the trigger's."""
-    sharpness = (_crispness(record) - CRISP_FROM) / (CRISP_FULL - CRISP_FROM)
-    return {
-        "resolution": 1 / _enlargement(record),
-        "sharpness": min(1.0, max(0.0, sharpness)),
-        "near_duplicates": float(not is_twin),
-        "captions": _captioned(record),
-        "exposure": float(exposure_fault(record.measures) is None),
-        "aspect": 1 - record.placement.cropped_fraction,
-    }
+    return parts, picture, findings
 
 
 def _loss(name: str, part: float) -> float:
@@ -191,14 +208,12 @@ def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
 
     Where no image has one of its own, a folder's name or a trigger is nearly as good.
     """
-    has_caption = [record.caption_source not in (None, FOLDER_NAME) for record in records]
-    if not any(has_caption):
-        stands_in = [
-            record.caption_source == FOLDER_NAME or bool(record.settings(settings).trigger)
-            for record in records
-        ]
-        return _mean(LONE_STAND_IN_LACK if each else 1.0 for each in stands_in)
-    return _mean(1 - _captioned(record) for record in records)
+    if all(record.caption_source in (None, FOLDER_NAME) for record in records):
+        return fmean(
+            LONE_STAND_IN_LACK if one.caption_source or one.settings(settings).trigger else 1.0
+            for one in records
+        )
+    return fmean(1 - _captioned(record) for record in records)
 
 
 def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
@@ -244,24 +259,6 @@ def exposure_fault(measures: Measures) -> str | None:
     return None
 
 
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
-
-
-def _enlargement(record: ImageRecord) -> float:
-    """Return how many times larger an image is trained than it is, at least 1."""
-    bucket = record.placement.bucket
-    return max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
-
-
-def _crispness(record: ImageRecord) -> float:
-    """Return the crispness measured nearest to the size of an image's bucket."""
-    bucket = record.placement.bucket
-    side_px = math.sqrt(bucket.width_px * bucket.height_px)
-    return min(record.measures.crispness, key=lambda pair: abs(math.log(pair[0] / side_px)))[1]
-
-
 def _captioned(record: ImageRecord) -> float:
     if record.caption_source == FOLDER_NAME:
         return 1 - STAND_IN_LACK
@@ -277,21 +274,6 @@ def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> fl
         for word in set(re.findall(r"\w+", record.caption.casefold())) - _COMMON_WORDS
     )
     return max(words.values(), default=0) / len(records)
-
-
-def _picture_findings(record: ImageRecord) -> Iterator[Finding]:
-    placement, enlargement = record.placement, _enlargement(record)
-    size, bucket = f"{record.width_px}x{record.height_px}", placement.bucket
-    if enlargement > 1.25:
-        words = {"size": size, "enlargement": enlargement, "bucket": bucket}
-        yield finding("low-resolution", record.name, **words)
-    fault = exposure_fault(record.measures)
-    if fault is not None:
-        yield finding("exposure", record.name, fault=fault)
-    elif _crispness(record) < CRISP_ADVISED:
-        yield finding("blurred", record.name)
-    if placement.cropped_fraction > 0.25:
-        yield finding("cropped", record.name, cropped=placement.cropped_fraction, bucket=bucket)
 
 
 _STAND_INS = {

@@ -137,16 +137,18 @@ class Inspector:
 
     def inspect(self, image: ImageFile) -> Inspected:
         """Hash and, unless these bytes are known, decode one image; read its caption file."""
+        kind, name = "unusable", image.name
         try:
             content_hash = self.memo.hashes.sha256(image.path)
             facts = self._facts(image.path, content_hash)
             inside = self._caption_inside(image, content_hash)
-        except (ImageDecodeError, OSError) as error:
-            return _refused("unusable", image.name, error)
-        try:
+            kind, name = BAD_MASK, image.mask_name or image.name
             mask = self._mask(image, facts, content_hash)
-        except (ImageDecodeError, OSError) as error:
-            return _refused(BAD_MASK, image.mask_name or image.name, error)
+        except ImageDecodeError as error:
+            words = {"what": error.reason, "advice": error.fix, "code": error.code}
+            return None, [finding(kind, name, **words)]
+        except OSError as error:
+            return None, [finding(f"{kind}.unreadable", name, reason=error.strerror or error)]
         sidecar = self._sidecar(image)
         # The caption that counts is of its file, a table, the text inside the image, or a name.
         tables = [stand_in for stand_in in image.stand_ins if not stand_in.of_name]
@@ -255,13 +257,6 @@ class Inspector:
         except OSError as error:
             text = CaptionText(problems=(f"cannot be read ({error.strerror or error})",))
         return text._replace(source=source)
-
-
-def _refused(kind: str, name: str, error: ImageDecodeError | OSError) -> Inspected:
-    if isinstance(error, ImageDecodeError):
-        words = {"what": error.reason, "advice": error.fix, "code": error.code}
-        return None, [finding(kind, name, **words)]
-    return None, [finding(f"{kind}.unreadable", name, reason=error.strerror or error)]
 
 
 def scan(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.cli import main
-from lora_trainer.dataset.caption_rules import TokenCounter
+from lora_trainer.dataset import caption_rules
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 from tests.fakes.runs import write_dataset
 
@@ -110,13 +110,13 @@ def test_lengths_are_remembered_until_a_text_changes(
     write(tmp_path, "x " * 80, "y")
     first = tokens(ask)
     counted: list[int] = []
-    real = TokenCounter.counts
+    real = caption_rules.count_tokens
 
-    def counts(self: TokenCounter, captions: Sequence[str]) -> list[int]:
+    def counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:
         counted.append(len(captions))
-        return real(self, captions)
+        return real(tokenizer, captions)
 
-    monkeypatch.setattr(TokenCounter, "counts", counts)
+    monkeypatch.setattr(caption_rules, "count_tokens", counts)
     assert tokens(ask) == first and counted == []
     assert tokens(ask, data__caption_suffix="z") != first
     write(tmp_path, "x " * 80, "x " * 160)
@@ -136,13 +136,13 @@ CAPTIONS = (
 def test_counts_are_those_of_transformers(form: str, tmp_path: Path) -> None:
     from transformers import CLIPTokenizer
 
-    counter = TokenCounter.load(TOKENIZER if form == "tokenizer.json" else slow_form(tmp_path))
-    assert counter is not None
+    folder = TOKENIZER if form == "tokenizer.json" else slow_form(tmp_path)
+    tokenizer = caption_rules.read_tokenizer(folder)
+    assert tokenizer is not None
     whole = CLIPTokenizer.from_pretrained(str(TOKENIZER))
     cleaned = [" ".join(caption.split()) for caption in CAPTIONS]
     expected = whole(cleaned, add_special_tokens=False, verbose=False).input_ids
-    assert counter.counts(CAPTIONS) == list(map(len, expected))
-    assert list(map(counter.count, CAPTIONS)) == counter.counts(CAPTIONS)
+    assert caption_rules.count_tokens(tokenizer, CAPTIONS) == list(map(len, expected))
 
 
 def slow_form(folder: Path) -> Path:
@@ -156,6 +156,6 @@ def slow_form(folder: Path) -> Path:
 
 
 def test_a_tokenizer_that_cannot_be_read_counts_nothing(tmp_path: Path) -> None:
-    assert TokenCounter.load(tmp_path) is None
+    assert caption_rules.read_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.json").write_bytes(b"{")
-    assert TokenCounter.load(tmp_path) is None
+    assert caption_rules.read_tokenizer(tmp_path) is None
