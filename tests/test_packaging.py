@@ -49,6 +49,7 @@ SHIPPED_DATA = (
     "lora_trainer/families/*.toml",
     "lora_trainer/hardware/*.toml",
     "lora_trainer/lora_file/*.json",
+    "lora_trainer/lora_file/*.toml",
     "lora_trainer/planning/*.toml",
     "lora_trainer/reporting/*.css",
     "lora_trainer/reporting/*.html",

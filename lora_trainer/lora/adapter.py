@@ -296,15 +296,15 @@ def _refuse_others(
 ) -> None:
     """Raise RequestError for the first difference of an adapter file, naming the setting to change."""
     own_kind, other_kind = _kind(current), _kind(tensors)
-    if set(other_kind) - {"lora", "loha", "lokr", "oft", "dora"}:
-        raise RequestError(
-            f"train.init_from holds a {' '.join(other_kind)} adapter, which is not trained here",
-            fix="make a LoRA of it with `lora-train resize FILE --rank N`, where its kind allows that",
-        )
     if own_kind != other_kind:
+        untrained = set(other_kind) - {"lora", "loha", "lokr", "oft", "dora"}
+        run = "which is not trained here" if untrained else f"this run trains {' '.join(own_kind)}"
+        settings = f"--set adapter.kind={other_kind[0]} --set adapter.dora={str('dora' in other_kind).lower()}"
         raise RequestError(
-            f"train.init_from holds a {' '.join(other_kind)} adapter, this run trains {' '.join(own_kind)}",
-            fix=f"--set adapter.kind={other_kind[0]} --set adapter.dora={str('dora' in other_kind).lower()}",
+            f"train.init_from holds a {' '.join(other_kind)} adapter, {run}",
+            fix="make a LoRA of it with `lora-train resize FILE --rank N`, where its kind allows that"
+            if untrained
+            else settings,
         )
     if tensors.keys() != layers.keys():
         extra, missing = sorted(tensors.keys() - layers.keys()), sorted(layers.keys() - tensors)
@@ -317,19 +317,15 @@ def _refuse_others(
             fix=f"set {setting} as they were when the file was trained",
         )
     for key, layer in layers.items():
-        for name, parameter in layer.parameters.items():
-            tensor = tensors[key].tensors.get(name)
-            if tensor is None or _flat_shape(tensor) != _flat_shape(parameter, name):
-                raise RequestError(
-                    f"train.init_from has rank {tensors[key].rank} in {key}, this run has "
-                    f"{layer.width.rank}, or the base model is another",
-                    fix="set adapter.rank, conv_rank, rank_pattern and lokr_factor as they were "
-                    "when the file was trained",
-                )
-        if surplus := sorted(tensors[key].tensors.keys() - layer.parameters.keys()):
+        trained = {name: _flat_shape(each, name) for name, each in layer.parameters.items()}
+        shapes = {name: _flat_shape(each) for name, each in tensors[key].tensors.items()}
+        if shapes != trained:
+            surplus = "".join(f", {name}" for name in sorted(shapes.keys() - trained.keys()))
             raise RequestError(
-                f"train.init_from has {', '.join(surplus)} in {key}, which this run does not train",
-                fix="start from a file without them, or merge it into the base and train on that",
+                f"train.init_from has rank {tensors[key].rank}{surplus} in {key}, this run has rank "
+                f"{layer.width.rank}, or the base model is another",
+                fix="set adapter.rank, conv_rank, rank_pattern and lokr_factor as they were when the file was "
+                "trained; merge a file with biases into the base and train on that",
             )
 
 

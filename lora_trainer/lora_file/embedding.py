@@ -8,8 +8,7 @@ are recognised but not written, because diffusers refuses such a file. Torch-fre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.common.files import disk_error
-from lora_trainer.families.facts import TensorInfo
+from lora_trainer.families.facts import Header, TensorInfo
 from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.lora_file.tensor_file import numbers, open_checked, ordered, refuse, write_tensors
 
@@ -30,14 +29,6 @@ BUNDLED = "bundle_emb."
 WORD = "lora_train.word"
 
 Vectors = Mapping[str, NDArray[np.float32]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Embedding:
-    """The contents of an embedding file: vectors by key, and its header."""
-
-    vectors: Vectors
-    metadata: Mapping[str, str]
 
 
 def embedding_path(adapter: Path) -> Path:
@@ -64,18 +55,23 @@ def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]
     write_tensors(path, tensors, bodies, metadata=metadata, force=True)
 
 
-def read_embedding(path: Path) -> Embedding:
-    """Read a file in the names of `KEYS`; raises InputError for any other."""
+def read_embedding(path: Path) -> Vectors:
+    """Read the vectors of a file in the names of `KEYS`; raises InputError for any other."""
     try:
         with open_checked(path) as opened:
-            entries = opened.entries.values()
-            if not entries or any(each.key not in KEYS or len(each.shape) != 2 for each in entries):
+            if not holds_vectors(opened.entries):
                 refuse(path, "holds no embedding")
-            vectors = {each.key: numbers(opened.read(each), each) for each in entries}
-            return Embedding(vectors=vectors, metadata=opened.metadata)
+            return {key: numbers(opened.read(each), each) for key, each in opened.entries.items()}
     except InputError as error:
         fix = "give a file with emb_params or clip_l, or export it again"
         raise InputError(error.found, fix=fix) from None
+
+
+def holds_vectors(entries: Header) -> bool:
+    """Say whether the tensors of a file are the vectors of a new word and nothing else."""
+    return bool(entries) and all(
+        key in KEYS and len(each.shape) == 2 for key, each in entries.items()
+    )
 
 
 def trained_vectors(adapter: Path, word: NewWord) -> Vectors:
@@ -88,13 +84,7 @@ def trained_vectors(adapter: Path, word: NewWord) -> Vectors:
             f"{adapter.name} was trained with new tokens for {word.text!r}, but their file is missing",
             fix=f"put {file.name} beside it",
         )
-    return read_embedding(file).vectors
-
-
-def bundled(keys: Iterable[str]) -> list[str]:
-    """Return the names of the words whose vectors are inside an adapter file."""
-    parts = (key.removeprefix(BUNDLED) for key in keys if key.startswith(BUNDLED))
-    return sorted({part.partition(".")[0] for part in parts})
+    return read_embedding(file)
 
 
 def trained_words(metadata: Mapping[str, str]) -> NewWord | None:

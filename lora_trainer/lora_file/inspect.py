@@ -21,14 +21,7 @@ from lora_trainer.common.events import Severity
 from lora_trainer.families.recognise import stated_family
 from lora_trainer.lora.adapter_size import BASED, factored_norm
 from lora_trainer.lora_file.base_layers import Fit, recognise, sized
-from lora_trainer.lora_file.embedding import (
-    BUNDLED,
-    KEYS,
-    WORD,
-    bundled,
-    read_embedding,
-    trained_words,
-)
+from lora_trainer.lora_file.embedding import BUNDLED, WORD, holds_vectors, trained_words
 from lora_trainer.lora_file.key_formats import SCALED, KeyFormat, key_format, kind_of_others
 from lora_trainer.lora_file.module_update import Update
 from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED, Contents, open_contents
@@ -66,7 +59,7 @@ class Inspection:
     rank: Spread | None = None
     alpha: Spread | None = None
     modules: int = 0
-    embeddings: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    embeddings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,8 +89,8 @@ def inspect_file(path: Path) -> Inspection:
     """Look into an adapter file; raises InputError for a file that is unreadable or holds no adapter."""
     with open_contents(path) as contents:
         whole = contents.whole
-        if not contents.parts and contents.unknown and set(contents.unknown) <= set(KEYS):
-            return _embedding(path)
+        if holds_vectors(contents.opened.entries):
+            return _embedding(path, contents)
         if not whole:
             keys = [*contents.unknown]
             keys += [each.key for part in contents.parts.values() for each in part.entries.values()]
@@ -118,17 +111,16 @@ def inspect_file(path: Path) -> Inspection:
     )
 
 
-def _embedding(path: Path) -> Inspection:
-    embedding = read_embedding(path)
-    architecture, _, _ = embedding.metadata.get("modelspec.architecture", "").rpartition("/")
-    word = embedding.metadata.get(WORD)
+def _embedding(path: Path, contents: Contents) -> Inspection:
+    architecture, _, _ = contents.metadata.get("modelspec.architecture", "").rpartition("/")
+    word = contents.metadata.get(WORD)
     named = f"the word {word!r}" if word else "a word"
     return Inspection(
         family=architecture or "unknown",
-        metadata=embedding.metadata,
+        metadata=contents.metadata,
         problems=(_problem("embedding", word=named, stem=path.stem),),
         kinds=("embedding",),
-        embeddings={key: (vec.shape[0], vec.shape[1]) for key, vec in embedding.vectors.items()},
+        embeddings={key: each.shape for key, each in contents.opened.entries.items()},
     )
 
 
@@ -264,7 +256,7 @@ def block_of(module: str) -> str:
 
 def _problem(kind: str, **facts: Any) -> Problem:
     """Return a problem of `problems.json` with these facts in its texts."""
-    texts = {key: text.format(**facts) for key, text in packaged("problems")[kind].items()}
+    texts = {key: text.format(**facts) for key, text in packaged("problems.json")[kind].items()}
     return Problem(kind, **texts)
 
 
@@ -290,11 +282,11 @@ def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[P
     dora = [part.entries["magnitude"].key for part in parts if "magnitude" in part.entries]
     if any(key.endswith("dora_scale") for key in dora):
         yield from _several("dora", dora)
-    if words := bundled(contents.unknown):
+    bundled = (key.removeprefix(BUNDLED) for key in contents.unknown if key.startswith(BUNDLED))
+    if words := sorted({key.partition(".")[0] for key in bundled}):
         yield _problem("bundled-embeddings", words=", ".join(map(repr, words)))
-    yield from _several(
-        "unknown-keys", [key for key in contents.unknown if not key.startswith(BUNDLED)]
-    )
+    others = [key for key in contents.unknown if not key.startswith(BUNDLED)]
+    yield from _several("unknown-keys", others)
     # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
     scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
     missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]

@@ -16,6 +16,7 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import DENOISER, FileFormat
 from lora_trainer.lora.adapter_size import KIND_NAMES, AdapterKind
+from lora_trainer.lora_file.tensor_file import packaged
 
 # What a tensor is to its module: `down`, `alpha`, `w1_a` and others, see `ENDINGS`.
 Role = str
@@ -120,23 +121,12 @@ _MEANINGS = tuple(_ENDS)
 PART_MARK = "#"
 
 
-# Kinds of files that are not read, by the pattern of a key that only they have.
-_OTHER_KINDS = {
-    r"(?:unet|text_encoder):\d+:(?:up|down)": "LoRAs that number their layers instead of naming them",
-    r".+\.lora_(?:up|down)": "LoRAs in Nunchaku's form, made for its quantised networks",
-    r".+\.(?:[pq]_layer\.weight|lambda_layer)": "T-LoRAs, whose rank goes with the timestep",
-    r".+\.(?:scale_weight|weight_scale|scale_input)": "LoRAs whose fp8 factors have scales",
-    r".+\.modules_to_save\..+": "LoRAs with whole layers beside them (peft's modules_to_save)",
-    r".+\.reshape_weight|.+_norm\.scale|control_model\..+|lora_controlnet": "control LoRAs, "
-    "which need an image as a condition",
-    r"\d+\.linear\d?\..+|\d+\.linear\d": "hypernetworks",
-    r"emb_params|clip_[lg]|string_to_param.*": "embeddings, the vectors of new words",
-}
+READERS = "readers.toml"
 
 
 def kind_of_others(keys: Collection[str]) -> str:
     """Return of which files these keys are as a note in brackets, "" where that is not known."""
-    for pattern, kind in _OTHER_KINDS.items():
+    for pattern, kind in packaged(READERS)["other_kinds"].items():
         if any(re.fullmatch(pattern, key) for key in keys):
             return f" (as in {kind})"
     return ""
@@ -203,27 +193,6 @@ def file_endings(format: FileFormat, kind: AdapterKind, *, component: str) -> Ma
 
 
 FormatRequest = Literal["auto"] | FileFormat
-# Measured by scripts/readers, see docs/formats.md.
-_DORA = (
-    "diffusers drops the magnitudes of DoRA from files in this format, ComfyUI and Forge divide by the "
-    "norms of the base's weights instead of the changed ones, A1111 and InvokeAI by norms along the "
-    "wrong axis, which ruins the image; output.format=diffusers keeps DoRA exact in diffusers"
-)
-_DORA_IN_DIFFUSERS = (
-    "only diffusers reads DoRA in this format; ComfyUI and Forge drop the magnitudes, InvokeAI refuses "
-    "the file"
-)
-_TEXT_IN_COMFYUI = "only ComfyUI finds the text encoders' layers under these names"
-_MISSED: Mapping[AdapterKind, str] = {
-    "loha": "diffusers cannot load a LoHa, InvokeAI only those of U-Nets; ComfyUI can",
-    "lokr": "diffusers and InvokeAI load the LoKr of some families only; ComfyUI can",
-    "oft": "diffusers, Forge and InvokeAI cannot load an OFT; ComfyUI and A1111 can",
-    "oft_in": "of the programs checked, only OneTrainer loads an OFT of inputs",
-    "glora": "diffusers cannot load a GLoRA; ComfyUI, Forge and A1111 can",
-    "ia3": "diffusers, ComfyUI and Forge cannot load an IA3; A1111 can",
-    "full": "diffusers cannot load whole differences; ComfyUI, Forge and A1111 can",
-    "norm": "diffusers cannot load changes of norms; ComfyUI, Forge and A1111 can",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,25 +221,18 @@ def format_for(family: Family, requested: FormatRequest, contents: AdapterConten
 
     Raises RequestError with the reason where the family or the kind does not allow the requested format.
     """
+    others = sorted(contents.kinds - {"lora"})
+    reasons = {"kind": bool(others), "bias": contents.bias, "input_dora": contents.input_dora}
+    reason = next((name for name, is_so in reasons.items() if is_so), "")
     refused = dict[FileFormat, str]()
-    if others := sorted(contents.kinds - {"lora"}):
-        name = KIND_NAMES[others[0]]
-        refused["diffusers"] = (
-            f"{name} is not written in it, because diffusers cannot load it again under its own names"
-        )
-    elif contents.bias:
-        refused["diffusers"] = (
-            "changes of biases are not written in it, because diffusers has no names for them"
-        )
-    elif contents.input_dora:
-        refused["diffusers"] = (
-            "DoRA's input magnitudes are not written in it, because peft reads output magnitudes only"
-        )
+    if reason:
+        text: str = packaged(READERS)["refused_in_diffusers"][reason]
+        refused["diffusers"] = text.format(name=KIND_NAMES[others[0]] if others else "")
     possible = [format for format in family.formats.written if format not in refused]
     if not possible:
-        reasons = "; ".join(f"{each}: {refused[each]}" for each in family.formats.written)
+        listed = "; ".join(f"{each}: {refused[each]}" for each in family.formats.written)
         raise RequestError(
-            f"no file format of {family.name} can hold this adapter ({reasons})",
+            f"no file format of {family.name} can hold this adapter ({listed})",
             fix="make a LoRA of it with `lora-train resize --rank`, or train with --set adapter.kind=lora",
         )
     if requested == "auto":
@@ -278,15 +240,19 @@ def format_for(family: Family, requested: FormatRequest, contents: AdapterConten
     if requested in possible:
         return requested
     written = requested in family.formats.written
-    reason = (refused if written else family.formats.refused).get(requested)
+    fault = (refused if written else family.formats.refused).get(requested, "no program reads it")
     raise RequestError(
-        f"output.format={requested} is not possible for {family.name}: {reason or 'no program reads it'}",
+        f"output.format={requested} is not possible for {family.name}: {fault}",
         fix=f"use --set output.format={possible[0]}",
     )
 
 
 def format_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ...]:
     """Return a sentence per loss that programs have when they read such a file."""
-    dora = (_DORA_IN_DIFFUSERS if format == "diffusers" else _DORA,) if contents.dora else ()
-    text = (_TEXT_IN_COMFYUI,) if contents.text and format == "comfyui" else ()
-    return (*dora, *text, *(_MISSED[kind] for kind in sorted(contents.kinds) if kind in _MISSED))
+    names: list[str] = sorted(contents.kinds - {"lora"})
+    if contents.text and format == "comfyui":
+        names.insert(0, "text_in_comfyui")
+    if contents.dora:
+        names.insert(0, "dora_in_diffusers" if format == "diffusers" else "dora")
+    losses = packaged(READERS)["losses"]
+    return tuple(losses[name] for name in names)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lora_trainer import __version__
@@ -24,6 +25,7 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.families.facts import Prediction
+from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora_file.tensor_file import json_object, packaged
 
 
@@ -108,11 +110,12 @@ MAX_TAG_CHARACTERS = 300
 
 
 # Kohya's entries: our settings by entry, unused options, algorithms by kind of adapter.
-KOHYA = "kohya_entries"
+KOHYA = "kohya_entries.json"
+NETWORK_MODULE, NETWORK_ARGUMENTS = "ss_network_module", "ss_network_args"
 
 
 def _network(info: ExportInfo) -> dict[str, Any]:
-    arguments = _network_arguments(info)
+    kind, dora = info.settings["adapter.kind"], info.settings["adapter.dora"]
     vae = info.settings["base.vae"]
     hashes = {"sd_model": info.base_hashes, "vae": info.vae_hashes}
     stated_hashes = {name: each for name, each in hashes.items() if each is not None}
@@ -127,10 +130,9 @@ def _network(info: ExportInfo) -> dict[str, Any]:
         "ss_v2": info.base_model_version.startswith("sd_v2"),
         "ss_sd_model_name": info.base_name,
         "ss_output_name": info.title,
-        "ss_network_module": "lycoris.kohya" if "algo" in arguments else "networks.lora",
+        **network_entries(kind, dora=dora, arguments=_network_arguments(info)),
         "ss_network_dim": info.rank,
         "ss_network_alpha": float(info.alpha),
-        "ss_network_args": _dumps(arguments),
         "ss_network_dropout": info.settings["adapter.dropout"] or None,
         "ss_session_id": session,
         **({"ss_vae_name": vae} if vae else {}),
@@ -139,20 +141,30 @@ def _network(info: ExportInfo) -> dict[str, Any]:
     }
 
 
-def _network_arguments(info: ExportInfo) -> dict[str, str]:
-    """Return the arguments with which kohya's own network or LyCORIS would make this adapter."""
-    settings, arguments = info.settings, dict[str, str]()
-    kind, dora, rslora = (settings[f"adapter.{name}"] for name in ("kind", "dora", "rslora"))
-    if kind != "lora" or dora or rslora:
-        arguments["algo"] = packaged(KOHYA)["algorithms"][kind]
+def network_entries(
+    kind: AdapterKind, *, dora: bool, arguments: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Return which of kohya's networks reads an adapter: its own a plain LoRA, LyCORIS all else."""
+    of_kind = dict[str, str]()
+    if kind != "lora" or dora or "rs_lora" in arguments:
+        of_kind["algo"] = packaged(KOHYA)["algorithms"][kind]
     if dora:
-        arguments |= {"dora_wd": "True", "wd_on_output": "True"}
-    if rslora:
+        of_kind |= {"dora_wd": "True", "wd_on_output": "True"}
+    return {
+        NETWORK_MODULE: "lycoris.kohya" if of_kind else "networks.lora",
+        NETWORK_ARGUMENTS: _dumps({**of_kind, **arguments}),
+    }
+
+
+def _network_arguments(info: ExportInfo) -> dict[str, str]:
+    """Return the arguments with which kohya's own network or LyCORIS would make this adapter, without its kind."""
+    settings, arguments = info.settings, dict[str, str]()
+    if settings["adapter.rslora"]:
         arguments["rs_lora"] = "True"
     for name in ("rank_dropout", "module_dropout"):
         if settings[f"adapter.{name}"]:
             arguments[name] = f"{settings[f'adapter.{name}']:g}"
-    if kind == "lokr":
+    if settings["adapter.kind"] == "lokr":
         arguments["factor"] = str(settings["adapter.lokr_factor"])
     # Only U-Nets have convolutions, and no U-Net is trained by flow matching.
     if settings["adapter.targets"] == "all" and info.prediction != "flow":

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import time
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -182,9 +183,9 @@ def numbers(data: bytearray, entry: HeaderEntry) -> Array:
 
 @cache
 def packaged(name: str) -> dict[str, Any]:
-    """Return the table of facts or texts that stands in NAME.json beside this file."""
-    text = Path(__file__).with_name(f"{name}.json").read_text("utf-8")
-    table: dict[str, Any] = json.loads(text)
+    """Return the table of facts or texts in a JSON or TOML file that stands beside this one."""
+    text = Path(__file__).with_name(name).read_text("utf-8")
+    table: dict[str, Any] = (tomllib if name.endswith(".toml") else json).loads(text)
     return table
 
 

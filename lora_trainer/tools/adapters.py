@@ -9,7 +9,6 @@ precision would round it.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,18 +28,23 @@ from lora_trainer.families.base import Family
 from lora_trainer.families.facts import DENOISER, FileFormat
 from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
+from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
 from lora_trainer.lora_file.base_layers import Fit, LayerNames, check_usable, released_names
 from lora_trainer.lora_file.key_formats import (
-    AdapterContents,
     FormatRequest,
     format_for,
     format_notes,
 )
-from lora_trainer.lora_file.metadata import KOHYA, stated_base
+from lora_trainer.lora_file.metadata import (
+    NETWORK_ARGUMENTS,
+    NETWORK_MODULE,
+    network_entries,
+    stated_base,
+)
 from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED, Contents
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
-from lora_trainer.lora_file.tensor_file import HASHES, file_of, packaged, refuse_existing
+from lora_trainer.lora_file.tensor_file import HASHES, file_of, refuse_existing
 from lora_trainer.lora_file.write import (
     FileForm,
     Unwritable,
@@ -217,11 +221,14 @@ class AdapterTarget:
             )
         rank = Counter(module.rank for module in modules.values()).most_common(1)[0][0]
 
+        others: list[AdapterKind] = sorted(contents.kinds - {"lora"})
+        network = network_entries(others[0] if others else "lora", dora=contents.dora)
+
         def with_strength(alpha: float | None) -> dict[str, str]:
             # As far as the float32 in the tensors is meant.
             stated_alpha = str(float(f"{rank if alpha is None else alpha:.7g}"))
             strength = {"ss_network_dim": str(rank), "ss_network_alpha": stated_alpha}
-            return {**_network(contents), **entries, **strength}
+            return {**network, **entries, **strength}
 
         try:
             write_modules(self.path, modules, form, entries=with_strength, force=self.force)
@@ -263,27 +270,12 @@ def _as_option(text: str) -> str:
 
 # Header entries about the tensors of the old file; peft's settings would be a second strength.
 _NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})
-_MODULE, _ARGUMENTS = "ss_network_module", "ss_network_args"
 
 
 def carried(metadata: Mapping[str, str], *, resized: bool) -> dict[str, str]:
     """Return the entries of an adapter made from one other, of another rank if `resized`."""
-    left_out = {*_NOT_CARRIED, _MODULE, _ARGUMENTS} if resized else _NOT_CARRIED
+    left_out = {*_NOT_CARRIED, NETWORK_MODULE, NETWORK_ARGUMENTS} if resized else _NOT_CARRIED
     return {key: value for key, value in metadata.items() if key not in left_out}
-
-
-def _network(contents: AdapterContents) -> dict[str, str]:
-    """Return with which of kohya's networks an adapter of this kind is read."""
-    others = sorted(contents.kinds - {"lora"})
-    arguments = dict[str, str]()
-    if others or contents.dora:
-        arguments["algo"] = packaged(KOHYA)["algorithms"][others[0] if others else "lora"]
-    if contents.dora:
-        arguments |= {"dora_wd": "True", "wd_on_output": "True"}
-    return {
-        _MODULE: "lycoris.kohya" if arguments else "networks.lora",
-        _ARGUMENTS: json.dumps(arguments),
-    }
 
 
 # ---- convert
