@@ -41,7 +41,7 @@ ENDINGS: Mapping[AdapterKind, Mapping[Role, str]] = {
     "oft": {"blocks": ".oft_blocks", "rescale": ".rescale"},
     "oft_in": {"skew": ".oft_R.weight", "scaled": ".oft_R.scaled_oft"},
     "glora": {role: f".{role}.weight" for role in ("a1", "a2", "b1", "b2", "bm")},
-    "ia3": {"factor": ".weight", "on_input": ".on_input"},
+    "ia3": {"by_output": ".weight", "by_input": ".weight", "on_input": ".on_input"},
     "full": {"difference": ".diff"},
     "norm": {"difference": ".w_norm", "bias": ".b_norm"},
 }
@@ -106,7 +106,7 @@ _ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
         for kind, ends in ENDINGS.items()
         for role, end in ends.items()
         # A magnitude has one name beside every kind, an IA3's factor that of any weight.
-        if role not in ("magnitude", "factor")
+        if role not in ("magnitude", "by_output", "by_input")
     },
     **_OTHER_ENDS,
 }
@@ -179,14 +179,14 @@ def file_endings(format: FileFormat, kind: AdapterKind, *, component: str) -> Ma
     transformers loads the text encoders' layers and wants magnitudes with `.weight`, diffusers loads the
     others and wants them without.
     """
-    if format == "kohya" or kind != "lora":
-        return ENDINGS[kind]
-    if format == "comfyui":
-        # ComfyUI knows the magnitude by LyCORIS's name only.
-        return {**PEFT_ENDINGS, "magnitude": ENDINGS["lora"]["magnitude"]}
-    if component == DENOISER:
-        return PEFT_ENDINGS
-    return {**PEFT_ENDINGS, "magnitude": f"{PEFT_ENDINGS['magnitude']}.weight"}
+    ends = {"bias": BIAS, **ENDINGS[kind]}
+    if kind == "lora" and format != "kohya":
+        ends |= PEFT_ENDINGS
+        if format == "comfyui":  # it knows the magnitude by LyCORIS's name only
+            ends["magnitude"] = ENDINGS["lora"]["magnitude"]
+        elif component != DENOISER:
+            ends["magnitude"] += ".weight"
+    return ends
 
 
 # ---- what a format can hold

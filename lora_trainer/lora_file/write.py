@@ -29,7 +29,6 @@ from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import (
     ALPHA,
-    BIAS,
     SCALED,
     STRONG,
     AdapterContents,
@@ -214,10 +213,7 @@ class FileForm:
         if module.kind in SCALED and module.scale * module.rank != alpha:
             # Readers compute alpha / rank; the rest of scale = alpha / rank x strength is in the tensors.
             strength = module.scale if alpha is None else module.scale * module.rank / alpha
-        ends = file_endings(self.format, module.kind, component=component)
-        endings = {"bias": BIAS, **ends}
-        endings["input_magnitude"] = endings.get("magnitude", "")
-        endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
+        endings = file_endings(self.format, module.kind, component=component)
         tensors: dict[str, Tensor] = {}
         for role, tensor in module.tensors.items():
             wide = _float64(tensor)
@@ -237,7 +233,8 @@ class FileForm:
                 # dtype: that must stay a factor's.
                 half = self.format == "diffusers" and self.precision != "fp32"
                 digits = "fp16" if half else "fp32"
-            tensors[f"{name}{endings[role]}"] = _rounded(wide, key=key, precision=digits)
+            ending = endings[role.removeprefix("input_")]
+            tensors[f"{name}{ending}"] = _rounded(wide, key=key, precision=digits)
         if module.kind == "ia3":
             is_input = float("by_input" in module.tensors)
             tensors[f"{name}{endings['on_input']}"] = torch.tensor(is_input)

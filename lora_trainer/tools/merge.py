@@ -80,7 +80,7 @@ def merge(
                     fix="merge adapters of one family",
                 )
         if rank is not None:
-            cutter.cut_all(adapters, weight_of=None)
+            cutter.cut_all(adapters, weight_of=_weight_of(base, stack))
         # All entries that the files share, and the names of the files.
         headers = [source.contents.metadata for source in adapters.sources]
         common = {
@@ -229,18 +229,16 @@ class RankLimits:
 
     def check(self, options: str = "--rank, --ratio or --energy") -> None:
         """Raise RequestError for limits that are none of the command's `options`, or contradict each other."""
-        if self.rank is None and self.ratio is None and self.energy is None:
+        limits = {name: value for name, value in vars(self).items() if value is not None}
+        if not limits:
             raise RequestError("nothing says how much to keep", fix=f"give {options}")
-        if self.ratio is not None and self.energy is not None:
+        if {"ratio", "energy"} <= limits.keys():
             raise RequestError("--ratio and --energy are two answers", fix="give one of them")
-        if self.rank is not None and self.rank < 1:
-            raise RequestError(f"--rank {self.rank} is no rank", fix="give a number above 0")
-        if self.ratio is not None and not (1 <= self.ratio < math.inf):
-            raise RequestError(f"--ratio {self.ratio:g} is none", fix="give 1 or more, such as 10")
-        if self.energy is not None and not (0 < self.energy <= 1):
-            raise RequestError(
-                f"--energy {self.energy:g} is no share", fix="give a number up to 1, such as 0.95"
-            )
+        for name, value in limits.items():
+            is_share = name == "energy"
+            if not (0 < value <= 1 if is_share else 1 <= value < math.inf):
+                allowed = "above 0 and up to 1, such as 0.95" if is_share else "from 1, such as 10"
+                raise RequestError(f"--{name} {value:g} is none", fix=f"give a number {allowed}")
 
     def rank_of(self, decomposed: Singular) -> int:
         """Return the rank that a module gets."""
@@ -294,7 +292,7 @@ class RankCutter:
         return {"cuts": self.cuts, "energy": self.energy}
 
     def cut_all(
-        self, adapters: WeightedSources, *, weight_of: WeightOf | None, keeps: bool = False
+        self, adapters: WeightedSources, *, weight_of: WeightOf, keeps: bool = False
     ) -> None:
         """Cut every layer's sum but those of norms, which have no rank.
 
@@ -338,7 +336,7 @@ class RankCutter:
         self._kept += energy * decomposed.energy
 
     def _decomposed(
-        self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf | None
+        self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf
     ) -> Singular:
         """Return the singular values of a sum of updates: exactly of thin factors, else the largest."""
         if not any(module.needs_weight for module, _ in parts):
@@ -348,13 +346,8 @@ class RankCutter:
                 pass
         changes = []
         for module, strength in parts:
-            base_weight = None
-            if module.needs_weight:
-                if weight_of is None:
-                    what = f"what {kind_name(module)} changes depends on the base's weights"
-                    raise RequestError(f"{key} cannot be added up: {what}", fix=_BAKE)
-                base_weight = weight_of(key, module)
-            changed = strength * update(module, base_weight)
+            weight = weight_of(key, module) if module.needs_weight else None
+            changed = strength * update(module, weight)
             if changed.dim() == 2 and kernel:  # some files have kernels flattened
                 changed = changed.reshape(changed.shape[0], -1, *kernel)
             changes.append(changed)
@@ -408,7 +401,7 @@ def _weight_of(base: str | None, stack: ExitStack) -> WeightOf:
     def weight(key: str, module: ModuleTensors) -> Tensor:
         if base is None:
             raise RequestError(
-                f"{key} cannot be resized: what {kind_name(module)} changes depends on the base's weights",
+                f"{key} cannot become a LoRA: what {kind_name(module)} changes depends on the base's weights",
                 fix="name the base model it was made for with --base, a folder or a checkpoint",
             )
         places = open_weights().places
