@@ -12,7 +12,7 @@ import re
 import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,19 @@ from tests.lora_files.layers import Layer
 Spell = Callable[[str], str]
 
 
-def flat(prefix: str) -> Spell:
-    return lambda name: f"{prefix}{name}".replace(".", "_")
+def spelling(prefix: str, rules: Iterable[tuple[str, str]] = ()) -> Spell:
+    """Return what puts a prefix before names; one that ends with `_` makes them flat.
 
+    `rules` are pairs of a pattern in the names and its replacement.
+    """
 
-def dotted(prefix: str) -> Spell:
-    return lambda name: f"{prefix}{name}"
+    def spell(name: str) -> str:
+        for pattern, new in rules:
+            name = re.sub(pattern, new, name)
+        name = f"{prefix}{name}"
+        return name.replace(".", "_") if prefix.endswith("_") else name
+
+    return spell
 
 
 @dataclass(frozen=True)
@@ -73,16 +80,17 @@ def bare(*ends: str, **options: object) -> k.Kind:
 
 
 AB = ("lora_A.weight", "lora_B.weight")
-PROCESSOR = bare("_lora.down.weight", "_lora.up.weight")
-DEFAULT = bare("lora_A.default.weight", "lora_B.default.weight")
 KINDS: Mapping[str, k.Kind] = {
     "kohya": k.lora(),
     "locon": k.lora(rank=4, alpha=2.0),
     "peft": bare(*AB),
     "original": k.lora(ends=(*AB, "alpha")),
     "old": bare("lora.down.weight", "lora.up.weight"),
-    "default": DEFAULT,
-    "processor": PROCESSOR,
+    "default": bare("lora_A.default.weight", "lora_B.default.weight"),
+    "processor": bare("_lora.down.weight", "_lora.up.weight"),
+    "processor of images": bare("_lora1.down.weight", "_lora1.up.weight"),
+    "processor of texts": bare("_lora2.down.weight", "_lora2.up.weight"),
+    "linear layer": bare("lora_linear_layer.down.weight", "lora_linear_layer.up.weight"),
 }
 """Kinds that files.toml has by a name; others are a function of `kinds`, or "peft", with their options."""
 STATED = {
@@ -103,7 +111,10 @@ def kind_of(kind: str | Mapping[str, Mapping[str, Any]]) -> k.Kind:
 
 
 def layers_of(part: Mapping[str, Any]) -> list[Layer]:
-    """Return the layers of a part in files.toml: of `layers`, a release or a text encoder."""
+    """Return the layers of a part in files.toml: of `layers`, a release or a text encoder.
+
+    `rows_of` says how many parts of a joined layer the file has.
+    """
     if "layers" in part:
         layers = layers_of(LISTING["layers"][part["layers"]])
     elif "text" in part:
@@ -118,6 +129,7 @@ def layers_of(part: Mapping[str, Any]) -> list[Layer]:
     ends = tuple(part.get("ends", ("",)))
     layers = [layer for layer in layers if layer.name.endswith(ends)]
     layers = layers[slice(*part.get("slice", (None,)))]
+    layers = [replace(each, parts=each.parts[: part.get("rows_of")]) for each in layers]
     assert layers, part
     return layers
 
@@ -130,83 +142,13 @@ def listed() -> Iterable[Case]:
             parts = []
             for part in file["parts"]:
                 own = kind if part["kind"] == "WAY" else part["kind"]
-                spell = (flat if part["spelt"].endswith("_") else dotted)(part["spelt"])
+                spell = spelling(part["spelt"], part.get("renamed", ()))
                 component = part.get("component", "denoiser")
                 parts.append(Part(layers_of(part), spell, kind_of(own), component))
             yield Case(name.replace("WAY", way), **{**file, "parts": tuple(parts)})
 
 
-def renamed() -> Iterable[Case]:
-    """Yield files whose names are no layers' with a prefix."""
-
-    def case(name: str, family: str, *parts: Part) -> Case:
-        return Case(name, family, parts)
-
-    attention = ("to_q", "to_k", "to_v", "to_out.0")
-    sd15, sdxl = (
-        [layer for layer in split(layers) if layer.name.endswith(attention)]
-        for layers in map(layers_of, ({"layers": "SD15"}, {"layers": "SDXL"}))
-    )
-
-    def processor(name: str) -> str:
-        return re.sub(r"\.attn([12])\.", r".attn\1.processor.", name).removesuffix(".0")
-
-    def clip_old(name: str) -> str:
-        return "text_encoder." + name.replace("_proj", "").replace("self_attn.", "self_attn.to_")
-
-    old = Part(sd15, processor, PROCESSOR)
-    yield case("diffusers 0.17 attention processors sd15", "sd15", old)
-    old = Part(sdxl, lambda name: f"unet.{processor(name)}", PROCESSOR)
-    yield case("diffusers 0.18 attention processors sdxl", "sdxl", old)
-    clip = [layer for layer in a.text("sd15", prefix="text_model.") if "self_attn" in layer.name]
-    ends = ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight")
-    text = Part(clip, clip_old, bare(*ends), "text_encoder")
-    denoiser = Part(sd15, dotted("unet."), bare(*AB))
-    yield case("diffusers 0.20 with text sd15", "sd15", denoiser, text)
-    (qkv,) = a.release("flux", r"double_blocks\.4\.img_attn\.qkv")
-    fused = Layer("transformer_blocks.4.attn.to_qkv", qkv.parts, (3072,))
-    single, spell = split(a.release("flux", r"single_blocks\.3\.")), dotted("transformer.")
-    parts = (Part([fused], spell, bare(*AB)), Part(single, spell, bare(*AB)))
-    yield case("diffusers 0.42 flux fused projections", "flux", *parts)
-    names = {
-        "double_blocks": "blocks", "img_attn.qkv": "attn.a_to_qkv", "txt_attn.qkv": "attn.b_to_qkv",
-        "img_attn.proj": "attn.a_to_out", "txt_attn.proj": "attn.b_to_out", "img_mlp.": "ff_a.",
-        "txt_mlp.": "ff_b.", "img_mod.lin": "norm1_a.linear", "txt_mod.lin": "norm1_b.linear",
-        "linear1": "to_qkv_mlp", "linear2": "proj_out", "modulation.lin": "norm.linear",
-    }  # fmt: skip
-
-    def diffsynth(name: str) -> str:
-        for old_name, new in names.items():
-            name = name.replace(old_name, new)
-        return f"pipe.dit.{name}"
-
-    yield case(
-        "DiffSynth-Studio 2 flux pipe prefix",
-        "flux",
-        Part(layers_of({"layers": "FLUX"}), diffsynth, DEFAULT),
-    )
-    named = {
-        layer.name.partition(".2.")[2]: layer
-        for layer in a.release("flux", r"(double|single)_blocks\.2\.")
-    }
-    joined, out = named["linear1"], named["linear2"]
-    single = [
-        Layer("single_blocks.2.processor.qkv", joined.parts[:3], (3072,)),
-        Layer("single_blocks.2.processor.proj", out.parts, out.inputs),
-    ]
-    yield case("x-flux single blocks", "flux", Part(single, dotted(""), PROCESSOR))
-    double = []
-    for number, side in enumerate(("img", "txt"), start=1):
-        layers = [
-            Layer(f"double_blocks.2.processor.{end}", named[f"{side}_attn.{end}"].parts, (3072,))
-            for end in ("qkv", "proj")
-        ]
-        kind = bare(f"_lora{number}.down.weight", f"_lora{number}.up.weight")
-        double.append(Part(layers, dotted(""), kind))
-    yield case("x-flux double blocks", "flux", *double)
-
-
-CASES: tuple[Case, ...] = (*listed(), *renamed())
+CASES: tuple[Case, ...] = tuple(listed())
 
 
 # ---- files, and what each layer's weight must change by
