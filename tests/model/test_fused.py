@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.quantize import QuantizedLinear
+from tests.fakes.small_network import adapted, awaken
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ def pair(layer: nn.Module, *, rank: int, alpha: float = 3.0, wide: torch.dtype) 
     theirs, ours = (Holder(copy.deepcopy(layer).requires_grad_(False)) for _ in range(2))
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=["layer"], init_lora_weights=False)
     inject_adapter_in_model(config, theirs)
-    adapted(ours, ["layer"], alpha=alpha, rank=rank)
+    awaken(adapted(ours, "layer", alpha=alpha, rank=rank), size=0.3)
     for holder in (theirs, ours):
         for parameter in holder.parameters():
             if parameter.requires_grad:
@@ -48,21 +47,6 @@ def pair(layer: nn.Module, *, rank: int, alpha: float = 3.0, wide: torch.dtype) 
     assert theirs.state_dict().keys() == ours.state_dict().keys()
     theirs.load_state_dict(ours.state_dict())
     return theirs.layer, ours.layer
-
-
-def adapted(network: nn.Module, names: list[str], *, alpha: float = 2.0, **values: Any) -> Adapter:
-    adapter = inject(
-        {"denoiser": network.requires_grad_(False)},
-        modules={"denoiser": names},
-        settings=AdapterSettings.model_validate({"rank": 2, **values}),
-        alpha=alpha,
-        seed=1,
-    )
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return adapter
 
 
 def learned(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -198,7 +182,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_that_read_one_input_keep_it_once_and_as_it_is(dtype: torch.dtype) -> None:
     network = Shared().to(dtype)
-    adapted(network, ["q", "k", "v", "out"])
+    adapted(network.requires_grad_(False), "q", "k", "v", "out")
     source = torch.randn(3, 5, 6, dtype=dtype, requires_grad=True)
     x = source * 2
     _, kept = seen(lambda: network(x))
@@ -233,23 +217,6 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(kind: str, frozen
             torch.testing.assert_close(others[name], gradient, **EXACT)
 
 
-@pytest.mark.parametrize("change", ["a hook after it", "a hook before it", "another forward"])
-def test_what_was_put_around_the_base_layer_is_kept(change: str) -> None:
-    layers = pair(nn.Linear(4, 5).double(), rank=2, wide=torch.float64)
-    for base in (each.get_submodule("base_layer") for each in layers):
-        if change == "a hook after it":
-            base.register_forward_hook(lambda _module, _inputs, output: output + 1)
-        elif change == "a hook before it":
-            base.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * 2,))
-        else:  # as diffusers brings weights
-            plain = base.forward
-            base.forward = lambda x, plain=plain: plain(x) + 1
-    x = torch.randn(3, 4, dtype=torch.float64)
-    assert_same(layers, x, **EXACT)
-    y = layers[1](x)
-    assert "FrozenAndLowRank" not in y.grad_fn.name()
-
-
 class Twice(nn.Linear):
     """A layer that is more than its weight."""
 
@@ -257,17 +224,21 @@ class Twice(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_a_layer_of_another_kind_computes_itself() -> None:
-    layers = pair(Twice(4, 5).double(), rank=2, wide=torch.float64)
-    assert_same(layers, torch.randn(3, 4, dtype=torch.float64), **EXACT)
+CHANGES = ["a hook after it", "a hook before it", "another forward", "another class"]
 
 
-@pytest.mark.parametrize(("values", "fused"), [({}, True), ({"dora": True}, False)])
-def test_dora_is_peft_s(values: dict[str, Any], fused: bool) -> None:
-    network = Shared()
-    adapter = adapted(network, ["out"], **values)
-    y = network(torch.randn(2, 6))
-    assert y.grad_fn is not None
-    assert ("FrozenAndLowRank" in y.grad_fn.name()) == fused
-    y.sum().backward()
-    assert all(parameter.grad is not None for parameter in adapter.parameters())
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_more_than_a_product_with_the_weight_is_kept(change: str) -> None:
+    plain = Twice(4, 5) if change == "another class" else nn.Linear(4, 5)
+    layers = pair(plain.double(), rank=2, wide=torch.float64)
+    for base in (each.get_submodule("base_layer") for each in layers):
+        if change == "a hook after it":
+            base.register_forward_hook(lambda _module, _inputs, output: output + 1)
+        elif change == "a hook before it":
+            base.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * 2,))
+        elif change == "another forward":  # as diffusers brings weights
+            base.forward = lambda x, forward=base.forward: forward(x) + 1
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert_same(layers, x, **EXACT)
+    y = layers[1](x)
+    assert "FrozenAndLowRank" not in y.grad_fn.name()
