@@ -21,6 +21,13 @@ def test_draws_never_change() -> None:
     """Pinned: another value would change every resumed run and every published recipe."""
     assert draw_seed(42, Stream.NOISE, 0, "a") == 3242176907106882134
     assert shuffled("abcdef", 7, Stream.ORDER, 3) == list("dfebca")
+    assert shuffled("abcdef", 7, Stream.ORDER, 4) == list("bdfcae")
+    drawn = [randomness.draw_uniform(3, Stream.FLIP, step) for step in range(3)]
+    assert drawn == [0.8374790718676328, 0.8447182574372323, 0.25478192593110005]
+    chosen = [randomness.draw_choice(4, 1, Stream.TIMESTEP, step) for step in range(12)]
+    assert chosen == [3, 0, 2, 0, 3, 1, 3, 0, 3, 1, 1, 0]
+    with pytest.raises(ValueError, match="cannot choose from 0"):
+        randomness.draw_choice(0, 1, Stream.TIMESTEP)
 
 
 @given(one=COUNTERS, other=COUNTERS)
@@ -38,17 +45,6 @@ def test_streams_and_seeds_share_no_numbers_and_fit_torch() -> None:
     torch.Generator().manual_seed(max(drawn))
 
 
-def test_uniform_numbers_and_choices_are_even() -> None:
-    drawn = [randomness.draw_uniform(3, Stream.FLIP, k) for k in range(4000)]
-    assert min(drawn) >= 0 and max(drawn) < 1
-    tenths = Counter(int(10 * value) for value in drawn)
-    assert set(tenths) == set(range(10)) and all(330 < n < 470 for n in tenths.values())
-    choices = Counter(randomness.draw_choice(4, 1, Stream.TIMESTEP, k) for k in range(2000))
-    assert set(choices) == {0, 1, 2, 3} and all(420 < n < 580 for n in choices.values())
-    with pytest.raises(ValueError, match="cannot choose from 0"):
-        randomness.draw_choice(0, 1, Stream.TIMESTEP)
-
-
 @given(names=st.sets(st.text(max_size=4), max_size=12), extra=st.text(min_size=5, max_size=6))
 def test_a_shuffle_is_of_the_set_and_one_more_moves_no_other(names: set[str], extra: str) -> None:
     order = shuffled(names, 9, Stream.ORDER, 0)
@@ -56,8 +52,3 @@ def test_a_shuffle_is_of_the_set_and_one_more_moves_no_other(names: set[str], ex
     assert shuffled(sorted(names, reverse=True), 9, Stream.ORDER, 0) == order
     wider = shuffled([*names, extra], 9, Stream.ORDER, 0)
     assert [name for name in wider if name != extra] == order
-
-
-def test_shuffles_differ_by_epoch_and_are_fair() -> None:
-    firsts = Counter(shuffled("abcd", 9, Stream.ORDER, epoch)[0] for epoch in range(800))
-    assert set(firsts) == set("abcd") and all(150 < n < 250 for n in firsts.values())

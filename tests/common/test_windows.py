@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -278,22 +279,6 @@ def test_a_name_that_windows_refuses_is_refused_before_anything_is_made() -> Non
 # ---- what the code may not do
 
 
-LACKING = {
-    "os": """chown chroot fork forkpty fchmod fchown getegid geteuid getgid getgroups getpgid getpgrp
-        getpriority getsid getuid killpg lchown major minor mkfifo mknod nice openpty posix_fadvise
-        posix_fallocate posix_spawn pread pwrite readv writev sched_getaffinity sched_setaffinity
-        sched_yield sendfile setegid seteuid setgid setpgid setpriority setsid setuid statvfs fstatvfs
-        sync sysconf tcgetpgrp ttyname uname wait wait3 wait4 waitid O_CLOEXEC O_DIRECT O_DIRECTORY
-        O_DSYNC O_NOATIME O_NOCTTY O_NOFOLLOW O_NONBLOCK O_SYNC O_TMPFILE open kill rename link""",
-    "signal": """SIGKILL SIGHUP SIGALRM SIGCHLD SIGCONT SIGPIPE SIGQUIT SIGSTOP SIGTSTP SIGUSR1 SIGUSR2
-        SIGWINCH alarm pause pthread_kill pthread_sigmask setitimer siginterrupt sigpending sigwait""",
-    "time": "clock_gettime clock_settime tzset",
-    "socket": "AF_UNIX SO_REUSEPORT",
-    "": """fcntl grp posix pty pwd readline resource syslog termios tty crypt spwd start_new_session preexec_fn
-        close_fds pass_fds""",
-}
-"""What Windows lacks (Python's documentation, "Availability: Unix") or does otherwise: names of modules, and
-modules and arguments."""
 ALLOWED = {
     ("lora_trainer/common/files.py", "os.open"): "open_binary, which adds O_BINARY, and folders",
     ("lora_trainer/common/processes.py", "os.kill"): "behind sys.platform",
@@ -307,9 +292,9 @@ ALLOWED = {
 
 def test_no_code_relies_on_what_windows_lacks() -> None:
     """Nor writes text as anything but UTF-8 with "\\n": code pages cannot hold every caption."""
-    lacking = {
-        f"{module}.{name}".lstrip(".") for module in LACKING for name in LACKING[module].split()
-    }
+    modules = tomllib.loads(Path(__file__).with_name("lacking_on_windows.toml").read_text("utf-8"))
+    everywhere = modules.pop("everywhere")
+    lacking = {f"{module}.{name}" for module, names in modules.items() for name in names}
     used, wrong = set(), []
     for path in MODULES:
         file = path.relative_to(ROOT).as_posix()
@@ -326,9 +311,10 @@ def test_no_code_relies_on_what_windows_lacks() -> None:
                     names = [name]
                 case ast.Call() if _text_mode_fault(node):
                     wrong.append(f"{file}:{node.lineno}")
-            used |= {(file, name) for name in names if name in lacking}
             used |= {
-                (file, name) for name in names if name.partition(".")[0] in LACKING[""].split()
+                (file, name)
+                for name in names
+                if name in lacking or name.partition(".")[0] in everywhere
             }
     assert used == ALLOWED.keys(), "no longer used: take it out of ALLOWED"
     assert wrong == []

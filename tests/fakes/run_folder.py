@@ -27,7 +27,9 @@ PROMPTS = (
     HOSTILE_CAPTION,
 )
 RECORD = Path(__file__).with_name("run_folder.json")
-EVENTS = Path(__file__).with_name("run_events.json")
+FIELDS: dict[str, Any] = json.loads(
+    Path(__file__).with_name("run_events.json").read_text(encoding="utf-8")
+)
 """Fields of events that are the same in every run."""
 EXPORT = "zorble.safetensors"
 START_S = 1_795_000_000.0
@@ -85,7 +87,7 @@ def fake_run(
 ) -> FakeRun:
     """Return a finished run of `steps` steps with regular saves, samples and validations."""
     run = FakeRun(folder=folder, steps=steps, sample_px=sample_px)
-    fields: dict[str, Any] = json.loads(EVENTS.read_text(encoding="utf-8"))
+    fields = FIELDS
     every_sample, every_validation = max(1, steps // 3), max(1, steps // 10)
 
     def phase(
@@ -100,21 +102,15 @@ def fake_run(
     def validate(step: int) -> None:
         run.now_s += 0.8
         share = loss_at(step) / 0.1337
-        by_timestep = [
-            [timestep, round(share * (0.03 + 0.32 * math.exp(-timestep / 240)), 5)]
-            for timestep in TIMESTEPS
-        ]
+        by_timestep = [[timestep, round(40 * share / timestep, 5)] for timestep in TIMESTEPS]
         loss = loss_at(step) if step else 0.1337
         run.emit("validation", step=step, loss=loss, by_timestep=by_timestep, images=2, seconds=0.8)
 
     def sample(step: int) -> None:
         phase("sample", 1.2)
+        folder = f"samples/step-{step:08d}"
         images = [
-            {
-                "prompt": prompt,
-                "seed": 1234 + index,
-                "file": f"samples/step-{step:08d}/{index:02d}.png",
-            }
+            {"prompt": prompt, "seed": 1234 + index, "file": f"{folder}/{index:02d}.png"}
             for index, prompt in enumerate(PROMPTS)
         ]
         run.emit("sample", step=step, images=images, seconds=1.2)

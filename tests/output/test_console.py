@@ -17,12 +17,9 @@ from rich.console import Console
 
 from lora_trainer.common.events import EventStream
 from lora_trainer.reporting.console import ConsoleListener
-from tests.fakes.run_folder import fake_run, relay
+from tests.fakes.run_folder import FIELDS, fake_run, relay
 
-STEP = {
-    "images": 8, "lr": 2e-3, "grad_norm": 0.5, "seconds": 0.2, "data_wait_s": 0.0, "vram_bytes": 0,
-    "vram_reserved_bytes": 0, "vram_used_bytes": 0, "host_bytes": 1 << 30, "epoch": 0.1,
-}  # fmt: skip
+STEP = {**FIELDS["step"], "lr": 2e-3, "grad_norm": 0.5, "seconds": 0.2, "epoch": 0.1}
 
 
 def still() -> float:
@@ -35,11 +32,9 @@ def plain(*, clock: Callable[[], float] = still) -> tuple[ConsoleListener, io.St
 
 
 def emit_steps(events: EventStream, count: int, *, total: int, **changed: Any) -> None:
-    events.emit(
-        "run_started", name="n", family="f", base="b", steps=total, batch_size=1, device="cpu",
-        tier="cpu", priority="balanced", preset="p", images=3, validation_images=0,
-        resumed_from=None, every_steps={"sample": 0, "validation": 0},
-    )  # fmt: skip
+    every_steps = {"sample": 0, "validation": 0}
+    started = {**FIELDS["run_started"], "validation_images": 0, "every_steps": every_steps}
+    events.emit("run_started", **started, steps=total)
     for step in range(1, count + 1):
         events.emit("step", **{**STEP, "step": step, "loss": 0.1, **changed})
 

@@ -30,25 +30,14 @@ KOHYA = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
 NOBODY = "http://127.0.0.1:9"
 DIFFUSERS = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 LORA = {f"{KOHYA}.lora_down.weight": (4, 320), f"{KOHYA}.lora_up.weight": (320, 4)}
+LOHA = {"w1_a": (320, 4), "w1_b": (4, 320), "w2_a": (320, 4), "w2_b": (4, 320)}
+DORA = {"lora_A.weight": (4, 320), "lora_B.weight": (320, 4), "lora_magnitude_vector": (320,)}
 KINDS: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "lora": (LORA, "In ComfyUI, Forge, A1111 or InvokeAI: put"),
-    "dora of diffusers": (
-        {
-            f"{DIFFUSERS}.lora_A.weight": (4, 320),
-            f"{DIFFUSERS}.lora_B.weight": (320, 4),
-            f"{DIFFUSERS}.lora_magnitude_vector": (320,),
-        },
-        "",
-    ),
-    "dora of kohya": (
-        {**LORA, f"{KOHYA}.dora_scale": (320, 1)},
-        "In ComfyUI or Forge: put",
-    ),
+    "dora of diffusers": ({f"{DIFFUSERS}.{name}": shape for name, shape in DORA.items()}, ""),
+    "dora of kohya": ({**LORA, f"{KOHYA}.dora_scale": (320, 1)}, "In ComfyUI or Forge: put"),
     "loha": (
-        {
-            f"{KOHYA}.hada_{name}": (320, 4) if name.endswith("a") else (4, 320)
-            for name in ("w1_a", "w1_b", "w2_a", "w2_b")
-        },
+        {f"{KOHYA}.hada_{name}": shape for name, shape in LOHA.items()},
         "In ComfyUI or Forge: put",
     ),
 }
@@ -184,27 +173,21 @@ def test_a_base_that_is_not_on_the_hub_is_not_linked(
 # ---- what can go wrong
 
 
-def test_an_upload_that_fails_says_what_to_do(
+def test_an_upload_that_fails_is_one_line_that_says_what_to_do(
     run: Path,
     hub: HubServer,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fixes = {401: "hf auth login", 403: "make a token that may write", 0: "hf upload jane/zibbo"}
-    for status, fix in fixes.items():
-        hub.refuses = status
-        if not status:
-            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOBODY)
+    """Also for a sample that is removed meanwhile, and a card that is refused."""
+    sample = run / "samples" / "step-00000200" / "01.png"
+
+    def error() -> str:
         capsys.readouterr()
         assert publish(run) == 4
-        error = capsys.readouterr().err
-        assert "was not uploaded" in error and fix in error and error.count("\n") == 1
-
-
-def test_a_sample_removed_meanwhile_and_a_card_refused_fail_the_upload_in_one_line(
-    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sample = run / "samples" / "step-00000200" / "01.png"
+        line = capsys.readouterr().err
+        assert "was not uploaded" in line and line.count("\n") == 1
+        return line
 
     def remove(*_: Any, **__: Any) -> None:
         sample.unlink()
@@ -215,10 +198,12 @@ def test_a_sample_removed_meanwhile_and_a_card_refused_fail_the_upload_in_one_li
     for name, does in (("create_repo", remove), ("create_commit", refuse)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"huggingface_hub.HfApi.{name}", does)
-            assert publish(run) == 4
-        error = capsys.readouterr().err
-        assert "was not uploaded" in error and error.count("\n") == 1
+            error()
     assert not sample.exists()
+    for hub.refuses, fix in ((401, "hf auth login"), (403, "make a token that may write")):
+        assert fix in error()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOBODY)
+    assert "hf upload jane/zibbo" in error()
 
 
 def test_a_finished_training_is_uploaded_and_a_failure_is_its_problem(
