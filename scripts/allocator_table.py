@@ -2,7 +2,7 @@
 
 `python -m scripts.allocator_table [--families NAME ...] [--anew]` traces what has changed since docs/allocator.json
 was written, a minute or two a plan on one thread, and writes that file and the table in docs/memory.md.
-tests/scripts/test_allocator_table.py fails when a plan is not the one that was replayed, or needs too much.
+tests/scripts/test_tables.py fails when a plan is not the one that was replayed, or needs too much.
 
 Assumed: a GPU of each size with a screen on it, half a GiB of which is taken, 20 images of six shapes;
 on Windows the same. Each run samples once, then visits its buckets in shuffled order, twice the second time.

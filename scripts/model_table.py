@@ -3,7 +3,7 @@
 One row for each public release that is computed otherwise than the others: for three reference GPUs
 (scripts/plan_tables.py) how long a balanced run of 20 images takes, and at which image size. The first
 screen has the rows of the releases that most people ask for, under the names that they use.
-tests/scripts/test_plan_tables.py fails when the page holds another table.
+tests/scripts/test_tables.py fails when the page holds another table.
 """
 
 from __future__ import annotations

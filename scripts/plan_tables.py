@@ -1,7 +1,7 @@
 """Write docs/plans.md: what `plan` finds on three GPUs: how long runs of all bases take, memory of two.
 
 `python scripts/plan_tables.py`. The machine is assumed: three known GPUs, empty but for a desktop, 28 GiB
-of memory free beside them, 20 images. tests/scripts/test_plan_tables.py fails when the page is old.
+of memory free beside them, 20 images. tests/scripts/test_tables.py fails when the page is old.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ refused with the nearest setting that does.
 
 From the command to the file: start, caching, all steps, validation, sample images. On these GPUs a run of 20
 images takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`**
-(tests/scripts/test_plan_tables.py, for every release). What decides it:
+(tests/scripts/test_tables.py, for every release). What decides it:
 
 * **The size of the images.** At 1024 px FLUX.1 would train for 8 to 26 hours on 12 GB. Others train it and its like
   at 512 px on such GPUs, and so do these presets: OneTrainer's for 8 and 16 GB (512 px: Chroma, FLUX.2 klein,

@@ -1,13 +1,18 @@
-"""R5: no default plan needs more than there is, replayed through a model of PyTorch's allocator.
+"""docs/plans.md, docs/allocator.json and the tables of the front page: what the planner finds now, and it fits.
 
-docs/allocator.json has what `scripts/allocator_table.py` found; a plan that has changed since is stale.
+docs/allocator.json has what `scripts/allocator_table.py` found (R5: no default plan needs more than there is, replayed
+through a model of PyTorch's allocator); a plan that has changed since is stale.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from scripts import allocator_table
+from lora_trainer.config import PRIORITIES
+from lora_trainer.planning.run_time import MOST_HOURS
+from scripts import allocator_table, model_table, plan_tables
 from scripts.allocator_table import Cell, planned
 from tests.fakes.nvml import GIB
 
@@ -50,3 +55,26 @@ def test_a_plan_replayed_now_needs_what_is_written(source: str) -> None:
     row = allocator_table.replayed(cell, planned(cell), {})
     assert row == ROWS[cell], AGAIN
     assert row.reserved_bytes < cell.card_gib * GIB
+
+
+def test_the_pages_are_what_the_planner_finds() -> None:
+    """After a change of the planner, of costs or of presets run scripts/plan_tables.py and scripts/model_table.py."""
+    written = plan_tables.PAGE.read_text(encoding="utf-8")
+    assert written == plan_tables.page().rstrip() + "\n"
+    front = model_table.PAGE.read_text(encoding="utf-8")
+    assert model_table.with_model_tables(front) == front
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("source", list(plan_tables.releases()))
+def test_defaults_fit_and_end_in_an_evening(source: str, priority: Any) -> None:
+    """Every release on the GPU that stands for each tier: 1, 3 and 8 hours from command to file."""
+    for card, card_gib in plan_tables.CARDS.items():
+        made = plan_tables.planned(source, card, priority)
+        assert made.memory.peak_bytes <= (card_gib - plan_tables.DESKTOP_GIB) * GIB
+        assert made.host is not None and made.host.peak_bytes <= plan_tables.MACHINE_GIB * GIB
+        whole = made.run_time
+        assert whole.seconds <= MOST_HOURS[priority] * 3600, card
+        steps = [made.steps * seconds for seconds in made.seconds_per_step]
+        assert whole.parts["steps"] == tuple(steps)
+        assert whole.low_s < whole.seconds < whole.high_s < 2 * whole.seconds
