@@ -55,6 +55,7 @@ SHIPPED_DATA = (
     "lora_trainer/reporting/*.html",
     "lora_trainer/run/*.md",
     "lora_trainer/run/*.toml",
+    "lora_trainer/run/*.txt",
     "lora_trainer/importing/trainers/*.toml",
     "presets/**/*.json",
     "datasets/example/*",

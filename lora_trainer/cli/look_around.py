@@ -38,7 +38,7 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
         pictures = list(report.pictures)
         return {**report.to_json(), "pictures": pictures, "caption_limit": limit}
     parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
-    head = key_table("")
+    head = key_table()
     add_row(head, "images", str(report.images))
     add_row(head, "score", f"{report.score:.2f} of 1 ({parts})")
     add_row(head, "buckets", ", ".join(f"{name} x{n}" for name, n in report.buckets.items()))
@@ -51,7 +51,7 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
     inspection = inspect_file(file)
     if json:
         return inspection.to_json()
-    table = key_table("")
+    table = key_table()
     add_row(table, "family", inspection.family)
     add_row(table, "format", inspection.format)
     add_row(table, "kind", ", ".join(inspection.kinds))

@@ -93,8 +93,8 @@ def encoder_arguments(prepared: Prepared) -> dict[str, Any]:
 
     def load_text_encoder(device: torch.device) -> TextEncoder:
         # Offloaded: in host memory, with layers copied to the device one at a time.
-        place = CPU if memory.text_encoder_offload else device
-        encoder = family.load_text_encoder(facts, dtype=dtype, device=place)
+        load_device = CPU if memory.text_encoder_offload else device
+        encoder = family.load_text_encoder(facts, dtype=dtype, device=load_device)
         for network in encoder.networks.values() if memory.text_encoder_offload else ():
             offload(network, device)
         if (word := new_word(prepared.config)) and not memory.text_encoder_offload:
@@ -211,9 +211,11 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         for name, network in inside.items()
     }
     alpha = config.adapter.alpha
-    starts = config.train.init_from if state is None else None
-    # As they are without an adapter.
-    names = layer_names(prepared, networks.text) if starts is not None else None
+    start = None
+    if (file := config.train.init_from) is not None and state is None:
+        # Layers are named as they are without an adapter.
+        names = layer_names(prepared, networks.text)
+        start = read_tensors(Path(file).expanduser(), names=names)
     adapter = inject(
         inside,
         modules=modules,
@@ -225,8 +227,8 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         new_tokens=new_tokens(config, networks.text),
         keep_best=config.output.keep_best,
     )
-    if starts is not None and names is not None:
-        adapter.load_tensors(read_tensors(Path(starts).expanduser(), names=names))
+    if start is not None:
+        adapter.load_tensors(start)
     return adapter
 
 

@@ -36,8 +36,8 @@ def add_row(table: Table, *cells: str | Text, style: str = "") -> None:
     table.add_row(*texts, style=style or None)
 
 
-def key_table(title: str) -> Table:
-    table = Table(title=title or None, box=None, show_header=False, pad_edge=False)
+def key_table() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     return table
@@ -124,13 +124,10 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
     pool, count = len(prepared.dataset.regularisation), prepared.regularisation_per_epoch
     regularisation = f", {pool} for regularisation ({count} an epoch)" if pool else ""
-    download, absent = f"{gib(facts.download_bytes)} to download", "not on this machine"
-    if facts.layout is not None:
-        download = ""
-    elif facts.missing:
-        download = f"; {absent}: {facts.missing}, {download}"
-    else:
-        download = f", {absent}: {download}"
+    download = ""
+    if facts.layout is None:
+        absent = ", ".join(filter(None, (facts.missing, gib(facts.download_bytes))))
+        download = f"; not on this machine: {absent} to download"
     images = list(shares(prepared))
     split = f"{min(images)} to {max(images)}" if len(images) > 8 else " + ".join(map(str, images))
     sizes = (f"{count} of {size}" for size, count in prepared.at_once_by_size.items())
@@ -148,7 +145,7 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         "time": _time_text(plan),
         "disk": ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items()),
     }
-    table = key_table("")
+    table = key_table()
     for name, text in rows.items():
         if text:
             add_row(table, name, text)

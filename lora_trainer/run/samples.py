@@ -73,8 +73,8 @@ from lora_trainer.training.actions import Progress
 WORD_IN_PROMPTS = "<new-word>"
 
 
-# An image to draw: its prompt, the prompt's entry in the cache, its seed, the name of its file.
-Drawing = tuple[str, CacheKey, int, str]
+# An image to draw: its prompt, its seed, the name of its file.
+Drawing = tuple[str, int, str]
 
 
 @dataclass(kw_only=True)
@@ -131,9 +131,9 @@ class SampleAction:
         try:
             target.mkdir(parents=True, exist_ok=True)
             # Text encoders are loaded before memory is needed for images, and let go.
-            key, seed = texts_as(self.job.prepared).key, self.job.prepared.config.sampling.seed
+            seed = self.job.prepared.config.sampling.seed
             drawings = [
-                (prompt, key(prompt), seed + index, f"{index:02d}.png")
+                (prompt, seed + index, f"{index:02d}.png")
                 for index, prompt in enumerate(self.job.prepared.sample_prompts)
                 if self._own_due
             ]
@@ -169,7 +169,7 @@ class SampleAction:
             return []
         self.job.events.emit("phase", phase="sample", message="reading the prompt", done=0, total=0)
         try:
-            key = encode_prompt(self.job, self.entries.cache, prompt)
+            encode_prompt(self.job, self.entries.cache, prompt)
         except LoraTrainError as error:
             what = f"no sample image of {prompt[:60]!r} at step {step}: {error.found}"
             self._problem(what, fix=error.fix)
@@ -177,7 +177,7 @@ class SampleAction:
         # A resumed run may come to a step again, with another prompt asked for.
         number = len(list(target.glob("asked-*.png")))
         seed = self.job.prepared.config.sampling.seed
-        return [(prompt, key, seed, f"asked-{number:02d}.png")]
+        return [(prompt, seed, f"asked-{number:02d}.png")]
 
     def _images(
         self, target: Path, drawings: list[Drawing], *, step: int
@@ -186,7 +186,8 @@ class SampleAction:
         images: list[Mapping[str, str | int]] = []
         prepared = self.job.prepared
         settings, side_px = prepared.config.sampling, prepared.config.data.resolution
-        for index, (prompt, key, seed, name) in enumerate(drawings):
+        key = texts_as(prepared).key
+        for index, (prompt, seed, name) in enumerate(drawings):
             if self.job.stop() is not None:
                 self.job.events.problem(
                     f"{len(images)} of {len(drawings)} sample images at step {step}: asked to stop",
@@ -199,8 +200,8 @@ class SampleAction:
                 "phase", phase="sample", message="sample images", done=index, total=len(drawings)
             )
             image = self.sampler.image(
-                self._text(key),
-                self._text(texts_as(prepared).key(settings.negative_prompt)),
+                self._text(key(prompt)),
+                self._text(key(settings.negative_prompt)),
                 seed=seed,
                 size_px=(side_px, side_px),
                 steps=settings.steps,
@@ -223,8 +224,8 @@ class SampleAction:
         return self.parts.model.embed(self.entries.read(key))
 
 
-def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
-    """Encode a prompt in the middle of a training, unless the cache has it; return the key of its entry.
+def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> None:
+    """Encode a prompt in the middle of a training, unless the cache has it.
 
     The text encoders are loaded into host memory and run on the processor, because the GPU's memory is planned
     for the training. Raises MachineError where the host's free memory is too small for them.
@@ -232,7 +233,7 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
     prepared = job.prepared
     key = texts_as(prepared).key(prompt)
     if cache.has(key):
-        return key
+        return
     dtype = DTYPES[prepared.config.memory.text_encoder_precision]
     needed_bytes = prepared.facts.parts["text_encoder"].parameters * dtype.itemsize
     free_bytes = free_ram_bytes()
@@ -251,7 +252,6 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
     events = EventStream(listeners=[pass_on_problem])
     only = Needs(images={}, texts={key.digest: (prompt, key)}, sources={})
     fill(only, cache, devices=(CPU,), events=events, **encoder_arguments(prepared))
-    return key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,8 +303,8 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
 
     Raises InputError without an adapter, RequestError if the base is unknown.
     """
-    file, source, stated = file_and_base(run, base=base)
-    config = Config() if stated is None else stated
+    file, source, config = file_and_base(run, base=base)
+    config = config or Config()
     # Those of the adapter, without paths of other files.
     settings = config.base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
     try:
