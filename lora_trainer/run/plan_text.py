@@ -15,10 +15,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.common.events import Finding, note, warning
+from lora_trainer.common.events import Finding
 from lora_trainer.common.processes import share
 from lora_trainer.common.wording import duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
+from lora_trainer.dataset.records import finding
 from lora_trainer.families.facts import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.key_formats import format_notes, planned_contents
@@ -229,55 +230,31 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     """Yield warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
     config, facts, processes = prepared.config, prepared.facts, prepared.processes
     if facts.assumed is not None:
-        yield warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting)
+        yield finding("release", what=facts.assumed.sentence, setting=facts.assumed.setting)
     if facts.distilled and config.base.assistant is None:
-        what = f"{facts.source} is distilled: training weakens its ability to draw in few steps"
-        advice = (
-            "train on the undistilled release, "
-            "or give an assistant adapter with --set base.assistant=FILE"
-        )
-        yield warning("distilled", None, what, advice=advice)
+        yield finding("distilled", source=facts.source)
     batch = config.train.batch_size
     if batch % processes:
-        busy = min(batch, processes)
-        idle = f"only {busy} have work" if busy < processes else "some wait for the others"
-        what = f"train.batch_size={batch} does not divide by {processes} processes: {idle}"
+        name = "processes.idle" if batch < processes else "processes.wait"
         full = -(-batch // processes) * processes
-        advice = f"train.batch_size={full} would use all of them in every step"
-        yield warning("processes", None, what, advice=advice)
+        yield finding(name, batch=batch, processes=processes, full=full)
     records = (*prepared.trained, *prepared.dataset.regularisation)
     for index, side_px in enumerate(config.data.more_resolutions, start=1):
         count = sum(record.placements[index].upscaled for record in records)
         if side_px > config.data.resolution and count:
-            enlarged = f"{count} of {len(records)} images are enlarged"
-            advice = f"use larger originals, or leave {side_px} out of data.more_resolutions"
-            what = f"{enlarged} for data.more_resolutions={side_px}"
-            yield warning("enlarged", None, what, advice=advice)
+            yield finding("enlarged", count=count, images=len(records), side_px=side_px)
     # As on a GPU slower than its tier's.
     priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
     if hours > MOST_HOURS[priority]:
-        shorter = "train.steps, data.resolution and sampling.every_steps"
-        advice = f"{shorter} shorten it"
-        if priority != "speed":
-            advice = f"--priority speed shortens it most; so do {shorter}"
-        what = (
-            f"about {hours:.1f} hours are predicted; priority {priority} is meant for "
-            f"{MOST_HOURS[priority]:g} with 20 images on an ordinary GPU"
-        )
-        yield note("time", None, what, advice=advice)
+        name = "time.speed" if priority == "speed" else "time.other"
+        yield finding(name, hours=hours, priority=priority, most_hours=MOST_HOURS[priority])
     if config.adapter.dora:
-        what = (
-            "adapter.dora runs in fp32 beside each layer instead of fused with it, "
-            "so a step takes more time, and in 16 bits more memory"
-        )
-        yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")
+        yield finding("adapter")
     shapes = prepared.costs.adapter_shapes(config.adapter.targets)
     yield from optimizer_remarks(config, shapes=shapes)
     card, _ = prepared.hardware.accelerator(sharing=prepared.sharing)
     if too_small := tier_problem(card.total_bytes if card else None):
-        advice = "lower data.resolution or adapter.rank if the run does not fit"
-        yield warning("card", None, too_small, advice=advice)
+        yield finding("card", what=too_small)
     format: FileFormat = config.output.format
-    advice = "choose another output.format or adapter if that matters to you"
     for missed in format_notes(format, planned_contents(config.adapter)):
-        yield warning("format", None, f"output.format={format}: {missed}", advice=advice)
+        yield finding("format", format=format, missed=missed)
