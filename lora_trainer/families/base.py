@@ -46,9 +46,9 @@ from lora_trainer.families.facts import (
     Part,
     PartFacts,
     PipelineTraits,
-    WeightPlace,
 )
 from lora_trainer.families.latents import VaeLatents
+from lora_trainer.families.recognise import fits, signature_tables
 from lora_trainer.families.releases import BaseRelease, other_names, released
 from lora_trainer.families.text.transformers_encoder import load_tokenizer
 from lora_trainer.families.texts import TextEncoder, TextInputs
@@ -119,13 +119,25 @@ class Family(ABC):
     def detect(self, folder: Path) -> bool:
         """Return whether a diffusers folder is of this family, from its JSON files alone."""
 
-    @abstractmethod
     def detect_file(self, header: Header) -> frozenset[Part]:
         """Return the parts a single-file checkpoint of this family holds; empty: not of this family."""
+        tensors = {name: header[full] for name, full in self.denoiser_names(header).items()}
+        is_own = any(fits(tensors, marks) for marks in signature_tables()["bases"][self.name])
+        parts: set[Part] = {"denoiser"} if is_own else set()
+        channels = self.published[0].vae.get("latent_channels", 0)
+        # VAEs of several families have equal tensors and differ in the scale, which no file states. One beside
+        # another denoiser belongs to that; one alone in its file to each of these families.
+        if self.latents.is_in(header, channels=channels, alone=not is_own):
+            parts.add("vae")
+        # With one of SDXL's two encoders missing, both come from the companion: the part is all or nothing.
+        prefixes = () if self.text.encoder_files else self.text.prefixes.values()
+        if is_own and prefixes and all(any(n.startswith(p) for n in header) for p in prefixes):
+            parts.add("text_encoder")
+        return frozenset(parts)
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts from configs and safetensors headers; raises InputError naming a missing part."""
-        folder = base_parts.part_folder(layout, "denoiser", self.traits.folder)
+        folder = layout.part_folder("denoiser", self.traits.folder)
         # Files of other programs may leave the class out.
         architecture = {
             "_class_name": self.traits.class_name,
@@ -136,7 +148,7 @@ class Family(ABC):
         for file in (file for each in files.values() for file in each):
             if not file.is_file():
                 raise InputError(f"base model file {file} is missing", fix=AGAIN)
-        vae_folder = base_parts.part_folder(layout, "vae", "vae")
+        vae_folder = layout.part_folder("vae", "vae")
         plain = BaseRelease(
             ids=(source,),
             architecture=architecture,
@@ -146,7 +158,7 @@ class Family(ABC):
             max_tokens=self.published[0].max_tokens,
         )
         facts = self.facts_of(self._described(plain, layout), source=source, layout=layout)
-        if (single := base_parts.part_file(layout, "denoiser")) is not None:
+        if (single := layout.part_file("denoiser")) is not None:
             base_parts.check_companion(single, facts, self.published)
         return facts
 
@@ -157,18 +169,14 @@ class Family(ABC):
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files of each of `PARTS`; their hash is the part's identity."""
         files: dict[str, tuple[Path, ...]] = {
-            part: base_parts.part_files(
-                base_parts.part_folder(layout, part, folder), base_parts.part_file(layout, part)
-            )
+            part: base_parts.part_files(layout.part_folder(part, folder), layout.part_file(part))
             for part, folder in self._folders.items()
         }
         encoders = base_parts.encoders_in(layout, self.text)
         texts = [
             file
             for name in encoders
-            for file in base_parts.part_files(
-                layout.folder / name, base_parts.text_file(layout, name)
-            )
+            for file in base_parts.part_files(layout.folder / name, layout.text_file(name))
         ]
         if not self.text.encoder_files:
             # The order is a part of the identity: weights before configurations, a checkpoint once.
@@ -186,8 +194,8 @@ class Family(ABC):
         if part == "text_encoder":
             encoders = base_parts.encoders_in(layout, self.text)
             return sum(self._count_text(layout, component) for component in encoders)
-        if (single := base_parts.part_file(layout, part)) is None:
-            folder = base_parts.part_folder(layout, part, self._folders[part])
+        if (single := layout.part_file(part)) is None:
+            folder = layout.part_folder(part, self._folders[part])
             files = base_parts.weights(folder)
             for file in files:
                 refuse_quantised(file, read_header(file))
@@ -203,7 +211,7 @@ class Family(ABC):
     def _count_text(self, layout: Layout, component: str) -> int:
         """Count the used parameters of a text encoder; raises InputError for a file that lacks some."""
         unread = self.text.unread
-        if (file := base_parts.text_file(layout, component)) is None:
+        if (file := layout.text_file(component)) is None:
             return count_parameters(base_parts.weights(layout.folder / component), unread=unread)
         header = read_header(file)
         names = base_parts.part_names(header, self.text.prefixes[component]).items()
@@ -217,10 +225,6 @@ class Family(ABC):
     def denoiser_names(self, header: Header) -> Mapping[str, str]:
         """Return the denoiser's tensors in a single file, name without prefix -> name in the file."""
         return base_parts.denoiser_names(header)
-
-    def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
-        """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
-        return {}
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return (fan_in, out) of each module in the text encoders' `lora_targets`, by component."""
@@ -273,11 +277,11 @@ class Family(ABC):
         # buffer that no file holds would stay without values.
         with init_empty_weights():
             network: Any = self.empty_denoiser(facts.architecture)
-        if single := base_parts.part_file(layout, "denoiser"):
+        if single := layout.part_file("denoiser"):
             names = self.denoiser_names(read_header(single))
             base_parts.load_denoiser_file(single, network, names, dtype=dtype)
         else:
-            folder = base_parts.part_folder(layout, "denoiser", self.traits.folder)
+            folder = layout.part_folder("denoiser", self.traits.folder)
             tensors: dict[str, Tensor] = {}
             # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
             for file in base_parts.weights(folder):
@@ -364,4 +368,11 @@ class Family(ABC):
 
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         """Return the other names of denoiser layers of these shapes [out, in, ...]; () where unknown."""
-        return other_names(self.name, shapes, swapped=self.traits.swapped_layers)
+        swapped = frozenset(
+            name
+            for name, shape in shapes.items()
+            if name.endswith(self.traits.swapped_layers)
+            and len(shape) == 2
+            and shape[0] == 2 * shape[1]
+        )
+        return other_names(self.name, shapes, swapped=swapped)

@@ -86,8 +86,8 @@ class NetworkTraits:
     square of latents that becomes one token. `precisions`: dtypes in which the denoiser can be trained, the best
     first; its activations overflow in others. `block_pattern` matches the name of the repeated block at the start
     of a layer's name; `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in
-    full precision. `swapped_layers`: layers whose original code has shift before scale, where diffusers has the
-    reverse.
+    full precision. `swapped_layers`: endings of layers whose original code has shift before scale, where diffusers
+    has the reverse, if these two are all their rows.
     """
 
     class_name: str
@@ -98,7 +98,7 @@ class NetworkTraits:
     precisions: tuple[Precision, ...]
     block_pattern: str
     quantization_skip: tuple[str, ...] = ()
-    swapped_layers: frozenset[str] = frozenset()
+    swapped_layers: tuple[str, ...] = ()
     vae_peak: VaePeak = AUTOENCODER_KL
 
 
@@ -216,6 +216,20 @@ class Layout:
     files: Mapping[Part, Path] = field(default_factory=dict)
     text: Mapping[str, Path] = field(default_factory=dict)
 
+    def part_folder(self, part: Part, subfolder: str) -> Path:
+        """Return the folder of a part's config.json: the folder in `files`, else `subfolder`."""
+        override = self.files.get(part)
+        return override if override is not None and override.is_dir() else self.folder / subfolder
+
+    def part_file(self, part: Part) -> Path | None:
+        """Return the single file that holds a part's weights, None where they are in a folder."""
+        override = self.files.get(part)
+        return override if override is not None and override.is_file() else None
+
+    def text_file(self, component: str) -> Path | None:
+        """Return the single file that holds a text encoder, None where it is in the folder."""
+        return self.text.get(component, self.part_file("text_encoder"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartFacts:
@@ -299,23 +313,17 @@ class BaseFacts:
     @property
     def located(self) -> Layout:
         """The layout of a base that is on this machine; AssertionError for a base that is not downloaded."""
-        if self.layout is None:
-            raise AssertionError(f"{self.source} is known by name only; locate it before loading")
+        assert self.layout is not None, f"{self.source} is known by name only; locate it first"
         return self.layout
 
     def with_clip_skip(self, clip_skip: int) -> BaseFacts:
         """Return the facts with text of the layer that `base.clip_skip` means; raises RequestError for none."""
         if clip_skip in self.clip_skips:
             return replace(self, clip_skip=self.clip_skips[clip_skip])
-        layers = max(self.clip_skips.values())
-        if layers == 1:
-            raise RequestError(
-                f"base.clip_skip={clip_skip}, but {self.source} reads text from one layer only",
-                fix="leave base.clip_skip out",
-            )
+        most = max(self.clip_skips)
         raise RequestError(
-            f"base.clip_skip={clip_skip}, but the text encoder of {self.source} has {layers} layers",
-            fix=f"use at most {layers}; 2 is usual for Stable Diffusion 1 trained on tags",
+            f"base.clip_skip={clip_skip}, but the most that {self.source} allows is {most}",
+            fix=f"use at most {most}, or leave base.clip_skip out",
         )
 
     def network_numbers(self) -> Mapping[str, Any]:
@@ -491,11 +499,3 @@ def unet_numbers(architecture: Mapping[str, Any]) -> dict[str, Any]:
             ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
         )
     return numbers
-
-
-def pooled_width(numbers: Mapping[str, Any]) -> int:
-    """Return the width of the pooled text that `text_time` embeds, 0 without it."""
-    if numbers["addition_embed_type"] is None:
-        return 0
-    width = int(numbers["projection_class_embeddings_input_dim"])
-    return width - TIME_IDS * int(numbers["addition_time_embed_dim"])

@@ -19,11 +19,8 @@ from lora_trainer.families.facts import (
     INDEXED_BLOCK,
     AdapterFormats,
     FileFormat,
-    Header,
     NetworkTraits,
-    Part,
 )
-from lora_trainer.families.recognise import fits, signature_tables
 from lora_trainer.families.releases import TextNetwork
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 from lora_trainer.families.texts import TextInputs
@@ -113,13 +110,3 @@ class FlowFamily(Family):
         return classes.get("") == self.pipeline.class_name or (
             classes.get("transformer") == self.traits.class_name
         )
-
-    def detect_file(self, header: Header) -> frozenset[Part]:
-        tensors = {name: header[full] for name, full in base_parts.denoiser_names(header).items()}
-        parts: set[Part] = set()
-        if any(fits(tensors, marks) for marks in signature_tables()["bases"][self.name]):
-            parts.add("denoiser")
-        channels = self.published[0].vae.get("latent_channels", 0)
-        if self.latents.in_files and base_parts.holds_vae(header, latent_channels=channels):
-            parts.add("vae")
-        return frozenset(parts)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import denoiser_names, part_file
+from lora_trainer.families.base_files.base_parts import denoiser_names
 from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
     AdapterNames,
@@ -74,7 +74,7 @@ class Flux(FlowFamily):
         class_name="FluxTransformer2DModel",
         endings=ENDINGS,
         # The last norm: diffusers has scale before shift, the original code the reverse.
-        swapped_layers=frozenset({"norm_out.linear"}),
+        swapped_layers=("norm_out.linear",),
     )
     pipeline = PipelineTraits(
         class_name="FluxPipeline",
@@ -106,7 +106,7 @@ class Flux(FlowFamily):
                 fix="use FLUX.1-dev or a base fine-tuned from it",
             )
         in_folder = bool(plain.architecture.get("guidance_embeds", False))
-        single = part_file(layout, "denoiser")
+        single = layout.part_file("denoiser")
         embeds = in_folder if single is None else _reads_guidance(single)
         release = self.published[0 if embeds else 1]
         return replace(

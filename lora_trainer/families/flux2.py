@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_parts import (
     denoiser_names,
-    part_file,
     read_json,
 )
 from lora_trainer.families.facts import (
@@ -61,7 +60,9 @@ class SquareLatents(VaeLatents):
     """Squares of latents folded into channels, normalised by the mean and deviation of the VAE's batch norm."""
 
     native_side = 64
-    in_files = False
+
+    def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
+        return False  # its statistics are in no file that others write
 
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         channels, factor = super().shape(config)
@@ -101,7 +102,7 @@ class Flux2(FlowFamily):
             ),  # the modulation lies outside the blocks
         ),
         # The last norm: diffusers has scale before shift, the original code the reverse.
-        swapped_layers=frozenset({"norm_out.linear"}),
+        swapped_layers=("norm_out.linear",),
     )
     pipeline = PipelineTraits(
         class_name="Flux2KleinPipeline",
@@ -144,13 +145,13 @@ class Flux2(FlowFamily):
                 f"{config['joint_attention_dim']}",
                 fix="give denoiser and text encoder of one release",
             )
-        if part_file(layout, "vae") is not None:
+        if layout.part_file("vae") is not None:
             raise InputError(
                 "a FLUX.2 VAE cannot be read from a single file",
                 fix="give a folder with its config.json and weights: --set base.vae=FOLDER",
             )
         distilled = bool(read_json(layout.folder / "model_index.json").get("is_distilled", False))
-        single = part_file(layout, "denoiser")
+        single = layout.part_file("denoiser")
         if single is not None and "klein" in single.name.lower():
             distilled = _is_distilled(single.name)
         words = ("klein", "" if distilled else "base", self._size(config))

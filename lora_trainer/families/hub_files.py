@@ -19,14 +19,7 @@ from lora_trainer.common.errors import InputError, MachineError, first_line
 # Configurations, vocabularies, SentencePiece's models, chat templates.
 TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _TOP_TEXTS = frozenset({"model_index.json", "config.json"})
-ALL_ENCODERS = "text encoders"
-# Whole parts -> their folders; the first of several text encoders has the name of the part.
-_PART_FOLDERS: dict[str, re.Pattern[str]] = {
-    "denoiser": re.compile(r"unet|transformer"),
-    "vae": re.compile(r"vae"),
-    ALL_ENCODERS: re.compile(r"text_encoder(_\d)?"),
-}
-_TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
+_FOLDERS = re.compile(r"scheduler|(?:tokenizer|text_encoder)(?:_\d)?|unet|transformer|vae")
 # Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 
@@ -157,7 +150,8 @@ def _reason(error: Exception) -> str:
 def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
     """Choose the files of a repository to download: texts, and each folder's safetensors in one precision.
 
-    Full precision is preferred, as it is when loading; `fp16` is chosen if there is no other.
+    Full precision is preferred, as it is when loading; `fp16` is chosen if there is no other. Of the folders
+    `without` no weights are chosen.
     """
     readable = [path for path in map(PurePosixPath, names) if _is_read(path)]
     chosen = [
@@ -168,7 +162,7 @@ def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
     if len(folders) > 1:  # weights at the top are a second copy of the model
         folders.discard(PurePosixPath("."))
     for folder in folders:
-        if not _is_part(folder.name, without):
+        if folder.name not in without:
             inside = [path for path in weights if path.parent == folder]
             plain = [path for path in inside if not _VARIANT.search(path.name)]
             chosen += plain or [path for path in inside if ".fp16." in path.name]
@@ -188,13 +182,4 @@ def _is_read(path: PurePosixPath) -> bool:
     """Say whether a file is at the top or in a component's folder; others are exports or duplicates."""
     if len(path.parts) == 1:
         return path.suffix == ".safetensors" or path.name in _TOP_TEXTS
-    folder = path.parts[0]
-    is_component = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
-    return len(path.parts) == 2 and bool(is_component)
-
-
-def _is_part(folder: str, parts: frozenset[str]) -> bool:
-    """Say whether a folder is one of `parts`: a whole part ("vae"), or a component of the text encoders."""
-    return folder in parts - _PART_FOLDERS.keys() or any(
-        pattern.fullmatch(folder) for part, pattern in _PART_FOLDERS.items() if part in parts
-    )
+    return len(path.parts) == 2 and _FOLDERS.fullmatch(path.parts[0]) is not None

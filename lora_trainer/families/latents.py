@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_parts import (
-    level_count,
+    config_value,
+    holds_vae,
     load_base_vae,
     vae_names,
-    whole_number,
 )
 from lora_trainer.families.facts import BaseFacts, Header
 
@@ -36,8 +36,6 @@ class VaeLatents:
 
     native_side = 128
     """Side of an image of the native resolution, in latents: 128 for 1024 px at 8 px per latent."""
-    in_files = True
-    """Whether the VAE is read from single files."""
 
     def encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
         """Load the VAE in float32, frozen; in fp16 some overflow."""
@@ -45,7 +43,12 @@ class VaeLatents:
 
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         """Return (channels, pixels per latent) of `predict`'s latents, from the VAE's configuration."""
-        return whole_number(config, "latent_channels"), 2 ** (level_count(config) - 1)
+        levels = len(config_value(config, "block_out_channels", list))
+        return config_value(config, "latent_channels", int), 2 ** (levels - 1)
+
+    def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
+        """Return whether a single file holds this VAE, with `alone` nothing else."""
+        return holds_vae(header, latent_channels=channels, alone=alone)
 
     def names(self, header: Header) -> Iterable[str]:
         """Return the names of the VAE's tensors in a single file."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import components, denoiser_names, part_file
+from lora_trainer.families.base_files.base_parts import components, denoiser_names
 from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
     AdapterFormats,
@@ -22,7 +22,6 @@ from lora_trainer.families.facts import (
     Conditioning,
     Header,
     Layout,
-    Part,
     PipelineTraits,
     VaePeak,
 )
@@ -79,6 +78,9 @@ class FrameLatents(PackedLatents):
         # diffusers spells the key so. It has an entry for each halving of the image's
         # sides, True where the number of frames is halved too.
         return int(config["z_dim"]), 2 ** len(config["temperal_downsample"])
+
+    def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
+        return any(fits(header, marks) for marks in signature_tables()["qwen_image_vae"])
 
     def names(self, header: Header) -> Iterable[str]:
         # All: in Wan's names (`conv1`, `conv2`) those of AutoencoderKL would be a part of them.
@@ -153,10 +155,6 @@ class QwenImage(FlowFamily):
             )
         return False
 
-    def detect_file(self, header: Header) -> frozenset[Part]:
-        is_vae = any(fits(header, marks) for marks in signature_tables()["qwen_image_vae"])
-        return frozenset({"vae"}) if is_vae else super().detect_file(header)
-
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release with a single file's own number of blocks: some releases are pruned."""
         foreign = [name for name in OTHER_MODELS if plain.architecture.get(name)]
@@ -166,7 +164,7 @@ class QwenImage(FlowFamily):
                 fix="give a text-to-image release such as Qwen/Qwen-Image",
             )
         text_config(layout.folder, kind="qwen2_5_vl")  # raises for another text encoder
-        single = part_file(layout, "denoiser")
+        single = layout.part_file("denoiser")
         return plain if single is None else _as_deep(plain, read_header(single))
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:

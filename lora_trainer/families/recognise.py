@@ -19,6 +19,8 @@ from lora_trainer.families.facts import Header
 
 UNKNOWN = "unknown"
 LORA = "a LoRA"
+# Keys of metadata by which trainers name the base; A1111 lists files under the first.
+STATED = ("ss_base_model_version", "modelspec.architecture", "base_model", "model_type")
 _IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
 
@@ -40,26 +42,16 @@ def adapter_family(widths: Mapping[str, int], *, metadata: Mapping[str, str]) ->
     return metadata_family or UNKNOWN
 
 
-def stated_family(metadata: Mapping[str, str]) -> str | None:
-    """Return the family that `ss_base_model_version` names, None where the key is absent or unknown."""
-    return _version(metadata.get("ss_base_model_version", ""))
-
-
-def stated_version(metadata: Mapping[str, str]) -> str | None:
+def stated_version(metadata: Mapping[str, str], keys: Iterable[str] = STATED) -> str | None:
     """Return the family named in any trainer's metadata keys, None where no key names a known family."""
-    keys = ("ss_base_model_version", "modelspec.architecture", "base_model", "model_type")
-    return next((family for key in keys if (family := _version(metadata.get(key, "")))), None)
+    rows = signature_tables()["adapters"]["versions"]
+    texts = (metadata.get(key, "").lower().replace("_", "-") for key in keys)
+    return next((name for text in texts for name, start in rows if re.match(start, text)), None)
 
 
 def a1111_version(family: str) -> str | None:
     """Return A1111's and Forge's name of a family's base models, None where they have none."""
     return _IN_A1111.get(family)
-
-
-def _version(text: str) -> str | None:
-    normal = text.lower().replace("_", "-")
-    rows = signature_tables()["adapters"]["versions"]
-    return next((family for family, start in rows if re.match(start, normal)), None)
 
 
 def _in_full(text: str) -> str:

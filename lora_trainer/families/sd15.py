@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lora_trainer.families.base_files.unet_file import UNetTraits
 from lora_trainer.families.facts import AdapterNames
 from lora_trainer.families.text.clip import ClipEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
@@ -23,10 +22,6 @@ class StableDiffusion1(UNetFamily):
         UNetFamily.formats,
         names=AdapterNames(kohya="sd_v1", modelspec="stable-diffusion-v1/lora"),
     )
-
-    def owns(self, traits: UNetTraits) -> bool:
-        """Return whether projections around attention are convolutions; miniature bases have any text width."""
-        return traits.in_channels == 4 and not traits.linear_projection and not traits.added_width
 
 
 FAMILY = StableDiffusion1()

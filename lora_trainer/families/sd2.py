@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import pstdev
 
-from lora_trainer.families.base_files.base_parts import part_file
-from lora_trainer.families.base_files.unet_file import UNET, UNetTraits, read_numbers
+from lora_trainer.families.base_files.unet_file import UNET, read_numbers
 from lora_trainer.families.base_files.weight_files import GGUF
 from lora_trainer.families.facts import (
     AdapterNames,
@@ -40,13 +39,9 @@ class StableDiffusion2(UNetFamily):
     name = "sd2"
     text = clip_encoders(ClipEncoder, {"clip_h": "cond_stage_model.model."})
 
-    def owns(self, traits: UNetTraits) -> bool:
-        """Return whether projections around attention are linear and no vector stands beside the timestep."""
-        return traits.in_channels == 4 and traits.linear_projection and not traits.added_width
-
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         facts = super().facts(layout, source=source)
-        single = part_file(layout, "denoiser")
+        single = layout.part_file("denoiser")
         if single is None:
             return facts
         prediction = checkpoint_prediction(single)

@@ -18,8 +18,6 @@ from lora_trainer.families.base_files.base_parts import (
     denoiser_names,
     elements,
     encoders_in,
-    holds_vae,
-    part_file,
 )
 from lora_trainer.families.facts import (
     AdapterNames,
@@ -27,8 +25,6 @@ from lora_trainer.families.facts import (
     Conditioning,
     Header,
     Layout,
-    OtherNames,
-    Part,
     PipelineTraits,
 )
 from lora_trainer.families.flow import (
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
 CLIP_TOKENS = 77
 T5 = "text_encoder_3"
 T5_TOKENS = 256
-LATENT_CHANNELS = 16
 
 
 class SD3TextEncoder(TransformersEncoder):
@@ -98,6 +93,8 @@ class StableDiffusion3(FlowFamily):
         # The last block drops its text output. Its text query therefore changes nothing, and ComfyUI stores shift
         # and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
         unused_in_last_block=("attn.add_q_proj", "norm1_context.linear"),
+        # Of the text norms the last block's has two parts, the others six.
+        swapped_layers=("norm_out.linear", "norm1_context.linear"),
         precisions=("bf16", "fp16", "fp32"),  # ComfyUI runs it in fp16 as it is, without a clamp
     )
     pipeline = PipelineTraits(class_name="StableDiffusion3Pipeline")
@@ -107,7 +104,7 @@ class StableDiffusion3(FlowFamily):
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release; only its name marks a distilled one, so a renamed one counts as undistilled."""
         source, (channels, _) = plain.ids[0], self.latents.shape(plain.vae)
-        single, architecture = part_file(layout, "denoiser"), plain.architecture
+        single, architecture = layout.part_file("denoiser"), plain.architecture
         if single is not None:
             nearest = self._nearest(plain.parameters["denoiser"])
             # One companion serves all releases; a network of another size is the companion's.
@@ -138,19 +135,6 @@ class StableDiffusion3(FlowFamily):
         """Return the release whose denoiser has about as many parameters."""
         return min(self.published, key=lambda each: abs(each.parameters["denoiser"] - parameters))
 
-    def detect_file(self, header: Header) -> frozenset[Part]:
-        parts = set(super().detect_file(header))
-        # Other families' VAEs have the same shape: accept one beside an SD 3 denoiser or alone in its file.
-        if "denoiser" not in parts and not holds_vae(
-            header, latent_channels=LATENT_CHANNELS, alone=True
-        ):
-            parts.discard("vae")
-        # A checkpoint without T5 uses its companion's encoders.
-        prefixes = self.text.prefixes.values()
-        if all(any(name.startswith(prefix) for name in header) for prefix in prefixes):
-            parts.add("text_encoder")
-        return frozenset(parts)
-
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         variant = self._nearest(elements(header, denoiser_names(header).values())).variant
         turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
@@ -164,7 +148,7 @@ class StableDiffusion3(FlowFamily):
             kohya=version, modelspec=f"stable-diffusion-3-{version.removeprefix('3-')}/lora"
         )
 
-    # ---- training and files
+    # ---- training
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -179,22 +163,6 @@ class StableDiffusion3(FlowFamily):
             return_dict=False,
         )[0]
         return prediction
-
-    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
-        """Return names; of the last norms diffusers has scale before shift, the original code the reverse.
-
-        The last block's text norm is one of them: it has two parts, the other blocks' text norms have six.
-        """
-        text_norm = {
-            layer
-            for layer, shape in shapes.items()
-            if layer.endswith("norm1_context.linear")
-            and len(shape) == 2
-            and shape[0] == 2 * shape[1]
-        }
-        return replace(
-            super().layer_names(shapes), swapped=frozenset({"norm_out.linear", *text_norm})
-        )
 
 
 FAMILY = StableDiffusion3()

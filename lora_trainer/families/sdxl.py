@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_parts import components
-from lora_trainer.families.base_files.unet_file import UNetTraits, ldm_module
+from lora_trainer.families.base_files.unet_file import ldm_module
 from lora_trainer.families.facts import (
     DENOISER,
     AdapterNames,
@@ -26,9 +26,6 @@ from lora_trainer.families.text.clip import ClipPairEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
 
 BASE = "stabilityai/stable-diffusion-xl-base-1.0"
-REFINER_TRAITS = UNetTraits(
-    in_channels=4, text_width=1280, linear_projection=True, added_width=2560
-)
 
 
 class StableDiffusionXL(UNetFamily):
@@ -54,10 +51,6 @@ class StableDiffusionXL(UNetFamily):
             modelspec="stable-diffusion-xl-v1-base/lora",
         ),
     )
-
-    def owns(self, traits: UNetTraits) -> bool:
-        """Return whether sizes and pooled text stand beside the timestep; miniature bases have any width."""
-        return traits.in_channels == 4 and traits.added_width > 0 and traits != REFINER_TRAITS
 
     # ---- facts
 

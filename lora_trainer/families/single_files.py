@@ -27,7 +27,7 @@ from lora_trainer.families.base import Family
 from lora_trainer.families.base_files.base_parts import elements, read_json, tokenizer_of
 from lora_trainer.families.base_files.weight_files import SUFFIXES, read_header, refuse_quantised
 from lora_trainer.families.facts import BaseFacts, Header, Part
-from lora_trainer.families.hub_files import ALL_ENCODERS, TEXT_SUFFIXES, fetch
+from lora_trainer.families.hub_files import TEXT_SUFFIXES, fetch
 from lora_trainer.families.recognise import (
     LORA,
     first_fit,
@@ -71,13 +71,14 @@ class Checkpoint:
 
     @cached_property
     def present(self) -> frozenset[str]:
-        """The parts, and the components of the text encoders, that the user's files hold.
+        """The folders of a base whose weights the user's files hold.
 
-        Text encoders count by component, because a base's own file often has some of them only (CLIP without T5).
+        Of the text encoders often some only: a base's own file may have CLIP without T5.
         """
-        vae = set() if self.settings.vae is None else {"vae"}
-        whole = {ALL_ENCODERS, *self.family.text.roles} if "text_encoder" in self.parts else set()
-        return (self.parts - {"text_encoder"}) | vae | whole | self.encoders(folder=None).keys()
+        is_whole = "text_encoder" in self.parts
+        texts = self.family.text.roles if is_whole else self.encoders(folder=None)
+        has_vae = "vae" in self.parts or self.settings.vae is not None
+        return frozenset({self.family.traits.folder, *texts, *(("vae",) if has_vae else ())})
 
     @cached_property
     def open_companion(self) -> OpenCompanion | None:
@@ -329,7 +330,7 @@ class OpenCompanion:
 def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | None:
     """Return how to make a checkpoint's companion, None where a repository with weights is needed anyway.
 
-    `present` are the parts, and the components of the text encoders, that the user's files hold.
+    `present` are the folders whose weights the user's files hold.
     """
     table = companion_table()
     parts: Mapping[str, str] = table["families"].get(facts.family, {})

@@ -12,7 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.caption_markup import NewWord, Weighted
-from lora_trainer.families.facts import UNET_CLASS, Conditioning, pooled_width, unet_numbers
+from lora_trainer.families.facts import (
+    TIME_IDS,
+    UNET_CLASS,
+    BaseFacts,
+    Conditioning,
+    unet_numbers,
+)
 from lora_trainer.families.releases import Shapes, TextNetwork
 
 if TYPE_CHECKING:
@@ -84,7 +90,10 @@ class TextInputs:
         """
         tokens, is_unet = self.tokens or text_tokens, architecture.get("_class_name") == UNET_CLASS
         numbers = unet_numbers(architecture) if is_unet else architecture
-        pooled = pooled_width(numbers) if is_unet else numbers.get("pooled_projection_dim")
+        pooled = numbers.get("pooled_projection_dim")
+        # A U-Net embeds the pooled text and the image's sizes together.
+        if is_unet and (both := numbers["projection_class_embeddings_input_dim"]):
+            pooled = int(both) - TIME_IDS * int(numbers["addition_time_embed_dim"])
         shapes: dict[str, tuple[int, ...]] = {"text": (1, tokens, int(numbers[self.width]))}
         if pooled:
             shapes["pooled"] = (1, int(pooled))
@@ -93,11 +102,16 @@ class TextInputs:
         return shapes
 
 
+@dataclass(kw_only=True, eq=False)
 class TextEncoder(ABC):
-    """Tokenizers and text networks on one device, for caching and for training the text encoders."""
+    """Tokenizers and text networks on one device, for caching and for training the text encoders.
+
+    `networks` and `tokenizers` are by component ("text_encoder", "text_encoder_2"), in the family's order.
+    """
 
     networks: Mapping[str, nn.Module]
-    """Component name ("text_encoder", "text_encoder_2") -> network, in the family's order."""
+    tokenizers: Mapping[str, Any]
+    facts: BaseFacts
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -127,6 +141,13 @@ class TextEncoder(ABC):
     @abstractmethod
     def prompt_room(self) -> int:
         """Return the largest `count_tokens` of a prompt that is not truncated."""
+
+    def run(self, component: str, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+        """Return a network's outputs; without a mask tokens attend to padding too."""
+        network = self.networks[component]
+        device = next(network.parameters()).device
+        mask = None if mask is None else mask.to(device)
+        return network(ids.to(device), attention_mask=mask, **options)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""

@@ -3,15 +3,14 @@
 The time and size embeddings and the first and last convolution never get an adapter: they hold few
 weights, and a small change of them disturbs every image.
 
-A family states its pipeline, its CLIP encoders and the traits of its U-Net (`owns`), and overrides the
-members that differ. A base is a diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders,
-each part replaceable by a file (`Layout`). Prediction type and noise levels come from the facts, so an
-override of the facts reaches training, samples and plain pipelines.
+A family states its pipeline and its CLIP encoders, and overrides the members that differ. A base is a
+diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders, each part replaceable by a file
+(`Layout`). Prediction type and noise levels come from the facts, so an override of the facts reaches
+training, samples and plain pipelines.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import AdapterTargets, Family
 from lora_trainer.families.base_files import base_parts, unet_file
 from lora_trainer.families.facts import (
+    DEFAULTS,
     UNET_CLASS,
     AdapterFormats,
     BaseFacts,
@@ -29,9 +29,7 @@ from lora_trainer.families.facts import (
     Layout,
     NetworkTraits,
     OtherNames,
-    Part,
     PipelineTraits,
-    WeightPlace,
 )
 from lora_trainer.families.releases import BaseRelease, text_layers
 from lora_trainer.families.text import clip
@@ -81,12 +79,6 @@ class UNetFamily(Family):
         },
     )
 
-    # ---- to implement besides the members of `Family`
-
-    @abstractmethod
-    def owns(self, traits: unet_file.UNetTraits) -> bool:
-        """Return whether a U-Net with these traits is of this family."""
-
     # ---- facts
 
     def detect(self, folder: Path) -> bool:
@@ -94,28 +86,8 @@ class UNetFamily(Family):
         encoders = {name for name in classes if name.startswith("text_encoder")}
         if "unet" not in classes or encoders != self.text.networks.keys():
             return False
-        traits = unet_file.config_traits(base_parts.read_json(folder / "unet" / "config.json"))
-        return traits is not None and self.owns(traits)
-
-    def detect_file(self, header: Header) -> frozenset[Part]:
-        traits = unet_file.header_traits(header)
-        if traits is None:
-            # The VAEs of SD 1, SD 2 and SDXL have equal tensors; they differ in the scale, which no file
-            # states. A VAE alone in its file therefore belongs to each of these families.
-            alone = base_parts.holds_vae(header, latent_channels=4, alone=True)
-            return frozenset({"vae"} if alone else ())
-        if not self.owns(traits):
-            return frozenset()
-        parts: set[Part] = {"denoiser"}
-        if base_parts.holds_vae(header, latent_channels=4):
-            parts.add("vae")
-        # With one of SDXL's two encoders missing, both come from the companion: the part is all or nothing.
-        if all(
-            any(name.startswith(prefix) for name in header)
-            for prefix in self.text.prefixes.values()
-        ):
-            parts.add("text_encoder")
-        return frozenset(parts)
+        config = base_parts.read_json(folder / "unet" / "config.json")
+        return _kind(config) == _kind(self.published[0].architecture)
 
     def facts_of(
         self, release: BaseRelease, *, source: str, layout: Layout | None = None
@@ -123,8 +95,8 @@ class UNetFamily(Family):
         facts = super().facts_of(release, source=source, layout=layout)
         # sample_size is the side of the latents: 64 in SD 1, 96 in SD 2.1, 128 in SDXL. Each level but the
         # last halves the latents, and the way up must meet the same sizes again.
-        levels = base_parts.level_count(release.architecture)
-        native_side = base_parts.whole_number(release.architecture, "sample_size")
+        levels = len(base_parts.config_value(release.architecture, "block_out_channels", list))
+        native_side = base_parts.config_value(release.architecture, "sample_size", int)
         layers = unet_file.clip_sizes(layout, "text_encoder", self.text)["layers"]
         return replace(
             facts,
@@ -137,7 +109,7 @@ class UNetFamily(Family):
         )
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
-        single, scheduler = base_parts.part_file(layout, "denoiser"), plain.scheduler
+        single, scheduler = layout.part_file("denoiser"), plain.scheduler
         if single is not None:
             unet_file.check_unet_file(single, plain, self.published, folder=layout.folder)
         unet_file.check_vae(layout, plain.vae)
@@ -155,7 +127,7 @@ class UNetFamily(Family):
             )
         return replace(
             plain,
-            max_tokens=base_parts.whole_number(text, "max_position_embeddings"),
+            max_tokens=base_parts.config_value(text, "max_position_embeddings", int),
             prediction=prediction,
             zero_terminal_snr=unet_file.ZERO_TERMINAL_SNR in marks
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
@@ -170,16 +142,13 @@ class UNetFamily(Family):
         )
 
     def _count_text(self, layout: Layout, component: str) -> int:
-        single = base_parts.part_file(layout, "text_encoder")
+        single = layout.part_file("text_encoder")
         if single is None:
             return super()._count_text(layout, component)
         return unet_file.count_text(layout, component, self.text, single=single)
 
     def denoiser_names(self, header: Header) -> Mapping[str, str]:
         return unet_file.unet_names(header)
-
-    def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
-        return unet_file.weight_places(header, self.text.prefixes)
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, int]]]:
         shapes = {}
@@ -233,3 +202,10 @@ class UNetFamily(Family):
         return OtherNames(
             layers=unet_file.checkpoint_names(shapes, architecture=self.published[0].architecture)
         )
+
+
+def _kind(architecture: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells U-Nets of different families apart: other sizes may be a miniature base's."""
+    config = {**DEFAULTS, **architecture}
+    added = config["addition_embed_type"] is not None
+    return config["in_channels"], bool(config["use_linear_projection"]), added

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.families.base_files.base_parts import part_file
 from lora_trainer.families.facts import (
     AdapterNames,
     Assumption,
@@ -103,7 +102,7 @@ class ZImage(FlowFamily):
         name and gets that release's shift; without a release in its name it counts as its companion's.
         """
         qwen3_config(layout.folder)  # raises for another text encoder
-        single, assumed, scheduler = part_file(layout, "denoiser"), None, plain.scheduler
+        single, assumed, scheduler = layout.part_file("denoiser"), None, plain.scheduler
         named_release = _release_in_name((single or Path(plain.ids[0])).name)
         companion_release = "turbo" if scheduler.get("shift") == SHIFTS["turbo"] else "base"
         if single is None and named_release == "base":

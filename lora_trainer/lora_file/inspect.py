@@ -18,7 +18,7 @@ import numpy as np
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import Severity
-from lora_trainer.families.recognise import stated_family
+from lora_trainer.families.recognise import STATED, stated_version
 from lora_trainer.lora.adapter_size import BASED, factored_norm
 from lora_trainer.lora_file.base_layers import Fit, recognise, sized
 from lora_trainer.lora_file.embedding import BUNDLED, WORD, holds_vectors, trained_words
@@ -335,7 +335,7 @@ def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -
             yield _problem(
                 "metadata-disagrees", entry=key, stated=f"{stated_number:g}", tensors=listed
             )
-    stated_name = stated_family(metadata)
+    stated_name = stated_version(metadata, STATED[:1])
     if stated_name and stated_name != family:
         disagrees = _problem(
             "metadata-disagrees", entry="ss_base_model_version", stated=stated_name, tensors=family

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.weight_files import AGAIN, read_header, read_tensors
-from lora_trainer.families.facts import UNET_CLASS, BaseFacts, Header, Layout, Part
+from lora_trainer.families.facts import UNET_CLASS, BaseFacts, Header, Layout
 from lora_trainer.families.releases import BaseRelease, TextNetwork
 from lora_trainer.families.texts import TextInputs
 
@@ -46,27 +46,16 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def whole_number(config: Mapping[str, Any], key: str) -> int:
-    """Return an integer of a configuration; raises InputError when it is missing or no integer."""
-    if not isinstance(value := config.get(key), int):
-        raise _wrong_value(config, key, allowed="a whole number")
+def config_value(config: Mapping[str, Any], key: str, kind: type) -> Any:
+    """Return a value of a configuration; raises InputError for another type, and for 0 and an empty list."""
+    value = config.get(key)
+    if not isinstance(value, kind) or not value:
+        network = config.get("_class_name", "a text encoder")
+        allowed = "a whole number" if kind is int else "a list of whole numbers"
+        raise InputError(
+            f"config.json of {network} has {key}={value!r}, allowed is {allowed}", fix=AGAIN
+        )
     return value
-
-
-def level_count(config: Mapping[str, Any]) -> int:
-    """Return the number of a network's resolution levels; raises InputError for no list of channels."""
-    key = "block_out_channels"
-    channels = config.get(key)
-    if not (isinstance(channels, list) and channels and all(isinstance(n, int) for n in channels)):
-        raise _wrong_value(config, key, allowed="a list of whole numbers")
-    return len(channels)
-
-
-def _wrong_value(config: Mapping[str, Any], key: str, *, allowed: str) -> InputError:
-    network = config.get("_class_name", "a text encoder")
-    return InputError(
-        f"config.json of {network} has {key}={config.get(key)!r}, allowed is {allowed}", fix=AGAIN
-    )
 
 
 def components(folder: Path) -> Mapping[str, str]:
@@ -84,23 +73,6 @@ def components(folder: Path) -> Mapping[str, str]:
         if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
     }
     return {"": str(index_json.get("_class_name", "")), **classes}
-
-
-def part_folder(layout: Layout, part: Part, subfolder: str) -> Path:
-    """Return the folder of a part's config.json: the folder in `layout.files`, else `subfolder`."""
-    override = layout.files.get(part)
-    return override if override is not None and override.is_dir() else layout.folder / subfolder
-
-
-def part_file(layout: Layout, part: Part) -> Path | None:
-    """Return the single file that holds a part's weights, None where they are in a folder."""
-    override = layout.files.get(part)
-    return override if override is not None and override.is_file() else None
-
-
-def text_file(layout: Layout, component: str) -> Path | None:
-    """Return the single file that holds a text encoder, None where it is in the layout's folder."""
-    return layout.text.get(component, part_file(layout, "text_encoder"))
 
 
 def weights(folder: Path) -> tuple[Path, ...]:
@@ -144,11 +116,6 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def variant(folder: Path) -> str | None:
-    """Return diffusers' `variant` argument that loads the files of `weights`."""
-    return "fp16" if ".fp16" in weights(folder)[0].name else None
-
-
 def tokenizer_of(component: str) -> str:
     """Return the folder of a text encoder's tokenizer, which is its name in the pipeline."""
     return component.replace("text_encoder", "tokenizer")
@@ -177,7 +144,7 @@ def whole(kind: Any, folder: Path, *, dtype: torch.dtype) -> nn.Module:
         output_loading_info=True,
         use_safetensors=True,
         dtype=dtype,
-        variant=variant(folder),
+        variant="fp16" if ".fp16" in weights(folder)[0].name else None,
     )
     if missing := sorted(report["missing_keys"]):
         raise InputError(
@@ -221,7 +188,9 @@ VAE = "first_stage_model."
 VAE_PREFIXES = (VAE, "vae.")
 VAE_MODULES = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 # Starts of tensors that VAE training code left in files of a VAE alone.
-_EXTRAS = ("loss.", "model_ema.", VAE + "loss.", VAE + "model_ema.")
+_EXTRAS = tuple(
+    f"{start}{name}" for start in ("", *VAE_PREFIXES) for name in ("loss.", "model_ema.")
+)
 
 
 def part_names(header: Header, *prefixes: str) -> dict[str, str]:
@@ -264,7 +233,7 @@ def load_base_vae(layout: Layout) -> Any:
     import torch
     from accelerate import init_empty_weights
 
-    folder, single = part_folder(layout, "vae", "vae"), part_file(layout, "vae")
+    folder, single = layout.part_folder("vae", "vae"), layout.part_file("vae")
     # The class is the folder's, not the family's: `base.vae` may name another VAE with the same latents.
     config = read_json(folder / "config.json")
     kind = getattr(diffusers, str(config.get("_class_name", "AutoencoderKL")))
@@ -345,7 +314,7 @@ def encoders_in(layout: Layout, text: TextInputs) -> Mapping[str, TextNetwork]:
     return {
         name: network
         for name, network in text.networks.items()
-        if name != text.optional or text_file(layout, name) or name in components(layout.folder)
+        if name != text.optional or layout.text_file(name) or name in components(layout.folder)
     }
 
 
@@ -361,7 +330,7 @@ def load_text_network(
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
     encoder, unread, prefix = text.networks[component], text.unread, text.prefixes[component]
-    folder, file = layout.folder / component, text_file(layout, component)
+    folder, file = layout.folder / component, layout.text_file(component)
     kind = getattr(transformers, encoder.network)
     if file is None:
         return whole(kind, folder, dtype=dtype)

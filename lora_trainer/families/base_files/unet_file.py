@@ -10,13 +10,11 @@ Torch-free to import.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files import base_parts
-from lora_trainer.families.base_files.weight_files import AGAIN, read_header
+from lora_trainer.families.base_files.weight_files import read_header, safetensors_header
 from lora_trainer.families.facts import (
-    DEFAULTS,
     DENOISER,
     Header,
     Layout,
@@ -34,6 +31,7 @@ from lora_trainer.families.facts import (
     WeightPlace,
     unet_numbers,
 )
+from lora_trainer.families.recognise import fits
 from lora_trainer.families.releases import BaseRelease, text_layers
 from lora_trainer.families.texts import TextInputs
 
@@ -50,56 +48,6 @@ UNET_MODULES = (
 _NUMBERS: Mapping[str, str] = {"F16": "<e", "BF16": "<f", "F32": "<f", "F64": "<d"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class UNetTraits:
-    """The numbers that distinguish the U-Net families.
-
-    `added_width` is the width of the vector beside the timestep (sizes, pooled text), 0 without it.
-    """
-
-    in_channels: int
-    text_width: int
-    linear_projection: bool
-    added_width: int
-
-
-def config_traits(architecture: Mapping[str, Any]) -> UNetTraits | None:
-    """Return the traits of a U-Net from diffusers' configuration, None where a value is no number."""
-    config = {**DEFAULTS, **architecture}
-    text_width = config["cross_attention_dim"]
-    if isinstance(text_width, list) and text_width:
-        text_width = text_width[0]
-    added_width: Any = 0
-    if config["addition_embed_type"] is not None:
-        added_width = config.get("projection_class_embeddings_input_dim")
-    if not all(isinstance(each, int) for each in (config["in_channels"], text_width, added_width)):
-        return None
-    return UNetTraits(
-        in_channels=config["in_channels"],
-        text_width=text_width,
-        linear_projection=bool(config["use_linear_projection"]),
-        added_width=added_width,
-    )
-
-
-def header_traits(header: Header) -> UNetTraits | None:
-    """Return the traits of the U-Net in a file, None for a file without a U-Net."""
-    shapes = {name: header[full].shape for name, full in unet_names(header).items()}
-    first = shapes.get("input_blocks.0.0.weight", shapes.get("conv_in.weight", ()))
-    text = _first(shapes, "attn2.to_k.weight")
-    projection = _first(shapes, "proj_in.weight")
-    if len(first) != 4 or len(text) != 2 or not projection:
-        return None
-    added = shapes.get("label_emb.0.0.weight", shapes.get("add_embedding.linear_1.weight", (0,)))
-    return UNetTraits(
-        in_channels=first[1],
-        text_width=text[1],
-        # [out, in] of a linear layer, [out, in, 1, 1] of a convolution.
-        linear_projection=len(projection) == 2,
-        added_width=added[-1] if added else 0,
-    )
-
-
 def unet_names(header: Header) -> dict[str, str]:
     """Return the U-Net's tensors, name without prefix -> name in the file."""
     names = base_parts.part_names(header, UNET).items()
@@ -111,24 +59,17 @@ def read_numbers(file: Path, name: str) -> tuple[float, ...]:
 
     Reads without torch because facts depend on it; a tensor narrower than 16 bits counts as absent.
     """
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            entry = json.loads(stream.read(length)).get(name)
-            if entry is None or entry["dtype"] not in _NUMBERS:
-                return ()
-            start, end = entry["data_offsets"]
-            stream.seek(8 + length + start)
-            data = stream.read(end - start)
-        if entry["dtype"] == "BF16":  # the upper half of a float32
-            data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
-        return tuple(value for (value,) in struct.iter_unpack(_NUMBERS[entry["dtype"]], data))
-    except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
-        raise InputError(f"{name} in {file} is no tensor ({error})", fix=AGAIN) from None
-
-
-def _first(shapes: Mapping[str, tuple[int, ...]], ending: str) -> tuple[int, ...]:
-    return next((shape for name, shape in shapes.items() if name.endswith(ending)), ())
+    with file.open("rb") as stream:
+        header, data_start = safetensors_header(stream)
+        entry = header.get(name)
+        if entry is None or entry["dtype"] not in _NUMBERS:
+            return ()
+        start, end = entry["data_offsets"]
+        stream.seek(data_start + start)
+        data = stream.read(end - start)
+    if entry["dtype"] == "BF16":  # the upper half of a float32
+        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+    return tuple(value for (value,) in struct.iter_unpack(_NUMBERS[entry["dtype"]], data))
 
 
 # ---- counting and checking
@@ -159,16 +100,34 @@ def check_unet_file(
         for release in releases
         if unet_numbers(release.architecture) == numbers
     ]
-    # Equal counts alone do not make equal networks: the traits have the input channels and the text's width.
-    is_alike = header_traits(read_header(single)) == config_traits(plain.architecture)
+    # Equal counts alone do not make equal networks.
+    header = read_header(single)
+    tensors = {name: header[full] for name, full in unet_names(header).items()}
+    is_alike = any(fits(tensors, marks) for marks in _marks(numbers))
     if not is_alike or count not in (released_counts or [count]):
         raise _unlike("the denoiser", single, count, folder, max(released_counts, default=0))
+
+
+def _marks(numbers: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the marks, as signatures.toml writes them, of a U-Net with these numbers in either layout of names."""
+    for first, added in (
+        ("input_blocks.0.0", "label_emb.0.0"),
+        ("conv_in", "add_embedding.linear_1"),
+    ):
+        added_width = numbers["projection_class_embeddings_input_dim"]
+        yield (
+            f"{first}.weight[1]={numbers['in_channels']} "
+            f"*attn2.to_k.weight[1]={numbers['cross_attention_dim']} "
+            # [out, in] of a linear layer, [out, in, 1, 1] of a convolution.
+            f"{'!' if numbers['use_linear_projection'] else ''}*proj_in.weight[3]=1 "
+            + (f"{added}.weight[1]={added_width}" if added_width else f"!{added}.weight")
+        )
 
 
 def check_vae(layout: Layout, config: Mapping[str, Any]) -> None:
     """Raise InputError for a separate VAE whose latents differ from the base's."""
     own_folder = layout.folder / "vae"
-    folder = base_parts.part_folder(layout, "vae", "vae")
+    folder = layout.part_folder("vae", "vae")
     if folder != own_folder:
         used, base = [
             (int(each["latent_channels"]), float(each.get("scaling_factor", DEFAULT_SCALE)))
@@ -182,7 +141,7 @@ def check_vae(layout: Layout, config: Mapping[str, Any]) -> None:
                 f"{base[0]} scaled by {base[1]:g}",
                 fix=_OTHER_VAE,
             )
-    if (single := base_parts.part_file(layout, "vae")) is None:
+    if (single := layout.part_file("vae")) is None:
         return
     file_shape = base_parts.vae_shape(read_header(single))
     base_shape = (int(config["latent_channels"]), *config["block_out_channels"][:1])

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lora_trainer.common.caption_markup import NewWord, Weighted, words_of
-from lora_trainer.families.facts import BaseFacts, Conditioning
+from lora_trainer.families.facts import Conditioning
 from lora_trainer.families.releases import BY_ROLE, text_layers
 from lora_trainer.families.texts import WEIGHTS, TextEncoder, TextInputs
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import CLIPTokenizer
 
 Value = TypeVar("Value")
@@ -94,11 +94,8 @@ def clip_encoders(
 
 @dataclass(kw_only=True, eq=False)
 class ClipEncoder(TextEncoder):
-    """CLIP encoders and their tokenizers, by component; the U-Net reads the last hidden state."""
+    """CLIP encoders and their tokenizers; the U-Net reads the last hidden state."""
 
-    networks: Mapping[str, nn.Module]
-    tokenizers: Mapping[str, CLIPTokenizer]
-    facts: BaseFacts
     word: NewWord | None = None
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -180,10 +177,7 @@ class ClipEncoder(TextEncoder):
 
     def _outputs(self, tokens: Mapping[str, Tensor], component: str, **options: Any) -> Any:
         """Run one network on all chunks of all texts at once."""
-        network = self.networks[component]
-        device = next(network.parameters()).device
-        rows = tokens[component].reshape(-1, self.facts.max_tokens)
-        return network(rows.to(device), **options)
+        return self.run(component, tokens[component].reshape(-1, self.facts.max_tokens), **options)
 
     def _text(self, tokens: Mapping[str, Tensor], component: str, states: Tensor) -> Tensor:
         """Apply prompt weights to the hidden states [B * chunks, max_tokens, width]; join the chunks of a prompt."""

@@ -12,18 +12,17 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_parts import read_json
 from lora_trainer.families.base_files.weight_files import AGAIN
-from lora_trainer.families.facts import BaseFacts, Conditioning
+from lora_trainer.families.facts import Conditioning
 from lora_trainer.families.texts import TextEncoder
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -56,13 +55,9 @@ def load_tokenizer(folder: Path, *, kind: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
 class TransformersEncoder(TextEncoder):
-    """Networks of transformers and their tokenizers, by component; the last one reads the whole prompt."""
+    """Networks of transformers and their tokenizers; the last one reads the whole prompt."""
 
-    networks: Mapping[str, nn.Module]
-    tokenizers: Mapping[str, PreTrainedTokenizerBase]
-    facts: BaseFacts
     free_tokens: ClassVar[int] = 0
     """Tokens of the template that do not count among `max_tokens`."""
     padding_side: ClassVar[str | None] = None
@@ -107,13 +102,6 @@ class TransformersEncoder(TextEncoder):
             )[0]
             for name, tokenizer in self.tokenizers.items()
         }
-
-    def run(self, component: str, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-        """Return a network's outputs; without a mask tokens attend to padding too."""
-        network = self.networks[component]
-        device = next(network.parameters()).device
-        mask = None if mask is None else mask.to(device)
-        return network(ids.to(device), attention_mask=mask, **options)
 
     def count_tokens(self, prompt: str) -> int:
         # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
