@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -37,6 +36,7 @@ from lora_trainer.families.facts import (
     AdapterFormats,
     AdapterNames,
     BaseFacts,
+    BaseRelease,
     Conditioning,
     FileFormat,
     Header,
@@ -49,7 +49,7 @@ from lora_trainer.families.facts import (
 )
 from lora_trainer.families.latents import VaeLatents
 from lora_trainer.families.recognise import fits, signature_tables
-from lora_trainer.families.releases import BaseRelease, other_names, released
+from lora_trainer.families.releases import other_names, released
 from lora_trainer.families.text.transformers_encoder import load_tokenizer
 from lora_trainer.families.texts import TextEncoder, TextInputs
 
@@ -96,7 +96,6 @@ class Family(ABC):
         self, release: BaseRelease, *, source: str, layout: Layout | None = None
     ) -> BaseFacts:
         """Return the facts of a release, or of the base in `layout` that is described like one."""
-        shared = {field.name for field in fields(BaseFacts)} & vars(release).keys()
         channels, factor = self.latents.shape(release.vae)
         native_px, token_px = self.latents.native_side * factor, factor * self.traits.patch
         return BaseFacts(
@@ -112,7 +111,7 @@ class Family(ABC):
             guidance=self.pipeline.guidance(release.architecture, release.distilled),
             patch=self.traits.patch,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
-            **{name: getattr(release, name) for name in shared},
+            **vars(release),
         )
 
     @abstractmethod

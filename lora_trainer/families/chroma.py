@@ -16,10 +16,10 @@ from lora_trainer.families.flow import (
     TransformerFormats,
     TransformerTraits,
     encoders,
-    position_ids,
+    text_lengths,
 )
-from lora_trainer.families.flux import ENDINGS
-from lora_trainer.families.latents import PackedLatents, pack, unpack
+from lora_trainer.families.flux import ENDINGS, velocity
+from lora_trainer.families.latents import PackedLatents
 from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
@@ -110,17 +110,15 @@ class Chroma(FlowFamily):
         import torch
 
         text, mask = conditioning["text"], conditioning["text_mask"]
-        if mask.is_meta:  # cost tracing: the mask has no values, and its one sample no padding
-            return _velocity(denoiser, noisy, timesteps, text)
-        lengths = [int(length) for length in mask.sum(dim=1).tolist()]
+        lengths = text_lengths(mask)
         if len(set(lengths)) == 1:
-            return _velocity(denoiser, noisy, timesteps, text[:, : lengths[0]])
+            return velocity(denoiser, noisy, timesteps, text[:, : lengths[0]])
         groups = {
             length: [row for row, row_length in enumerate(lengths) if row_length == length]
             for length in sorted(set(lengths))
         }
         parts = [
-            _velocity(denoiser, noisy[rows], timesteps[rows], text[rows, :length])
+            velocity(denoiser, noisy[rows], timesteps[rows], text[rows, :length])
             for length, rows in groups.items()
         ]
         order = torch.tensor([row for rows in groups.values() for row in rows])
@@ -129,16 +127,3 @@ class Chroma(FlowFamily):
 
 
 FAMILY = Chroma()
-
-
-def _velocity(denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-    """Return the prediction [B, C, H, W] for texts [B, tokens, channels] of one length."""
-    velocity: Tensor = denoiser(
-        hidden_states=pack(noisy),
-        timestep=timesteps / 1000,
-        encoder_hidden_states=text,
-        txt_ids=text.new_zeros(text.shape[1], 3),
-        img_ids=position_ids(noisy),
-        return_dict=False,
-    )[0]
-    return unpack(velocity, height=noisy.shape[-2], width=noisy.shape[-1])

@@ -261,19 +261,56 @@ class Geometry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseFacts:
-    """Facts of a base model that are read without loading a weight.
+class Licence:
+    """The licence of a public release: its name, what it allows in a few words, whether it is gated.
+
+    `is_gated`: the Hub gives the files only to who is signed in and has accepted the terms on the release's page.
+    """
+
+    name: str
+    allows: str
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRelease:
+    """A public release that can be planned without a download (releases.toml), or a base as its folder states it.
+
+    `ids` are Hub ids. `architecture` is the denoiser's configuration as diffusers writes it, `scheduler` the
+    scheduler's, of a release those keys that `BaseFacts.flow_shift` reads, and `vae` those that
+    `VaeLatents.shape` reads. Without a `licence` the release has one of its owner's own. `checkpoints` are
+    well-known ones made from it, with which its LoRAs work too. `variant` names the release where a family has
+    several ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
+    `zero_terminal_snr`: the last training timestep is pure noise. `assumed`: a fact that no file contains,
+    None where all are read.
+    """
+
+    ids: tuple[str, ...]
+    architecture: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[Part, int]
+    max_tokens: int
+    download_bytes: int = 0
+    licence: Licence | None = None
+    checkpoints: tuple[str, ...] = ()
+    variant: str = ""
+    distilled: bool = False
+    prediction: Prediction = "flow"
+    zero_terminal_snr: bool = False
+    assumed: Assumption | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseFacts(BaseRelease):
+    """Facts of a base model that are read without loading a weight: those of a release, and how this one is used.
 
     `source` is the user's spelling of the base, `layout` its files (None: a public release that is not
-    downloaded). `parts` has an entry per `PARTS`; `architecture` is the denoiser's configuration as
-    diffusers writes it, `scheduler` the scheduler's. `variant` names the release where a family has
-    several ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
-    `zero_terminal_snr`: the last training timestep is pure noise. Text encoders read a prompt in `chunks`
-    of `max_tokens` tokens and return the hidden states of layer `clip_skip`, counted from the last (1);
-    `clip_skips` has by `base.clip_skip` the layers that they can return.
-    `patch` is the side of the square of latents that becomes one token (a U-Net's: 1).
-    `assumed`: a fact that no file contains, None where all are read. A file whose companion is not on
-    this machine has no `layout`; `missing` then names the parts to download and their source.
+    downloaded). `parts` has an entry per `PARTS`. Text encoders read a prompt in `chunks` of `max_tokens`
+    tokens and return the hidden states of layer `clip_skip`, counted from the last (1); `clip_skips` has by
+    `base.clip_skip` the layers that they can return. `patch` is the side of the square of latents that becomes
+    one token (a U-Net's: 1). A file whose companion is not on this machine has no `layout`; `missing` then
+    names the parts to download and their source.
     """
 
     family: str
@@ -283,19 +320,10 @@ class BaseFacts:
     bucket_step_px: int
     latent_channels: int
     vae_factor: int
-    max_tokens: int
-    prediction: Prediction
     guidance: Guidance
     patch: int
     parts: Mapping[str, PartFacts]
-    architecture: Mapping[str, Any]
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-    variant: str = ""
-    distilled: bool = False
-    zero_terminal_snr: bool = False
-    download_bytes: int = 0
     missing: str = ""
-    assumed: Assumption | None = None
     chunks: int = 1
     clip_skip: int = 1
     clip_skips: Mapping[int, int] = field(default_factory=lambda: {1: 1})

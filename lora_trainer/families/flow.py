@@ -56,6 +56,14 @@ def position_ids(latents: Tensor) -> Tensor:
     return torch.nn.functional.pad(grid, (1, 0))
 
 
+def text_lengths(mask: Tensor) -> list[int]:
+    """Return each text's number of tokens without padding; `mask` [B, L] is 1 on real tokens."""
+    batch, longest = mask.shape
+    # A single text has no padding. Reading the mask would synchronise with the device, and a meta tensor
+    # (costs are traced without padding) has no values to read.
+    return [longest] * batch if batch == 1 or mask.is_meta else mask.sum(dim=1).tolist()
+
+
 def encoders(
     *networks: TextNetwork, encoder: type[TransformersEncoder], **options: Any
 ) -> TextInputs:

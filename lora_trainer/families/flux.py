@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_parts import denoiser_names
@@ -20,6 +20,7 @@ from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
+    BaseRelease,
     Conditioning,
     Guidance,
     Header,
@@ -36,7 +37,7 @@ from lora_trainer.families.flow import (
     target_endings,
 )
 from lora_trainer.families.latents import PackedLatents, pack, unpack
-from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:
@@ -128,24 +129,31 @@ class Flux(FlowFamily):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        text = conditioning["text"]
-        velocity: Tensor = denoiser(
-            hidden_states=pack(noisy),
-            # The network multiplies by 1000 again, and the guidance scale likewise.
-            timestep=timesteps / 1000,
-            guidance=conditioning.get("guidance"),
-            pooled_projections=conditioning["pooled"],
-            encoder_hidden_states=text,
-            # All text tokens stand at position 0, as in
-            # FluxPipeline.encode_prompt: T5's states carry their order.
-            txt_ids=text.new_zeros(text.shape[1], 3),
-            img_ids=position_ids(noisy),
-            return_dict=False,
-        )[0]
-        return unpack(velocity, height=noisy.shape[-2], width=noisy.shape[-1])
+        guidance, pooled = conditioning.get("guidance"), conditioning["pooled"]
+        more = {"guidance": guidance, "pooled_projections": pooled}
+        return velocity(denoiser, noisy, timesteps, conditioning["text"], **more)
 
 
 FAMILY = Flux()
+
+
+def velocity(
+    denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, text: Tensor, **more: Any
+) -> Tensor:
+    """Return the prediction [B, C, H, W] of a network of FLUX.1's kind for texts [B, tokens, channels]."""
+    tokens: Tensor = denoiser(
+        hidden_states=pack(noisy),
+        # The network multiplies by 1000 again, and the guidance scale likewise.
+        timestep=timesteps / 1000,
+        encoder_hidden_states=text,
+        # All text tokens stand at position 0, as in
+        # FluxPipeline.encode_prompt: T5's states carry their order.
+        txt_ids=text.new_zeros(text.shape[1], 3),
+        img_ids=position_ids(noisy),
+        return_dict=False,
+        **more,
+    )[0]
+    return unpack(tokens, height=noisy.shape[-2], width=noisy.shape[-1])
 
 
 def _reads_guidance(file: Path) -> bool:

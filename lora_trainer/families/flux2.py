@@ -19,6 +19,7 @@ from lora_trainer.families.base_files.base_parts import (
 from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
+    BaseRelease,
     Conditioning,
     Guidance,
     Header,
@@ -33,7 +34,7 @@ from lora_trainer.families.flow import (
     target_endings,
 )
 from lora_trainer.families.latents import VaeLatents
-from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
 if TYPE_CHECKING:

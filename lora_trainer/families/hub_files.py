@@ -21,6 +21,7 @@ TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _TOP_TEXTS = frozenset({"model_index.json", "config.json"})
 _FOLDERS = re.compile(r"scheduler|(?:tokenizer|text_encoder)(?:_\d)?|unet|transformer|vae")
 # Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
+_HALF = re.compile(r"\.fp16\..*safetensors|\.safetensors\.index\.fp16\.json")
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 
 
@@ -154,27 +155,19 @@ def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
     `without` no weights are chosen.
     """
     readable = [path for path in map(PurePosixPath, names) if _is_read(path)]
-    chosen = [
-        path for path in readable if path.suffix in TEXT_SUFFIXES and not _VARIANT.search(path.name)
-    ]
-    weights = [path for path in readable if path.suffix == ".safetensors"]
-    folders = {path.parent for path in weights}
-    if len(folders) > 1:  # weights at the top are a second copy of the model
-        folders.discard(PurePosixPath("."))
-    for folder in folders:
+    plain = [path for path in readable if not _VARIANT.search(path.name)]
+    chosen = {path for path in plain if path.suffix in TEXT_SUFFIXES}
+    weights = {path.parent for path in readable if path.suffix == ".safetensors"}
+    if len(weights) > 1:  # weights at the top are a second copy of the model
+        weights.discard(PurePosixPath("."))
+    for folder in weights:
         if folder.name not in without:
-            inside = [path for path in weights if path.parent == folder]
-            plain = [path for path in inside if not _VARIANT.search(path.name)]
-            chosen += plain or [path for path in inside if ".fp16." in path.name]
-            # diffusers finds shards through this index; `_VARIANT` has kept it out of the texts above.
-            if not plain:
-                chosen += [
-                    path
-                    for path in readable
-                    if path.parent == folder
-                    and path.suffix == ".json"
-                    and ".safetensors.index.fp16." in path.name
-                ]
+            whole = {
+                path for path in plain if (path.parent, path.suffix) == (folder, ".safetensors")
+            }
+            # With the index through which diffusers finds shards, which is not among the plain texts.
+            half = {path for path in readable if path.parent == folder and _HALF.search(path.name)}
+            chosen |= whole or half
     return sorted(map(str, chosen))
 
 

@@ -13,7 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.facts import AdapterFormats, AdapterNames, Conditioning, PipelineTraits
-from lora_trainer.families.flow import FlowFamily, TransformerTraits, encoders, target_endings
+from lora_trainer.families.flow import (
+    FlowFamily,
+    TransformerTraits,
+    encoders,
+    target_endings,
+    text_lengths,
+)
 from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import MaskedEncoder
 
@@ -125,11 +131,15 @@ class Lumina2(FlowFamily):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
+        import torch
+
+        mask = conditioning["text_mask"]
+        lengths = torch.tensor(text_lengths(mask), device="cpu")
         towards_image: Tensor = denoiser(
             hidden_states=noisy,
             timestep=(1000 - timesteps) / 1000,  # time from noise (0) to image (1)
             encoder_hidden_states=conditioning["text"],
-            encoder_attention_mask=_TextMask.of(conditioning["text_mask"]),
+            encoder_attention_mask=_TextMask(mask=mask, lengths=lengths),
             return_dict=False,
         )[0]
         return -towards_image
@@ -144,16 +154,6 @@ class _TextMask:
 
     mask: Tensor
     lengths: Tensor
-
-    @classmethod
-    def of(cls, mask: Tensor) -> _TextMask:
-        import torch
-
-        batch, longest = mask.shape
-        # A single text has no padding; costs are traced without padding.
-        full_length = batch == 1 or mask.is_meta
-        lengths = [longest] * batch if full_length else mask.sum(dim=1).tolist()
-        return cls(mask=mask, lengths=torch.tensor(lengths, device="cpu"))
 
     @property
     def shape(self) -> torch.Size:

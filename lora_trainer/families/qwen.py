@@ -19,6 +19,7 @@ from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
     AdapterFormats,
     AdapterNames,
+    BaseRelease,
     Conditioning,
     Header,
     Layout,
@@ -34,7 +35,7 @@ from lora_trainer.families.flow import (
 )
 from lora_trainer.families.latents import PackedLatents, pack, unpack
 from lora_trainer.families.recognise import fits, signature_tables
-from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import MaskedEncoder, text_config
 
 if TYPE_CHECKING:

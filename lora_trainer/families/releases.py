@@ -16,12 +16,12 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.families.facts import PARTS, Assumption, OtherNames, Part, Prediction
+from lora_trainer.families.facts import PARTS, BaseRelease, Licence, OtherNames
 
 RELEASES, FILE, NAMES = (
     Path(__file__).with_name(name)
@@ -30,43 +30,6 @@ RELEASES, FILE, NAMES = (
 # Layer name -> shape of its weight: [out, in, ...], or [width] of a norm.
 Shapes = Mapping[str, tuple[int, ...]]
 Row = tuple[str, list[int], list[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Licence:
-    """The licence of a public release: its name, what it allows in a few words, whether it is gated.
-
-    `is_gated`: the Hub gives the files only to who is signed in and has accepted the terms on the release's page.
-    """
-
-    name: str
-    allows: str
-    is_gated: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseRelease:
-    """A public release that can be planned without a download (releases.toml), or a base as its folder states it.
-
-    `ids` are Hub ids. `vae` has the keys that `VaeLatents.shape` reads, `scheduler` those that
-    `BaseFacts.flow_shift` reads. Without a `licence` the release has one of its owner's own. `checkpoints` are
-    well-known ones made from it, with which its LoRAs work too.
-    """
-
-    ids: tuple[str, ...]
-    architecture: Mapping[str, Any]
-    vae: Mapping[str, Any]
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-    parameters: Mapping[Part, int]
-    max_tokens: int
-    download_bytes: int = 0
-    licence: Licence | None = None
-    checkpoints: tuple[str, ...] = ()
-    variant: str = ""
-    distilled: bool = False
-    prediction: Prediction = "flow"
-    zero_terminal_snr: bool = False
-    assumed: Assumption | None = None
 
 
 @cache

@@ -17,11 +17,11 @@ from lora_trainer.families.facts import (
     AdapterNames,
     Assumption,
     BaseFacts,
+    BaseRelease,
     Header,
     Layout,
     Prediction,
 )
-from lora_trainer.families.releases import BaseRelease
 from lora_trainer.families.text.clip import ClipEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
 

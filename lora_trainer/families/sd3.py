@@ -22,6 +22,7 @@ from lora_trainer.families.base_files.base_parts import (
 from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
+    BaseRelease,
     Conditioning,
     Header,
     Layout,
@@ -35,7 +36,7 @@ from lora_trainer.families.flow import (
     encoders,
     target_endings,
 )
-from lora_trainer.families.releases import BY_ROLE, CLIP_L_PROJECTED, BaseRelease
+from lora_trainer.families.releases import BY_ROLE, CLIP_L_PROJECTED
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:

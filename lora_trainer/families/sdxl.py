@@ -16,12 +16,12 @@ from lora_trainer.families.facts import (
     DENOISER,
     AdapterNames,
     BaseFacts,
+    BaseRelease,
     FileFormat,
     Layout,
     PipelineTraits,
     unet_numbers,
 )
-from lora_trainer.families.releases import BaseRelease
 from lora_trainer.families.text.clip import ClipPairEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
 

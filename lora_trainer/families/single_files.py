@@ -200,14 +200,13 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     )
 
 
-def _encoder_width(role: str, component: str, folder: Path | None) -> int:
+def _encoder_width(role: str, component: str, folder: Path | None) -> Any:
     if folder is None:
         return BY_ROLE[role].width
     config = read_json(folder / component / "config.json")
     # Qwen2.5-VL nests its language model's numbers; d_model is T5's word for the width.
     inner = config.get("text_config", config)
-    width = inner.get("hidden_size", inner.get("d_model"))
-    return width if isinstance(width, int) else 0
+    return inner.get("hidden_size", inner.get("d_model"))
 
 
 def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:

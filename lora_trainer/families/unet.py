@@ -24,6 +24,7 @@ from lora_trainer.families.facts import (
     UNET_CLASS,
     AdapterFormats,
     BaseFacts,
+    BaseRelease,
     Conditioning,
     Header,
     Layout,
@@ -31,7 +32,7 @@ from lora_trainer.families.facts import (
     OtherNames,
     PipelineTraits,
 )
-from lora_trainer.families.releases import BaseRelease, text_layers
+from lora_trainer.families.releases import text_layers
 from lora_trainer.families.text import clip
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from lora_trainer.families.facts import (
     AdapterNames,
     Assumption,
+    BaseRelease,
     Conditioning,
     Header,
     Layout,
@@ -26,8 +27,9 @@ from lora_trainer.families.flow import (
     TransformerTraits,
     encoders,
     target_endings,
+    text_lengths,
 )
-from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
 if TYPE_CHECKING:
@@ -142,13 +144,9 @@ class ZImage(FlowFamily):
         return -torch.stack(images).squeeze(2)  # towards the image -> noise - image
 
 
-def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:
-    """Split texts [B, L, D] into tensors [length, D] without padding; `mask` [B, L] is 1 on real tokens."""
-    if len(text) == 1 or mask.is_meta:
-        # A single text has no padding. Reading the mask would synchronise with the device, and a meta
-        # tensor has no values to read.
-        return list(text)
-    return [states[:length] for states, length in zip(text, mask.sum(1).tolist(), strict=True)]
-
-
 FAMILY = ZImage()
+
+
+def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:
+    """Split texts [B, L, D] into tensors [length, D] without padding."""
+    return [states[:length] for states, length in zip(text, text_lengths(mask), strict=True)]

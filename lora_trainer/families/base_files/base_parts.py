@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.weight_files import AGAIN, read_header, read_tensors
-from lora_trainer.families.facts import UNET_CLASS, BaseFacts, Header, Layout
-from lora_trainer.families.releases import BaseRelease, TextNetwork
+from lora_trainer.families.facts import UNET_CLASS, BaseFacts, BaseRelease, Header, Layout
+from lora_trainer.families.hub_files import TEXT_SUFFIXES
+from lora_trainer.families.releases import TextNetwork
 from lora_trainer.families.texts import TextInputs
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COMPANION = "name the base model it was made from with --set base.companion=..."
-_TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
 _STEMS = ("diffusion_pytorch_model", "model")
 
@@ -123,7 +123,7 @@ def tokenizer_of(component: str) -> str:
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     """Return the files of a tokenizer; raises InputError when there is no vocabulary."""
-    files = {path.name: path for path in folder.glob("*") if path.suffix in _TOKENIZER_SUFFIXES}
+    files = {path.name: path for path in folder.glob("*") if path.suffix in TEXT_SUFFIXES}
     if not files.keys() & _VOCABULARIES:
         raise InputError(
             f"base model part {folder} has none of {', '.join(sorted(_VOCABULARIES))}", fix=AGAIN

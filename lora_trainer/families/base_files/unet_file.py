@@ -25,6 +25,7 @@ from lora_trainer.families.base_files import base_parts
 from lora_trainer.families.base_files.weight_files import read_header, safetensors_header
 from lora_trainer.families.facts import (
     DENOISER,
+    BaseRelease,
     Header,
     Layout,
     TensorInfo,
@@ -32,7 +33,7 @@ from lora_trainer.families.facts import (
     unet_numbers,
 )
 from lora_trainer.families.recognise import fits
-from lora_trainer.families.releases import BaseRelease, text_layers
+from lora_trainer.families.releases import text_layers
 from lora_trainer.families.texts import TextInputs
 
 if TYPE_CHECKING:
