@@ -139,7 +139,7 @@ def _find(
     """Return the layout, None if not on this machine, the family if the files tell it, and a single file."""
     source = settings.model
     path = Path(source).expanduser()
-    if path.suffix in SUFFIXES or (path.is_file() and path.suffix not in _PICKLES):
+    if path.is_file() and path.suffix not in _PICKLES:
         checkpoint = open_checkpoint(settings, path)
         return _find_beside(checkpoint, on_bytes=on_bytes), checkpoint.family, checkpoint
     folder = _folder(source, revision=settings.revision, on_bytes=on_bytes)
@@ -271,7 +271,8 @@ def _folder(
 def _is_path(source: str) -> bool:
     path = Path(source).expanduser()
     # A Hub id is owner/name, with exactly one slash.
-    return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
+    is_id = source.count("/") == 1 and not source.startswith((".", "~"))
+    return path.is_absolute() or path.suffix in SUFFIXES or not is_id
 
 
 def _from_hub(settings: BaseSettings) -> bool:

@@ -47,7 +47,7 @@ class Gemma2Encoder(MaskedEncoder):
 
     def prompt_room(self) -> int:
         text = SYSTEM_PROMPT.rstrip(" ")
-        return self.max_tokens - len(self.tokenizers[self.last](text).input_ids)
+        return self.facts.max_tokens - len(self.tokenizers[self.last](text).input_ids)
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         states, mask = self.states(tokens)

@@ -211,11 +211,6 @@ def _encoder_width(role: str, component: str, folder: Path | None) -> Any:
 
 def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
     """Return the checkpoint in a file; raises InputError that names the kind of any other file."""
-    if not file.is_file():
-        raise InputError(
-            f"base model {file} does not exist",
-            fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
-        )
     if file.suffix not in SUFFIXES:
         raise InputError(
             f"base model {file.name} is no weight file",

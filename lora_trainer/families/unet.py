@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import AdapterTargets, Family
 from lora_trainer.families.base_files import base_parts, unet_file
+from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
     DEFAULTS,
     UNET_CLASS,
@@ -115,32 +116,26 @@ class UNetFamily(Family):
             unet_file.check_unet_file(single, plain, self.published, folder=layout.folder)
         unet_file.check_vae(layout, plain.vae)
         text = base_parts.read_json(layout.folder / "text_encoder" / "config.json")
-        marks = unet_file.training_marks(single)
-        # The key is absent in the oldest releases.
-        prediction = scheduler.get("prediction_type", "epsilon")
-        if unet_file.V_PREDICTION in marks:
-            prediction = "v_prediction"
-        if prediction not in ("epsilon", "v_prediction"):
+        described = _as_marked(
+            replace(
+                plain,
+                max_tokens=base_parts.config_value(text, "max_position_embeddings", int),
+                # The key is absent in the oldest releases.
+                prediction=scheduler.get("prediction_type", "epsilon"),
+                zero_terminal_snr=bool(scheduler.get("rescale_betas_zero_snr", False)),
+            ),
+            single,
+        )
+        if described.prediction not in ("epsilon", "v_prediction"):
             raise InputError(
-                f"{layout.folder / 'scheduler'}: prediction_type={prediction!r}, allowed are epsilon and "
-                "v_prediction",
+                f"{layout.folder / 'scheduler'}: prediction_type={described.prediction!r}, allowed are epsilon "
+                "and v_prediction",
                 fix="use a base model that predicts epsilon or v_prediction",
             )
-        return replace(
-            plain,
-            max_tokens=base_parts.config_value(text, "max_position_embeddings", int),
-            prediction=prediction,
-            zero_terminal_snr=unet_file.ZERO_TERMINAL_SNR in marks
-            or bool(scheduler.get("rescale_betas_zero_snr", False)),
-        )
+        return described
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        release, marks = self.published[0], unet_file.training_marks(file)
-        return replace(
-            release,
-            prediction="v_prediction" if unet_file.V_PREDICTION in marks else release.prediction,
-            zero_terminal_snr=release.zero_terminal_snr or unet_file.ZERO_TERMINAL_SNR in marks,
-        )
+        return _as_marked(self.published[0], file)
 
     def _count_text(self, layout: Layout, component: str) -> int:
         single = layout.part_file("text_encoder")
@@ -203,6 +198,16 @@ class UNetFamily(Family):
         return OtherNames(
             layers=unet_file.checkpoint_names(shapes, architecture=self.published[0].architecture)
         )
+
+
+def _as_marked(release: BaseRelease, single: Path | None) -> BaseRelease:
+    """Return a release as a checkpoint's markers say: empty tensors whose names state how it was trained."""
+    names = read_header(single).keys() if single else ()
+    return replace(
+        release,
+        prediction="v_prediction" if "v_pred" in names else release.prediction,
+        zero_terminal_snr="ztsnr" in names or release.zero_terminal_snr,
+    )
 
 
 def _kind(architecture: Mapping[str, Any]) -> tuple[Any, ...]:

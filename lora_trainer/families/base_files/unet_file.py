@@ -75,17 +75,9 @@ def read_numbers(file: Path, name: str) -> tuple[float, ...]:
 
 # ---- counting and checking
 
-V_PREDICTION = "v_pred"
-ZERO_TERMINAL_SNR = "ztsnr"
 # diffusers' default scaling_factor, which the oldest VAE configurations leave out.
 DEFAULT_SCALE = 0.18215
 _OTHER_VAE = "use a VAE made for this base model"
-
-
-def training_marks(single: Path | None) -> frozenset[str]:
-    """Return a checkpoint's marker tensors: empty tensors whose names state how it was trained."""
-    names = read_header(single).keys() if single else ()
-    return frozenset(name for name in names if name in {V_PREDICTION, ZERO_TERMINAL_SNR})
 
 
 def check_unet_file(

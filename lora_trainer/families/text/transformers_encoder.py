@@ -68,11 +68,6 @@ class TransformersEncoder(TextEncoder):
         return prompt
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of a text that the last network reads, special tokens and template included."""
-        return self.facts.max_tokens
-
-    @property
     def last(self) -> str:
         """The component that reads the whole prompt."""
         return tuple(self.networks)[-1]
@@ -98,7 +93,7 @@ class TransformersEncoder(TextEncoder):
             name: self.tokens_of(
                 name,
                 prompts,
-                length=self.max_tokens if name == self.last else tokenizer.model_max_length,
+                length=self.facts.max_tokens if name == self.last else tokenizer.model_max_length,
             )[0]
             for name, tokenizer in self.tokenizers.items()
         }
@@ -111,7 +106,7 @@ class TransformersEncoder(TextEncoder):
     def prompt_room(self) -> int:
         """Return the prompt tokens that fit beside special tokens and the empty template."""
         template_tokens = len(self.tokenizers[self.last](self.template("")).input_ids)
-        return self.max_tokens + self.free_tokens - template_tokens
+        return self.facts.max_tokens + self.free_tokens - template_tokens
 
 
 class MaskedEncoder(TransformersEncoder):
@@ -122,7 +117,7 @@ class MaskedEncoder(TransformersEncoder):
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return `ids` and `mask` [B, tokens] of the longest prompt's length."""
-        length = self.max_tokens + self.free_tokens
+        length = self.facts.max_tokens + self.free_tokens
         padding = "max_length" if self.padded else "longest"
         ids, mask = self.tokens_of(self.last, prompts, length=length, padding=padding)
         return {"ids": ids, "mask": mask}
@@ -218,7 +213,8 @@ _MODEL_TYPE, _UNKNOWN = 3, 40
 _CHARACTERS = 2
 _UNIGRAM = 1
 # Wire types: the lower three bits of a field's key say how its value is encoded.
-_VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
+_VARINT, _SIZED = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
 
 
 def read_pieces(file: Path) -> tuple[list[tuple[str, float]], int, bytes]:
@@ -276,32 +272,27 @@ def load_spiece_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of a message's fields: varints as int, all other values as bytes."""
     at = 0
+
+    def varint() -> int:
+        """Decode groups of seven bits, the lowest first."""
+        nonlocal at
+        value = shift = 0
+        while True:
+            # Past the end this is an IndexError, which `read_pieces` turns into its InputError.
+            byte = data[at]
+            value |= (byte & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if byte < 0x80:
+                return value
+
     while at < len(data):
-        key, at = _varint(data, at)
+        key = varint()
         number, kind = key >> 3, key & 7
         if kind == _VARINT:
-            value, at = _varint(data, at)
-            yield number, value
+            yield number, varint()
             continue
-        if kind == _SIZED:
-            size, at = _varint(data, at)
-        elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
-            size = 8 if kind == _EIGHT_BYTES else 4
-        else:
-            raise ValueError(f"field {number} is of kind {kind}")
+        size = varint() if kind == _SIZED else _FIXED_BYTES[kind]
         if at + size > len(data):
             raise ValueError(f"it ends within field {number}")
         yield number, data[at : at + size]
         at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a varint (groups of seven bits, the lowest first); return (value, offset behind it)."""
-    value = shift = 0
-    while True:
-        # Past the end this is an IndexError, which `read_pieces` turns into its InputError.
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
