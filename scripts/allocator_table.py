@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
 from lora_trainer.config.layers import resolve
-from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts
@@ -270,7 +269,7 @@ def _prompt(
     family: Family, facts: BaseFacts, text_tokens: int | None
 ) -> Mapping[str, tuple[int, ...]]:
     count = min(text_tokens or facts.max_tokens, facts.max_tokens)
-    if not BaseCosts(family=family, facts=facts).texts_vary:
+    if not family.text.masked:
         count = facts.max_tokens
     return family.text.shapes(facts.architecture, text_tokens=count)
 

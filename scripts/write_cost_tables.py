@@ -32,7 +32,6 @@ from lora_trainer.costs.sample_cost import (
     RANKS,
     SampleCost,
     Workload,
-    configuration,
     entry,
 )
 from lora_trainer.families.base import Family
@@ -142,7 +141,7 @@ def architectures(family: Family) -> Iterator[BaseFacts]:
         bases.append(embedded)
     for facts in bases:
         assert facts is not None
-        key = [configuration(facts), facts.max_tokens]
+        key = [facts.network_numbers(), facts.max_tokens]
         if key not in seen:
             seen.append(key)
             yield facts
@@ -152,7 +151,7 @@ def row_of(
     rows: Sequence[dict[str, Any]], family: Family, facts: BaseFacts
 ) -> dict[str, Any] | None:
     """Return what the table has of a release's architecture."""
-    wanted = (configuration(facts), facts.max_tokens)
+    wanted = (facts.network_numbers(), facts.max_tokens)
     return next((row for row in rows if (row["config"], row["max_tokens"]) == wanted), None)
 
 
@@ -171,7 +170,7 @@ class Grid:
 def grid_of(family: Family, facts: BaseFacts) -> Grid:
     """Return the points of a base: U-Nets', of many sizes, at half and twice the native side."""
     if isinstance(family, FlowFamily):
-        other = SHORT_TEXT_TOKENS if BaseCosts(family=family, facts=facts).texts_vary else 0
+        other = SHORT_TEXT_TOKENS if family.text.masked else 0
         return Grid(sides_px=TRANSFORMER_SIDES_PX, text_tokens=(facts.max_tokens, other))
     side = 2 ** int(math.log2(facts.resolution_px))
     sides_px = (side // 2, side, 2 * side)
@@ -215,7 +214,7 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
     print(f"{facts.source}: {time.monotonic() - started:.0f} s", flush=True)
     return {
         "name": facts.source,
-        "config": configuration(facts),
+        "config": facts.network_numbers(),
         "max_tokens": facts.max_tokens,
         "sides_px": list(grid.sides_px),
         "text_tokens": list(grid.text_tokens),

@@ -136,18 +136,12 @@ class BaseCosts:
     @cached_property
     def sample_cost(self) -> Callable[[Workload], SampleCost]:
         """Return the cost of a workload: from the table, or of an unknown architecture traced."""
-        # Of one encoded prompt as it is cached: float32, masks int64.
-        conditioning_bytes = sum(
-            math.prod(shape) * (8 if name.endswith("mask") else 4)
-            for name, shape in self._prompt.items()
-        )
 
         def cost_of(workload: Workload) -> SampleCost:
             cost = None
             if self._release is not None:
                 cost = tabled(self._release, workload, text_tokens=self.facts.text_tokens)
-            cost = cost or self.traced(workload)
-            return replace(cost, conditioning_bytes=conditioning_bytes)
+            return cost or self.traced(workload)
 
         return cache(cost_of)
 
@@ -161,10 +155,13 @@ class BaseCosts:
         tokens = self.facts.text_tokens
         return self.family.text.shapes(self.facts.architecture, text_tokens=tokens)
 
-    @property
-    def texts_vary(self) -> bool:
-        """Whether texts keep their own length, with a mask, instead of being padded to one length."""
-        return any(name.endswith("mask") for name in self._prompt)
+    @cached_property
+    def conditioning_bytes(self) -> int:
+        """Bytes of one encoded prompt as it is cached: float32, masks int64."""
+        return sum(
+            math.prod(shape) * (8 if name.endswith("mask") else 4)
+            for name, shape in self._prompt.items()
+        )
 
     def known_checkpointing(
         self, *, element_bytes: int, targets: Targets, wide_adapter: bool
@@ -252,7 +249,7 @@ class BaseCosts:
     # ---- an architecture that is not in the table
 
     def traced(self, workload: Workload) -> SampleCost:
-        """Trace the network on the meta device, once on this machine; `conditioning_bytes` stays 0."""
+        """Trace the network on the meta device, once on this machine."""
 
         def trace() -> dict[str, Any]:
             # Only the fields that change the network; the others are sizes of its inputs.

@@ -52,14 +52,13 @@ class SampleCost:
     `saved_bytes` are alive between forward and backward; `adapter_saved_bytes` of them are a wide
     adapter's fp32 copies and rank-sized intermediates. `temporary_bytes` is the step's peak minus
     `saved_bytes`. `host_bytes` wait for backward in pinned host memory. `forward_bytes` is the peak of a
-    pass without gradients, `conditioning_bytes` one prompt's text embedding in fp32.
+    pass without gradients.
     """
 
     saved_bytes: int
     adapter_saved_bytes: int
     temporary_bytes: int
     forward_bytes: int
-    conditioning_bytes: int
     forward_flops: int
     step_flops: int
     kernels: int
@@ -85,7 +84,7 @@ def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
     rows = _table().get(facts.family)
     if rows is None:
         return None
-    config = {**rows["defaults"], **configuration(facts)}
+    config = {**rows["defaults"], **facts.network_numbers()}
     for release in rows["releases"]:
         release_traces: Mapping[str, Any] = release
         if config == {**rows["defaults"], **release_traces["config"]} and (
@@ -95,16 +94,10 @@ def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
     return None
 
 
-def configuration(facts: BaseFacts) -> dict[str, Any]:
-    """Return a base's `network_numbers` with sequences as JSON lists, for comparison."""
-    plain: dict[str, Any] = json.loads(json.dumps(facts.network_numbers()))
-    return plain
-
-
 def tabled(
     release: Mapping[str, Any], workload: Workload, *, text_tokens: int
 ) -> SampleCost | None:
-    """Return the cost by a release's traces, without `conditioning_bytes`; None if it was not traced like that."""
+    """Return the cost by a release's traces; None if it was not traced like that."""
     key = entry(workload.element_bytes, wide=workload.wide_adapter)
     traces = release["costs"].get(key, {}).get(workload.targets, {})
     if workload.checkpointing not in traces:
@@ -146,7 +139,6 @@ def tabled(
         adapter_saved_bytes=kib(step["adapter_kib"]) if "adapter_kib" in step else 0,
         temporary_bytes=max(0, kib(step["peak_kib"]) - saved),
         forward_bytes=kib(traces["forward_kib"]),
-        conditioning_bytes=0,
         forward_flops=mega(traces["forward_mflop"]),
         step_flops=mega(step["step_mflop"]),
         kernels=step["kernels"],

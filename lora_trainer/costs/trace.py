@@ -8,7 +8,7 @@ needed. Inputs are a network on the `meta` device and a call of it; outputs are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -68,8 +68,8 @@ def trace_step(
 ) -> SampleCost:
     """Trace `forward` of `count` samples and its backward pass; the gradients of the adapters must be allocated.
 
-    `forward_bytes` are those of a sample in a pass without gradients; `conditioning_bytes` are 0 here, as they
-    belong to the text encoder. Bytes are without inputs, parameters and their gradients.
+    `forward_bytes` are those of a sample in a pass without gradients. Bytes are without inputs, parameters and
+    their gradients.
 
     Trace a forward pass before: networks cache tables (of positions, say) in their first call, and those
     are no activations.
@@ -87,7 +87,6 @@ def trace_step(
         adapter_saved_bytes=adapter // count,
         temporary_bytes=(live.peak_bytes - saved) // count,
         forward_bytes=forward_bytes,
-        conditioning_bytes=0,
         forward_flops=forward_flops // count,
         step_flops=live.flops // count,
         kernels=live.kernels,
@@ -118,18 +117,15 @@ def _adapter_inputs_marked(network: nn.Module, live: LiveStorages) -> Iterator[N
     def after_down(*_: Any) -> None:
         live.marking = False
 
-    handles = []
-    for layer in network.modules():
-        if isinstance(layer, LoraLayer):
-            handles.append(layer.register_forward_pre_hook(before_layer))
-            for down in layer.lora_A.values():
-                handles.append(down.register_forward_pre_hook(partial(before_down, layer)))
-                handles.append(down.register_forward_hook(after_down, always_call=True))
-    try:
+    with ExitStack() as hooks:
+        for layer in network.modules():
+            if isinstance(layer, LoraLayer):
+                hooks.enter_context(layer.register_forward_pre_hook(before_layer))
+                for down in layer.lora_A.values():
+                    before = partial(before_down, layer)
+                    hooks.enter_context(down.register_forward_pre_hook(before))
+                    hooks.enter_context(down.register_forward_hook(after_down, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ The methods of `BaseFacts` that return tensors import torch and diffusers when t
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -355,13 +356,15 @@ class BaseFacts(BaseRelease):
         )
 
     def network_numbers(self) -> Mapping[str, Any]:
-        """Return the values of `architecture` that fix the network: bases of equal values cost the same.
+        """Return the values of `architecture` that fix the network, as JSON: bases of equal values cost the same.
 
         Configurations of equal U-Nets differ in many other keys. A key that is left out has diffusers' default.
         """
         if self.architecture.get("_class_name") == UNET_CLASS:
             return unet_numbers(self.architecture)
-        return {key: value for key, value in self.architecture.items() if not key.startswith("_")}
+        numbers = {key: each for key, each in self.architecture.items() if not key.startswith("_")}
+        plain: dict[str, Any] = json.loads(json.dumps(numbers))
+        return plain
 
     def geometry_conditioning(self, geometry: Geometry) -> Conditioning:
         """Return the U-Net's input made from an image's sizes and crop, batch 1; empty for all but SDXL's.
@@ -445,41 +448,23 @@ class BaseFacts(BaseRelease):
 
 UNET_CLASS = "UNet2DConditionModel"
 # diffusers leaves keys out of old configurations; these are its own defaults.
-DEFAULTS: Mapping[str, Any] = {  # the keys that fix the network
-    "in_channels": 4,
-    "out_channels": 4,
-    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-    "block_out_channels": (320, 640, 1280, 1280),
-    "layers_per_block": 2,
-    "transformer_layers_per_block": 1,
-    "cross_attention_dim": 1280,
-    "attention_head_dim": 8,
-    "norm_num_groups": 32,
-    "use_linear_projection": False,
-    "time_embedding_dim": None,
-    "conv_in_kernel": 3,
-    "conv_out_kernel": 3,
-    "addition_embed_type": None,
-    "addition_time_embed_dim": None,
-    "projection_class_embeddings_input_dim": None,
-}
-# Any other value in these keys changes the network in a way that is not described here.
-REQUIRED: Mapping[str, Any] = {
-    "mid_block_type": "UNetMidBlock2DCrossAttn",
-    "only_cross_attention": False,
-    "dual_cross_attention": False,
-    "num_attention_heads": None,
-    "encoder_hid_dim_type": None,
-    "class_embed_type": None,
-    "num_class_embeds": None,
-    "resnet_time_scale_shift": "default",
-    "time_embedding_type": "positional",
-    "time_cond_proj_dim": None,
-    "reverse_transformer_layers_per_block": None,
-    "attention_type": "default",
-    "cross_attention_norm": None,
-}
+DEFAULTS: Mapping[str, Any] = json.loads(
+    Path(__file__).with_name("unet_defaults.json").read_text(encoding="utf-8")
+)
+# The keys that fix the network. Any other value than the default in another key of `DEFAULTS` changes the network
+# in a way that is not described here.
+NUMBERS = (
+    *("in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"),
+    *(
+        "layers_per_block",
+        "transformer_layers_per_block",
+        "cross_attention_dim",
+        "attention_head_dim",
+    ),
+    *("norm_num_groups", "use_linear_projection", "time_embedding_dim"),
+    *("conv_in_kernel", "conv_out_kernel"),
+    *("addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim"),
+)
 BLOCK_TYPES = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
 # diffusers calls the number of heads attention_head_dim.
 PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "attention_head_dim")
@@ -488,15 +473,15 @@ TIME_IDS = 6
 
 
 def unet_numbers(architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `DEFAULTS` in a configuration, those of each level as lists.
+    """Return the values of `NUMBERS` in a configuration, those of each level as lists.
 
     Bases of equal values have equal networks. Raises InputError for a network of another kind.
     """
     config = {**DEFAULTS, **architecture}
     wrong = [
         f"{key}={config[key]!r}"
-        for key, value in REQUIRED.items()
-        if config.get(key, value) != value
+        for key, value in DEFAULTS.items()
+        if key not in NUMBERS and config[key] != value
     ]
     blocks = dict.fromkeys([*config["down_block_types"], *config["up_block_types"]])
     wrong += [f"block type {name}" for name in blocks if name not in BLOCK_TYPES]
@@ -509,8 +494,7 @@ def unet_numbers(architecture: Mapping[str, Any]) -> dict[str, Any]:
         )
     levels = len(config["block_out_channels"])
     numbers = {
-        key: list(config[key]) if isinstance(config[key], tuple) else config[key]
-        for key in DEFAULTS
+        key: list(config[key]) if isinstance(config[key], tuple) else config[key] for key in NUMBERS
     }
     for key in PER_LEVEL:
         if not isinstance(numbers[key], list):

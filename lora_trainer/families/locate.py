@@ -8,6 +8,7 @@ follows from configs and headers.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,12 +63,9 @@ def locate(settings: BaseSettings, *, on_bytes: OnBytes = unheard) -> BaseFacts:
     source = settings.model
     layout, family, _ = _find(settings)
     if layout is not None:
-        try:
+        # A cached repository that cannot be read is an interrupted download: finish it below.
+        with suppress(InputError):
             return _facts(layout, family, source=source)
-        except InputError:
-            if not _from_hub(settings):
-                raise
-            # A cached repository that cannot be read is an interrupted download: finish it below.
     layout, family, _ = _find(settings, on_bytes=on_bytes)
     assert layout is not None
     return _facts(layout, family, source=source)
@@ -273,12 +271,3 @@ def _is_path(source: str) -> bool:
     # A Hub id is owner/name, with exactly one slash.
     is_id = source.count("/") == 1 and not source.startswith((".", "~"))
     return path.is_absolute() or path.suffix in SUFFIXES or not is_id
-
-
-def _from_hub(settings: BaseSettings) -> bool:
-    """Say whether the base, its VAE or its companion is named by a Hub id."""
-    sources = [settings.model, settings.vae, settings.companion]
-    return any(
-        name is not None and name != EMBEDDED and not Path(name).expanduser().exists()
-        for name in sources
-    )

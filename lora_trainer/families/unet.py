@@ -211,7 +211,7 @@ def _as_marked(release: BaseRelease, single: Path | None) -> BaseRelease:
 
 
 def _kind(architecture: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells U-Nets of different families apart: other sizes may be a miniature base's."""
+    """Return the values that tell U-Nets of different families apart: other sizes may be a miniature base's."""
     config = {**DEFAULTS, **architecture}
     added = config["addition_embed_type"] is not None
     return config["in_channels"], bool(config["use_linear_projection"]), added

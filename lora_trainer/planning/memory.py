@@ -333,7 +333,7 @@ def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
     area = latent_area(load, costs)
     # Latents, noise and target have the same shape.
     elements = 3 * costs.facts.latent_channels * area + (area if load.masked else 0)
-    return 4 * elements + costs.sample_cost(load.workload()).conditioning_bytes
+    return 4 * elements + costs.conditioning_bytes
 
 
 def latent_area(load: Load, costs: BaseCosts) -> int:

@@ -291,7 +291,7 @@ class _Planner:
         obstacles = {
             f"peft's {kind} layers are no single piece": kind in ("DoRA", "loha", "lokr"),
             "adapter dropout makes each block another one": drops,
-            "text lengths vary with this base": self.inputs.costs.texts_vary,
+            "text lengths vary with this base": self.inputs.costs.family.text.masked,
             "the base's own prediction is of a varying number of samples": (
                 objective.prior == "base" or objective.preservation_weight
             ),

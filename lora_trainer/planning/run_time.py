@@ -326,12 +326,11 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
     channels = 2 * inputs.facts.latent_channels + (config.data.masks != "none")
     tensors = inputs.costs.adapter_tensors(load.adapter)
     parameters, output = total_elements(tensors), config.output
-    conditioning_bytes = inputs.costs.sample_cost(load.workload()).conditioning_bytes
     state = MASTER_BYTES * parameters + sum(state_bytes(tensors, load.optimizer))
     kept_exports = output.keep_last + output.keep_best
     return {
         "cache": inputs.latents * 4 * channels * latent_area(load, inputs.costs)
-        + (inputs.texts + EMPTY_TEXT) * conditioning_bytes,
+        + (inputs.texts + EMPTY_TEXT) * inputs.costs.conditioning_bytes,
         "states": state * (output.keep_states + 1),
         "exports": parameters * ELEMENT_BYTES[output.precision] * (kept_exports + 2),
     }

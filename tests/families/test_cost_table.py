@@ -145,7 +145,7 @@ def test_an_unknown_architecture_is_traced_once_on_a_machine(
         return BaseCosts(family=families.family("flux2"), facts=facts)
 
     first = costs().sample_cost(workload)
-    assert first.conditioning_bytes == 4 * facts.max_tokens * int(
+    assert costs().conditioning_bytes == 4 * facts.max_tokens * int(
         facts.architecture["joint_attention_dim"]
     )
     more = costs().sample_cost(replace(workload, rank=32))
