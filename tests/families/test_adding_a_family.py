@@ -27,7 +27,7 @@ def annotated(kind: type) -> set[str]:
 @pytest.mark.parametrize(("kind", "text"), [(FLOW, TRANSFORMERS), (U_NET, U_NETS)])
 def test_every_member_to_fill_is_named(kind: Any, text: str) -> None:
     wanted = annotated(kind) | kind.__abstractmethods__
-    assert len(wanted) >= 3
+    assert len(wanted) >= 2
     assert not {name for name in wanted if not re.search(rf"\b{name}\b", text)}
 
 
