@@ -46,6 +46,7 @@ from lora_trainer.families.facts import (
     Part,
     PartFacts,
     PipelineTraits,
+    WeightPlace,
 )
 from lora_trainer.families.latents import VaeLatents
 from lora_trainer.families.recognise import fits, signature_tables
@@ -224,6 +225,10 @@ class Family(ABC):
     def denoiser_names(self, header: Header) -> Mapping[str, str]:
         """Return the denoiser's tensors in a single file, name without prefix -> name in the file."""
         return base_parts.denoiser_names(header)
+
+    def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
+        """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
+        return {}
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return (fan_in, out) of each module in the text encoders' `lora_targets`, by component."""

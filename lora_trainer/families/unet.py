@@ -32,6 +32,7 @@ from lora_trainer.families.facts import (
     NetworkTraits,
     OtherNames,
     PipelineTraits,
+    WeightPlace,
 )
 from lora_trainer.families.releases import text_layers
 from lora_trainer.families.text import clip
@@ -145,6 +146,9 @@ class UNetFamily(Family):
 
     def denoiser_names(self, header: Header) -> Mapping[str, str]:
         return unet_file.unet_names(header)
+
+    def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
+        return unet_file.weight_places(header, self.text.prefixes)
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, int]]]:
         shapes = {}

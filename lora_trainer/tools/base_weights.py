@@ -20,9 +20,8 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import Family
-from lora_trainer.families.base_files.unet_file import weight_places
 from lora_trainer.families.base_files.weight_files import AGAIN, BESIDE_WEIGHTS, unread_quantisation
-from lora_trainer.families.facts import DENOISER, UNET_CLASS, BaseFacts, WeightPlace
+from lora_trainer.families.facts import DENOISER, BaseFacts, WeightPlace
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.families.releases import released_layers
 from lora_trainer.lora.tensors import split_key
@@ -126,8 +125,7 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         describe(BaseSettings(model=source))  # raises InputError naming its kind
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
-    is_unet = family.traits.class_name == UNET_CLASS
-    places = weight_places(file.entries, family.text.prefixes) if is_unet else {}
+    places = family.checkpoint_weights(file.entries)
     # A transformer's checkpoint has its layers by the names that LoRA files have for them. Of the released
     # networks the one counts of which the file has the most layers.
     for release in () if places else range(len(released_layers(family.name))):
