@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,8 @@ from lora_trainer.common.files import CappedFolder
 from tests.fakes.lora_library import lora
 from tests.fakes.runs import ROOT, Toy, python, run_cli, start, toy
 
-PLANNED = "--base --config --preset --priority --set"
-WRITTEN = "--force --json --output"
-ADAPTER = f"--base --format --precision {WRITTEN}"
-FLAGS = {
-    "": f"{PLANNED} --dry-run --kind --name --output --resume --resume-from --seed --steps --strict",
-    "plan": f"{PLANNED} --all --json --kind --processes --vram",
-    "caption": "--character-threshold --device --dry-run --images --json --max-tokens --model --only-missing --output"
-    " --overwrite --prefix --prompt --suffix --threshold --trigger --undo",
-    "check": "--base --json --set",
-    "inspect": "--json",
-    "convert": ADAPTER,
-    "merge": f"{ADAPTER} --into --rank",
-    "resize": f"{ADAPTER} --energy --rank --ratio",
-    "extract": f"{WRITTEN} --energy --format --precision --rank --targets",
-    "publish": "--repository --public --json",
-    "describe": f"{WRITTEN} --author --description --license --tags --title --trigger",
-    "import": WRITTEN,
-    "validate": "--base --clip --json --set",
-    "sample": "--base --output --prompt --seed --strength",
-    "profile": f"{PLANNED} --json --output --steps",
-    "bench": f"{PLANNED} --json --only --steps",
-    "presets": "",
-    "queue": "",
-    "doctor": "--clear-cache --fix --json --set",
-    "gui": "",
-}
+FACTS = tomllib.loads(Path(__file__).with_name("command_line.toml").read_text(encoding="utf-8"))
+FLAGS, REFUSED = FACTS["flags"], FACTS["refused"]
 TOOLS = {"convert", "describe", "extract", "merge", "resize"}
 WITHOUT_TORCH = """
 import json, sys
@@ -148,57 +125,19 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
 # ---- refusals
 
 
-REFUSED: dict[str, tuple[int, str]] = {
-    "DATASET --dry-run --set adapter.rnk=5": (2, "'adapter.rank'"),
-    "DATASET --dry-run --set train.steps": (2, "'='"),
-    "DATASET --dry-run --stepz 5": (2, "--stepz"),
-    "DATASET --dry-run --priority fast": (2, "fast"),
-    "DATASET --dry-run --config missing.toml": (2, "missing.toml"),
-    "DATASET --dry-run --set train.steps=5 --set train.steps=6": (2, "given twice: 5 and 6"),
-    "DATASET --dry-run --steps 5 --set train.steps=6": (2, "train.steps is given twice: 5 and 6"),
-    "plan DATASET --vram 0": (2, "--vram 0"),
-    "plan DATASET --vram nan": (2, "--vram nan"),
-    "plan DATASET --vram 0.01": (4, "0.01 GiB free"),
-    "plan DATASET --set data.resolution=1001": (2, "data.resolution=1001"),
-    "plan DATASET --processes 0": (2, "--processes 0"),
-    "profile DATASET --steps 0": (2, "--steps 0 is not allowed"),
-    "bench DATASET --steps 0": (2, "--steps 0 is not allowed"),
-    "bench DATASET --only adapter.rank": (2, "does not vary adapter.rank"),
-    "plan absent": (3, "absent"),
-    "check empty": (3, "empty"),
-}
-LAUNCHERS: dict[str, tuple[str, int, str]] = {
-    "WORLD_SIZE=2": ("", 4, "accelerate launch"),
-    "WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2": ("", 4, "accelerate launch"),
-    "WORLD_SIZE=two": ("", 4, "accelerate launch"),
-    "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1": (
-        "profile", 2, "the launcher started 2",
-    ),
-}  # fmt: skip
-"""What a launcher sets that contradicts itself, and of profile, which is of one process."""
-
-
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_cannot_be_is_one_line_with_the_exit_code(
-    line: str, place: Toy, command: Command
+    line: str, place: Toy, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("empty").mkdir()
-    words = [str(place.dataset) if word == "DATASET" else word for word in line.split()]
-    code, error = command.refused(*words)
-    assert (code, REFUSED[line][1] in error) == (REFUSED[line][0], True), error
-    assert "--set" not in words or "Fix: " in error
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_that_contradicts_itself_is_refused_and_one_process_profiled(
-    launcher: str, place: Toy, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    for word in launcher.split():
-        monkeypatch.setenv(*word.split("="))
-    words, code, named = LAUNCHERS[launcher]
-    ended, error = command.refused(*words.split(), place.dataset, "--output", "runs")
+    launcher, words = re.fullmatch(r"((?:[A-Z_]+=\S+ )*)(.*)", line).groups()  # type: ignore[union-attr]  # of any line
+    for assignment in launcher.split():
+        monkeypatch.setenv(*assignment.split("="))
+    code, named = REFUSED[line]
+    ended, error = command.refused(*words.replace("DATASET", str(place.dataset)).split())
     assert ended == code and named in error
-    assert not Path("runs").exists()
+    assert "--set" not in words or "Fix: " in error
+    assert [path.name for path in Path().iterdir()] == ["empty"]
 
 
 def test_the_process_ends_with_the_exit_code_and_one_line() -> None:

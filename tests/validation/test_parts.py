@@ -80,9 +80,9 @@ def test_energy_distance_of_two_points_and_two_others() -> None:
 def layer(shape: tuple[int, ...]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        if len(shape) == 2:
-            return nn.Sequential(nn.Linear(shape[1], shape[0])).requires_grad_(False)
-        return nn.Sequential(nn.Conv2d(shape[1], shape[0], shape[2])).requires_grad_(False)
+        out, inputs, *kernel = shape
+        one = nn.Conv2d(inputs, out, kernel[0]) if kernel else nn.Linear(inputs, out)
+        return nn.Sequential(one).requires_grad_(False)
 
 
 @pytest.mark.parametrize(
