@@ -65,7 +65,6 @@ TEXT_RUN_SHARE = 1 / 24
 TEXT_LAYER_SHARE = 1 / 8
 # A checkpointed network has at least so many pieces of equal weights; one piece is alive at a time.
 REBUILT_PIECES = 8
-SAMPLER = "fp32, between sample images too"
 SLACK = "allocator slack"
 # Items allocated and freed within one block.
 TEMPORARY = (
@@ -262,15 +261,6 @@ def _weights(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
         yield MemoryItem("streaming buffers", base.buffer_bytes(count), note)
 
 
-KEPT: Mapping[Checkpointing, str] = {
-    "none": "kept for backward",
-    "light": "inputs of blocks, results of attention and matrix products",
-    "selective": "inputs of blocks, results of attention and wide matrix products",
-    "full": "inputs of blocks",
-    "offloaded": "inputs of two blocks, all others in host memory",
-}
-
-
 def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     cost, count = costs.sample_cost(load.workload()), load.micro_batch
     width_px, height_px = load.bucket_px
@@ -289,7 +279,7 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
         yield MemoryItem("rebuilt weights", int(MASTER_BYTES * rebuilt), f"{adapter.kind}, fp32")
     # `saved_bytes` has the adapter's inputs in it; they are the next item.
     size = count * (cost.saved_bytes - cost.adapter_saved_bytes)
-    yield MemoryItem("activations", size, f"{KEPT[load.checkpointing]}, {each}")
+    yield MemoryItem("activations", size, f"{each}, checkpointing: {load.checkpointing}")
     note = "none: a plain LoRA reads the inputs that the layers keep"
     if runs_wide(load.adapter):
         note = f"fp32 copies and rank-wide middles, {each}"
@@ -318,7 +308,7 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     else:
         yield prepared_batches(load, costs)
         if load.samples:
-            yield vae_weights(costs, SAMPLER)
+            yield vae_weights(costs)
 
 
 def prepared_batches(load: Load, costs: BaseCosts) -> MemoryItem:
@@ -342,9 +332,9 @@ def latent_area(load: Load, costs: BaseCosts) -> int:
     return (width_px // costs.facts.vae_factor) * (height_px // costs.facts.vae_factor)
 
 
-def vae_weights(costs: BaseCosts, note: str = "fp32") -> MemoryItem:
-    """Return the VAE's weights, in fp32 whatever dtype the base is trained in."""
-    return MemoryItem("VAE weights", 4 * costs.parameters("vae"), note)
+def vae_weights(costs: BaseCosts) -> MemoryItem:
+    """Return the VAE's weights, in fp32 whatever dtype the base is trained in; they stay between sample images."""
+    return MemoryItem("VAE weights", 4 * costs.parameters("vae"), "fp32")
 
 
 def _vae_elements_per_px(load: Load, costs: BaseCosts) -> tuple[int, int]:
@@ -490,7 +480,7 @@ def _waiting(load: Load, costs: BaseCosts, pinnable_bytes: int | None) -> Iterat
     yield prepared_batches(load, costs)
     yield saved_copies(load, costs)
     if load.samples:
-        yield vae_weights(costs, SAMPLER)
+        yield vae_weights(costs)
     if count := load.streamed_blocks:
         note = f"{count} blocks in {load.base_precision}{_pinned(streamed)}"
         yield MemoryItem("streamed blocks", load.frozen_base(costs).streamed_bytes(count), note)

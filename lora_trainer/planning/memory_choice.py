@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -52,8 +52,6 @@ FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
     "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
 }
 _Choice = tuple[BasePrecision, Checkpointing]
-# Order by precision, the most precise first; an unquantised base has rank 0.
-RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +109,15 @@ class MemoryChooser(Evaluator):
         if ideal_load.samples:
             drawing = self._by_precision(ideal_load, choices)
             # Room for sample images may not cost fewer bits, so the chosen base precision stays.
-            with_samples, most_s = (
-                drawing.get(load.base_precision),
-                SAMPLES_WORTH * self.time(load).seconds,
-            )
+            most_s = SAMPLES_WORTH * self.time(load).seconds
+            with_samples = drawing.get(load.base_precision)
             if with_samples is not None and self.time(with_samples).seconds <= most_s:
                 # A precision that fits only without sample images was compared too.
                 load, compared = with_samples, compared | drawing
         # The chosen load is of the largest bucket; smaller buckets may have more images at once.
-        most = ideal_load.micro_batch
+        least, most = load.micro_batch, ideal_load.micro_batch
         at_once = {
-            size: self._most_images(
-                replace(load, bucket_px=size), least=load.micro_batch, most=most
-            )
+            size: self._most_images(replace(load, bucket_px=size), least=least, most=most)
             for size in dict.fromkeys(self._buckets)
         }
         choice = self._chosen(load, at_once)
@@ -242,9 +236,12 @@ class MemoryChooser(Evaluator):
     # ---- the search
 
     def _most_images(self, load: Load, *, least: int, most: int) -> int:
-        return _most(
-            lambda count: self.fits(replace(load, micro_batch=count)), least=least, most=most
-        )
+        """Return the most images at once that fit, by bisection; `least` is returned untested."""
+
+        def is_too_many(count: int) -> bool:
+            return not self.fits(replace(load, micro_batch=count))
+
+        return least + bisect_left(range(least + 1, most + 1), True, key=is_too_many)
 
     def _by_precision(
         self, ideal_load: Load, choices: Sequence[_Choice]
@@ -261,7 +258,7 @@ class MemoryChooser(Evaluator):
         bits = FEWER_BITS.get(self.inputs.resolved.priority)
         return (
             # Quality: a pair, so that seconds decide only between equal precisions.
-            (RANK.get(precision, 0), seconds)
+            (self._base_precisions.index(precision), seconds)
             if bits is None
             else (seconds * bits.get(precision, 1.0),),
             # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
@@ -426,11 +423,3 @@ class MemoryChooser(Evaluator):
         if load.streamed_blocks and kind == "none":
             return "streamed blocks must be recomputed in the backward pass"
         return f"{kind} would take {self._peak(replace(load, checkpointing=kind))}"
-
-
-def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
-    """Return the largest number from `least` to `most` that fits, by bisection.
-
-    Every number below one that fits must fit too; `least` is returned untested.
-    """
-    return least + bisect_left(range(least + 1, most + 1), True, key=lambda count: not fits(count))

@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import build_run_config, flatten, value_of, with_value
-from lora_trainer.config.constraints import unmet_needs
+from lora_trainer.config.constraints import typed, unmet_needs
 from lora_trainer.config.declare import (
     FLOW_WEIGHTINGS,
     KEEP_ATTENTION,
@@ -160,25 +160,23 @@ class _Planner:
         """Decide settings that suit only some bases or machines: replace a preset's value, refuse the user's."""
         facts, objective = self.inputs.facts, self.config.objective
         gamma, key = "objective.min_snr_gamma", "objective.weighting"
-        if is_flow := facts.prediction == "flow":
-            trained, reason = "by flow matching", "flow matching has no signal-to-noise weights"
-            foreign, others = SNR_WEIGHTINGS, "bases that predict noise or v"
+        if facts.prediction == "flow":
+            reason, others = "flow matching has no signal-to-noise weights", "predict noise or v"
+            wrong = {
+                key: objective.weighting in SNR_WEIGHTINGS,
+                gamma: objective.min_snr_gamma is not None,
+            }
         else:
-            trained, reason = "to predict noise or v", "the base is not trained by flow matching"
-            foreign, others = FLOW_WEIGHTINGS, "bases trained by flow matching"
-        is_wrong_gamma = is_flow and objective.min_snr_gamma is not None
-        for name, none, is_wrong in (
-            (key, "none", objective.weighting in foreign),
-            (gamma, None, is_wrong_gamma),
-        ):
-            if not is_wrong:
-                continue
+            reason, others = "the base is not trained by flow matching", "train by flow matching"
+            wrong = {key: objective.weighting in FLOW_WEIGHTINGS}
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            none = None if name == gamma else "none"
             # Presets and defaults are made for several kinds of bases; a typed value is a mistake worth a word.
             if not self._is_preset(name) and self._layer(name) != "default":
-                choice = name if none is None else f"{name}={value_of(self.config, name)}"
+                value = typed(value_of(self.config, name))
                 raise RequestError(
-                    f"{choice} is for {others}, but {facts.source} is trained {trained}",
-                    fix=f"leave {name} out, or use --set {name}={none or 'null'}",
+                    f"{name}={value} is for bases that {others}, not for {facts.source}",
+                    fix=f"leave {name} out, or use --set {name}={typed(none)}",
                 )
             self.decide(name, none, reason)
         if self.config.objective.min_snr_gamma is None:
