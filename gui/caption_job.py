@@ -21,7 +21,7 @@ from .jobs import Job
 from .workplace import Workplace
 
 KIND = "caption"
-MODELS = tuple(model.name for model in KNOWN)
+MODELS = tuple(KNOWN)
 _LINES_READ = 400
 
 
@@ -29,11 +29,11 @@ def models() -> list[list[str]]:
     """Return the known models as [name, what it is good for and how large it is]."""
     return [
         [
-            model.name,
+            name,
             f"For {model.good_for}. {model.download_gb:g} GB to download once, needs "
             f"{model.memory_gib:g} GiB of memory; {model.licence}.",
         ]
-        for model in KNOWN
+        for name, model in KNOWN.items()
     ]
 
 

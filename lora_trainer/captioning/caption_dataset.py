@@ -25,10 +25,10 @@ from lora_trainer.captioning.caption_files import (
     opened,
 )
 from lora_trainer.captioning.captioners import (
+    CaptioningModel,
     CaptionRequest,
     ModelCaption,
     OutOfRoom,
-    RequestedModel,
     Tagger,
     download,
     find,
@@ -78,7 +78,7 @@ def caption_dataset(
     work.finish()
 
 
-def look(dataset: Path, request: CaptionRequest) -> tuple[RequestedModel, Chosen]:
+def look(dataset: Path, request: CaptionRequest) -> tuple[CaptioningModel, Chosen]:
     """Return which model and which images are meant, without loading or writing anything."""
     model = find(request.model)
     if model.writes is not None:
@@ -208,12 +208,11 @@ class _Work:
 
 
 def _load(
-    request: CaptionRequest, model: RequestedModel, events: EventStream
+    request: CaptionRequest, model: CaptioningModel, events: EventStream
 ) -> Tagger | Describer:
     folder = model.folder
     if folder is None:
-        size = None if model.catalogued is None else model.catalogued.download_gb
-        events.emit("downloading", model=model.source, gigabytes=size)
+        events.emit("downloading", model=model.source, gigabytes=model.download_gb)
         folder = download(model)
     writes = what_it_writes(folder)
     request.refuse_unfit(writes)  # of a Hub id nobody knew before

@@ -15,7 +15,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -49,20 +49,25 @@ _NEEDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownModel:
-    """A released model, a row of `catalogue.toml`; `memory_gib` is computed, not measured."""
+class CaptioningModel:
+    """A model: where it is from, and its folder if it is on this machine.
 
-    name: str
+    The rest is stated in `catalogue.toml` for the released models that have a short `name`; `memory_gib` is computed,
+    not measured. Of another model only `writes` is known, once it is on this machine.
+    """
+
     source: str
-    writes: Writes
-    good_for: str
-    licence: str
-    download_gb: float
-    memory_gib: float
+    folder: Path | None = None
+    name: str | None = None
+    writes: Writes | None = None
+    good_for: str | None = None
+    licence: str | None = None
+    download_gb: float | None = None
+    memory_gib: float | None = None
 
 
 _CATALOGUE = tomllib.loads(files(__package__).joinpath("catalogue.toml").read_text("utf-8"))
-KNOWN = tuple(KnownModel(name=name, **row) for name, row in _CATALOGUE.items())
+KNOWN = {name: CaptioningModel(name=name, **row) for name, row in _CATALOGUE.items()}
 
 
 @Parameter(name="*")
@@ -84,9 +89,7 @@ class CaptionRequest:
 
     model: Annotated[
         str,
-        Parameter(
-            help=f"{', '.join(model.name for model in KNOWN)}; or the folder or Hub id of a model of the same kinds"
-        ),
+        Parameter(help=f"{', '.join(KNOWN)}; or the folder or Hub id of a model of the same kinds"),
     ] = DEFAULT
     overwrite: bool = False
     images: Annotated[
@@ -130,47 +133,29 @@ class CaptionRequest:
         return {**values, "model": source}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestedModel:
-    """A model that was asked for: where from, and where it is if it is on this machine."""
-
-    source: str
-    folder: Path | None
-    catalogued: KnownModel | None
-
-    @property
-    def writes(self) -> Writes | None:
-        """Tags or sentences; None where that shows only when it is here."""
-        if self.folder is not None:
-            return what_it_writes(self.folder)
-        return None if self.catalogued is None else self.catalogued.writes
-
-
-def find(name_or_folder: str) -> RequestedModel:
+def find(name_or_folder: str) -> CaptioningModel:
     """Return the model that a short name, a folder or a Hub id means, without downloading.
 
     Raises RequestError for a name that means nothing, InputError for a folder without a model.
     """
-    catalogued = next(
-        (model for model in KNOWN if name_or_folder in (model.name, model.source)), None
-    )
-    source = name_or_folder if catalogued is None else catalogued.source
-    path = Path(source).expanduser()
-    if catalogued is None and path.is_dir():
+    known = (model for model in KNOWN.values() if name_or_folder in (model.name, model.source))
+    model = next(known, CaptioningModel(source=name_or_folder))
+    path = Path(model.source).expanduser()
+    if model.name is None and path.is_dir():
         _refuse_incomplete(path)
-        return RequestedModel(source=source, folder=path, catalogued=None)
-    if catalogued is None and not is_hub_id(source):
-        names = [model.name for model in KNOWN]
+        return replace(model, folder=path, writes=what_it_writes(path))
+    if model.name is None and not is_hub_id(model.source):
         raise RequestError(
-            f"{name_or_folder!r} is no captioning model.{did_you_mean(name_or_folder, names)}",
-            fix=f"give {', '.join(names)}, a folder, or a Hub id (owner/name)",
+            f"{name_or_folder!r} is no captioning model.{did_you_mean(name_or_folder, KNOWN)}",
+            fix=f"give {', '.join(KNOWN)}, a folder, or a Hub id (owner/name)",
         )
-    cached = cached_snapshot(source, revision=None)
-    whole = cached is not None and not missing_files(cached)
-    return RequestedModel(source=source, folder=cached if whole else None, catalogued=catalogued)
+    cached = cached_snapshot(model.source, revision=None)
+    if cached is None or missing_files(cached):
+        return model
+    return replace(model, folder=cached, writes=what_it_writes(cached))
 
 
-def download(model: RequestedModel) -> Path:
+def download(model: CaptioningModel) -> Path:
     """Download a model's files; return their folder.
 
     Raises MachineError when the Hub cannot be reached, naming the files that are needed.

@@ -55,7 +55,7 @@ def caption(
             "model": model.source,
             "writes": model.writes,
             "on_this_machine": model.folder is not None,
-            **{name: getattr(model.catalogued, name, None) for name in facts},
+            **{name: getattr(model, name) for name in facts},
             "pictures": [target.name for target in chosen.targets],
             "captioned": chosen.captioned,
             "refused": [

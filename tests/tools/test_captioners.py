@@ -249,9 +249,8 @@ def test_a_tagger_that_cannot_be_run_is_refused(
 
 def test_known_models_are_in_the_docs(caption: Callable[..., Any]) -> None:
     rows = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8").splitlines()
-    names = {model.name for model in captioners.KNOWN}
-    assert captioners.DEFAULT in names and len(names) == len(captioners.KNOWN)
-    for model in captioners.KNOWN:
+    assert captioners.DEFAULT in captioners.KNOWN
+    for model in captioners.KNOWN.values():
         row = (
             f"| `{model.name}` | {model.source} | {model.writes} | {model.licence} "
             f"| {model.download_gb:g} | {model.memory_gib:g} | {model.good_for} |"
