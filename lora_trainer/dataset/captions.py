@@ -121,13 +121,11 @@ def is_text(value: Any) -> bool:
     return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
-def caption_of(
-    lines: Iterable[str], problems: Iterable[str] = (), *, source: str = ""
-) -> CaptionText:
+def caption_of(lines: Iterable[str], problems: Iterable[str] = ()) -> CaptionText:
     """Return one or several lines of text as a caption; each line and the whole are cut at the limit."""
     texts = [line for line in map(clean, lines) if line]
     several = tuple(map(_cut, texts)) if len(texts) > 1 else ()
-    return CaptionText(_cut(" ".join(texts)), tuple(problems), several, source)
+    return CaptionText(_cut(" ".join(texts)), tuple(problems), several)
 
 
 def _cut(line: str) -> str:

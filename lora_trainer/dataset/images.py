@@ -113,13 +113,6 @@ def _crispness_along(gray: NDArray[np.float32]) -> float:
     return float(lost.sum()) / total if total > 0 else 0.0
 
 
-def same_colours(first: Measures, second: Measures, *, max_colour: float) -> bool:
-    """Say whether two miniatures differ by at most `max_colour` of 255 in the mean."""
-    ours, theirs = bytes.fromhex(first.colours), bytes.fromhex(second.colours)
-    difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    return difference <= max_colour * len(ours)
-
-
 _OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "YCbCr"})
 _REFUSED_MODES = {"F": "floating-point", "I": "32-bit integer", "LAB": "Lab"}
 

@@ -26,7 +26,6 @@ from lora_trainer.dataset.images import (
     ImageDecodeError,
     Measures,
     read_image_text,
-    same_colours,
 )
 from lora_trainer.dataset.records import (
     REGULARISATION,
@@ -222,6 +221,7 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
     """
     prints = [int(record.measures.structure, 16) for record in records]
+    colours = [bytes.fromhex(record.measures.colours) for record in records]
     bands: dict[int, list[int]] = {}
     twins: dict[str, str] = {}
     starts, mask = range(0, PRINT_LENGTH_BITS, _BAND_BITS), (1 << _BAND_BITS) - 1
@@ -237,7 +237,8 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
             if (prints[other] ^ print_bits).bit_count() <= PRINT_BITS
         }
         for other in sorted(close):
-            if same_colours(records[other].measures, record.measures, max_colour=PRINT_COLOUR):
+            differences = (abs(a - b) for a, b in zip(colours[other], colours[index], strict=True))
+            if sum(differences) <= PRINT_COLOUR * len(colours[index]):
                 twins[record.name] = records[other].name
                 break
         else:  # a twin's own twins are found through the first

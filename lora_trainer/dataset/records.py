@@ -70,12 +70,8 @@ class ImageRecord:
 
     def settings(self, data: DataSettings) -> DataSettings:
         """Return the settings of its folder; an image for regularisation has no trigger."""
-        folder_settings = data.of_folder(self.folder)
-        return (
-            folder_settings.model_copy(update={"trigger": None})
-            if self.regularisation
-            else folder_settings
-        )
+        settings = data.of_folder(self.folder)
+        return settings.model_copy(update={"trigger": None}) if self.regularisation else settings
 
     def sample_ids(self) -> list[str]:
         """Return one id per repeat, unique in the dataset and independent of file order."""

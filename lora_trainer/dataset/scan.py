@@ -273,15 +273,14 @@ def scan(
     images inside the dataset.
     """
     memo = memo or DatasetMemo()
-    dataset = _scan_folder(folder, settings, memo, place_image)
-    findings, fingerprint = list(dataset.findings), dataset.fingerprint
-    learned = tuple(one for one in dataset.records if not settings.is_regularisation(one.folder))
+    records, findings, fingerprint = _scan_folder(folder, settings, memo, place_image)
+    learned = tuple(one for one in records if not settings.is_regularisation(one.folder))
     if not learned:
         raise InputError(
             f"all images in {folder} are for regularisation, none is left to learn",
             fix="add the images to learn, or unmark a folder",
         )
-    others = [one for one in dataset.records if settings.is_regularisation(one.folder)]
+    others = [one for one in records if settings.is_regularisation(one.folder)]
     if others:
         fingerprint = _joined(fingerprint, *sorted(record.name for record in others))
     if settings.regularisation_dir is not None:
@@ -293,15 +292,15 @@ def scan(
                 fix=f"{marking}, or move it elsewhere",
             )
         plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
-        elsewhere = _scan_folder(other_folder, plain, memo, place_image)
+        elsewhere, about_them, other = _scan_folder(other_folder, plain, memo, place_image)
         others += (
             replace(one, name=REGULARISATION + one.name, folder=REGULARISATION + one.folder)
-            for one in elsewhere.records
+            for one in elsewhere
         )
         findings += (
-            replace(one, file=one.file and REGULARISATION + one.file) for one in elsewhere.findings
+            replace(one, file=one.file and REGULARISATION + one.file) for one in about_them
         )
-        fingerprint = _joined(fingerprint, elsewhere.fingerprint)
+        fingerprint = _joined(fingerprint, other)
     regularisation = _numbered([replace(one, regularisation=True, mask=None) for one in others])
     original = {record.content_hash: record.name for record in learned}
     findings += [
@@ -309,8 +308,8 @@ def scan(
         for record in regularisation
         if record.content_hash in original
     ]
-    return replace(
-        dataset,
+    return Dataset(
+        folder=folder,
         records=learned,
         regularisation=regularisation,
         findings=by_severity(findings),
@@ -324,7 +323,8 @@ def _joined(*fingerprints: str) -> str:
 
 def _scan_folder(
     folder: Path, settings: DataSettings, memo: DatasetMemo, place_image: Place
-) -> Dataset:
+) -> tuple[tuple[ImageRecord, ...], list[Finding], str]:
+    """Return the records of one folder, the findings about it and its fingerprint."""
     background_rgb(settings)
     listing = list_dataset(folder, settings=settings)
     findings, inspected = list(listing.findings), list[ImageRecord]()
@@ -357,12 +357,7 @@ def _scan_folder(
     with gc_disabled():
         records = _numbered(inspected)
         findings += findings_of(records, settings)
-    return Dataset(
-        folder=folder,
-        records=records,
-        findings=by_severity(findings),
-        fingerprint=_fingerprint(records),
-    )
+    return records, findings, _fingerprint(records)
 
 
 def _numbered(records: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:

@@ -45,6 +45,7 @@ from lora_trainer.reporting.status import STATUS_FILE, is_alive, read_status, wr
 TRAINER = (sys.executable, "-m", "lora_trainer")
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _LOG_END_BYTES = 4096
+_STATUS_FILES = f"*/{STATUS_FILE}"
 _ASKED_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -168,19 +169,15 @@ class Worker:
 def outside(runs: Path, running: Sequence[Item]) -> tuple[str, ...]:
     """Return the names of running trainings that no item of the queue started."""
     numbers = {item.pid for item in running}
-    statuses = ((file.parent.name, read_status(file.parent)) for file in _status_files(runs))
+    statuses = ((file.parent.name, read_status(file.parent)) for file in runs.glob(_STATUS_FILES))
     return tuple(
         name for name, status in statuses if status.state == "running" and status.pid not in numbers
     )
 
 
-def _status_files(runs: Path) -> Iterator[Path]:
-    return runs.glob(f"*/{STATUS_FILE}")
-
-
 def _run_of(runs: Path, item: Item) -> str | None:
     """Return the run folder whose status an item's process wrote."""
-    for file in _status_files(runs):
+    for file in runs.glob(_STATUS_FILES):
         if wrote_status(file.parent, pid=item.pid, started_s=item.pid_started_s):
             return file.parent.name
     return None
@@ -209,7 +206,7 @@ def _exited(item: Item, code: int, *, last_words: str) -> Item:
     elif code in INTERRUPTED_EXIT_CODES or -code in _ASKED_TO_END:
         state, error = "stopped", ""
     elif end := end_of(code):
-        state, error = "failed", f"the trainer {end}"
+        error = f"the trainer {end}"
         if was_killed(code):
             state = "interrupted"
             error += ": a user killed it, or the machine ran out of memory"
