@@ -38,23 +38,31 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Slot:
-    """The attribute in which a module holds a frozen tensor, and the tensor's offset in its block's memory."""
+    """The attribute in which a module holds a frozen tensor, and the tensor's offset in its block's memory.
+
+    `like` is the tensor's detached twin on `meta`.
+    """
 
     owner: dict[str, Any]
     name: str
     offset: int
-    dtype: torch.dtype
-    shape: torch.Size
+    like: Tensor
     is_parameter: bool
 
     def view(self, memory: Tensor) -> Tensor:
-        end = self.offset + self.shape.numel() * self.dtype.itemsize
-        values = memory[self.offset : end].view(self.dtype).view(self.shape)
+        data = memory[self.offset : self.offset + self.like.nbytes]
+        values = data.view(self.like.dtype).view(self.like.shape)
         return nn.Parameter(values, requires_grad=False) if self.is_parameter else values
 
 
 class PackedBlock:
-    """The frozen tensors of one block, parameters and buffers; `bytes` is their size with alignment."""
+    """The frozen tensors of one block, parameters and buffers; `bytes` is their size with alignment.
+
+    `host` is their place in host memory, and `host_views` they themselves there.
+    """
+
+    host: Tensor
+    host_views: list[Tensor]
 
     def __init__(self, block: nn.Module) -> None:
         """Raise RequestError for weights that are not plain tensors."""
@@ -73,18 +81,18 @@ class PackedBlock:
                 owner=owner,
                 name=name,
                 offset=self.bytes,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
+                like=tensor.detach().to("meta"),
                 is_parameter=isinstance(tensor, nn.Parameter),
             )
             self._slots.append(slot)
             # Rounded up, so that the next tensor begins aligned.
             self.bytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    def take_in(self, memory: Tensor) -> None:
-        """Move the tensors into `memory` (uint8 [bytes]) one by one."""
-        for slot in self._slots:
-            packed = slot.view(memory)
+    def move_to_host(self) -> None:
+        """Move the tensors one by one into host memory of whole pages, uint8 [bytes]."""
+        self.host = whole_pages(self.bytes)
+        self.host_views = self.views(self.host)
+        for slot, packed in zip(self._slots, self.host_views, strict=True):
             packed.detach().copy_(slot.owner[slot.name].detach())
             slot.owner[slot.name] = packed
 
@@ -160,27 +168,22 @@ class Streamed:
         for index in range(len(blocks)):
             self._require_recomputation(index)
         self._blocks = [PackedBlock(block) for block in blocks]
-        self._host: list[Tensor] = []
         for packed in self._blocks:
             # One block at a time: the base and its packed copy never exist together as a whole.
-            self._host.append(whole_pages(packed.bytes))
-            packed.take_in(self._host[-1])
+            packed.move_to_host()
         # One piece after the other, until the system refuses; pinned as long as this object lives.
-        for memory in self._host:
-            if unpin := pinned().in_place(memory, device=device):
+        for packed in self._blocks:
+            if unpin := pinned().in_place(packed.host, device=device):
                 # Not at exit: CUDA may be shut down by then, and the process's memory is freed anyway.
                 weakref.finalize(self, unpin).atexit = False
-        self._host_views = [
-            block.views(part) for block, part in zip(self._blocks, self._host, strict=True)
-        ]
         # The blocks let go of their weights meanwhile, so that `to` does not move them.
         for packed in self._blocks:
             packed.hold(None)
         try:
             network.to(device)
         finally:
-            for packed, host_views in zip(self._blocks, self._host_views, strict=True):
-                packed.hold(host_views)
+            for packed in self._blocks:
+                packed.hold(packed.host_views)
         self._copies = CopyStream(device)
         largest = max(block.bytes for block in self._blocks)
         self._buffers = []
@@ -196,9 +199,8 @@ class Streamed:
         """Copy on the computing stream from now on, so that no copy runs beside a computation."""
         for buffer in self._buffers:
             self._copies.wait(buffer.arrived)
-            if buffer.block is not None:
-                self._blocks[buffer.block].hold(self._host_views[buffer.block])
-            buffer.block, buffer.arrived = None, None
+            self._empty(buffer)
+            buffer.arrived = None
         self._copies = CopyStream(self.device, beside=False)
 
     # ---- before a block runs: in the forward pass, and again when the backward pass recomputes it
@@ -219,21 +221,20 @@ class Streamed:
         # and the copy stream waits for all work queued so far.
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
+        order = self._order
         if backward:
-            position = self._order.index(index) - 1
-            following = self._order[position] if position >= 0 else None
+            following = order[order.index(index) - 1] if index != order[0] else None
         else:
             # Learn the order in which blocks run; it may differ from the module order: U-Nets declare the up blocks
             # before the middle block.
-            order = self._order
             if order.index(index) > order.index(self._last) + 1:
                 order.remove(index)
                 order.insert(order.index(self._last) + 1, index)
-            self._last, position = index, order.index(index) + 1
+            self._last = index
             # After the last block: with gradients the backward pass starts with this block, which is on the device;
             # without them the next forward pass starts with the first block.
             at_the_end = None if torch.is_grad_enabled() else order[0]
-            following = order[position] if position < len(order) else at_the_end
+            following = order[order.index(index) + 1] if index != order[-1] else at_the_end
         if following is not None and self._buffer_of(following) is None:
             self._load(following)
 
@@ -242,14 +243,18 @@ class Streamed:
 
     def _load(self, index: int) -> _Buffer:
         """Start to copy a block into the free buffer; the block that was there uses host memory again."""
-        buffer, source = self._buffers[0], self._host[index]
-        if buffer.block is not None:
-            self._blocks[buffer.block].hold(self._host_views[buffer.block])
-        # None until the copy is queued: where that fails, no block must seem loaded.
-        buffer.block = None
+        buffer, source = self._buffers[0], self._blocks[index].host
+        # Until the copy is queued: where that fails, no block must seem loaded.
+        self._empty(buffer)
         buffer.arrived = self._copies.copy(buffer.memory[: source.nbytes], source)
         buffer.block = index
         return buffer
+
+    def _empty(self, buffer: _Buffer) -> None:
+        if buffer.block is not None:
+            packed = self._blocks[buffer.block]
+            packed.hold(packed.host_views)
+            buffer.block = None
 
     # ---- setting up
 

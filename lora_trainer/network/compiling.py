@@ -22,30 +22,25 @@ from torch import nn
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, first_line
 from lora_trainer.network.block_swap import repeated_blocks
-from lora_trainer.network.out_of_memory import is_out_of_memory
 
 # Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
 # gradient, and blocks of one kind may be at several resolutions of a U-Net.
 GRAPHS_PER_SHAPE = 4
 
 
-class CompilationFailed(Exception):
-    """A pass with compiled blocks failed for another reason than lack of memory."""
-
-
 class CompiledBlocks:
     """The compiled blocks of a network, active inside `used` until `is_off`, after a failure and for good.
 
-    The caller runs only passes of the latent `shapes` (height, width, images) compiled (None: all, one at a time).
-    They are fixed before the first step, because compiled code rounds differently: if they depended on the order in
-    which shapes come up, an interrupted run would end with other weights.
+    The caller runs only passes of the latent `shapes` (height, width, images) compiled. They are fixed before the
+    first step, because compiled code rounds differently: if they depended on the order in which shapes come up,
+    an interrupted run would end with other weights.
     """
 
     def __init__(
         self,
         network: nn.Module,
         *,
-        shapes: Collection[tuple[int, int, int]] | None = None,
+        shapes: Collection[tuple[int, int, int]] = (),
         backend: str | Callable[[Any, Any], Any] = "inductor",
     ) -> None:
         # Two warnings that torch's tracer causes itself, by reading every attribute of an object.
@@ -60,10 +55,10 @@ class CompiledBlocks:
             (type(block), *((name, value.shape) for name, value in block.named_parameters()))
             for block in self._blocks
         }
-        # torch's limit of compilations of one function; beyond it torch refuses (CompilationFailed).
+        # torch's limit of compilations of one function; beyond it torch raises.
         import torch._dynamo.config as dynamo
 
-        count = max(1, len(shapes or ())) * len(kinds) * GRAPHS_PER_SHAPE
+        count = max(1, len(shapes)) * len(kinds) * GRAPHS_PER_SHAPE
         dynamo.recompile_limit = max(dynamo.recompile_limit, count)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, count)
         # In deterministic runs inductor must not choose kernels by timing them: another may give other bits.
@@ -80,21 +75,12 @@ class CompiledBlocks:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Run the blocks compiled inside the context, backward pass included.
-
-        Raises CompilationFailed for every error in it except out of memory, because compilers fail in many
-        ways. The caller repeats the pass uncompiled; an error of another cause is then raised again.
-        """
+        """Run the blocks compiled inside the context, backward pass included; compilers raise anything."""
         # An attribute of the instance hides the class's method until it is deleted below.
         for block, compiled in zip(self._blocks, self._compiled, strict=True):
             block.forward = compiled
         try:
             yield
-        except Exception as error:
-            if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                raise
-            cause = getattr(error, "inner_exception", error)  # torch wraps the errors of backends
-            raise CompilationFailed(f"{type(cause).__name__}: {first_line(cause)}") from error
         finally:
             for block in self._blocks:
                 del block.forward

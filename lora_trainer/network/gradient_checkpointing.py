@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -75,8 +74,7 @@ class BlockRunner:
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         modes: dict[str, Any] = {}
         if self._kind in KEEP_ATTENTION:
-            policy = SelectivePolicy(checkpointing=self._kind, rank=self._rank)
-            modes["context_fn"] = partial(selective_contexts, policy)
+            modes["context_fn"] = partial(selective_contexts, self._kind, self._rank)
         with self._host.holding(args) if self._host is not None else nullcontext():
             return checkpoint(
                 block, *args, use_reentrant=False, preserve_rng_state=self._draws, **modes
@@ -149,37 +147,30 @@ _FACTORS = {_ATEN.mm.default: 1, _ATEN.addmm.default: 2, _ATEN.addmm_.default: 2
 # Smallest fan_in / out of a matrix product that `light` keeps. A smaller ratio means an adapter's up projection
 # (fan_in is the rank): recomputing it costs next to nothing.
 LEAST_SHAPE = 1 / 16
-# Says whether the result of a kernel, called with these arguments, is saved.
-SavePolicy = Callable[[Any, tuple[Any, ...]], bool]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SelectivePolicy:
-    """Saves results of attention and of frozen products that take much to recompute.
+def is_worth_saving(
+    kind: Checkpointing, rank: int, kernel: Any, arguments: tuple[Any, ...]
+) -> bool:
+    """Say whether a kernel's result is saved: that of attention, or of a frozen product that takes much to recompute.
 
     The FLOPs to recompute one byte of a product grow with its `fan_in` (a convolution's kernel counts): `light`
     keeps all such outputs, `selective` only those of layers with more inputs than outputs. Products of adapters
     are never saved. `rank` is the largest rank of the network's adapters: a factor with a side no longer than
     that is taken for an adapter's.
     """
-
-    checkpointing: Checkpointing
-    rank: int
-
-    def __call__(self, kernel: Any, arguments: tuple[Any, ...]) -> bool:
-        """Say whether the result of this kernel is saved."""
-        if kernel in _FACTORS:
-            weight = arguments[_FACTORS[kernel]]
-            fan_in, out = weight.shape
-        elif kernel is _ATEN.convolution.default:
-            weight = arguments[1]
-            fan_in, out = weight[0].numel(), weight.shape[0]
-        else:
-            return _is_attention(kernel)
-        # A weight with a gradient belongs to an adapter.
-        if weight.requires_grad or min(fan_in, out) <= self.rank:
-            return False
-        return fan_in > out or (self.checkpointing == "light" and fan_in >= LEAST_SHAPE * out)
+    if kernel in _FACTORS:
+        weight = arguments[_FACTORS[kernel]]
+        fan_in, out = weight.shape
+    elif kernel is _ATEN.convolution.default:
+        weight = arguments[1]
+        fan_in, out = weight[0].numel(), weight.shape[0]
+    else:
+        return _is_attention(kernel)
+    # A weight with a gradient belongs to an adapter.
+    if weight.requires_grad or min(fan_in, out) <= rank:
+        return False
+    return bool(fan_in > out or (kind == "light" and fan_in >= LEAST_SHAPE * out))
 
 
 @cache
@@ -189,9 +180,11 @@ def _is_attention(kernel: Any) -> bool:
     return "attention" in name or "flash_fwd" in name
 
 
-def selective_contexts(worth: SavePolicy) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def selective_contexts(
+    kind: Checkpointing, rank: int
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the modes of the forward pass and of the recomputation of one call of a block."""
-    results: deque[tuple[Any, Any]] = deque()
+    results, worth = deque[tuple[Any, Any]](), partial(is_worth_saving, kind, rank)
     return _KernelMode(worth, results, saves=True), _KernelMode(worth, results, saves=False)
 
 
@@ -202,7 +195,9 @@ class _KernelMode(TorchDispatchMode):
     pairs are a queue: no result needs a key. A network must not write in place to a result after the call.
     """
 
-    def __init__(self, worth: SavePolicy, results: deque[tuple[Any, Any]], *, saves: bool) -> None:
+    def __init__(
+        self, worth: Callable[..., bool], results: deque[tuple[Any, Any]], *, saves: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
         self._worth, self._results, self._saves = worth, results, saves
 

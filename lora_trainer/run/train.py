@@ -385,7 +385,7 @@ def gather(ranks: ProcessGroup, prepared: Prepared, folder: Path, events: EventS
         "identities": prepared.identities,
         "folder": str(folder),
     }
-    ranks.monitor.give("orders", json.dumps(orders))
+    ranks.monitor.store.set("orders", json.dumps(orders))
     _connect(ranks, prepared)
     if ranks.share_gpus:
         events.problem(

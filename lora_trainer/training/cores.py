@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -65,10 +65,11 @@ def cores_taken(before: CpuTimes, after: CpuTimes, *, processors: int) -> float:
     return min(processors, max(0.0, after.all_s - before.all_s - own_s) / passed_s)
 
 
-def idle_teams(*, threads: int, processors: int) -> Callable[[], None]:
-    """Start idle OpenMP teams, so that libgomp counts more threads than processors and all wait asleep.
+@contextmanager
+def idle_teams(*, threads: int, processors: int) -> Iterator[None]:
+    """Keep idle OpenMP teams while the block runs: libgomp counts more threads than processors, and all wait asleep.
 
-    Return the function that ends the teams; libgomp ends a team with its leading thread.
+    libgomp ends a team with its leading thread.
     """
     over, ready = threading.Event(), threading.Semaphore(0)
 
@@ -88,13 +89,12 @@ def idle_teams(*, threads: int, processors: int) -> Callable[[], None]:
     for leader in leaders:
         leader.start()
         ready.acquire()
-
-    def end() -> None:
+    try:
+        yield
+    finally:
         over.set()
         for leader in leaders:
             leader.join()
-
-    return end
 
 
 @contextmanager
@@ -114,31 +114,25 @@ def shared_cores(
         return
 
     def watch() -> None:
-        calm_intervals = 0
-        end_teams: Callable[[], None] | None = None
-        try:
+        calm_intervals, waiting, teams = 0, "spinning", ExitStack()
+        # Without measurements threads spin, libgomp's default.
+        with suppress(OSError, psutil.Error), teams:
             numbers = usable_processors()
             before = measure(numbers)
             while not done.wait(interval_s):
                 now = measure(numbers)
                 taken = cores_taken(before, now, processors=len(numbers))
-                missing = threads - (len(numbers) - taken)
+                missing, before = threads - (len(numbers) - taken), now
                 calm_intervals = calm_intervals + 1 if missing <= CALM_CORES else 0
-                was_asleep = end_teams is not None
-                if end_teams is None and missing > CONTENDED_CORES:
-                    end_teams = idle_teams(threads=threads, processors=len(numbers))
-                elif end_teams is not None and calm_intervals >= CALM_INTERVALS:
-                    end_teams()
-                    end_teams = None
-                if was_asleep is not (end_teams is not None):
-                    waiting = "spinning" if was_asleep else "asleep"
-                    events.emit("cores", taken=round(taken, 2), threads=threads, waiting=waiting)
-                before = now
-        except (OSError, psutil.Error):
-            pass  # without measurements threads spin, libgomp's default
-        finally:
-            if end_teams is not None:
-                end_teams()
+                if waiting == "spinning" and missing > CONTENDED_CORES:
+                    teams.enter_context(idle_teams(threads=threads, processors=len(numbers)))
+                    waiting = "asleep"
+                elif waiting == "asleep" and calm_intervals >= CALM_INTERVALS:
+                    teams.close()
+                    waiting = "spinning"
+                else:
+                    continue
+                events.emit("cores", taken=round(taken, 2), threads=threads, waiting=waiting)
 
     watcher = threading.Thread(target=watch, name="lora-train-cores", daemon=True)
     watcher.start()

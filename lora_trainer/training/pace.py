@@ -87,12 +87,6 @@ class StepPace:
         """Whether there are steps to compare with."""
         return any(size.blocks for size in self._sizes.values())
 
-    def forget(self) -> None:
-        """Forget all measurements, because the training itself has changed (a remedy, say)."""
-        self._sizes.clear()
-        self._window.clear()
-        self._slow = False
-
     def take(self, step: Timed, latents: int) -> Slow | None:
         """Add a step of so many latent positions; return a finding when the last WINDOW_STEPS have become slow."""
         # Sizes within a factor of 1.25 share a baseline, else every bucket would need its own.
@@ -136,7 +130,7 @@ class Creep:
 
     Each block of steps counts by its lowest value, because batches, samples and saves add to the others for
     a while. A finding is a trend six standard deviations beyond chance (Mann 1945, Kendall 1975) whose
-    median slope (Theil 1950, Sen 1968) has not levelled off; the slope of a cache that fills does.
+    slope has not levelled off; the slope of a cache that fills does.
     """
 
     _block: list[int] = field(default_factory=list)
@@ -158,7 +152,10 @@ class Creep:
         score = sum((b > a) - (b < a) for a, b in combinations(blocks, 2))
         deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
         # A cache that fills grows fast, then slowly: the late slopes must still be near the whole one's.
-        slope, *late = map(_slope, (blocks, blocks[count // 2 :], blocks[-LEAST_BLOCKS // 2 :]))
+        slope, *late = (
+            statistics.linear_regression(range(len(part)), part).slope
+            for part in (blocks, blocks[count // 2 :], blocks[-LEAST_BLOCKS // 2 :])
+        )
         self._found = (
             grown >= LEAST_GROWTH_BYTES
             and score - 1 >= TREND_DEVIATIONS * deviation
@@ -167,14 +164,12 @@ class Creep:
         return Growth(slope / BLOCK_STEPS, so_far_bytes=grown) if self._found else None
 
 
-def _slope(values: Sequence[int]) -> float:
-    """Return Theil and Sen's slope: the median of the slopes between all pairs of values."""
-    pairs = combinations(enumerate(values), 2)
-    return statistics.median((b - a) / (there - here) for (here, a), (there, b) in pairs)
-
-
-# NVML's bits for lower clocks: software and hardware thermal slowdown; hardware and power brake slowdown.
-_HOT, _BRAKED = 0x20 | 0x40, 0x08 | 0x80
+# What lowers a clock, by NVML's bits (thermal slowdown, brake slowdown, each of software and hardware), and the fix.
+_CLOCKS = (
+    (0x20 | 0x40, "heat", "give it more air, or lower its power limit (nvidia-smi -pl WATTS)"),
+    (0x08 | 0x80, "the power supply", "plug the machine in, and check the GPU's power cables"),
+    (0, "its power limit or settings", "plug a laptop in, or raise it (nvidia-smi -pl WATTS)"),
+)
 _LOWER_CLOCK = 0.85
 _BUSY_PERCENT = 10
 _SHARED_CORES = 0.5
@@ -213,12 +208,12 @@ def causes(
     waits_s = slow.now.wait_s - slow.usual.wait_s
     longer_s = slow.now.seconds - slow.usual.seconds
     if waits_s > longer_s / 2:
-        share = 100 * slow.now.wait_s / slow.now.seconds
-        fix = (
-            f"raise data.prefetch_steps (now {config.data.prefetch_steps}), or put data.cache_dir "
+        share, steps = 100 * slow.now.wait_s / slow.now.seconds, config.data.prefetch_steps
+        yield Cause(
+            "data",
+            f"{share:.0f} % of a step is waiting for prepared batches",
+            f"raise data.prefetch_steps (now {steps}), or put data.cache_dir on a faster disk",
         )
-        waiting = f"{share:.0f} % of a step is waiting for prepared batches"
-        yield Cause("data", waiting, f"{fix}on a faster disk")
     if gpu is not None and before.card is not None and now.card is not None:
         yield from _card_causes(before.card, now.card, spills=gpu.spills)
     if now.swapped_bytes_per_s > _SWAPPED_BYTES_PER_S:
@@ -235,10 +230,10 @@ def causes(
     lacks_cores = now.processors - now.cores_taken < threads
     more = now.cores_taken - before.cores_taken > _SHARED_CORES
     if (more and lacks_cores) or (now.gives_way and not before.gives_way):
-        programs = f"other programs use {now.cores_taken:.1f} of {now.processors} processors"
         observation = "the training's threads gave way to other programs"
         if more:
-            observation = f"{programs}, {before.cores_taken:.1f} before"
+            taken = f"{now.cores_taken:.1f} of {now.processors} processors"
+            observation = f"other programs use {taken}, {before.cores_taken:.1f} before"
         yield Cause("processor", observation, _WAIT)
     beside = ", the disk and `nvidia-smi`" if gpu is not None else " and the disk"
     look_at = f"look at other programs{beside}; the result stays the same"
@@ -259,26 +254,11 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
         )
     old_mhz, new_mhz = before.clock_mhz, now.clock_mhz
     if old_mhz is not None and new_mhz is not None and new_mhz < _LOWER_CLOCK * old_mhz:
-        clocks = f"from {old_mhz} to {new_mhz} MHz"
         heat = "" if now.celsius is None else f" at {now.celsius} degrees Celsius"
-        if now.held_back & _HOT:
-            yield Cause(
-                "heat",
-                f"the GPU is too hot{heat} and has lowered its clock {clocks}",
-                "clean its fans and give it more air, or lower its power limit (nvidia-smi -pl WATTS)",
-            )
-        elif now.held_back & _BRAKED:
-            yield Cause(
-                "power supply",
-                f"the power supply limits the GPU, its clock went {clocks}",
-                "plug the machine in, and check the GPU's power cables and the power supply",
-            )
-        else:
-            yield Cause(
-                "clock",
-                f"the GPU's clock went {clocks}, because of its power limit or its settings",
-                "plug a laptop in, or raise the GPU's power limit (nvidia-smi -pl WATTS)",
-            )
+        rows = (row for bits, *row in _CLOCKS if now.held_back & bits or not bits)
+        name, fix = next(rows)
+        clock = f"the GPU's clock went from {old_mhz} to {new_mhz} MHz{heat}"
+        yield Cause(name, f"{clock}, because of {name}", fix)
     # In a container the driver gives the host's process numbers, so our own may not be among them: the
     # busiest one before was this training.
     busiest = max(before.busy_percent, key=before.busy_percent.__getitem__, default=None)
@@ -293,7 +273,7 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
         names = [f"process {pid}" for pid in new[:3]]
         for index, pid in enumerate(new[:3]):
             with suppress(psutil.Error):
-                names[index] = f"{psutil.Process(pid).name()} (process {pid})"
+                names[index] = f"{psutil.Process(pid).name()} ({names[index]})"
         programs = f"other programs use the GPU: {', '.join(names)}"
         yield Cause("others", f"{programs}; {used:.1f} of {total:.1f} GiB are in use", _WAIT)
 
@@ -336,7 +316,7 @@ class Notices:
         if event.kind in ("sample", "validation", "learned"):
             self._pace.skip = True
         elif event.kind in ("change", "out_of_memory"):
-            self._pace.forget()
+            self._pace = StepPace()  # the training itself has changed
         elif event.kind == "cores":
             self._gives_way = event.fields["waiting"] == "asleep"
         elif event.kind == "step":

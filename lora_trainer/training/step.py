@@ -6,8 +6,9 @@ samples already hold their random draws. The second may not be repeated: an opti
 updated some weights only, so it raises PartialOptimizerStep and the loop goes back to the last good state.
 
 Each answer to a failed first half keeps the result, up to rounding, and is remembered in the guard state, so a
-resumed run does not try again what failed. Compiled blocks affect the speed only: when they fail they are switched
-off. Out of memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
+resumed run does not try again what failed. Out of memory, the micro-batch is halved; at one image the next remedy of
+the plan is applied. After another error compiled blocks, which affect the speed only, are switched off; where
+they are off already or there are none, the plain way is taken.
 
 The plain way is one retry, with every optional feature off, after an error that is not a lack of memory.
 Selective checkpointing, block swap and compiled blocks all give the same result as the plain way, but a GPU,
@@ -33,7 +34,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import Decided
 from lora_trainer.config.learning import TrainSettings
-from lora_trainer.network.compiling import CompilationFailed, CompiledBlocks
+from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.actions import Action, Progress
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
@@ -45,6 +46,7 @@ from lora_trainer.training.optimizers import LearningRate
 # Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the `except`
 # block, whose traceback keeps alive the tensors that have to be freed.
 Fallback = Callable[[], GuardState]
+_CAP = "memory.micro_batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,9 @@ class Training:
     compiled: CompiledBlocks | None = None
 
     def tell_change(self, key: str, old: object, new: object, *, reason: str) -> None:
-        """Emit that a value of the plan has changed."""
-        self.events.emit("change", key=key, old=old, new=new, reason=reason)
+        """Emit that a value of the plan has changed, if it has."""
+        if new != old:
+            self.events.emit("change", key=key, old=old, new=new, reason=reason)
 
 
 class PartialOptimizerStep(Exception):
@@ -127,8 +130,8 @@ def compute_gradients_with_oom_retry(
     """Accumulate the gradients of (1/B) sum of weight_i loss_i, with one fallback after another until it fits.
 
     Return the loss of this process's samples, detached on the device, and the guard state. The whole
-    step is repeated, from zeroed gradients, after out of memory, after compiled code has failed (then without
-    it), and after another error (then on the plain way). Raises NoFallbackLeft.
+    step is repeated, from zeroed gradients, after out of memory, and after another error (then without compiled
+    blocks, or on the plain way). Raises NoFallbackLeft.
     """
     model = training.model
     # Dropout masks are one per sample of the batch, so the denoiser must then see a batch in one piece.
@@ -151,7 +154,7 @@ def compute_gradients_with_oom_retry(
         else:
             larger = guard.after_fitting(planned=training.micro_batch)
             reason = f"{guard.patience_steps} steps in a row fitted"
-            _tell_micro_batch(training, guard, larger, reason=reason)
+            training.tell_change(_CAP, guard.micro_batch, larger.micro_batch, reason=reason)
             return loss, larger
         # Outside the except block, whose traceback would keep alive the tensors that have to be freed.
         guard = fall_back()
@@ -162,15 +165,15 @@ def compute_gradients_with_oom_retry(
 def forward_backward(training: Training, batch: Batch) -> Tensor:
     """Add the gradients of a batch; return its share of the step's loss, detached, on the device.
 
-    The host never waits for the device. Raises CompilationFailed; some gradients may have been added by
-    then, so the caller zeroes them and repeats the step.
+    The host never waits for the device. After an error some gradients may have been added, so the caller zeroes
+    them and repeats the step.
     """
     model = training.model
     compiled: AbstractContextManager[None] = nullcontext()
     batch, blocks = batch.on(model.device), training.compiled
     if blocks is not None and not blocks.is_off:
         count, _, height, width = batch.latents.shape
-        if blocks.shapes is None or (height, width, count) in blocks.shapes:
+        if (height, width, count) in blocks.shapes:
             compiled = blocks.used()
         elif not blocks.is_told:  # shapes change with every step, the reason does not
             blocks.is_told = True
@@ -255,8 +258,6 @@ def fallback_for(
 
     `images` is the size of the largest pass.
     """
-    if isinstance(error, CompilationFailed):
-        return partial(_stop_compiling, training, guard, reason=str(error))
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         return partial(use_less_memory, training, guard, images=images, reason=first_line(error))
     # Another way to compute does not cure errors that this package raises on purpose.
@@ -264,6 +265,9 @@ def fallback_for(
         raise error
     if is_lost(error):
         raise lost_device(training, guard, error) from error
+    if training.compiled is not None and not training.compiled.is_off:
+        cause = getattr(error, "inner_exception", error)  # torch wraps the errors of compilers
+        return partial(_stop_compiling, training, guard, reason=_line(cause))
     if guard.plain:
         raise NoFallbackLeft(
             f"training failed with every optional feature off: {_line(error)}",
@@ -300,7 +304,7 @@ def use_less_memory(
     for remedy in remedies[guard.remedies : smaller.remedies]:
         remedy.apply()
         training.tell_change(remedy.key, remedy.old, remedy.new, reason=reason)
-    _tell_micro_batch(training, guard, smaller, reason=reason)
+    training.tell_change(_CAP, guard.micro_batch, smaller.micro_batch, reason=reason)
     return smaller
 
 
@@ -311,10 +315,7 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
     # run that needed every remedy to fit needs all of these too.
     all_taken = 0 < len(training.remedies) <= guard.remedies
     remedies = len(training.plain_remedies) if all_taken else 0
-    uncompiled = guard.uncompiled or _UNCOMPILED in changes
-    guard = replace(guard, plain=True, uncompiled=uncompiled, remedies=remedies)
-    if training.compiled is not None:
-        training.compiled.is_off = True
+    guard = replace(guard, plain=True, remedies=remedies)
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     for change in changes:
@@ -356,11 +357,6 @@ def _changes(training: Training, guard: GuardState) -> Sequence[OomFallback]:
     if training.compiled is not None and not training.compiled.is_off:
         changes.append(_UNCOMPILED)
     return changes if guard.remedies or any(change.old != "none" for change in changes) else []
-
-
-def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
-    if new.micro_batch != old.micro_batch:
-        training.tell_change("memory.micro_batch", old.micro_batch, new.micro_batch, reason=reason)
 
 
 def _settings(changes: Sequence[OomFallback]) -> str:

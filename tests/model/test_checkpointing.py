@@ -115,10 +115,8 @@ ATEN = torch.ops.aten
     ],
 )
 def test_what_each_kind_keeps(kind: Any, kept: set[str]) -> None:
-    worth, x = (
-        gradient_checkpointing.SelectivePolicy(checkpointing=kind, rank=4),
-        torch.zeros(2, 64),
-    )
+    worth = partial(gradient_checkpointing.is_worth_saving, kind, 4)
+    x = torch.zeros(2, 64)
     weights = {"narrow": (64, 256), "square": (64, 64), "wide": (64, 16), "low rank": (64, 4)}
     found = {
         name for name, shape in weights.items() if worth(ATEN.mm.default, (x, torch.zeros(shape)))
@@ -145,8 +143,7 @@ def test_what_is_kept_does_not_run_again() -> None:
         x = torch.randn(3, 8, requires_grad=True)
         keeping: Any = {}
         if kind != "full":
-            policy = gradient_checkpointing.SelectivePolicy(checkpointing=kind, rank=2)  # type: ignore[arg-type]  # a literal of a tuple
-            keeping["context_fn"] = partial(gradient_checkpointing.selective_contexts, policy)
+            keeping["context_fn"] = partial(gradient_checkpointing.selective_contexts, kind, 2)
         y = checkpoint(block, x, use_reentrant=False, **keeping)
         with LiveStorages() as live:
             y.sum().backward()
@@ -164,10 +161,7 @@ def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None
         return y.cos()
 
     x = torch.randn(3, 8, requires_grad=True)
-    modes = partial(
-        gradient_checkpointing.selective_contexts,
-        gradient_checkpointing.SelectivePolicy(checkpointing="light", rank=0),
-    )
+    modes = partial(gradient_checkpointing.selective_contexts, "light", 0)
     y = checkpoint(block, x, use_reentrant=False, context_fn=modes)
     with pytest.raises(RuntimeError, match=r"calls aten\.addmm.*the forward pass called"):
         y.sum().backward()

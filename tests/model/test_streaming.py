@@ -83,7 +83,7 @@ def streamed(at: Trainee, *, count: int | None = None, checkpointing: Any = "ful
 
 
 def host_bytes(blocks: Any) -> int:
-    return sum(part.nbytes for part in blocks._host)
+    return sum(block.host.nbytes for block in blocks._blocks)
 
 
 def buffer_bytes(blocks: Any) -> int:
@@ -176,7 +176,7 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
 def test_two_blocks_at_most_are_on_the_device() -> None:
     at = trainee("sdxl")
     blocks = streamed(at)
-    host = {storage_key(part) for part in blocks._host}
+    host = {storage_key(block.host) for block in blocks._blocks}
     on_device = []
 
     def watch(*_: object) -> None:

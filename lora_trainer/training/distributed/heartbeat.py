@@ -23,8 +23,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from lora_trainer.common.processes import DistEnv
 INTERVAL_S = 0.5
 # Time that the main thread has to end the process itself, with the reason, before this thread does.
 GRACE_S = 5.0
+CONNECT = "if the machine has several network interfaces, set NCCL_SOCKET_IFNAME (on CPU: GLOO_SOCKET_IFNAME)"
 LOOK = f"look at what that process said, then {RESUME}"
 STORE_GONE = "the process that kept the launcher's store ended"
 # Share of one core: a download or a checksum uses more, a waiting thread uses none.
@@ -63,7 +64,7 @@ class PeerMonitor:
 
     `on_end(reason)` records the reason just before the thread ends this process. `events`, which only the leader
     sets, get the events of followers. `is_starting` until this process is connected, and may wait for as long as
-    others work.
+    others work; connecting, from `connecting_since_s` on, may take `timeout_s`.
     """
 
     dist_env: DistEnv
@@ -72,11 +73,11 @@ class PeerMonitor:
     on_end: Callable[[str], None] = lambda reason: None
     events: EventStream | None = None
     is_starting: bool = True
+    connecting_since_s: float | None = None
     _began_s: float = 0.0
     _worked: tuple[float, float, int] | None = None
     """When this process last worked while starting, and its work until then."""
     _waiting: bool = False
-    _limit: tuple[str, float] | None = None
     _last_beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)
     """A process's heartbeat, and the time by this machine's clock at which it last changed: clocks of several
     machines differ, so a heartbeat is a counter and holds no time."""
@@ -141,27 +142,11 @@ class PeerMonitor:
         with suppress(RuntimeError):
             self.store.compare_set("failed", "", f"process {self.dist_env.rank}: {reason}")
 
-    @contextmanager
-    def limited(self, doing: str, *, advice: str) -> Iterator[None]:
-        """End all processes if the block takes longer than `timeout_s`."""
-        self._limit = (
-            f"{doing} takes longer than {self._limit_text()}: {advice}",
-            time.monotonic(),
-        )
-        try:
-            yield
-        finally:
-            self._limit = None
-
     def wait_for_all(self, name: str) -> None:
         """Return once every process has called this with `name`; raises MachineError if one has ended."""
-        self.give(f"{name}/{self.dist_env.rank}", "1")
+        self.store.set(f"{name}/{self.dist_env.rank}", "1")
         for rank in range(self.dist_env.count):
             self.take(f"{name}/{rank}")
-
-    def give(self, key: str, value: str) -> None:
-        """Publish a text under `key` for the other processes."""
-        self.store.set(key, value)
 
     def take(self, key: str) -> str:
         """Wait for the text published under `key`; raises MachineError if a process has ended.
@@ -227,12 +212,14 @@ class PeerMonitor:
 
     def _overdue(self) -> str:
         """Return a sentence if this process hangs in its start, else an empty string."""
-        if self._limit is not None:
-            sentence, since_s = self._limit
-            return sentence if time.monotonic() - since_s >= self.timeout_s else ""
         if self._waiting or not self.is_starting:
             self._worked = None  # measured anew afterwards
             return ""
+        if self.connecting_since_s is not None:
+            late = time.monotonic() - self.connecting_since_s >= self.timeout_s
+            limit = self._limit_text()
+            doing = f"connecting to the other processes takes longer than {limit}: {CONNECT}"
+            return doing if late else ""
         idle_s = self.idle_s()
         if idle_s < self.timeout_s:
             return ""
@@ -254,14 +241,15 @@ class PeerMonitor:
         start has no time limit, as downloading or hashing a base may take an hour. A process that waits for
         something that never comes uses no processor and no disk, and is recognised by that.
         """
-        now_s, (processor_s, stored_bytes) = time.monotonic(), work_so_far()
-        if self._worked is not None:
-            since_s, processor_since_s, bytes_since = self._worked
-            computed = processor_s - processor_since_s >= _WORKING_SHARE * self.timeout_s
-            if not computed and stored_bytes - bytes_since < _WORKING_BYTES:
-                return now_s - since_s
-        self._worked = (now_s, processor_s, stored_bytes)
-        return 0.0
+        work = (time.monotonic(), *work_so_far())
+        before = self._worked or work
+        idle_s, computed_s, stored_bytes = (
+            now - then for now, then in zip(work, before, strict=True)
+        )
+        if computed_s >= _WORKING_SHARE * self.timeout_s or stored_bytes >= _WORKING_BYTES:
+            before, idle_s = work, 0.0
+        self._worked = before
+        return idle_s
 
     def _failure(self) -> str:
         if self.store.check(["failed"]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,12 +35,11 @@ from lora_trainer.common.errors import (
 from lora_trainer.common.processes import DistEnv, without_launcher
 from lora_trainer.hardware.device_calls import gpu_identity, kind_of, may_copy_ahead
 from lora_trainer.network.pinned_memory import AsyncRead, pinned_copy
-from lora_trainer.training.distributed.heartbeat import LOOK, PeerMonitor
+from lora_trainer.training.distributed.heartbeat import CONNECT, LOOK, PeerMonitor
 
 # Time limit of collectives. It is long because the monitor notices processes that are gone, while another
 # process may sample or cache for hours.
 PATIENCE = timedelta(days=7)
-CONNECT = "if the machine has several network interfaces, set NCCL_SOCKET_IFNAME (on CPU: GLOO_SOCKET_IFNAME)"
 # Signals that request a stop; if processes got different ones, the first in this order is used.
 STOPS = (int(signal.SIGTERM), int(signal.SIGINT))
 
@@ -78,22 +78,22 @@ class ProcessGroup:
         self.monitor.wait_for_all("ready")
         # torch uses one timeout for connecting and for all later collectives. It has to be long for the
         # collectives, so the monitor limits the connecting.
-        with self.monitor.limited("connecting to the other processes", advice=CONNECT):
-            try:
-                dist.init_process_group(
-                    backend,
-                    # A connection of its own: a wait blocks its connection, and with a shared one the
-                    # monitor could not send heartbeats meanwhile.
-                    store=_store(self.dist_env, "collectives", timeout=PATIENCE, keep=False),
-                    rank=self.dist_env.rank,
-                    world_size=self.dist_env.count,
-                    timeout=PATIENCE,
-                )
-            except (RuntimeError, ValueError) as error:
-                reason = self.monitor.reason() or f"cannot connect: {first_line(error)}"
-                raise MachineError(reason, fix=CONNECT) from error
-            # NCCL connects in its first collective, so have that one under the limit.
-            self.sum([1.0])
+        self.monitor.connecting_since_s = time.monotonic()
+        try:
+            dist.init_process_group(
+                backend,
+                # A connection of its own: a wait blocks its connection, and with a shared one the
+                # monitor could not send heartbeats meanwhile.
+                store=_store(self.dist_env, "collectives", timeout=PATIENCE, keep=False),
+                rank=self.dist_env.rank,
+                world_size=self.dist_env.count,
+                timeout=PATIENCE,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = self.monitor.reason() or f"cannot connect: {first_line(error)}"
+            raise MachineError(reason, fix=CONNECT) from error
+        # NCCL connects in its first collective, so have that one under the limit.
+        self.sum([1.0])
         self.monitor.is_starting = False
 
     def _backend(self, device: torch.device) -> str:
@@ -106,7 +106,7 @@ class ProcessGroup:
         if backend == "gloo" or not dist.is_backend_available(backend):
             return "gloo"
         assert self.monitor is not None
-        self.monitor.give(f"gpu/{self.dist_env.rank}", gpu_identity(device))
+        self.monitor.store.set(f"gpu/{self.dist_env.rank}", gpu_identity(device))
         gpus = [self.monitor.take(f"gpu/{rank}") for rank in range(self.dist_env.count)]
         self.share_gpus = len(set(gpus)) < len(gpus)
         return "gloo" if self.share_gpus else backend
@@ -207,10 +207,9 @@ class ProcessGroup:
 
     def end_together(self) -> None:
         """As leader publish that the run is done, else wait for it: a follower succeeds only with the run."""
-        if self.monitor is not None and self.dist_env.is_main:
-            self.monitor.give("done", "1")
-        elif self.monitor is not None:
-            self.monitor.take("done")
+        if self.monitor is not None:
+            lead = self.dist_env.is_main
+            self.monitor.store.set("done", "1") if lead else self.monitor.take("done")
 
     def require_same(self, digest: str, *, step: int) -> None:
         """Raise TrainingStopped on all processes if the digests of their states differ."""
@@ -262,13 +261,12 @@ def joined(dist_env: DistEnv, *, timeout_s: float) -> Iterator[ProcessGroup]:
     monitor.start()
     try:
         yield ProcessGroup(dist_env=dist_env, monitor=monitor)
-    except StoppedBySignal:
-        raise
-    except LoraTrainError as error:
-        monitor.fail(error.found.rstrip("."))
-        raise
     except BaseException as error:
-        monitor.fail(f"{type(error).__name__}: {first_line(error)}")
+        if not isinstance(error, StoppedBySignal):
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, LoraTrainError):
+                reason = error.found.rstrip(".")
+            monitor.fail(reason)
         raise
     finally:
         monitor.stop()
