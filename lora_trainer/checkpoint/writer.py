@@ -143,8 +143,8 @@ class StateWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        mistake, self._mistake = self._mistake, None
-        if mistake is not None:
+        if self._mistake is not None:
+            mistake, self._mistake = self._mistake, None
             raise mistake
 
     def wait_for_acknowledgement(self) -> None:
@@ -155,8 +155,7 @@ class StateWriter:
 
     def newest(self) -> TrainingState:
         """Return the newest state that was copied, also when the disk refused it."""
-        if self._newest is None:
-            raise AssertionError("nothing was remembered at the start")
+        assert self._newest is not None, "nothing was remembered at the start"
         self.copies.arrived()
         return thaw(self._newest)
 
@@ -166,10 +165,9 @@ class StateWriter:
         self._failed = self._unwritten = None
         folder = file = None
         try:
-            with _memory_for("the state"):
+            with _out_of_memory_as_error():
                 self.copies.arrived()
                 folder = write_state(self.folder, frozen, keep=self.keep)
-            with _memory_for("the exported file"):
                 file = export() if export is not None else None
         except LoraTrainError as error:
             self._failed = error
@@ -197,7 +195,7 @@ class StateWriter:
 
 
 @contextmanager
-def _memory_for(what: str) -> Iterator[None]:
+def _out_of_memory_as_error() -> Iterator[None]:
     """Turn running out of memory into a MachineError: a save that failed, as one the disk refused."""
     try:
         yield
@@ -205,6 +203,6 @@ def _memory_for(what: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         raise MachineError(
-            f"there was not enough memory for {what}: {first_line(error)}",
+            f"there was not enough memory to write it: {first_line(error)}",
             fix="close what else uses the machine's memory",
         ) from error
