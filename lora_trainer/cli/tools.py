@@ -238,11 +238,11 @@ def describe(
     quiet_libraries()
     from lora_trainer.tools.describe import describe
 
-    changed = describe(file, vars(texts), output=output or file, force=force or output is None)
-    output = output or file
+    target = output or file
+    changed = describe(file, vars(texts), output=target, force=force or output is None)
     if json:
-        return {"file": str(output), "changed": changed}
-    return f"wrote {output}\nchanged: {', '.join(changed) or 'nothing'}"
+        return {"file": str(target), "changed": changed}
+    return f"wrote {target}\nchanged: {', '.join(changed) or 'nothing'}"
 
 
 def publish(

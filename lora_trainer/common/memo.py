@@ -164,10 +164,6 @@ class HashMemo:
             self.table.put(key, stamp + digest)
         return digest
 
-    def save(self) -> None:
-        """Write the hashes; raises MachineError on a disk error."""
-        self.table.save()
-
 
 @contextmanager
 def _open(file: Path) -> Iterator[sqlite3.Connection]:

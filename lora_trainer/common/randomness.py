@@ -54,9 +54,7 @@ def draw_uniform(seed: int, stream: Stream, *counters: int | str) -> float:
 
 
 def draw_choice(count: int, seed: int, stream: Stream, *counters: int | str) -> int:
-    """Return a number of range(count); raises ValueError for count < 1."""
-    if count < 1:
-        raise ValueError(f"cannot choose from {count} things")
+    """Return a number of range(count), which must not be empty."""
     return int(draw_uniform(seed, stream, *counters) * count)
 
 

@@ -55,8 +55,6 @@ UNRELATED = (
     "a bowl of fruit on a wooden table",
 )
 CLIP = "openai/clip-vit-base-patch32"
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 LEAST_PICTURES = 2
 # Cells per side over which latents are averaged: so coarse that a subject that moves a little still matches.
 GRIDS = (1, 2, 4)
@@ -218,11 +216,10 @@ def find_features(clip: str | None = None) -> Features:
 
     Raises InputError where `clip` is named but not on this machine.
     """
-    if clip is not None and (folder := Path(clip).expanduser()).is_dir():
-        return clip_features(folder, name=clip)
-    snapshot = cached_snapshot(clip or CLIP, revision=None)
-    if snapshot is not None:
-        return clip_features(snapshot, name=clip or CLIP)
+    path = None if clip is None else Path(clip).expanduser()
+    folder = path if path and path.is_dir() else cached_snapshot(clip or CLIP, revision=None)
+    if folder is not None:
+        return clip_features(folder, name=clip or CLIP)
     if clip is not None:
         raise InputError(
             f"{clip} is neither a folder nor in the local Hub cache",
@@ -243,6 +240,7 @@ def find_features(clip: str | None = None) -> Features:
 def clip_features(folder: Path, *, name: str) -> Features:
     """Return unit-length image embeddings of a CLIP model in a folder; raises InputError."""
     from transformers import CLIPVisionModelWithProjection
+    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
     try:
         model: Any = CLIPVisionModelWithProjection.from_pretrained(
@@ -255,7 +253,9 @@ def clip_features(folder: Path, *, name: str) -> Features:
         ) from error
     model = model.eval().requires_grad_(False)
     side_px = int(model.config.image_size)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+    mean, std = (
+        torch.tensor(values)[:, None, None] for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    )
 
     @torch.no_grad()
     def encode(images: Sequence[Image.Image]) -> Tensor:

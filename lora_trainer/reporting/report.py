@@ -208,8 +208,8 @@ def sample_grid(history: RunHistory) -> dict[str, Any] | None:
         return None
     all_steps = sorted({step for *_, step in images})
     # Evenly spaced by position, the first and the last step among them.
-    places = np.linspace(0, len(all_steps) - 1, min(len(all_steps), MAX_COLUMNS))
-    steps = [all_steps[round(place)] for place in places]
+    positions = np.linspace(0, len(all_steps) - 1, min(len(all_steps), MAX_COLUMNS))
+    steps = [all_steps[round(position)] for position in positions]
     rows = [
         (prompt, seed, [_cell(images.get((prompt, seed, step)), history.folder) for step in steps])
         for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from PIL import Image
 
-_SAMPLED = re.compile(r"step-(\d+)")
-
 
 def last_samples(samples: Path) -> list[Path]:
     """Return the images of the newest step that has any of the run's own prompts, in their order."""
-    steps = {
-        int(match[1]): folder
-        for folder in (samples.iterdir() if samples.is_dir() else ())
-        if (match := _SAMPLED.fullmatch(folder.name))
-    }
-    for step in sorted(steps, reverse=True):
-        if files := sorted(steps[step].glob("[0-9]*.png")):
+    # A step has eight digits, so that names sort by it.
+    for folder in sorted(samples.glob("step-*"), reverse=True):
+        if files := sorted(folder.glob("[0-9]*.png")):
             return files
     return []
 

@@ -36,12 +36,7 @@ COPIED, OWN = 0.5, 0.9
 
 
 def score(parts: Mapping[str, float]) -> float:
-    """Return exp(sum w ln max(p, 0.05) / sum w) over the measured parts; 0 if the weights are unusable.
-
-    Raises ValueError without any part.
-    """
-    if not parts:
-        raise ValueError("no part was measured")
+    """Return exp(sum w ln max(p, 0.05) / sum w) over one or more measured parts; 0 if the weights are unusable."""
     if parts.get("weights") == 0:
         return 0.0
     total = math.fsum(WEIGHTS[name] for name in parts)

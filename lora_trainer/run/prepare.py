@@ -230,7 +230,7 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
     )
     memo = HashMemo.load(prepared.cache_root)
     facts = identified(replace(facts, chunks=prepared.facts.chunks), memo)
-    memo.save()
+    memo.table.save()
     return replace(prepared, facts=facts)
 
 

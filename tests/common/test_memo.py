@@ -115,7 +115,7 @@ def test_a_file_is_hashed_once_over_processes_and_again_once_it_may_have_changed
     os.utime(file, ns=(old_ns, old_ns))
     for _ in range(2):
         assert hashes.sha256(file) == hashlib.sha256(b"x").hexdigest()
-    hashes.save()
+    hashes.table.save()
     assert memo.HashMemo.load(store).sha256(file) == hashlib.sha256(b"x").hexdigest()
     assert len(read) == 3
     file.write_bytes(b"y")
