@@ -34,6 +34,14 @@ def tables_of(value: Any) -> list[Mapping[str, Any]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
+def table_under(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the table under a key, an empty one where there is none; raises RequestError for what is none."""
+    table = data.get(key, {})
+    if not isinstance(table, Mapping):
+        raise RequestError(f"{key} is no table", fix=f"write [{key}] above its keys")
+    return table
+
+
 def named_file(
     foreign: Foreign,
     option: str,

@@ -22,10 +22,10 @@ trainer's function.
 from __future__ import annotations
 
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
@@ -34,16 +34,13 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.config import (
-    all_settings,
-    overlaid,
-    setting_keys,
-    setting_of,
-)
+from lora_trainer.config.config import all_settings, overlaid, setting_keys, setting_of
 
 # A value and the flat key that it is from, or `THERE`.
 Sourced = tuple[Any, str]
 THERE = "the default there"
+# The name under which the list is kept that a file holds in place of a table.
+LIST = "[]"
 # Values with which an option of another trainer does nothing.
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
 
@@ -125,14 +122,6 @@ class Foreign:
         value = self.get(name, default)
         return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
-    def under(self, prefix: str) -> dict[str, Any]:
-        """Return the values of the keys that begin with a prefix, by the rest of the key."""
-        return {
-            name.removeprefix(prefix): value
-            for name, value in self.values.items()
-            if name.startswith(prefix)
-        }
-
     # ---- what becomes of it
 
     def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
@@ -168,10 +157,6 @@ class Foreign:
         self.set(key, ours, name)
         return True
 
-    def carry_on(self, key: str, name: str) -> bool:
-        """Carry a key over if it is neither off nor 0; return whether that was so."""
-        return bool(self.on(name)) and self.carry(key, name)
-
     def stays(self, name: str, why: str) -> None:
         """Say that a key needs no setting here."""
         self.nothing_to_set[name] = why
@@ -191,15 +176,6 @@ class Foreign:
         else:
             self.without_equivalent[name] = f"{shown(value)}: {why}"
             self.named.add(name)
-
-    def refuse(self, name: str, value: Any, why: str, *, off: Iterable[Any] = ()) -> None:
-        """Raise RequestError for a key that is not off."""
-        if not is_one_of(value, (*OFF, *off)):
-            raise RequestError(
-                f"{name}={shown(value)}: {why}",
-                fix="import the file of a LoRA training of a text-to-image model",
-            )
-        self.stays(name, f"is off there ({shown(value)})")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `import --json`."""
@@ -233,15 +209,12 @@ def meaning_of(value: Any, meanings: Mapping[str, Any]) -> Any:
 
 def as_number(value: Any) -> float:
     """Return a number that may be written as text; raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("is no number")
-    try:
-        number = float(value)
-    except ValueError:
-        raise ValueError("is no number") from None
-    if not math.isfinite(number):
-        raise ValueError("is no number")
-    return int(number) if number == int(number) and not isinstance(value, float) else number
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):  # of int, where it is not finite
+            number = float(value)
+            is_whole = number == int(number) and not isinstance(value, float)
+            return int(number) if is_whole else number
+    raise ValueError("is no number")
 
 
 def _as_ours(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
@@ -377,7 +350,11 @@ def apply(trainer: Trainer, foreign: Foreign) -> None:
         elif rule.kind == "carried":
             foreign.carry(rule.setting, name, value, rule.values)
         elif rule.kind == "refused":
-            foreign.refuse(name, value, rule.why, off=rule.off)
+            if not is_one_of(value, (*OFF, *rule.off)):
+                what = f"{name}={shown(value)}: {rule.why}"
+                fix = "import the file of a LoRA training of a text-to-image model"
+                raise RequestError(what, fix=fix)
+            foreign.stays(name, f"is off there ({shown(value)})")
         elif rule.kind == "no_equivalent":
             foreign.lacks(name, value, rule.why, off=rule.off)
         elif rule.why and not is_one_of(value, OFF) and not name.startswith(foreign.untrained):

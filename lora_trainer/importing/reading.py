@@ -18,34 +18,21 @@ import yaml
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
-from lora_trainer.importing.foreign import Foreign, Trainer, apply, flattened
-from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
-from lora_trainer.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, DIFFUSION_PIPE_DATASET
-from lora_trainer.importing.trainers.onetrainer import ONETRAINER
-from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
-from lora_trainer.importing.trainers.sd_scripts_relatives import (
-    KOHYA_GUI,
-    LORA_EASY,
-    MUSUBI,
-    MUSUBI_DATASET,
+from lora_trainer.importing.foreign import LIST, Foreign, Trainer, apply, flattened
+from lora_trainer.importing.trainers import (
+    ai_toolkit,
+    diffusion_pipe,
+    onetrainer,
+    sd_scripts,
+    sd_scripts_relatives,
+    simpletuner,
 )
-from lora_trainer.importing.trainers.simpletuner import LIST, SIMPLETUNER, SIMPLETUNER_BACKENDS
 
 # Those that are known, in the order in which they are asked.
-TRAINERS: tuple[Trainer, ...] = (
-    KOHYA_GUI,
-    LORA_EASY,
-    SIMPLETUNER,
-    SIMPLETUNER_BACKENDS,
-    AI_TOOLKIT,
-    ONETRAINER,
-    DIFFUSION_PIPE,
-    DIFFUSION_PIPE_DATASET,
-    MUSUBI_DATASET,
-    MUSUBI,
-    SD_SCRIPTS_DATASET,
-    SD_SCRIPTS,
-)
+_MODULES = (
+    sd_scripts_relatives, simpletuner, ai_toolkit, onetrainer, diffusion_pipe, sd_scripts
+)  # fmt: skip
+TRAINERS: tuple[Trainer, ...] = tuple(one for module in _MODULES for one in module.TRAINERS)
 MAX_BYTES = 4 << 20
 
 
@@ -80,10 +67,10 @@ def import_file(file: Path) -> Foreign:
         ) from None
     # All keys get the names that the file has for them.
     name_in_file = foreign.called
-    for rows in (foreign.nearest, foreign.nothing_to_set, foreign.without_equivalent):
-        renamed = {name_in_file.get(key, key): why for key, why in rows.items()}
-        rows.clear()
-        rows.update(renamed)
+    foreign.nearest, foreign.nothing_to_set, foreign.without_equivalent = (
+        {name_in_file.get(key, key): why for key, why in rows.items()}
+        for rows in (foreign.nearest, foreign.nothing_to_set, foreign.without_equivalent)
+    )
     for key, source in foreign.sources.items():
         foreign.sources[key] = " ".join(name_in_file.get(word, word) for word in source.split(" "))
     foreign.unknown = [name_in_file.get(key, key) for key in foreign.unknown]
@@ -159,20 +146,16 @@ _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 
 def settings_toml(imported: Foreign) -> str:
     """Return the settings as TOML, and as comments where they come from and what is not in them."""
-    rows: list[tuple[str, str, Any]] = []  # the key as TOML has it and as we do, the value
-    for key, value in imported.settings.items():
-        if not isinstance(value, Mapping):
-            rows.append((key, key, value))
-            continue
-        for name, fields in value.items():  # of data.folders
-            whole = f"{key}.{_text(name)}"
-            rows += [
-                (f"{whole}.{part}", f"{key}.{name}.{part}", one) for part, one in fields.items()
-            ]
-            rows += [] if fields else [(whole, key, {})]
+    as_toml = {
+        key: {_toml(name): fields for name, fields in value.items()}  # of data.folders
+        if isinstance(value, Mapping)
+        else value
+        for key, value in imported.settings.items()
+    }
+    our_keys = dict(zip(flattened(as_toml), flattened(imported.settings), strict=True))
     lines = [*(f"# {line}" for line in remarks(imported)), ""]
-    for name, key, value in sorted(rows, key=lambda row: row[0]):
-        source = imported.sources.get(key)
+    for name, value in sorted(flattened(as_toml).items()):
+        source = imported.sources.get(our_keys[name])
         lines.append(f"{name} = {_toml(value)}" + (f"  # {_one_line(source)}" if source else ""))
     return "\n".join(lines).strip() + "\n"
 
@@ -212,11 +195,5 @@ def _one_line(text: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return _text(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _text(value: str) -> str:
-    # A JSON string is a TOML one, but for one control character that JSON leaves as it is.
+    # JSON is TOML here, but for one control character that JSON leaves as it is.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -331,13 +331,11 @@ def read_arguments(foreign: Foreign, prefix: str, spec: Mapping[str, Any] | None
     switches = {kind: set(text.split()) for kind, text in _TABLE["switches"].items()}
     options, fields_of = _TABLE["options"], _TABLE["options_of"]
     names, others = ((spec or {}).get(name, "") for name in ("option_names", "not_options"))
-    for name, value in foreign.under(prefix).items():
-        source, word, text = f"{prefix}{name}", name.lower(), str(value).lower()
-        if (
-            source in foreign.named
-            or (names and name not in names.split())
-            or name in others.split()
-        ):
+    for source, value in foreign.values.items():
+        name = source.removeprefix(prefix)
+        word, text = name.lower(), str(value).lower()
+        is_meant = (not names or name in names.split()) and name not in others.split()
+        if not source.startswith(prefix) or source in foreign.named or not is_meant:
             continue
         if value is None or value == "":
             foreign.stays(source, "is not given")

@@ -22,12 +22,9 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     processes = folders.tables_of(config.get("process")) if isinstance(config, Mapping) else []
     if not processes:
         return None
-    rest = {name: value for name, value in data.items() if name != "config"}
-    rest["config"] = {name: value for name, value in data["config"].items() if name != "process"}
-    flat_values = flattened(rest) | flattened(processes[0])
-    for number, other in enumerate(processes[1:], start=1):
-        flat_values |= flattened(other, f"process[{number}].")
-    return flat_values
+    rest = {name: value for name, value in data["config"].items() if name != "process"}
+    others = flattened({"process": [{}, *processes[1:]]})
+    return flattened({**data, "config": rest}) | flattened(processes[0]) | others
 
 
 def read(foreign: Foreign) -> None:
@@ -196,4 +193,4 @@ def _output(foreign: Foreign) -> None:
         foreign.set("sampling.prompts", chosen, *(samples or ["sample.prompts"]))
 
 
-AI_TOOLKIT = Trainer("ai-toolkit", ("ai_toolkit",), flat, read)
+TRAINERS = (Trainer("ai-toolkit", ("ai_toolkit",), flat, read),)

@@ -14,8 +14,6 @@ from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced, Trainer, flattened
 
-NAME = "diffusion-pipe"
-
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a training file."""
@@ -152,7 +150,8 @@ def _length(foreign: Foreign) -> None:
         training.set_warmup(foreign, warmup, "warmup_steps", foreign.settings.get("train.steps"))
 
 
-DIFFUSION_PIPE = Trainer(NAME, ("diffusion_pipe", "diffusion_pipe_dataset"), flat, read)
-DIFFUSION_PIPE_DATASET = Trainer(
-    f"{NAME} (a dataset file)", ("diffusion_pipe_dataset",), flat_dataset, read_dataset
+_DATASET = "diffusion_pipe_dataset"
+TRAINERS = (
+    Trainer("diffusion-pipe", ("diffusion_pipe", _DATASET), flat, read),
+    Trainer("diffusion-pipe (a dataset file)", (_DATASET,), flat_dataset, read_dataset),
 )

@@ -123,8 +123,6 @@ def _text_encoders(foreign: Foreign, rate: float | None) -> None:
     if trained and len(trained) < len(names) and foreign.settings["adapter.text_encoder"]:
         other = next(n for n in names if n not in trained)
         foreign.is_nearest(flags[other], "all text encoders are trained, or none")
-    for part in foreign.table["parts"]["names"]:
-        foreign.carry_on("data.caption_dropout", f"{part}.dropout_probability")
     key = "transformer.train" if foreign.is_flow else "unet.train"
     if foreign.values.get(key) is False:
         foreign.lacks(key, "false", "the denoiser is always trained")
@@ -151,20 +149,16 @@ def _loss(foreign: Foreign) -> None:
     elif main == "mae":
         training.set_huber(foreign, 0.1, "huber_delta")
     # Its weights.
-    key, strength_key = "loss_weight_fn", "loss_weight_strength"
+    key = "loss_weight_fn"
     weight = foreign.word(key, "CONSTANT").upper()
-    strength = foreign.nonzero(strength_key, 5.0)
     if foreign.is_flow and weight == "SIGMA":
         foreign.lacks(key, weight, "a weight that grows with sigma has no equivalent")
         foreign.set("objective.weighting", "none", note="no such weights here")
     elif weight == "MIN_SNR_GAMMA":
-        training.set_snr_weights(foreign, key, gamma=strength)
+        gamma = foreign.nonzero("loss_weight_strength", 5.0)
+        training.set_snr_weights(foreign, key, gamma=gamma)
     elif foreign.on("min_snr_gamma") and weight == "CONSTANT":
         training.set_snr_weights(foreign, "min_snr_gamma")
-    elif weight in ("P2", "DEBIASED_ESTIMATION") and not foreign.is_flow:
-        foreign.set("objective.weighting", "p2" if weight == "P2" else "debiased", key)
-        if weight == "P2":
-            foreign.carry("objective.p2_gamma", strength_key, strength)
     else:
         foreign.set("objective.weighting", "none", key)
 
@@ -306,4 +300,4 @@ def _samples(foreign: Foreign) -> None:
             foreign.carry(setting, f"{where}{name}")
 
 
-ONETRAINER = Trainer("OneTrainer", ("onetrainer",), flat, read)
+TRAINERS = (Trainer("OneTrainer", ("onetrainer",), flat, read),)

@@ -9,12 +9,11 @@ have of their own `data.folders`. Where there is one subset only, its folder is 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.declare import CHUNK_TOKENS
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
 from lora_trainer.importing.foreign import (
@@ -28,16 +27,14 @@ from lora_trainer.importing.foreign import (
     table_of,
 )
 
-NAME = "sd-scripts"
 DEFAULT_STEPS = 1600
 _TELLING = {"network_module", "pretrained_model_name_or_path", "train_data_dir", "dataset_config"}
-_AS_TEXT_OFF = ("", "0", "0.0", "false", "none")
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a training file, whose sections mean nothing."""
     values = without_sections(data)
-    known_keys = values.keys() & SD_SCRIPTS.keys.keys()
+    known_keys = values.keys() & TRAINERS[1].keys.keys()
     is_one = len(known_keys) * 2 > len(values) or known_keys & _TELLING
     return values if is_one else None
 
@@ -61,9 +58,6 @@ def read_training(foreign: Foreign) -> None:
     is_flow = any(foreign.on(key) is not None for key in foreign.table["base"]["flow_keys"])
     is_flow |= module.rpartition("_")[2] in ("flux", "sd3")
     foreign.is_flow, foreign.trains_text = is_flow, not is_flow
-    if "model_type" in foreign.values:
-        kind = foreign.values["model_type"]
-        foreign.refuse("model_type", kind, "is not trained here", off=("flux", "chroma"))
     read_adapter(foreign)
     _text_encoder(foreign, read_rates(foreign))
     _read_training_dataset(foreign)
@@ -83,14 +77,6 @@ def read_adapter(foreign: Foreign) -> None:
     word = "lora_fa" if module.endswith("lora_fa") else word
     algorithm = str(arguments.get("algo", "lora")) if is_lycoris else word
     training.read_adapter(foreign, kind=(algorithm, key))
-    foreign.carry_on("adapter.dropout", "network_dropout")  # the network's own argument wins
-    for name, setting in foreign.table["of_adapter"].items():
-        if name not in arguments:
-            continue
-        if str(arguments[name]).lower() in _AS_TEXT_OFF:
-            foreign.stays(f"network_args.{name}", "is off there")
-        else:
-            foreign.carry(setting, f"network_args.{name}")
     # Which layers.
     preset = str(arguments.get("preset", "full")).lower()
     conv, key = arguments.get("conv_dim"), "network_args.conv_dim"
@@ -159,15 +145,10 @@ def read_output(foreign: Foreign) -> None:
 
 def read_length(foreign: Foreign) -> None:
     """Set the batch and the steps; call it when the dataset is read."""
-    times_key = "gradient_accumulation_steps"
+    # The dataset file's batch stands in for the training's.
+    size_key = foreign.sources.get("train.batch_size", "train_batch_size")
     size = foreign.settings.get("train.batch_size")
-    if size is None:
-        training.set_batch(foreign, "train_batch_size", times_key)
-    elif foreign.nonzero(times_key, 1) > 1:  # the dataset file's batch stands in for the training's
-        source = foreign.sources["train.batch_size"]
-        times = int(foreign.nonzero(times_key, 1))
-        foreign.set("train.batch_size", int(size) * times, source, times_key)
-        foreign.set("memory.micro_batch", int(size), source)
+    training.set_batch(foreign, size_key, "gradient_accumulation_steps", images=size)
     folders.set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
     steps = foreign.number("max_train_steps")
     if foreign.on("max_train_epochs"):
@@ -190,7 +171,7 @@ def _numbers(value: Any) -> list[float]:
 def _objective(foreign: Foreign) -> None:
     """Set weights, loss and timesteps."""
     training.set_snr_weights(foreign, "min_snr_gamma")
-    _loss(foreign)
+    _huber(foreign)
     module = str(foreign.values.get("network_module"))
     is_sd3 = "training_shift" in foreign.values or module.endswith("sd3")
     if is_sd3 or not foreign.is_flow:
@@ -207,23 +188,17 @@ def _objective(foreign: Foreign) -> None:
         foreign.carry("objective.mode_scale", "mode_scale", mode_scale)
 
 
-def _loss(foreign: Foreign) -> None:
-    kind = foreign.word("loss_type", "l2")
-    ours = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}.get(kind)
-    foreign.set("objective.loss", ours or "smooth_l1", "loss_type")
-    if ours is None:
-        how = f"{kind}: smooth_l1 with objective.huber_delta=0.01, which is close"
-        foreign.is_nearest("loss_type", how)
-        training.set_huber(foreign, 0.01, "loss_type")
-    elif ours != "mse":
-        delta, scale = foreign.nonzero("huber_c", 0.1), foreign.number("huber_scale", 1.0)
-        schedule = foreign.word("huber_schedule", "snr")
-        if schedule == "constant":
-            delta *= scale or 1.0
-        elif schedule == "exponential" and scale not in (None, 1):
-            foreign.lacks("huber_scale", scale, "the threshold without noise is 1")
-        foreign.set("objective.huber_delta", min(1.0, delta), "huber_c", "huber_scale")
-        foreign.carry("objective.huber_schedule", "huber_schedule", schedule)
+def _huber(foreign: Foreign) -> None:
+    """Set the threshold of a Huber loss."""
+    if foreign.word("loss_type", "l2") not in ("huber", "smooth_l1"):
+        return
+    delta, scale = foreign.nonzero("huber_c", 0.1), foreign.number("huber_scale", 1.0)
+    schedule = foreign.word("huber_schedule", "snr")
+    if schedule == "constant":
+        delta *= scale or 1.0
+    elif schedule == "exponential" and scale not in (None, 1):
+        foreign.lacks("huber_scale", scale, "the threshold without noise is 1")
+    foreign.set("objective.huber_delta", min(1.0, delta), "huber_c", "huber_scale")
 
 
 def set_density(foreign: Foreign, *, sign: float, shift: Sourced = (1.0, THERE)) -> None:
@@ -297,9 +272,7 @@ def _read_training_dataset(foreign: Foreign) -> None:
     """Read a training file's options about the dataset, and the dataset file that it names."""
     values = folders.FolderTable((foreign.values, ""))
     has_file = foreign.on("dataset_config") is not None
-    data = folders.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
-    if data is not None:
-        read_dataset(foreign, data)
+    folders.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset, read_dataset)
     folder = foreign.on("train_data_dir")
     if folder and foreign.dataset is None:
         foreign.dataset = str(folders.path_of(folder))
@@ -314,40 +287,22 @@ def _read_training_dataset(foreign: Foreign) -> None:
         if extension := foreign.first_on("caption_extension", "caption_extention"):
             folders.add_extension(foreign, values[extension], extension)
         _set_held_out(foreign, values)
-    for name, kind in (("masked_loss", "files"), ("alpha_mask", "alpha")):
-        if foreign.on(name):
-            folders.set_masks(foreign, kind, name, background=(0.0, name))
-    if control := foreign.on("conditioning_data_dir"):
-        why = "masks belong in a folder masks/ beside the images, under their names"
-        foreign.lacks("conditioning_data_dir", control, why)
     if folder := foreign.on("reg_data_dir"):
         foreign.set("data.regularisation_dir", str(folders.path_of(folder)), "reg_data_dir")
-    weight = foreign.number("prior_loss_weight")
-    if weight and weight > 0:
-        foreign.carry("objective.prior_weight", "prior_loss_weight")
-    length = foreign.number("max_token_length")
-    if not foreign.is_flow:
-        if foreign.on("weighted_captions"):
-            foreign.set("data.emphasis", True, "weighted_captions")
-        if length:
-            foreign.carry("data.caption_tokens", "max_token_length", int(length))
-        else:
-            foreign.set("data.caption_tokens", CHUNK_TOKENS, "max_token_length")
     size = foreign.on("resolution")
     if size and "data.resolution" not in foreign.settings:
         folders.set_sizes(foreign, [(size, "resolution")])
 
 
-def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> None:
+def read_dataset(foreign: Foreign) -> None:
     """Read a dataset file; raises RequestError where it names no folder of images."""
-    tables = foreign.data if data is None else data
+    tables = foreign.data
     subset_folders: list[folders.FolderTable] = []
     sizes: list[Sourced] = []
-    general = tables.get("general", {})
-    if not isinstance(general, Mapping):
-        raise RequestError("general is no table", fix="write [general] above its keys")
-    datasets = _tables(tables, "datasets")
-    image_dirs = [{str(one.get("image_dir")) for one in _tables(d, "subsets")} for d in datasets]
+    general = folders.table_under(tables, "general")
+    datasets = folders.tables_of(tables.get("datasets"))
+    subsets = [folders.tables_of(dataset.get("subsets")) for dataset in datasets]
+    image_dirs = [{str(subset.get("image_dir")) for subset in of_one} for of_one in subsets]
     dataset_keys, subset_keys = _keys("datasets[]."), _keys("datasets[].subsets[].")
     # sd-scripts' documentation has examples with keys above all tables.
     top = {key: value for key, value in tables.items() if key in dataset_keys}
@@ -378,7 +333,7 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
             ({key: value for key, value in layer.items() if key in subset_keys}, prefix)
             for layer, prefix in layers
         ]
-        for index, subset in enumerate(_tables(dataset, "subsets")):
+        for index, subset in enumerate(subsets[number]):
             inner = f"{where}subsets[{index}]."
             folder = _subset(foreign, folders.FolderTable(*layers, (subset, inner)), inner)
             subset_folders += [] if folder is None else [folder]
@@ -388,8 +343,6 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
         )
     folders.set_sizes(foreign, sizes)
     folders.set_folders(foreign, subset_folders)
-    if "data.validation_fraction" not in foreign.settings:
-        foreign.set("data.validation_fraction", 0.0)
 
 
 def caption_fields(foreign: Foreign, values: folders.FolderTable) -> dict[str, Sourced]:
@@ -424,12 +377,8 @@ def caption_fields(foreign: Foreign, values: folders.FolderTable) -> dict[str, S
 
 def _set_held_out(foreign: Foreign, values: folders.FolderTable) -> None:
     share, name = values.sourced("validation_split")
-    if isinstance(share, bool) or not isinstance(share, int | float):
-        return
-    if 0 < share <= 0.5:
-        foreign.set("data.validation_fraction", float(share), name)
-    elif share > 0.5:
-        foreign.lacks(name, share, "at most half of the images can be held out")
+    if share:
+        foreign.carry("data.validation_fraction", name, share)
 
 
 def _subset(
@@ -443,10 +392,6 @@ def _subset(
         )
     path = folders.path_of(folder[key])
     folder.path, folder.key = path if key == "image_dir" else path.parent, folder.name(key)
-    if folder.get("conditioning_data_dir"):
-        why = "control images are not trained; masks belong in a folder masks/ beside the images"
-        control, name = folder.sourced("conditioning_data_dir")
-        foreign.lacks(name, control, why)
     share, name = folder.sourced("validation_split")
     if name.startswith(where) and share == 1.0:
         why = "is validated with only and not trained: keep it outside of the DATASET"
@@ -460,20 +405,11 @@ def _subset(
         folders.set_masks(foreign, "alpha", name, background=(0.0, name))
     folder.regularisation = bool(folder.get("is_reg"))
     folders.add_extension(foreign, *folder.sourced("caption_extension"))
-    if folder.get("class_tokens"):
-        why = foreign.table["class_tokens"]["why"]
-        foreign.lacks(folder.name("class_tokens"), folder["class_tokens"], why)
     return folder
 
 
-def _tables(data: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
-    value = data.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(table, Mapping) for table in value):
-        raise RequestError(f"{key} is no list of tables", fix=f"write [[{key}]] above each")
-    return value
-
-
-SD_SCRIPTS = Trainer(NAME, ("sd_scripts_dataset", "sd_scripts"), flat, read_training)
-SD_SCRIPTS_DATASET = Trainer(
-    f"{NAME} (a dataset file)", ("sd_scripts_dataset",), flat_dataset, read_dataset
+_DATASET = "sd_scripts_dataset"
+TRAINERS = (
+    Trainer("sd-scripts (a dataset file)", (_DATASET,), flat_dataset, read_dataset),
+    Trainer("sd-scripts", (_DATASET, "sd_scripts"), flat, read_training),
 )

@@ -159,8 +159,6 @@ def _numbers_and_words(foreign: Foreign) -> None:
         "multires_noise_iterations", "multires_noise_discount")  # fmt: skip
     for key in unused if "noise_offset_type" in foreign.values else ():
         _drop(foreign, key, f"noise_offset_type is {kind}")
-    if foreign.values.get("xformers") is not None:
-        foreign.values["xformers"] = foreign.values["xformers"] in (True, "xformers")
     lines = foreign.word("sample_prompts", "").splitlines()
     texts = [line.partition(" --")[0].strip() for line in lines]
     texts = [text for text in texts if text and not text.startswith("#")]
@@ -208,22 +206,17 @@ def read_pages(foreign: Foreign) -> None:
     if share is not None and "lr_warmup_steps" not in values:
         values["lr_warmup_steps"] = share
         foreign.called["lr_warmup_steps"] = "warmup_ratio"
-    if isinstance(values.get("max_train_epochs"), int) and values["max_train_epochs"] > 0:
-        values.pop("max_train_steps", None)
-    foreign.is_flow = any(name in values for name in ("ae", "t5xxl", "clip_l"))
     subsets = [
         {key: value for key, value in one.items() if key != "name"}
         for one in folders.tables_of(foreign.data.get("subsets"))
     ]
     if subsets:
-        options = _together(foreign.data, "dataset")
-        tables = {"": options, **{f"subsets[{n}].": one for n, one in enumerate(subsets)}}
-        for prefix, table in tables.items():
-            for key, value in table.items():
-                values[f"datasets[0].{prefix}{key}"] = value
-                foreign.called[f"datasets[0].{prefix}{key}"] = f"{prefix}{key}"
-        dataset = {"datasets": [{**options, "subsets": subsets}]}
-        sd_scripts.read_dataset(foreign, dataset)
+        dataset = {**_together(foreign.data, "dataset"), "subsets": subsets}
+        for key, value in flattened(dataset).items():
+            values[f"datasets[0].{key}"] = value
+            foreign.called[f"datasets[0].{key}"] = key
+        foreign.data = {"datasets": [dataset]}
+        sd_scripts.read_dataset(foreign)
     sd_scripts.read_training(foreign)
 
 
@@ -286,10 +279,6 @@ def _timesteps(foreign: Foreign, module: str) -> None:
     else:
         sd_scripts.set_sampling(foreign, word, _shift(foreign, word, module))
     training.set_timestep_range(foreign, "min_timestep", "max_timestep")
-    buckets = foreign.number("num_timestep_buckets")
-    if buckets and buckets > 1:
-        strata = min(256, int(buckets))
-        foreign.carry("objective.timestep_strata", "num_timestep_buckets", strata)
 
 
 def _shift(foreign: Foreign, word: str, module: str) -> Sourced:
@@ -309,8 +298,7 @@ def _shift(foreign: Foreign, word: str, module: str) -> Sourced:
 
 def read_musubi_dataset(foreign: Foreign) -> None:
     """Read a dataset file, this one by itself or that of a training."""
-    general = foreign.data.get("general", {})
-    around = (general if isinstance(general, Mapping) else {}, "general.")
+    around = (folders.table_under(foreign.data, "general"), "general.")
     tables = [
         {key: value for key, value in dataset.items() if value is not None}
         for dataset in folders.tables_of(foreign.data["datasets"])
@@ -342,11 +330,12 @@ def read_musubi_dataset(foreign: Foreign) -> None:
                 foreign.lacks(name, None if value == sourced[0][0] else value, why)
 
 
-KOHYA_GUI = Trainer("kohya_ss", ("kohya_gui", "sd_scripts"), flat_tab, read_tab)
 _EASY_TABLES = ("sd_scripts_dataset", "sd_scripts", "lora_easy")
-LORA_EASY = Trainer("LoRA_Easy_Training_Scripts", _EASY_TABLES, flat_pages, read_pages)
 _MUSUBI_TABLES = ("sd_scripts", "musubi", "musubi_dataset")
-MUSUBI = Trainer("musubi-tuner", _MUSUBI_TABLES, flat_musubi, read_musubi)
-MUSUBI_DATASET = Trainer(
-    f"{MUSUBI.name} (a dataset file)", _MUSUBI_TABLES[2:], flat_musubi_dataset, read_musubi_dataset
+_MUSUBI_DATASET = "musubi-tuner (a dataset file)"
+TRAINERS = (
+    Trainer("kohya_ss", ("kohya_gui", "sd_scripts"), flat_tab, read_tab),
+    Trainer("LoRA_Easy_Training_Scripts", _EASY_TABLES, flat_pages, read_pages),
+    Trainer(_MUSUBI_DATASET, _MUSUBI_TABLES[2:], flat_musubi_dataset, read_musubi_dataset),
+    Trainer("musubi-tuner", _MUSUBI_TABLES, flat_musubi, read_musubi),
 )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
-from lora_trainer.importing.foreign import THERE, Foreign, Trainer, flattened
+from lora_trainer.importing.foreign import LIST, THERE, Foreign, Trainer, flattened
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -64,18 +64,15 @@ def _model(foreign: Foreign) -> None:
         )
     flavours = foreign.table["flavours"][family]
     flavour = foreign.word("model_flavour", next(iter(flavours)))
-    if not foreign.carry_on("base.model", "pretrained_model_name_or_path"):
+    path = "pretrained_model_name_or_path"
+    if not foreign.on(path) or not foreign.carry("base.model", path):
         if flavour not in flavours:
             raise RequestError(
                 f"model_flavour={flavour} is a model that is not trained here",
                 fix=f"use one of {', '.join(flavours)}",
             )
         foreign.set("base.model", flavours[flavour], "model_flavour", "model_family")
-    precision = foreign.word("mixed_precision", "bf16")
-    if precision in ("no", "fp16", "bf16"):
-        training.set_precision(foreign, "mixed_precision", missing="bf16")
-    else:
-        foreign.lacks("mixed_precision", precision, "is fp32, bf16 or fp16 here")
+    training.set_precision(foreign, "mixed_precision", missing="bf16")
 
 
 def _adapter(foreign: Foreign) -> None:
@@ -157,21 +154,19 @@ def _timesteps(foreign: Foreign) -> None:
     )
 
 
-# The name under which a file that holds a list is kept.
-LIST = "[]"
-
-
 def _read_data(foreign: Foreign) -> None:
     """Set resolution, folders, batch and length."""
     share = foreign.number("caption_dropout_probability", 0.1) or 0.0
     foreign.set("data.caption_dropout", min(1.0, share), "caption_dropout_probability")
     size = foreign.nonzero("resolution", 1024)
     _resolution(foreign, size, foreign.values.get("resolution_type"), "resolution")
-    tables = folders.named_file(foreign, "data_backend_config", json.loads)
-    if isinstance(tables, list):
-        backends = folders.tables_of(tables)
-        foreign.values |= flattened({"data_backends": backends})
-        read_backends(foreign, backends)
+    folders.named_file(
+        foreign,
+        "data_backend_config",
+        lambda text: {LIST: json.loads(text)},
+        flat_backends,
+        read_backends,
+    )
     training.set_batch(foreign, "train_batch_size", "gradient_accumulation_steps", default=4)
     steps = foreign.number("max_train_steps")
     if steps:
@@ -188,9 +183,9 @@ def _resolution(foreign: Foreign, size: float, kind: Any, key: str) -> None:
         foreign.set("data.resolution", max(64, round(side / 64) * 64))
 
 
-def read_backends(foreign: Foreign, backends: Sequence[Mapping[str, Any]] = ()) -> None:
+def read_backends(foreign: Foreign) -> None:
     """Set the backends that hold images, this file's or those of a training, as folders of the dataset."""
-    tables = backends or folders.tables_of(foreign.data.get(LIST))
+    tables = folders.tables_of(foreign.data.get(LIST))
     is_first = True
     for folder in folders.read_folders(foreign, tables, "data_backends", skip=_not_trained):
         del folder.settings["repeats"]
@@ -237,7 +232,7 @@ def _not_trained(backend: folders.FolderTable) -> str:
     return "is no folder of images that is trained"
 
 
-SIMPLETUNER = Trainer("SimpleTuner", ("simpletuner",), flat, read)
-SIMPLETUNER_BACKENDS = Trainer(
-    "SimpleTuner (data backends)", ("simpletuner",), flat_backends, read_backends
+TRAINERS = (
+    Trainer("SimpleTuner", ("simpletuner",), flat, read),
+    Trainer("SimpleTuner (data backends)", ("simpletuner",), flat_backends, read_backends),
 )
