@@ -45,10 +45,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
     Raises MachineError naming the path and the free bytes on a disk error.
     """
-    # A name has at most 255 bytes: about 30 of the ASCII prefix and 50 characters of up to four bytes.
-    temporary = path.with_name(
-        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:80]
-    )
+    temporary = temporary_beside(path)
     try:
         write_file(temporary, data, durable=durable)
         retry_while_open(lambda: temporary.replace(path))
@@ -58,6 +55,13 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         with suppress(OSError):  # report the first disk error, not a second one on cleaning up
             temporary.unlink(missing_ok=True)
         raise disk_error(path, error) from error
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a name in the folder of `path` that no other write has."""
+    # A name has at most 255 bytes: about 30 of the ASCII prefix and 50 characters of up to four bytes.
+    name = f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"
+    return path.with_name(name[:80])
 
 
 def write_file(path: Path, data: Data, *, durable: bool) -> None:

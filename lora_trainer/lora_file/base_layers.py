@@ -106,8 +106,7 @@ class LayerNames:
         """Return the layers that a spelling stands for, in the order of their rows; () for no layer.
 
         `size` is (out, fan in) of the update, as far as it is known, 0 where not: it tells text
-        encoders apart whose layers have the same names, and how the rows of joined layers lie where
-        this base is smaller or larger than the releases.
+        encoders apart whose layers have the same names.
         """
         spelling, _, part = spelling.partition(PART_MARK)
         layers = self._text_layer(spelling, size)
@@ -122,7 +121,7 @@ class LayerNames:
         if part:
             number = int(part)
             return (LayerRows(key=layers[number].key),) if number < len(layers) else ()
-        return _spread(layers, size) if size and len(layers) > 1 else layers
+        return layers
 
     def _text_layer(self, spelling: str, size: tuple[int, int] | None) -> tuple[LayerRows, ...]:
         flat = _flat(spelling).removeprefix("base_model_model_")
@@ -173,22 +172,6 @@ def _in_text(table: Mapping[str, LayerRows], name: str) -> LayerRows | None:
         ) is not None:
             return layer
     return None
-
-
-def _spread(layers: tuple[LayerRows, ...], size: tuple[int, int]) -> tuple[LayerRows, ...]:
-    """Return the rows of joined layers in a base of another width, in the same proportion."""
-    out, whole = size[0], layers[-1].rows[1] if layers[-1].rows else 0
-    if (
-        out in (0, whole)
-        or not whole
-        or any(layer.rows is None or layer.rows[1] * out % whole for layer in layers)
-    ):
-        return layers
-    return tuple(
-        LayerRows(key=layer.key, rows=(layer.rows[0] * out // whole, layer.rows[1] * out // whole))
-        for layer in layers
-        if layer.rows is not None
-    )
 
 
 def _joined(
@@ -308,8 +291,8 @@ def check_usable(path: Path, *, names: LayerNames | None) -> tuple[Contents, Fit
     return contents, fit
 
 
-def sized(size: Size) -> str:
-    """Return (out, fan in) in words, `?` for a side that the tensors do not tell."""
+def sized(size: Shape) -> str:
+    """Return a shape in words, `?` for a side that the tensors do not tell."""
     return "x".join(str(number) if number else "?" for number in size)
 
 

@@ -63,19 +63,9 @@ class Inspection:
     norms: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        vectors = {key: list(shape) for key, shape in self.embeddings.items()}
-        return {
-            "family": self.family,
-            "format": self.format,
-            "kinds": list(self.kinds),
-            "rank": _one_or_both(self.rank),
-            "alpha": _one_or_both(self.alpha),
-            "modules": self.modules,
-            "norms": dict(self.norms),
-            **({"embeddings": vectors} if vectors else {}),
-            "metadata": dict(self.metadata),
-            "problems": [asdict(problem) for problem in self.problems],
-        }
+        """Return the fields, without `embeddings` where there are none."""
+        fields = {key: value for key, value in asdict(self).items() if key != "embeddings" or value}
+        return {**fields, "rank": _one_or_both(self.rank), "alpha": _one_or_both(self.alpha)}
 
 
 def _one_or_both(spread: Spread | None) -> float | dict[str, float] | None:
@@ -88,12 +78,10 @@ def _one_or_both(spread: Spread | None) -> float | dict[str, float] | None:
 def inspect_file(path: Path) -> Inspection:
     """Look into an adapter file; raises InputError for a file that is unreadable or holds no adapter."""
     with open_contents(path) as contents:
-        whole = contents.whole
+        whole, keys = contents.whole, [*contents.opened.entries]
         if holds_vectors(contents.opened.entries):
             return _embedding(path, contents)
         if not whole:
-            keys = [*contents.unknown]
-            keys += [each.key for part in contents.parts.values() for each in part.entries.values()]
             tensors = f"{len(keys):,} tensors such as {keys[0]!r}" if keys else "no tensors"
             refuse(path, f"holds {tensors}, but no LoRA{kind_of_others(contents.unknown)}")
         fit = recognise(whole, contents.metadata)

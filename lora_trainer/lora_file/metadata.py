@@ -181,7 +181,7 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
 
 
 def _training(info: ExportInfo) -> dict[str, Any]:
-    """Return the schedule, the optimizer, the loss and its weights; soft_min_snr and p2 have no name in kohya's."""
+    """Return schedules, the optimizer, the loss and its weights; soft_min_snr and p2 have no name in kohya's."""
     settings = info.settings
     images = max(1, info.images_per_epoch + info.regularisation_per_epoch)
     steps, batch = settings["train.steps"], settings["train.batch_size"]
@@ -197,7 +197,14 @@ def _training(info: ExportInfo) -> dict[str, Any]:
             share = 1 if settings["optimizer.name"] == "prodigy" else 2
             text_rate = settings["optimizer.learning_rate"] / share
     precision = settings["train.precision"]
+    schedule = {"ss_zero_terminal_snr": info.zero_terminal_snr}
+    if info.prediction == "flow":
+        # kohya counts some densities of timesteps among the weightings.
+        sampling = settings["objective.timestep_sampling"]
+        is_scheme = weighting == "none" and sampling in ("logit_normal", "mode")
+        schedule = {"ss_weighting_scheme": sampling if is_scheme else weighting}
     return {
+        **schedule,
         "ss_steps": info.step,
         "ss_epoch": math.ceil(info.images_seen / images),
         "ss_num_epochs": math.ceil(steps * batch / images),
@@ -223,22 +230,6 @@ def _training(info: ExportInfo) -> dict[str, Any]:
 def _beyond(value: int | Auto, usual: int) -> int | None:
     """Return a number as kohya's trainers note it: none where it is the usual one, or nothing was decided."""
     return None if value in (usual, "auto") else int(value)
-
-
-def _timesteps(info: ExportInfo) -> dict[str, Any]:
-    """Return the noise schedule, or the density of timesteps of flow matching."""
-    if info.prediction != "flow":
-        return {"ss_zero_terminal_snr": info.zero_terminal_snr}
-    settings = info.settings
-    sampling, scheme = settings["objective.timestep_sampling"], settings["objective.weighting"]
-    # kohya counts some densities among the weightings.
-    if scheme == "none" and sampling in ("logit_normal", "mode"):
-        scheme = sampling
-    return {
-        "ss_weighting_scheme": scheme,
-        "ss_sigmoid_scale": 1.0,
-        "ss_model_prediction_type": "raw",
-    }
 
 
 def _dataset(info: ExportInfo) -> dict[str, Any]:
@@ -325,9 +316,10 @@ def metadata(info: ExportInfo) -> dict[str, str]:
     public: ExportInfo = _public(replace(info, settings={**info.settings, **sources}))
     settings, table = public.settings, packaged(KOHYA)
     # Kohya's entries that are settings of ours as they are, and those of options that are not here.
-    names = table["settings"] | (table["flow_settings"] if info.prediction == "flow" else {})
-    values = {key: settings[name] for key, name in names.items()} | table["unused"]
-    for section in (_network, _training, _timesteps, _dataset, _modelspec):
+    flow = table["flow"] if info.prediction == "flow" else {"settings": {}, "unused": {}}
+    names = table["settings"] | flow["settings"]
+    values = {key: settings[name] for key, name in names.items()} | table["unused"] | flow["unused"]
+    for section in (_network, _training, _dataset, _modelspec):
         values |= section(public)
     values |= {
         "lora_train.version": __version__,

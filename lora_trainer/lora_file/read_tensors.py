@@ -200,11 +200,13 @@ def _places(
                 twice = f"names one module twice, {spelling!r} and {places[layer.key][0]!r}"
                 refuse(name, twice, fix=_OTHER_KIND)
             # A slice would pass over rows that a joined layer does not have.
-            if layer.rows is not None and layer.rows[0] >= layer.rows[1]:
-                fault = f"joins layers in {spelling!r} whose sizes are not known"
-                refuse(name, fault, fix=_OTHER_BASE)
-            if layer.rows is not None and 0 < part.size[0] < layer.rows[1]:
-                fault = f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have more"
-                refuse(name, fault, fix=_OTHER_BASE)
+            whole = (layers_of[spelling][-1].rows or (0, 0))[1]
+            if layer.rows is not None and (
+                layer.rows[0] >= layer.rows[1] or part.size[0] not in (0, whole)
+            ):
+                fault = (
+                    f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have "
+                )
+                refuse(name, f"{fault}{whole or 'unknown sizes'}", fix=_OTHER_BASE)
             places[layer.key] = (spelling, layer)
     return places

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
-from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
+from lora_trainer.common.files import disk_error, retry_while_open, sync_folder, temporary_beside
 from lora_trainer.families.base_files.weight_files import (
     MAX_HEADER_BYTES,
     check_limits,
@@ -298,13 +297,6 @@ def write_tensors(
                 fix="check the disk or choose another folder with --output",
             )
         check(Path(file.name))
-
-
-def temporary_beside(path: Path) -> Path:
-    """Return a name in the folder of `path` that no other write has."""
-    return path.with_name(
-        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
-    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -116,11 +116,8 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
     family, source = families.family(fit.family), stated_base(contents.metadata)
     # A file is no reason to look into any folder: only the embedded base and Hub ids are.
     if source is not None and (source == EMBEDDED or is_hub_id(source)):
-        try:
+        with suppress(LoraTrainError):  # not on this machine: the public release is what there is
             facts = describe(BaseSettings(model=source))
-        except LoraTrainError:
-            pass  # it is not on this machine, and the public release is what there is
-        else:
             if facts.family == family.name:
                 return _names_in(family, facts.architecture)
     return fit.names or released_names(family.name, 0)

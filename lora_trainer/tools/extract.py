@@ -22,6 +22,7 @@ from lora_trainer.families.facts import DENOISER
 from lora_trainer.families.locate import describe
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
+from lora_trainer.lora_file.base_layers import sized
 from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, made_for
 from lora_trainer.tools.adapters import AdapterTarget, ToolResult
 from lora_trainer.tools.base_weights import WEIGHT, BaseWeights, WeightLocation, open_base
@@ -87,7 +88,8 @@ def extract(
             f"{component} was not compared: only one of the models has it"
             for component in sorted(set.symmetric_difference(*has_text))
         ],
-        **cutter.values(),
+        cuts=cutter.cuts,
+        energy=cutter.energy,
         unreached=share,
     )
 
@@ -155,14 +157,10 @@ def _difference(key: str, tuned: WeightLocation, base: WeightLocation) -> Tensor
     shape, tuned_shape = base.shape, tuned.shape
     if (tuned_shape[:1], math.prod(tuned_shape)) != (shape[:1], math.prod(shape)):
         raise InputError(
-            f"{key} is {_sized(tuned_shape)} in one model and {_sized(shape)} in the other",
+            f"{key} is {sized(tuned_shape) or 'a number'} in one model and {sized(shape) or 'a number'} in the other",
             fix="give two models of one architecture",
         )
     first, second = tuned.weight(), base.weight()
     dtype = max(first.dtype, second.dtype, key=lambda each: torch.finfo(each).eps)
     difference: Tensor = first.to(dtype).float().reshape(shape) - second.to(dtype).float()
     return difference
-
-
-def _sized(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "a number"

@@ -136,7 +136,7 @@ def _exact_sum(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> ModuleTens
     if len(parts) == 1:
         return _scaled(key, *parts[0])
     if all(module.kind in ("full", "norm") for module, _ in parts):
-        return _differences([_scaled(key, module, weight) for module, weight in parts])
+        return _with_sums(parts[0][0], parts, "difference", "bias")
     scale, units = 1.0, parts
     if all(module.kind == "lora" and not module.dora for module, _ in parts):
         scales = {module.scale * weight for module, weight in parts}
@@ -147,7 +147,8 @@ def _exact_sum(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> ModuleTens
         total = _side_by_side(key, units, kernel=kernel)
     except NotLowRank as error:
         raise RequestError(f"{key} cannot be added up: {error}", fix=_BAKE) from None
-    return _with_bias(lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale), parts)
+    merged = lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
+    return _with_sums(merged, parts, "bias")
 
 
 def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
@@ -171,21 +172,6 @@ def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
     return replace(module, tensors={**module.tensors, **changed}, scale=scale)
 
 
-def _differences(modules: Sequence[ModuleTensors]) -> ModuleTensors:
-    """Return the sum of whole differences, of weights or of norms."""
-    names = {name for module in modules for name in module.tensors}
-    return replace(
-        modules[0],
-        kind={module.kind for module in modules}.pop(),
-        tensors={
-            name: torch.stack(
-                [module.tensors[name].float() for module in modules if name in module.tensors]
-            ).sum(0)
-            for name in sorted(names)
-        },
-    )
-
-
 def _side_by_side(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> LowRankUpdate:
     """Return a sum of updates as thin factors; raises NotLowRank, and InputError where sizes differ."""
     updates = [(product(module, kernel=kernel), weight) for module, weight in parts]
@@ -204,12 +190,13 @@ def _side_by_side(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> LowRank
     )
 
 
-def _with_bias(module: ModuleTensors, parts: Parts) -> ModuleTensors:
-    """Return a module with the weighted sum of the biases of the modules that it was made from."""
-    biases = [part.tensors["bias"].float() * w for part, w in parts if "bias" in part.tensors]
-    if not biases:
-        return module
-    return replace(module, tensors={**module.tensors, "bias": torch.stack(biases).sum(0)})
+def _with_sums(module: ModuleTensors, parts: Parts, *names: str) -> ModuleTensors:
+    """Return a module with the weighted sums of these tensors, of those parts that have them."""
+    sums = dict[str, Tensor]()
+    for part, weight in parts:
+        for name in set(names) & part.tensors.keys():
+            sums[name] = sums.get(name, torch.zeros(())) + part.tensors[name].float() * weight
+    return replace(module, tensors={**module.tensors, **sums})
 
 
 # ---- lower ranks
@@ -287,10 +274,6 @@ class RankCutter:
             return str(ordered[0])
         return f"{ordered[0]} to {ordered[-1]} (median {median(ordered):g})"
 
-    def values(self) -> dict[str, Any]:
-        """Return what scripts are told: each layer's cut, and the kept share of all layers' squared norm."""
-        return {"cuts": self.cuts, "energy": self.energy}
-
     def cut_all(
         self, adapters: WeightedSources, *, weight_of: WeightOf, keeps: bool = False
     ) -> None:
@@ -326,7 +309,7 @@ class RankCutter:
         else:
             roots = values[:rank].sqrt()  # both factors get half of every value
             up, down = decomposed.left[:, :rank] * roots, roots[:, None] * decomposed.right[:rank]
-            module = _with_bias(lora(up=up, down=down, inputs=decomposed.inputs), parts)
+            module = _with_sums(lora(up=up, down=down, inputs=decomposed.inputs), parts, "bias")
             energy = 1.0  # of an update of zero
             if decomposed.energy > 0:
                 energy = min(1.0, float(values[:rank].square().sum()) / decomposed.energy)
@@ -391,7 +374,7 @@ def resize(
     if cutter.cuts:  # none where all modules are norms
         ranks = f"rank {cutter.ranks('old_rank')} -> {cutter.ranks()}"
         facts = [ranks, cutter.text("the energy")]
-    return written.with_more(*facts, **cutter.values())
+    return written.with_more(*facts, cuts=cutter.cuts, energy=cutter.energy)
 
 
 def _weight_of(base: str | None, stack: ExitStack) -> WeightOf:

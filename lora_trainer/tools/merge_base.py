@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import disk_error, retry_while_open, sync_folder
+from lora_trainer.common.files import disk_error, retry_while_open, sync_folder, temporary_beside
 from lora_trainer.common.wording import public_text
 from lora_trainer.families.facts import WeightPlace
 from lora_trainer.lora.low_rank import fits
@@ -28,7 +28,6 @@ from lora_trainer.lora_file.tensor_file import (
     HASHES,
     Body,
     Opened,
-    temporary_beside,
     write_tensors,
 )
 from lora_trainer.tools.adapters import (

@@ -136,8 +136,8 @@ def test_rows_that_a_joined_layer_does_not_have_are_refused(file: Path) -> None:
     qkv = "lora_unet_double_blocks_0_img_attn_qkv.lora"
     write(file, {f"{qkv}_down.weight": torch.ones(1, 4), f"{qkv}_up.weight": torch.ones(8, 1)})
     for modules, reason in (
-        (layers, "whose sizes are not known"),
-        (dict.fromkeys(layers, (4, 4)), "has 8 outputs in .*, the layers that it joins have more"),
+        (layers, "the layers that it joins have unknown sizes"),
+        (dict.fromkeys(layers, (4, 4)), "has 8 outputs in .*, the layers that it joins have 12"),
     ):
         with pytest.raises(InputError, match=reason):
             read_tensors(file, names=LayerNames(families.family("flux"), {"denoiser": modules}))

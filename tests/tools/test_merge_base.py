@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.tools.base_weights import open_base
 from scripts.readers.networks import with_places
 from tests.fakes.adapters import (
@@ -182,17 +183,24 @@ def test_a_checkpoint_gets_the_sum_of_the_deltas_as_its_folder_does(
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_a_transformer_in_one_file_and_its_folder_become_the_same(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its publisher writes it: q, k and v in one weight, shift before scale."""
-    base, network, last = (
-        tmp_path / "base.safetensors",
-        denoiser_of(name),
-        "denoiser.norm_out.linear",
-    )
-    before = network.state_dict()["norm_out.linear.weight"]
+    """As its publisher writes it: q, k and v in one weight, shift before scale; here the release is the tiny base."""
+    base, network = tmp_path / "base.safetensors", denoiser_of(name)
+    last, state = "denoiser.norm_out.linear", network.state_dict()
+    shapes = {key.removesuffix(".weight"): tuple(each.shape) for key, each in state.items()}
+    names = LayerNames(families.family(name), {"denoiser": shapes})
+    monkeypatch.setattr("lora_trainer.tools.base_weights.released_names", lambda *_: names)
+    before = state["norm_out.linear.weight"]
     tensors = with_places(name, network, {}).original()
-    tensors["final_layer.adaLN_modulation.1.weight"] = before.roll(len(before) // 2, 0)
+    swapped = {"final_layer.adaLN_modulation.1": "norm_out"}
+    if name == "sd3":  # and of the text in the last block
+        swapped["joint_blocks.1.context_block.adaLN_modulation.1"] = (
+            "transformer_blocks.1.norm1_context"
+        )
+    for original, layer in swapped.items():
+        weight = state[f"{layer}.linear.weight"]
+        tensors[f"{original}.weight"] = weight.roll(len(weight) // 2, 0)
     named = {f"model.diffusion_model.{key}": each.contiguous() for key, each in tensors.items()}
     save_file(named, base)
     modules = {**adapter_of(name, every=2), last: draw_module(tuple(before.shape), rank=2)}
