@@ -124,10 +124,6 @@ def test_that_a_file_has_a_layer_is_said_without_reading_it(file: Path) -> None:
             assert not read.called
 
 
-def test_layers_of_text_encoders_alone_tell_no_family(file: Path) -> None:
-    assert tool("inspect", write(file, pair(TEXT), ss_base_model_version=""))["family"] == "unknown"
-
-
 # ---- refused
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,12 @@ from lora_trainer.common.errors import InputError
 from tests.fakes.adapters import body_of, tool
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
 
 
 def linear(
-    module: str, *, rank: int = 4, inputs: int = 8, alpha: float | None = 2.0, names: str = "kohya"
+    module: str, *, rank: int = 4, inputs: int = 8, alpha: float = 2.0, names: str = "kohya"
 ) -> Arrays:
-    """Return the tensors of one module, in the names of kohya or peft."""
+    """Return the tensors of one module, in the names of kohya or peft; an alpha of 0 is not written."""
     down, up = {
         "kohya": ("lora_down.weight", "lora_up.weight"),
         "peft": ("lora_A.weight", "lora_B.weight"),
@@ -35,13 +35,9 @@ def linear(
         f"{module}.{down}": np.ones((rank, inputs), np.float16),
         f"{module}.{up}": np.ones((6, rank), np.float16),
     }
-    if alpha is not None:
+    if alpha:
         tensors[f"{module}.alpha"] = np.array(alpha, np.float32)
     return tensors
-
-
-def kohya(module: str) -> str:
-    return "lora_unet_" + module.replace(".", "_")
 
 
 def saved(path: Path, *modules: Arrays, metadata: Mapping[str, str] | None = None) -> Path:
@@ -66,47 +62,33 @@ def kinds(seen: Any) -> list[str]:
 # ---- what is recognised
 
 
-STATED = {"ss_base_model_version": "sd_v1", "ss_network_dim": "4", "ss_network_alpha": "2.0"}
-PEFT = json.dumps({"unet.r": 4, "unet.lora_alpha": 3.5, "unet.alpha_pattern": {"x": 8}})
-TO_K, CONV = kohya(f"{BLOCK}.attn2.to_k"), kohya("down_blocks.0.resnets.0.conv1")
-SECOND = "lora_te2_text_model_encoder_layers_0_mlp_fc1"
-SEEN: Sequence[tuple[Arrays, Mapping[str, str], Mapping[str, Any]]] = [
-    (
-        {**linear(kohya(f"{BLOCK}.attn1.to_q")), **linear(TO_K, inputs=768)},
-        STATED,
-        {
-            "family": "sd15", "format": "kohya", "kinds": ["lora"], "rank": 4, "alpha": 2.0,
-            "modules": 2, "norms": {"down_blocks.0": pytest.approx(136.4698, rel=1e-6)},
-            "metadata": STATED, "problems": [],
-        },
-    ),
-    (
-        linear(f"unet.{BLOCK}.attn2.to_k", inputs=768, alpha=None, names="peft"),
-        {"lora_adapter_metadata": PEFT},
-        {"format": "diffusers", "family": "sd15", "problems": [], "alpha": {"min": 3.5, "max": 8.0}},
-    ),
-    # Formats
-    (linear(SECOND), {}, {"format": "kohya", "family": "sdxl"}),
-    (linear("diffusion_model.layers.0.attention.qkv"), {}, {"format": "comfyui"}),
-    (linear("base_model.model.layers.0.q", names="named"), {}, {"format": "peft"}),
-    (linear("text_encoder.layers.0.q", names="peft"), {}, {"format": "diffusers", "family": "unknown"}),
-    (linear(f"{BLOCK}.attn1.to_q", names="peft"), {}, {"format": "unknown", "modules": 1}),
-    # Metadata decide only where the tensors do not.
-    (linear(kohya(f"{BLOCK}.attn2.to_v"), inputs=1024), STATED, {"family": "sd2"}),
-    (linear(TO_K, inputs=64), {}, {"family": "sd15"}),  # a small base of ours
-    (linear(CONV), {}, {"family": "unknown"}),
-    (linear(CONV), {"ss_base_model_version": "sdxl_base_v1-0"}, {"family": "sdxl"}),
-    (linear(CONV), STATED, {"family": "sd15"}),
-    (linear(CONV), {"ss_base_model_version": "wan2.1"}, {"family": "unknown"}),
-    (linear("diffusion_model.blocks.0.attention.qkv"), {}, {"family": "unknown"}),
-]  # fmt: skip
+FILES = tomllib.loads(Path(__file__).with_name("inspected.toml").read_text(encoding="utf-8"))[
+    "file"
+]
 
 
-def test_what_is_recognised(file: Path) -> None:
-    for tensors, metadata, expected in SEEN:
-        seen = inspected(file, tensors, metadata=metadata)
-        assert {key: seen[key] for key in expected} == expected
-    assert seen.keys() == SEEN[0][2].keys()
+@pytest.mark.parametrize(
+    "case", FILES, ids=lambda case: str(case.get("problems", case.get("seen")))
+)
+def test_what_a_file_is_and_what_readers_will_stumble_over(
+    case: dict[str, Any], file: Path
+) -> None:
+    others = {
+        key: np.full(shape, number, dtype)
+        for key, (shape, number, dtype) in case.get("tensors", {}).items()
+    }
+    modules = (linear(**options) for options in case.get("modules", ()))
+    seen = inspected(file, *modules, others, metadata=case.get("metadata", {}))
+    expected = {"format": seen["format"], **case.get("seen", {})}
+    norms = expected.pop("norms", seen["norms"])
+    assert {key: seen[key] for key in expected} == expected
+    assert seen.keys() == FILES[0]["seen"].keys() | {"problems"}
+    assert seen["norms"] == pytest.approx(norms, rel=1e-6)
+    assert (seen["format"] == "mixed") == ("mixed-formats" in kinds(seen))
+    if "problems" in case:
+        found = seen["problems"]
+        for each, (kind, severity, words) in zip(found, case["problems"], strict=True):
+            assert (each["kind"], each["severity"]) == (kind, severity) and words in each["what"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
@@ -138,7 +120,7 @@ def test_every_number_of_a_narrow_dtype_is_read(dtype: torch.dtype, file: Path) 
 
 def test_norms_add_up_by_block_in_their_order(file: Path) -> None:
     names = ("up_blocks.10.a", "up_blocks.2.a", "up_blocks.2.b", "mid_block.a")
-    layers = (linear(f"unet.{name}", alpha=None, names="peft") for name in names)
+    layers = (linear(f"unet.{name}", alpha=0, names="peft") for name in names)
     norms = inspected(file, *layers)["norms"]
     assert list(norms) == ["mid_block", "up_blocks.2", "up_blocks.10"]
     one = 4 * np.sqrt(48)  # four equal products of ones in each of 6 x 8 elements
@@ -162,65 +144,7 @@ def test_norms_add_up_by_block_in_their_order(file: Path) -> None:
 # ---- what is wrong
 
 
-BARE = linear("unet.a", alpha=None, names="peft")
-A, B = linear("lora_unet_a"), linear("lora_unet_b", alpha=None)
-OFT = {"lora_unet_a.oft_blocks": np.ones((2, 3, 3)), "lora_unet_a.alpha": np.array(0.0)}
-MAGNITUDE = {"lora_unet_a.dora_scale": np.ones((6, 1), np.float16)}
-NAN, INFINITY = np.full((6, 4), np.nan, np.float16), np.full((6, 4), -np.inf)
-RSLORA = json.dumps({"rs_lora": "True"})
-PROBLEMS: Sequence[tuple[Sequence[Arrays], Mapping[str, str], Sequence[tuple[str, str, str]]]] = [
-    ([A, B], {}, [("missing-alpha", "warning", "lora_unet_b")]),
-    ([BARE], {}, [("missing-alpha", "note", "unet.a")]),
-    ([BARE], {"lora_train.strength": "multiplied in"}, []),
-    ([A, linear("unet.b", names="peft")], {}, [("mixed-formats", "error", "")]),
-    ([A, {"lora_unet_a.lora_up.weight": NAN}], {}, [("not-finite", "error", "a.lora_up.weight")]),
-    ([A, {"lora_unet_a.lora_up.weight": INFINITY}], {}, [("not-finite", "error", "a.lora_up")]),
-    ([A, MAGNITUDE, {"emb_params": np.ones(3, np.float16)}], {},
-     [("dora", "note", "1 modules"), ("unknown-keys", "warning", "emb_params")]),
-    # An alpha that is no strength contradicts nothing, nor do numbers that are none.
-    ([OFT], {"ss_network_alpha": "8", "ss_network_dim": "3"}, []),
-    ([A], {"ss_network_alpha": "8", "ss_network_args": RSLORA}, []),
-    ([linear("unet.a", names="peft")],
-     {"ss_network_alpha": "None", "ss_network_dim": "Dynamic", "lora_adapter_metadata": "[1"},
-     [("alpha-twice", "error", "lora_adapter_metadata")]),
-    ([linear(kohya(f"{BLOCK}.attn2.to_k"), inputs=768)],
-     {"ss_network_alpha": "16", "ss_network_dim": "32", "ss_base_model_version": "sdxl_base_v1-0"},
-     [("metadata-disagrees", "warning", "ss_network_alpha says 16, the tensors say 2"),
-      ("metadata-disagrees", "warning", "ss_network_dim says 32, the tensors say 4"),
-      ("metadata-disagrees", "warning", "ss_base_model_version says sdxl, the tensors say sd15")]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("modules", "metadata", "problems"), PROBLEMS)
-def test_what_readers_will_stumble_over_is_said(
-    modules: Sequence[Arrays],
-    metadata: Mapping[str, str],
-    problems: Sequence[tuple[str, str, str]],
-    file: Path,
-) -> None:
-    seen = inspected(file, *modules, metadata=metadata)
-    assert [(each["kind"], each["severity"]) for each in seen["problems"]] == [
-        (kind, severity) for kind, severity, _ in problems
-    ]
-    for each, (_, _, words) in zip(seen["problems"], problems, strict=True):
-        assert words in each["what"]
-    assert (seen["format"] == "mixed") == ("mixed-formats" in kinds(seen))
-
-
-def test_factors_without_their_partner_or_of_another_rank(file: Path) -> None:
-    tensors = {key: array for name in "abcd" for key, array in linear(f"lora_unet_{name}").items()}
-    tensors |= {f"lora_unet_e.hada_{name}": np.ones((2, 2)) for name in ("w1_a", "w1_b", "w2_a")}
-    del tensors["lora_unet_b.lora_up.weight"], tensors["lora_unet_c.lora_down.weight"]
-    tensors["lora_unet_d.lora_up.weight"] = np.ones((6, 5), np.float16)
-    seen = inspected(file, tensors)
-    assert seen["modules"] == 2
-    assert [(each["kind"], each["what"]) for each in seen["problems"]] == [
-        (
-            "factors-missing",
-            "3 modules lack tensors, first 'lora_unet_b', which has only alpha, down",
-        ),
-        ("rank-differs", "1 modules have factors of different rank, first 'lora_unet_d'"),
-    ]
+A = linear("lora_unet_a")
 
 
 def test_a_flipped_bit_is_seen_where_the_file_states_its_hash(file: Path) -> None:
