@@ -137,8 +137,7 @@ def doctor(
             "the next trainings encode their images and captions again"
         )
     from lora_trainer.hardware.machine import detect
-    from lora_trainer.run.machine_report import checks, doctor_json, doctor_text
-    from lora_trainer.run.repairs import mend
+    from lora_trainer.run.machine_report import checks, doctor_json, doctor_text, mend
 
     repairs = mend(cache, Path(config.output.folder)) if fix else []
     hardware = detect()

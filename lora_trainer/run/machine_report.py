@@ -1,7 +1,11 @@
-"""The work of `doctor`: sentences about this machine and the device trainings use.
+"""The work of `doctor`: sentences about this machine and the device trainings use, and repairs.
 
 Input is the detected hardware and the folder of the cache; output are sentences, each marked ok or warn.
 torch is not imported, because a broken torch is a reason to call the doctor.
+
+The repairs remove locks, unfinished files and damaged entries that killed trainings left. The next training makes all
+of it again. Datasets, resume states, exported files and records of runs are never touched, nor anything that a
+training uses. Each repair is one sentence.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +24,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lora_trainer import __version__
+from lora_trainer.cache.store import DAMAGED_FOLDER, Damaged, entries, parse, unused
+from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import shown
+from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
 from lora_trainer.common.wording import gib
 from lora_trainer.hardware.machine import (
     PURPOSES,
@@ -30,6 +38,7 @@ from lora_trainer.hardware.machine import (
     tier_problem,
 )
 from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
 Mark = Literal["ok", "warn"]
 _STYLES: Mapping[Mark, str] = {"ok": "green", "warn": "bold yellow"}
@@ -119,3 +128,81 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
         "packages": dict(hardware.packages),
         "package_notes": package_notes(hardware.packages),
     }
+
+
+# ---- the repairs of `doctor --fix`
+
+
+def mend(cache: CappedFolder, runs: Path) -> list[MachineCheck]:
+    """Mend a cache and the runs in a folder; where nothing is to mend, the one sentence says so."""
+    repairs = [*_mend_cache(cache), *_mend_runs(runs)]
+    return repairs or [ok("Nothing had to be mended.")]
+
+
+def _mend_cache(cache: CappedFolder) -> Iterator[MachineCheck]:
+    root = cache.root
+    if not (root / cache.marker).is_file():
+        return  # no training has used it yet
+    try:
+        with unused(root) as marks:
+            damaged = [path for path, _ in entries(cache) if _is_damaged(path)]
+            counts = {
+                "marks of killed trainings": marks,
+                "unfinished files": _remove(list(root.glob(f"**/{TEMPORARY_PREFIX}*"))),
+                "damaged entries": _remove(damaged),
+            }
+    except MachineError as error:
+        yield warn(f"The cache was left alone: {error.found}.", error.fix)
+        return
+    for noun, count in counts.items():
+        if count:
+            yield ok(f"Removed from {root}: {noun} ({count:,}).")
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether an entry was moved aside, or its bytes are no longer those that were written."""
+    if path.parent.name == DAMAGED_FOLDER:
+        return True
+    try:
+        parse(path.read_bytes(), digest=path.stem)
+    except (Damaged, OSError):
+        return True
+    return False
+
+
+def _mend_runs(runs: Path) -> Iterator[MachineCheck]:
+    for events in sorted(runs.glob(f"*/{EVENTS_FILE}")):
+        path = events.parent
+        # Resume states that are being replaced (`.del-`) may be the newest whole ones, so they stay.
+        unfinished = [
+            *path.glob(f"{TEMPORARY_PREFIX}*"),
+            *(path / STATES).glob(f"{TEMPORARY_PREFIX}*"),
+        ]
+        is_empty = has_no_record(path)
+        if not unfinished and not is_empty:
+            continue
+        try:
+            with claim(path):
+                count = _remove(unfinished)
+                if is_empty:
+                    _remove([entry for entry in path.iterdir() if entry.name != ".lock"])
+        except MachineError:
+            continue  # it is being trained, so its unfinished files are in use
+        if is_empty:
+            with suppress(OSError):  # another training may have claimed the folder just now
+                (path / ".lock").unlink()
+                path.rmdir()
+            yield ok(f"Removed {path}, a run that ended before its first step.")
+        elif count:
+            yield ok(f"Removed from {path}: unfinished files ({count:,}).")
+
+
+def _remove(paths: Sequence[Path]) -> int:
+    """Remove files and folders; return how many are gone, as Windows keeps open ones."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    return sum(not path.exists() for path in paths)

@@ -258,11 +258,10 @@ def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
     typed = [key for key, value in request.overrides.items() if before.get(key) != value]
     if any(key.startswith(PLANNED_BY) for key in typed):
         return None
-    sizes = (size.split("x") for size in request.run_at_once)
-    counts = request.run_at_once.values()
     return {
         (int(width), int(height)): count
-        for (width, height), count in zip(sizes, counts, strict=True)
+        for size, count in request.run_at_once.items()
+        for width, _, height in [size.partition("x")]
     }
 
 
