@@ -6,7 +6,7 @@ the bits of the steps after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.fakes.family_bases import base_of, facts_of
 from tests.fakes.ldm_file import write_checkpoint
 from tests.fakes.runs import (
     BETWEEN_SAVES,
+    ROOT,
     Toy,
     apart,
     assert_same_run,
@@ -38,36 +39,10 @@ from tests.fakes.runs import (
 from tests.fakes.tiny_base import write_base
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
-CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "loha": ("sd15", {
-        "adapter__kind": "loha", "memory__base_precision": "int8", "optimizer__name": "lion",
-    }),
-    "lokr": ("sd15", {
-        "adapter__kind": "lokr", "adapter__lokr_factor": 2, "memory__base_precision": "nf4",
-        "optimizer__name": "came",
-    }),
-    "oft": ("sd15", {
-        "adapter__kind": "oft", "memory__base_precision": "fp8", "optimizer__name": "prodigy",
-        "optimizer__learning_rate": 1.0,
-    }),
-    "plain": ("sd15", {"adapter__alpha": 2, "optimizer__name": "muon"}),
-    "locon": ("sd15", {
-        "adapter__alpha": 8, "adapter__conv_rank": 2, "adapter__rank_pattern": {"attn2": 2, "ff": 6},
-        "adapter__rslora": True, "adapter__targets": "all", "optimizer__name": "schedulefree_adamw",
-        "optimizer__learning_rate_pattern": {"attn1": 0, "proj_": 0.5},
-        "optimizer__lora_plus_ratio": 4, "output__keep_best": True,
-    }),
-    "text-sdxl": ("sdxl", {
-        "adapter__alpha": 2, "adapter__new_tokens": 2, "adapter__text_encoder": True,
-        "data__trigger": "toy", "optimizer__name": "lion8bit",
-        "optimizer__text_encoder_learning_rate": 0.01,
-    }),
-    "dit-dora": ("flux", {
-        "adapter__dora": True, "adapter__alpha": 2, "output__format": "diffusers",
-        "optimizer__name": "adafactor",
-    }),
-}  # fmt: skip
-"""AdamW's own are those of tests/test_resume_kill.py and tests/reliability."""
+CASES: dict[str, dict[str, Any]] = tomllib.loads(
+    (ROOT / "tests/fakes/adapter_cases.toml").read_text(encoding="utf-8")
+)
+BASES = {case: settings.pop("base") for case, settings in CASES.items()}
 QUANTISED = ("loha", "lokr", "oft")
 """No other program draws what these show: its base has all its bits."""
 
@@ -77,7 +52,8 @@ class Place(Toy):
     """A toy dataset whose runs name their own base."""
 
     def command(self, case: str, run: str, *more: str, **changes: Any) -> list[str]:
-        family, settings = CASES[case]
+        family = BASES[case]
+        settings = {key.replace(".", "__"): value for key, value in CASES[case].items()}
         chosen: dict[str, Any] = {
             "adapter__rank": 4,
             "data__resolution": max(2 * facts_of(family).bucket_step_px, 16),
@@ -137,7 +113,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_the_file_draws_in_diffusers_w
 def test_all_cases_start_at_their_base_and_few_bits_change_it_a_little(place: Place) -> None:
     losses = {
         case: events(place.runs / case, "validation")[0]["loss"]
-        for case, (family, _) in CASES.items()
+        for case, family in BASES.items()
         if family == "sd15"
     }
     whole = losses["plain"]
@@ -147,7 +123,7 @@ def test_all_cases_start_at_their_base_and_few_bits_change_it_a_little(place: Pl
 
 
 def test_every_optimizer_is_here_and_its_file_says_so(place: Place) -> None:
-    names = {settings["optimizer__name"] for _, settings in CASES.values()}
+    names = {settings["optimizer.name"] for settings in CASES.values()}
     assert names == OPTIMIZERS.keys() - {"adamw", "adamw8bit", "paged_adamw8bit"}
     for case in CASES:
         optimizer = settings_of(place.runs / case)["optimizer.name"]
@@ -235,9 +211,3 @@ def test_another_vae_encodes_images_again_and_texts_not(place: Place, tmp_path: 
     (cached,) = events(place.runs / "revae", "cached")
     assert (cached["latents"], cached["texts"]) == (3, 0)
     assert settings_of(place.runs / "revae")["base.vae"] == str(other)
-
-
-def test_no_folder_of_this_machine_is_in_a_file(place: Place) -> None:
-    for file in place.runs.glob("*/*.safetensors"):
-        header = file.read_bytes()[: 1 << 16].decode("latin-1")
-        assert str(place.folder) not in header and str(Path.home()) not in header, file

@@ -1,18 +1,27 @@
-"""The command line as scripts rely on it: names, exit codes, JSON keys, one line per error, no torch."""
+"""The command line as scripts rely on it and people see it: names, exit codes, JSON, one line per error."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from safetensors.numpy import save_file
 
+from lora_trainer.cli import main
 from lora_trainer.common.files import CappedFolder
+from lora_trainer.config import PRIORITIES
+from lora_trainer.config.config import all_settings
+from lora_trainer.config.layers import TIERS, preset_families
 from tests.fakes.lora_library import lora
-from tests.fakes.runs import ROOT, Toy, python, run_cli, start, toy
+from tests.fakes.runs import ROOT, SQUARES_PX, Toy, python, run_cli, start, toy
 
 FACTS = tomllib.loads(Path(__file__).with_name("command_line.toml").read_text(encoding="utf-8"))
 FLAGS, REFUSED = FACTS["flags"], FACTS["refused"]
@@ -82,7 +91,7 @@ def flags(text: str) -> set[str]:
 def test_the_flags_of_a_command_are_these(name: str, command: Command) -> None:
     code, out, _ = command.run(*name.split(), "--help")
     assert code == 0
-    assert flags(out) - {"--help", "--version"} == set(FLAGS[name].split())
+    assert flags(out) - {"--help", "--version"} == set(FLAGS[name])
     if name:
         return
     commands = out[out.index("Commands") : out.index("Arguments")]
@@ -181,3 +190,176 @@ def test_doctor_empties_the_cache_that_is_named(tmp_path: Path, command: Command
     report = command.json("doctor", "--json")
     assert report["accelerator"] and report["cpu_threads"]["reason"]
     assert "torch" in report["packages"]
+
+
+# ---- what people are shown: complete, and never broken by odd texts
+
+ODD = "[bold]odd[] [red] :cat:"
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(place: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """Return what a command prints on a terminal of 400 columns, or of `width`."""
+    cache = f"data.cache_dir={place.cache}"
+
+    def said(command: str, *more: str | Path, width: int = 400) -> str:
+        monkeypatch.setattr(main.out, "width", width)
+        settings = ["--set", cache] if command in ("plan", "check") else []
+        capsys.readouterr()
+        assert main.run([command, *map(str, more), *settings]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out
+        return out
+
+    return said
+
+
+def twelve_steps(place: Toy, *more: str) -> tuple[str | Path, ...]:
+    return (place.dataset, *more, "--set", "train.steps=12", "--set", f'sampling.prompts=["{ODD}"]')
+
+
+def settled(text: str) -> str:
+    """Return a text without sizes, as the free memory of this machine changes between two plans."""
+    return re.sub(r"[\d.]+ GiB", "", text)
+
+
+def row(shown: str, start: str) -> str:
+    return next(line for line in shown.splitlines() if line.startswith(start))
+
+
+def test_a_plan_shows_a_dozen_settings_and_the_user_s_or_all_with_value_origin_and_reason(
+    place: Toy, said: Said
+) -> None:
+    """REALITY R19: more than 130 rows hid the dozen that were decided."""
+    plan = json.loads(said("plan", *twelve_steps(place, "--json")))["settings"]
+    whole = said("plan", *twelve_steps(place, "--all"))
+    for key, setting in plan.items():
+        line = row(whole, f"{key} ")
+        assert setting["origin"] in line and settled(setting["reason"]) in settled(line)
+    assert "12" in row(whole, "train.steps ") and "px" in row(whole, "data.resolution ")
+    assert ODD in row(whole, "sampling.prompts ")
+    narrow = said("plan", *twelve_steps(place, "--all"), width=80)
+    assert "…" not in narrow and all(row(narrow, f"{key} ") for key in plan)
+    lines = said("plan", *twelve_steps(place)).splitlines()
+    shown = {key for key in plan if any(line.startswith(f"{key} ") for line in lines)}
+    headlines = {info.key for info in all_settings() if info.headline}
+    assert len(headlines) == 12 and {"data.cache_dir", "sampling.prompts", "train.steps"} <= shown
+    assert {plan[key]["origin"] for key in shown - headlines} == {"command line", "preset cpu"}
+    hidden = f"{len(plan) - len(shown)} more settings: --all"
+    assert hidden in [line.rstrip() for line in lines]
+
+
+def test_a_plan_shows_time_length_and_every_item_of_the_peak(place: Toy, said: Said) -> None:
+    shown = said("plan", *twelve_steps(place))
+    plan = json.loads(said("plan", *twelve_steps(place, "--json")))
+    items = plan["memory"]["items"]
+    assert all(row(shown, item["name"]) for item in items)
+    assert row(shown, "predicted peak: ").rstrip().endswith(f"while {plan['memory']['phase']}")
+    assert sum(item["bytes"] for item in items) == plan["memory"]["peak_bytes"]
+    assert "6 images trained, 0 held out" in row(shown, "data")
+    assert "12 steps of 8 = 16.0 epochs" in row(shown, "length")
+    time = plan["time"]
+    low, high = time["seconds_per_step"]
+    assert 12 * low < time["run_s"][0] < time["run_s"][1] and time["run_s"][1] > 12 * high
+    assert sum(pair[0] for pair in time["parts_s"].values()) == pytest.approx(time["run_s"][0])
+    assert "about" in row(shown, "time") and "s a step" in row(shown, "time")
+    assert "processes" not in shown
+    several = said("plan", *twelve_steps(place, "--processes", "3"))
+    assert "3: 2 + 3 + 3 of 8 images a step" in row(several, "processes")
+    assert "train.batch_size=9 would use all of them" in several
+
+
+def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said: Said) -> None:
+    """Scripts rely on the keys of its JSON."""
+    asked = (place.dataset, "--vram", "24", "--base", "black-forest-labs/FLUX.1-schnell")
+    shown, plan = said("plan", *asked), json.loads(said("plan", *asked, "--json"))
+    designed = {"family", "tier", "priority", "settings", "memory", "time", "disk", "sampling"}
+    assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
+    memory, settings, remarks = (plan[key] for key in ("memory", "settings", "remarks"))
+    beside = {"phase", "phases", "by_phase", "images_at_once", "host"}
+    assert memory.keys() == {"items", "peak_bytes", "limit_bytes", "fits"} | beside
+    assert all(item.keys() == {"name", "bytes", "note"} for item in memory["items"])
+    assert 0 < memory["limit_bytes"] <= 24 * 2**30 and memory["fits"]
+    assert settings.keys() == {info.key for info in all_settings()}
+    assert all(each.keys() == {"value", "origin", "reason"} for each in settings.values())
+    assert "distilled" in [remark["kind"] for remark in remarks]
+    assert all(f": {one['what']}. {one['advice']}" in shown for one in remarks)
+    last = shown.splitlines()[-len(remarks) :]
+    assert all(line.startswith(("warning: ", "note: ")) for line in last)
+    assert "to download" in row(shown, "base")
+    assert "to download" not in said("plan", *twelve_steps(place))
+
+
+def test_check_shows_score_buckets_and_every_finding(
+    place: Toy, said: Said, tmp_path: Path
+) -> None:
+    small = (toy(tmp_path, sizes=SQUARES_PX).dataset, "--set", "data.resolution=40")
+    report, shown = json.loads(said("check", *small, "--json")), said("check", *small)
+    assert report["findings"] == [] and "no findings" in shown
+    assert f"{report['score']:.2f} of 1" in row(shown, "score")
+    assert all(f"{name} x{count}" in shown for name, count in report["buckets"].items())
+    odd = shutil.copytree(place.dataset, tmp_path / "odd")
+    Image.new("RGB", (9, 9), "red").save(odd / f"{ODD}.png")
+    report, shown = json.loads(said("check", odd, "--json")), said("check", odd)
+    assert ODD in shown and "no findings" not in shown
+    rest = {"parts", "pictures", "caption_limit"}
+    assert report.keys() == {"images", "score", "findings", "buckets"} | rest
+    assert report["images"] == len(report["pictures"]) == sum(report["buckets"].values()) == 6
+    sizes = {"width_px", "height_px", "bucket", "kept", "cropped_fraction", "upscaled"}
+    assert all(picture.keys() == {"file", "score"} | sizes for picture in report["pictures"])
+    assert report["caption_limit"].keys() == {"tokenizer", "tokens"}
+    for one in report["findings"]:
+        assert one.keys() == {"kind", "severity", "file", "advice", "what", "code"}
+        where = f"{one['file']}: " if one["file"] else ""
+        assert f"{one['severity']}: {where}{one['what']}. {one['advice']}" in shown
+
+
+def test_presets_shows_every_cell(said: Said) -> None:
+    shown = said("presets").splitlines()[1:]
+    cells = [
+        [family, tier, priority]
+        for family in preset_families()
+        for tier in TIERS
+        for priority in PRIORITIES
+    ]
+    rows = [line.split() for line in shown]
+    assert [words[:3] for words in rows if words[:1] and words[0] in preset_families()] == cells
+    assert all("=" in line or "unsupported: " in line for line in shown)
+
+
+def write_lora(file: Path, ranks: list[int], **header: str) -> Path:
+    """Write a LoRA of FLUX.1 whose block n changes its layer by a matrix of norm n + 1."""
+    tensors = {}
+    for number, rank in enumerate(ranks):
+        name = f"transformer.transformer_blocks.{number}.attn.to_q.lora"
+        down, up = np.zeros((rank, 3072), np.float32), np.zeros((3072, rank), np.float32)
+        down[0, 0], up[0, 0] = 1, number + 1
+        tensors |= {f"{name}_A.weight": down, f"{name}_B.weight": up}
+    save_file(tensors, file, metadata=header)
+    return file
+
+
+def test_inspect_shows_the_file_its_header_and_the_blocks_that_change_most(
+    said: Said, tmp_path: Path
+) -> None:
+    file = write_lora(tmp_path / "a.safetensors", [4] * 14 + [8], title=ODD, long="x" * 101)
+    report, shown = json.loads(said("inspect", file, "--json")), said("inspect", file)
+    assert report.keys() == {
+        "family", "format", "kinds", "rank", "alpha", "modules", "norms", "metadata", "problems",
+    }  # fmt: skip
+    assert (report["format"], report["kinds"], report["modules"]) == ("diffusers", ["lora"], 15)
+    assert row(shown, "kind").split() == ["kind", "lora"]
+    assert row(shown, "rank").split() == ["rank", "4", "to", "8"]
+    assert row(shown, "modules").split() == ["modules", "15"]
+    assert row(shown, "title").split(None, 1)[1].rstrip() == ODD
+    assert row(shown, "long").split()[1] == "x" * 97 + "..."
+    whole = sum(number**2 for number in range(1, 16))
+    blocks = [line.split() for line in shown.splitlines() if "_blocks." in line[:20]]
+    assert [words[1:] for words in blocks] == [
+        [f"{number}", f"{number**2 / whole:.1%}"] for number in range(15, 3, -1)
+    ]
+    assert "and 3 blocks with norms up to 3" in shown
+    assert report["problems"], "a file of so few layers"
+    for problem in report["problems"]:
+        assert f"{problem['severity']}: {problem['what']}. {problem['advice']}" in shown

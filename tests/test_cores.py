@@ -24,15 +24,6 @@ needs_libgomp = pytest.mark.skipif(
 )
 
 
-def test_own_and_other_processor_time_are_told_apart() -> None:
-    numbers = list(range(os.cpu_count() or 1))
-    before = cores.cpu_times(numbers)
-    sum(range(10**7))
-    after = cores.cpu_times(numbers)
-    assert after.own_s > before.own_s
-    assert after.all_s - before.all_s <= len(numbers) * (after.at_s - before.at_s) + 0.1
-
-
 @pytest.mark.parametrize(("all_s", "own_s", "taken"), [(9, 1, 2), (3, 1, 1), (0, 4, 0)])
 def test_no_more_processors_are_taken_than_there_are_and_none_less_than_none(
     all_s: float, own_s: float, taken: float
@@ -118,14 +109,6 @@ def test_where_nothing_can_be_measured_threads_go_on_as_they_were(
     monkeypatch.setattr(cores, "usable_processors", lambda: (_ for _ in ()).throw(OSError("/proc")))
     with threads_of(2), cores.shared_cores(EventStream(), interval_s=0.001):
         pass
-
-
-def test_one_thread_waits_for_nobody() -> None:
-    with (
-        threads_of(1),
-        cores.shared_cores(EventStream(), measure=lambda _: pytest.fail("measured")),
-    ):
-        assert not [t for t in threading.enumerate() if t.name == "lora-train-cores"]
 
 
 @needs_libgomp

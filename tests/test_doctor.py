@@ -71,33 +71,29 @@ GTX = FakeCard(name="GTX 1650", total_bytes=4 * GIB, capability=(7, 5))
 WHEEL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
 
 
-@pytest.mark.parametrize(
-    ("here", "place", "mark", "words"),
-    [
-        (
-            with_cards(CARD, LARGE),
-            0,
-            "ok",
-            "on NVIDIA GeForce RTX 3090, the best of 2 for this torch",
-        ),
-        (with_cards(CARD, LARGE), 0, "ok", "in bf16, with the presets for 16-24 GiB."),
-        (with_cards(T4), 0, "ok", "in fp16, as it does not compute bf16 itself"),
-        (with_cards(OLD), 0, "warn", "torch can use none of the GPUs"),
-        (with_cards(OLD), 1, "warn", "1080 Ti has compute capability 6.1"),
-        (with_cards(OLD), 1, "warn", WHEEL),
-        (with_cards(BUSY), None, "warn", "2.00 GiB of 24.00 GiB free"),
-        (with_cards(GTX), None, "warn", "lower data.resolution"),
-        (LACKING, None, "warn", "pip install peft"),
-        (LACKING, None, "ok", "to install it: pip install xformers"),
-        (MPS, None, "ok", "no adamw8bit"),
-        (BOUND, None, "ok", "0.50 GiB may be pinned for copies to it (WSL2 refuses more)"),
-        (LACKING, None, "ok", "HF_HUB_OFFLINE is set"),
-    ],
-)
+CHECKS = [
+    (with_cards(CARD, LARGE), 0, "ok", "on NVIDIA GeForce RTX 3090, the best of 2 for this torch"),
+    (with_cards(CARD, LARGE), 0, "ok", "in bf16, with the presets for 16-24 GiB."),
+    (with_cards(T4), 0, "ok", "in fp16, as it does not compute bf16 itself"),
+    (with_cards(OLD), 0, "warn", "torch can use none of the GPUs"),
+    (with_cards(OLD), 1, "warn", "1080 Ti has compute capability 6.1"),
+    (with_cards(OLD), 1, "warn", WHEEL),
+    (with_cards(BUSY), None, "warn", "2.00 GiB of 24.00 GiB free"),
+    (with_cards(GTX), None, "warn", "lower data.resolution"),
+    (LACKING, None, "warn", "pip install peft"),
+    (LACKING, None, "ok", "to install it: pip install xformers"),
+    (MPS, None, "ok", "no adamw8bit"),
+    (BOUND, None, "ok", "0.50 GiB may be pinned for copies to it (WSL2 refuses more)"),
+    (LACKING, None, "ok", "HF_HUB_OFFLINE is set"),
+]
+"""Machine, place of the sentence (None for anywhere), mark, words."""
+
+
+@pytest.mark.parametrize(("here", "place", "mark", "words"), CHECKS)
 def test_each_fact_is_a_sentence_with_its_reason_or_its_cure(
     here: Hardware, place: int | None, mark: str, words: str, doctor: Doctor
 ) -> None:
-    """What trains comes first; `place` is where the sentence stands, None for anywhere."""
+    """What trains comes first."""
     found = doctor(here, offline="1")
     chosen = found if place is None else [found[place]]
     assert any(one["mark"] == mark and words in f"{one['sentence']} {one['fix']}" for one in chosen)

@@ -101,10 +101,7 @@ def said(run: Path, text: str) -> list[str]:
 
 
 def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
-    place: Toy,
-    plain: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: Toy, plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An error of any of them was the end of the run, with a traceback."""
     break_what_can_fail(monkeypatch)
@@ -121,10 +118,7 @@ def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
         patched.setattr(loop, "judge_step", failing)
         broken = train(place, "broken", code=4, **EVERYTHING)
     (retry,) = said(broken, RETRIED)
-    changed = {
-        "memory.gradient_checkpointing": "full",
-        "copies of streamed blocks": "when due",
-    }
+    changed = {"memory.gradient_checkpointing": "full", "copies of streamed blocks": "when due"}
     assert FAULT in retry and all(f"{key}={value}" in retry for key, value in changed.items())
     changes = [row for row in events(broken, "change") if FAULT in row["reason"]]
     assert {row["key"]: row["new"] for row in changes} == changed

@@ -248,19 +248,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(
 # ---- between machines
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-TWO_HOSTS = """
-set -eu
-mount -t tmpfs none /run
-for n in 0 1; do
-  ip netns add "host$n"
-  ip -n "host$n" link set lo up
-done
-ip link add cable0 netns host0 type veth peer name cable1 netns host1
-for n in 0 1; do
-  ip -n "host$n" address add "10.77.0.$((n + 1))/24" dev "cable$n"
-  ip -n "host$n" link set "cable$n" up
-done
-"""
+TWO_HOSTS = (ROOT / "tests" / "fakes" / "two_hosts.sh").read_text(encoding="utf-8")
 
 
 def isolated(script: str) -> list[str]:

@@ -230,10 +230,7 @@ def test_a_low_score_is_warned_of_and_refused_where_strict(
 
 
 def test_a_disk_that_is_too_small_is_refused(
-    place: Toy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Hardware, "disk_free_bytes", lambda self, path: 10)
     capsys.readouterr()
