@@ -91,7 +91,7 @@ def flags(text: str) -> set[str]:
 def test_the_flags_of_a_command_are_these(name: str, command: Command) -> None:
     code, out, _ = command.run(*name.split(), "--help")
     assert code == 0
-    assert flags(out) - {"--help", "--version"} == set(FLAGS[name])
+    assert flags(out) - {"--help", "--version"} == set(FLAGS[name].split())
     if name:
         return
     commands = out[out.index("Commands") : out.index("Arguments")]
