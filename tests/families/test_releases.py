@@ -30,39 +30,10 @@ SOURCES = [
 ]
 COMPANIONS = Path(families.__file__).parent / "open_companions.json"
 OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
-TEXTS: Mapping[str, Mapping[str, Any]] = {
-    "clip_h": OPEN["clip_g"]
-    | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 23}
-    | {"num_attention_heads": 16},
-    "gemma2_2b": {},  # the defaults of its class
-    "qwen25_7b": {
-        "text_config": {
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        },
-        "vision_config": {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "out_hidden_size": 3584,
-        },
-    },
-}
-"""ComfyUI's name of an encoder -> its configuration; the others' are published with the program."""
-QWEN3 = {
-    "vocab_size": 151_936,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False}
+TEXTS: Mapping[str, Mapping[str, Any]] = OPEN | json.loads(
+    Path(__file__).with_name("text_encoders.json").read_text(encoding="utf-8")
+)
+"""ComfyUI's name of an encoder -> its configuration; some are published with the program."""
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
 """Families whose download is counted: every parameter in two bytes, those that are not loaded too."""
 SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
@@ -72,18 +43,14 @@ SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux
 def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each text encoder as it is published and the part of it that is loaded."""
     for part in families.family(name).text.networks.values():
-        is_qwen3, kind = part.role.startswith("qwen3"), part.network
+        is_qwen3, kind, role = part.role.startswith("qwen3"), part.network, part.role
         if is_qwen3:
-            own = QWEN3_8B if facts.architecture.get("joint_attention_dim") == 12_288 else QWEN3_4B
-            kind, config = "Qwen3ForCausalLM", {**QWEN3, **own}
-        else:
-            projected = part.role == "clip_l" and kind.endswith("WithProjection")
-            config = TEXTS.get(part.role) or OPEN.get(
-                f"{part.role}_projected" if projected else part.role, {}
-            )
-        network = (network_class := getattr(transformers, kind))(
-            network_class.config_class(**config)
-        )
+            kind = "Qwen3ForCausalLM"
+            role = "qwen3_8b" if facts.architecture.get("joint_attention_dim") == 12_288 else role
+        elif part.role == "clip_l" and kind.endswith("WithProjection"):
+            role = "clip_l_projected"
+        network_class = getattr(transformers, kind)
+        network = network_class(network_class.config_class(**TEXTS[role]))
         loaded = network.model if is_qwen3 else network
         yield network, loaded.model.language_model if name == "qwen" else loaded
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.locate import describe
 from lora_trainer.families.sampling import build_sampler
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
@@ -252,20 +250,6 @@ def test_a_base_without_t5_has_zeros_in_its_place(tmp_path: Path) -> None:
     sampler = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
     drawn = sampler.image(prompt, negative, seed=5, size_px=(48, 32), steps=2, guidance_scale=2.0)
     assert drawn.size == (48, 32)
-
-
-def test_the_text_encoder_is_read_from_comfyuis_file(tmp_path: Path) -> None:
-    """Gemma's names begin with `model.`, and the tokenizer's model is a tensor of bytes."""
-    base, file = base_of("lumina2"), tmp_path / "gemma.safetensors"
-    state = load_file(base / "text_encoder" / "model.safetensors")
-    named = {f"model.{name}": tensor for name, tensor in state.items()}
-    save_file({**named, "spiece_model": torch.zeros(9, dtype=torch.uint8)}, file)
-    facts = describe(BaseSettings(model=str(base), text_encoders=(str(file),)))
-    assert facts.parts["text_encoder"].parameters == (
-        facts_of("lumina2").parts["text_encoder"].parameters
-    )
-    read = encoder_of(facts).networks["text_encoder"].state_dict()
-    assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
 
 
 # ---- what is refused

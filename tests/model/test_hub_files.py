@@ -22,11 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.hub_files import wanted
-from lora_trainer.families.locate import describe, identified, locate
+from lora_trainer.families.locate import describe, locate
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -203,20 +201,6 @@ def test_a_first_run_from_the_hub_trains(tmp_path: Path, hub: HubServer) -> None
     missing.unlink()  # as an earlier version left it, or a download that was cut
     assert locate(BaseSettings(model=own_name)).layout is not None
     assert missing.is_file()
-
-
-def identity(facts: BaseFacts, folder: Path) -> str:
-    return identified(facts, HashMemo.load(folder)).parts["text_encoder"].identity
-
-
-def test_another_chat_template_is_another_text_encoder(hub: HubServer, tmp_path: Path) -> None:
-    """R1: captions cached with one template were taken for those of another."""
-    publish(hub, KLEIN, base_of("flux2"))
-    facts = locate(BaseSettings(model=KLEIN))
-    before = identity(facts, tmp_path / "memo")
-    template = snapshot(KLEIN, tmp_path) / "tokenizer" / "chat_template.jinja"
-    template.write_text(template.read_text(encoding="utf-8").replace("user", "human") + "\n")
-    assert identity(facts, tmp_path / "other") != before
 
 
 # ---- SentencePiece's own file
