@@ -10,8 +10,7 @@ import pytest
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import layers
-from lora_trainer.config.config import flatten, setting_keys
-from lora_trainer.config.running import Config
+from lora_trainer.config.config import flatten
 from tests.fakes.runs import run_cli, toy
 
 KEY = "sampling.steps"
@@ -77,18 +76,6 @@ def test_later_layers_win_and_a_cell_that_cannot_work_says_why(
     with pytest.raises(RequestError, match="it would take days"):
         resolved()
     assert resolved(tier="cpu", priority="speed").tier == "cpu"
-
-
-def test_every_setting_has_an_origin() -> None:
-    """And the batch of the presets is known whatever is typed: the learning rate beside it is for this batch."""
-    result = resolved()
-    assert set(result.origins) == set(setting_keys())
-    values, defaults = flatten(result.config), flatten(Config())
-    for key, origin in result.origins.items():
-        assert origin.layer != "default" or values[key] == defaults[key]
-    typed = {"train.batch_size": 3}
-    assert resolved(overrides=typed).preset_batch_size == 1
-    assert resolved(preset="cpu", overrides=typed).preset_batch_size == 8
 
 
 def test_a_typed_field_of_a_folder_keeps_the_others_of_its_file(tmp_path: Path) -> None:

@@ -441,11 +441,7 @@ def test_memory_respects_the_container(tmp_path: Path) -> None:
     assert free.ram_total_bytes == psutil.virtual_memory().total
 
 
-def test_packages_are_versions_or_none_and_torch_is_not_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    code = "import sys, lora_trainer.hardware.machine as h; h.detect(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_packages_are_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PACKAGES", ("psutil", "no-such-package-at-all"))
     packages = detect(nvml=FakeNvml(), environment={}).packages
     assert packages == {"psutil": psutil.__version__, "no-such-package-at-all": None}

@@ -1,24 +1,26 @@
-"""The planner: nothing stays auto, each value follows from base, machine, data and settings, with a reason."""
+"""The planner: no value stays auto, each has a reason; the chosen load fits, nothing that is asked for is raised."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.config import build_config, flatten
+from lora_trainer.config.config import build_config, flatten, parse_assignment
+from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
-from lora_trainer.planning.plan import pass_shapes, plan
+from lora_trainer.planning.plan import Plan, pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
 from lora_trainer.planning.run_time import run_length
 from tests.fakes.nvml import GIB
-from tests.fakes.plans import CARD, LIBRARIES, MACHINE, WITHOUT_CARD, planned, request
+from tests.fakes.plans import CARD, FLUX, MACHINE, WITHOUT_CARD, machine, planned, request
 
 LEFT_TO_RUN = {
     "base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"
@@ -37,20 +39,6 @@ def test_no_auto_is_left_and_every_decision_has_a_reason(hardware: Hardware) -> 
         assert made.origins[key].layer == "planner" and made.origins[key].reason
     for key in set(before) - decided:
         assert made.origins[key] == asked.resolved.origins[key]
-
-
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [
-        *(("bitsandbytes", name) for name in ("adamw8bit", "paged_adamw8bit", "lion", "lion8bit")),
-        *(("pytorch-optimizer", name) for name in ("adafactor", "came", "muon")),
-        ("prodigyopt", "prodigy"), ("schedulefree", "schedulefree_adamw"),
-    ],
-)  # fmt: skip
-def test_a_missing_package_of_an_optimizer_refuses_it(package: str, name: str) -> None:
-    packages = {key: value for key, value in LIBRARIES.items() if key != package}
-    with pytest.raises(MachineError, match=f"pip install {package}"):
-        planned(None, replace(MACHINE, packages=packages), overrides={"optimizer.name": name})
 
 
 # ---- the optimizer
@@ -98,6 +86,84 @@ def test_shapes_of_passes() -> None:
     assert pass_shapes({(8, 8): 2}, batch_size=6, processes=2) == [(8, 8, 2), (8, 8, 1)]
     shapes = pass_shapes({(8, 8): 2, (6, 10): 1}, batch_size=4)
     assert shapes == [(8, 8, 2), (6, 10, 1), (8, 8, 1)], "full groups of large buckets first"
+
+
+# ---- the load that is chosen
+
+BATCH, MICRO, LEVEL = "train.batch_size", "memory.micro_batch", "memory.gradient_checkpointing"
+BASE, STREAMED = "memory.base_precision", "memory.streamed_blocks"
+SIZES = ((512, 512), (448, 576))
+
+
+def free(gib: float, **how: Any) -> Plan:
+    """Plan Stable Diffusion 1.5 for a GPU of 12 GiB with so much of it free."""
+    hardware = replace(MACHINE, gpus=(replace(CARD, free_bytes=int(gib * GIB)),))
+    return planned(None, hardware, **{"buckets": SIZES, **how})
+
+
+@given(
+    gib=st.floats(2.9, 14),
+    batch_size=st.integers(1, 6),
+    micro_batch=st.sampled_from(["auto", 1, 2, 6]),
+    checkpointing=st.sampled_from(["auto", *CHECKPOINTING, True, False]),
+    streamed=st.sampled_from(["auto", 0, 4]),
+    precision=st.sampled_from(["auto", "bf16", "int8", "nf4"]),
+)
+def test_it_fits_the_batch_stays_and_nothing_asked_for_is_raised(
+    gib: float,
+    batch_size: int,
+    micro_batch: int | str,
+    checkpointing: str | bool,
+    streamed: int | str,
+    precision: str,
+) -> None:
+    assume(streamed != 4 or checkpointing not in ("none", False))
+    micro = min(micro_batch, batch_size) if isinstance(micro_batch, int) else micro_batch
+    asked = {BATCH: batch_size, MICRO: micro, LEVEL: checkpointing, STREAMED: streamed}
+    asked[BASE] = precision
+    before = flatten(build_config(asked))
+    made = free(gib, overrides=asked)
+    after = flatten(made.config)
+    assert made.memory.fits
+    assert made.memory.limit_bytes == int(gib * GIB)
+    assert after[BATCH] == batch_size
+    assert 1 <= after[MICRO] <= (batch_size if micro == "auto" else int(micro))
+    assert max(made.images_at_once.values()) == after[MICRO]
+    levels = [CHECKPOINTING.index(each[LEVEL]) for each in (before, after) if each[LEVEL] != "auto"]
+    assert levels == sorted(levels)
+    assert after[STREAMED] >= (4 if streamed == 4 else 0)
+    assert precision in ("auto", after[BASE]), "a value that changes the result stays"
+    for key in asked:
+        assert (made.origins[key].layer == "planner") == (after[key] != before[key])
+
+
+def test_when_nothing_fits_the_setting_it_names_does_or_it_says_how_much_would() -> None:
+    for gib, overrides in (
+        (2.2, {"data.resolution": 1024}),
+        (2.9, {"adapter.rank": 512}),
+        (2.5, {"train.precision": "fp32"}),
+        (2.4, {"adapter.rank": 64, BATCH: 8}),
+        (2.2, {BASE: "bf16", LEVEL: "offloaded"}),
+    ):
+        # no buckets: the square of the resolution is planned for
+        with pytest.raises(MachineError, match="needs at least") as caught:
+            free(gib, overrides=overrides, buckets=())
+        assert caught.value.exit_code == 4
+        key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
+        assert free(gib, overrides={**overrides, key: value}, buckets=()).memory.fits
+    with pytest.raises(MachineError, match=r"a GPU with 2\.\d\d GiB free") as caught:
+        free(1.5)
+    assert "1.50 GiB free on NVIDIA GeForce RTX 3060" in str(caught.value)
+
+
+def test_more_memory_is_never_slower() -> None:
+    how: Any = {"overrides": {"sampling.every_steps": 0}, "preset_tier": "10-12"}
+    times = [
+        math.prod(planned(FLUX, machine(gib, ram_gib=60), **how).seconds_per_step)
+        for gib in (5.5, 8, 12, 24, 60)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
 
 
 # ---- a GPU on which a plan did not fit
