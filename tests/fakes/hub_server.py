@@ -35,6 +35,8 @@ class HubServer:
     tokens: set[str] = field(default_factory=set)
     refuses: int = 0
     """The status of every answer but the user's name: 403 as for a token that may only read."""
+    answers: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Status and error code of every answer about a repository."""
     folders: dict[str, Path] = field(default_factory=dict)
     fetched: list[str] = field(default_factory=list)
     held_from: int | None = None
@@ -77,10 +79,17 @@ def hub_server() -> Iterator[HubServer]:
             pass
 
         def do_HEAD(self) -> None:
-            self._file() or self._answer(404, {})
+            self._refused() or self._file() or self._answer(404, {})
 
         def do_GET(self) -> None:
-            self._file() or self._listed() or self._answer(*self._asked(b""))
+            self._refused() or self._file() or self._listed() or self._answer(*self._asked(b""))
+
+        def _refused(self) -> bool:
+            for repository, (status, code) in hub.answers.items():
+                if f"/{repository}/" in self.path:
+                    self._answer(status, b"<html>please log in</html>", code=code)
+                    return True
+            return False
 
         def _file(self) -> bool:
             """Send a file of a repository: /owner/name/resolve/REVISION/PATH."""
@@ -154,12 +163,12 @@ def hub_server() -> Iterator[HubServer]:
                 return 200, {"success": True, "commitOid": "a" * 40, "commitUrl": url}
             return 200, {"id": repository, "sha": "a" * 40, "siblings": []}
 
-        def _answer(self, status: int, content: Any) -> None:
-            body = json.dumps(content).encode()
+        def _answer(self, status: int, content: Any, *, code: str = "") -> None:
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
-            if status == 404:
-                self.send_header("x-error-code", "EntryNotFound")
+            if code := code or "EntryNotFound" * (status == 404):
+                self.send_header("x-error-code", code)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import InputError, LoraTrainError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.locate import locate
 from lora_trainer.lora_file.inspect import inspect_file
 from tests.fakes.family_bases import base_of
+from tests.fakes.hub_server import hub_in_process
 from tests.fakes.runs import Toy, events, python, run_cli, toy
 
 Figure = Callable[..., None]
@@ -209,66 +209,31 @@ def test_mod_05_a_vae_that_overflows_in_fp16_gives_finite_latents(tmp_path: Path
 # ---- MOD-06
 
 
-DOWNLOADS = """
-import os, threading, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Hub(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        status, _, code = self.path.partition("/a/")[2].partition("/")[0].partition("-")
-        body = b"<html>please log in</html>" if status == "200" and "/tree/" in self.path else b""
-        self.send_response(int(status))
-        self.send_header("x-error-code", code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-os.environ |= {
-    "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0",
-    "HF_TOKEN": "hf_SECRETSECRETSECRET", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*",
-}
-time.sleep = lambda seconds: None  # between tries
-from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.locate import locate
-import huggingface_hub
-import sys
-for source in sys.argv[1:]:
-    if source == "a/gone":
-        server.shutdown()
-        server.server_close()
-    try:
-        locate(BaseSettings(model=source, revision="v9"))
-        print(source, 0, "downloaded")
-    except LoraTrainError as error:
-        print(source, error.exit_code, error)
-"""
 REFUSALS = {
-    "a/403-GatedRepo": ("4", "is gated.*hf auth login"),
-    "a/404-RepoNotFound": ("3", "there is no model 'a/404-RepoNotFound' on the Hub.*local folder"),
-    "a/404-RevisionNotFound": ("3", r"no revision 'v9'.*check base\.revision"),
-    "a/401": ("4", "the Hub answers 401"),
-    "a/403": ("4", "the Hub answers 403"),
-    "a/429": ("4", "could not be downloaded .the Hub answers 429.*connect once.*--base embedded"),
-    "a/500": ("4", "the Hub answers 500"),
-    "a/200": ("4", "the server that answers is not the Hub"),
-    "a/gone": ("4", "no connection, or offline mode"),
+    "a/403-GatedRepo": (4, "is gated.*hf auth login"),
+    "a/404-RepoNotFound": (3, "there is no model 'a/404-RepoNotFound' on the Hub.*local folder"),
+    "a/404-RevisionNotFound": (3, r"no revision 'v9'.*check base\.revision"),
+    "a/401": (4, "the Hub answers 401"),
+    "a/403": (4, "the Hub answers 403"),
+    "a/429": (4, "could not be downloaded .the Hub answers 429.*connect once.*--base embedded"),
+    "a/500": (4, "the Hub answers 500"),
+    "a/200": (4, "the server that answers is not the Hub"),
 }
 """Repository -> exit code, what is said."""
 
 
-def test_mod_06_a_hub_that_refuses_is_one_line_and_no_token() -> None:
-    done = python(DOWNLOADS, *REFUSALS)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert list(rows) == list(REFUSALS), done.stdout
-    for source, (code, said) in REFUSALS.items():
-        assert re.match(f"{code} .*{said}", rows[source]) and "Fix: " in rows[source], rows[source]
-    assert "SECRET" not in done.stdout + done.stderr
+def test_mod_06_a_hub_that_refuses_is_one_line_and_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_SECRETSECRETSECRET")
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between tries
+    with hub_in_process(monkeypatch) as hub:
+        for source, (exit_code, said) in REFUSALS.items():
+            status, _, error = source.removeprefix("a/").partition("-")
+            hub.answers[source] = (int(status), error)
+            with pytest.raises(LoraTrainError, match=said) as caught:
+                locate(BaseSettings(model=source, revision="v9"))
+            assert caught.value.exit_code == exit_code and caught.value.fix, source
+            assert "\n" not in str(caught.value) and "SECRET" not in str(caught.value)
+    with pytest.raises(LoraTrainError, match="no connection, or offline mode"):
+        locate(BaseSettings(model="a/gone", revision="v9"))
