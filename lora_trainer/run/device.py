@@ -128,14 +128,8 @@ def best_device() -> tuple[torch.device, bool]:
 @contextmanager
 def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
     """Limit pinned host memory to the platform's limit while the block runs; report a refusal once."""
-
-    def report(problem: str) -> None:
-        events.problem(
-            problem,
-            fix="nothing; fewer memory.streamed_blocks need less pinned memory",
-            severity="note",
-        )
-
+    fix = "nothing; fewer memory.streamed_blocks need less pinned memory"
+    report = partial(events.problem, fix=fix, severity="note")
     with counted(limit_bytes=prepared.pinnable_bytes, on_refusal=report):
         yield
 

@@ -119,7 +119,6 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
     """Return the facts about this machine as plain values, each with its reason."""
     return {
         "gpus": {"value": [gpu.name for gpu in hardware.gpus], "reason": hardware.gpu_reason},
-        "gpu_reason": hardware.gpu_reason,
         "accelerator": hardware.accelerator()[1],
         **{
             name: {"value": getattr(hardware, name), "reason": reason}

@@ -403,8 +403,5 @@ def asked_for(request: Request, key: str) -> Any:
 
     None where it is not set.
     """
-    if key in request.overrides:
-        return request.overrides[key]
-    if request.settings_file is not None and key in request.settings_file.values:
-        return request.settings_file.values[key]
-    return (request.run_settings or {}).get(key)
+    file = request.settings_file.values if request.settings_file is not None else {}
+    return {**(request.run_settings or {}), **file, **request.overrides}.get(key)
