@@ -6,6 +6,7 @@ Each fault is what a GPU, a driver or a library may do that the processor does n
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,13 +19,16 @@ from torch import nn
 
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.common.errors import MachineError
+from lora_trainer.common.files import read_json_object
 from lora_trainer.network.block_swap import Streamed
+from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import BlockRunner
 from lora_trainer.network.pinned_memory import CopyStream
 from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver, stream_on_a_processor
-from tests.fakes.runs import Toy, events, last_state, problems, toy, trajectory
+from tests.fakes.runs import Toy, contents, events, last_state, problems, toy, trajectory
+from tests.fakes.trainee import compiled_calls
 
 pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
 FAULT = "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"
@@ -194,3 +198,92 @@ def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
     assert driver.refusals == 0 and said(run, REFUSED) == []
     assert driver.in_place[:2] == blocks[:2], "what is copied in every step is pinned first"
     assert trajectory(run) == whole
+
+
+# ---- compiled blocks: traced and differentiated as for the compiler, whose code is not made, as that takes minutes
+
+COMPILED: dict[str, Any] = {
+    "adapter__kind": "oft",
+    "adapter__targets": "attention",
+    "data__validation_fraction": 0.0,
+    "hardware__compile": "blocks",
+    "logging__trackers": [],
+    "output__measure": False,
+    "sampling__every_steps": 0,
+    "train__batch_size": 1,
+}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The calls of compiled blocks in each run of a test."""
+    found: list[list[int]] = []
+
+    def make(*args: Any, **kwargs: Any) -> CompiledBlocks:
+        blocks = CompiledBlocks(*args, backend="aot_eager", **kwargs)
+        found.append(compiled_calls(blocks))
+        kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert kept.parent.name == "compiled" and kept.parent.parent.name == "cache"
+        return blocks
+
+    torch.compiler.reset()  # else shapes that other tests compiled count towards the limit of this one
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("lora_trainer.run.session.CompiledBlocks", make)
+    return found
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Toy:
+    """Images of one shape, on a tiny base."""
+    return toy(tmp_path, images=1).with_base()
+
+
+def went_on(tiny: Toy, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Go on from the state of step 2 with a copy of the run; return its folder and what it said."""
+    copied = tiny.copy(folder)
+    shutil.rmtree(last_state(copied.run))
+    (copied.run / "toy.safetensors").unlink()
+    assert copied.train("--resume", steps=4, **COMPILED) == 0
+    (resumed,) = events(copied.run, "resumed")
+    assert resumed["step"] == 2
+    return copied.run, resumed
+
+
+def test_a_run_with_compiled_blocks_goes_on_exactly(
+    tiny: Toy, made: list[list[int]], tmp_path: Path
+) -> None:
+    assert tiny.train(steps=4, **COMPILED) == 0
+    assert len(made[0]) == 4 * len({*made[0]}), "every pass of every step, and nothing else"
+    record = read_json_object(tiny.run / "run.json")
+    assert record["settings"]["hardware.compile"] == "blocks"
+    assert record["environment"]["exactness"]["compiler"]
+    run, resumed = went_on(tiny, tmp_path / "resumed")
+    assert resumed["exactness"] == "EXACT", resumed["differences"]
+    assert len(made[1]) == 2 * len({*made[0]})
+    assert trajectory(run) == trajectory(tiny.run)
+    assert contents(last_state(run)) == contents(last_state(tiny.run))
+
+
+def test_a_run_whose_compiler_fails_is_the_one_without_and_says_so(
+    tiny: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(_: Any, __: Any) -> Any:
+        raise OSError("no compiler")
+
+    tried: list[CompiledBlocks] = []
+
+    def make(*args: Any, **kwargs: Any) -> CompiledBlocks:
+        tried.append(CompiledBlocks(*args, backend=broken, **kwargs))
+        return tried[-1]
+
+    monkeypatch.setattr("lora_trainer.run.session.CompiledBlocks", make)
+    assert tiny.train(steps=4, **COMPILED) == 0
+    (said,) = (row for row in problems(tiny.run) if "compiled blocks" in row["what"])
+    assert "no compiler" in said["what"] and "hardware.compile=none" in said["fix"]
+    changes = [row for row in events(tiny.run, "change") if row["key"] == "hardware.compile"]
+    assert [(row["old"], row["new"]) for row in changes] == [("blocks", "none")]
+    run, _ = went_on(tiny, tmp_path / "resumed")
+    assert len(tried) == 1, "a resumed run does not try again"
+    assert contents(last_state(run)) == contents(last_state(tiny.run))
+    assert tiny.train("--name", "plain", steps=4, **COMPILED | {"hardware__compile": "none"}) == 0
+    assert trajectory(tiny.runs / "plain") == trajectory(tiny.run)

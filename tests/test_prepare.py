@@ -39,6 +39,10 @@ def asked(place: Toy, **overrides: Any) -> prepare.Request:
     )
 
 
+def planned(place: Toy, hardware: Hardware = PROCESSOR, **overrides: Any) -> prepare.Prepared:
+    return prepare.prepare(asked(place, **overrides), hardware=hardware)
+
+
 def remarks(prepared: prepare.Prepared) -> list[dict[str, str]]:
     """Return the remarks of a plan: kind, what and advice of each."""
     found: list[dict[str, str]] = plan_json(prepared)["remarks"]
@@ -114,7 +118,7 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
 def test_the_format_is_one_that_can_hold_the_adapter(place: Toy) -> None:
     small_px = side_of(facts_of("zimage"))
     base = {"base__model": str(base_of("zimage")), "data__resolution": small_px}
-    prepared = prepare.prepare(asked(place, adapter__kind="lokr", **base), hardware=PROCESSOR)
+    prepared = planned(place, adapter__kind="lokr", **base)
     assert prepared.config.output.format == "comfyui"
     origin = prepared.plan.origins["output.format"]
     assert (origin.layer, "zimage" in origin.reason) == ("planner", True)
@@ -147,9 +151,9 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 
 def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
     """Of the base, the GPU, the time, the adapter, and programs that read the file."""
-    plain = prepare.prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
+    plain = planned(place, base__model="embedded")
     distilled = replace(plain, facts=replace(plain.facts, distilled=True))
-    assistant = prepare.prepare(asked(place, base__assistant="a.safetensors"), hardware=PROCESSOR)
+    assistant = planned(place, base__assistant="a.safetensors")
     flux = asked(place, base__model="black-forest-labs/FLUX.1-dev")
     larger = replace(flux, overrides={**flux.overrides, "data.resolution": 1024})
     roomy = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
@@ -162,8 +166,8 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
         "8 GiB": replace(plain, hardware=machine(8)),
         "long": replace(long_run, resolved=replace(long_run.resolved, priority="balanced")),
         "as meant": prepare.prepare(flux, hardware=roomy),
-        "dora": prepare.prepare(asked(place, adapter__dora=True), hardware=PROCESSOR),
-        "oft": prepare.prepare(asked(place, adapter__kind="oft"), hardware=PROCESSOR),
+        "dora": planned(place, adapter__dora=True),
+        "oft": planned(place, adapter__kind="oft"),
     }
     beginnings = {
         "distilled": ["embedded is distilled"],
@@ -181,10 +185,8 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
 
 
 def test_the_plan_counts_what_is_trained(place: Toy) -> None:
-    wanted = asked(
-        place, data__validation_fraction=0.5, data__repeats=2, train__steps=12, train__batch_size=1
-    )
-    prepared = prepare.prepare(wanted, hardware=PROCESSOR)
+    short = {"train__steps": 12, "train__batch_size": 1}
+    prepared = planned(place, data__validation_fraction=0.5, data__repeats=2, **short)
     assert prepared.plan.epochs == pytest.approx(12 / (3 * 2))
     trained, held_out = (
         {record.name for record in records} for records in (prepared.trained, prepared.held_out)
@@ -195,27 +197,17 @@ def test_the_plan_counts_what_is_trained(place: Toy) -> None:
 def test_a_preset_s_resolution_is_not_above_what_the_base_was_trained_on(place: Toy) -> None:
     """Those of FLUX.1 are for the releases; whoever types a larger one gets it."""
     base = str(base_of("flux"))
-    prepared = prepare.prepare(asked(place, base__model=base), hardware=CARD)
+    prepared = planned(place, CARD, base__model=base)
     assert prepared.config.data.resolution == prepared.facts.resolution_px < 512
     assert "512 is preset" in prepared.plan.origins["data.resolution"].reason
     assert max(max(size) for size in prepared.plan.images_at_once) < 512
-    typed = prepare.prepare(asked(place, base__model=base, data__resolution=512), hardware=CARD)
+    typed = planned(place, CARD, base__model=base, data__resolution=512)
     assert typed.config.data.resolution == 512
 
 
 def test_more_resolutions_are_planned_for(place: Toy) -> None:
-    one, both = (
-        prepare.prepare(
-            asked(
-                place,
-                data__resolution=32,
-                data__more_resolutions=more,
-                data__validation_fraction=0.2,
-            ),
-            hardware=PROCESSOR,
-        )
-        for more in ((), (64,))
-    )
+    small = {"data__resolution": 32, "data__validation_fraction": 0.2}
+    one, both = (planned(place, **small, data__more_resolutions=more) for more in ((), (64,)))
     assert set(one.plan.images_at_once) < set(both.plan.images_at_once)
     assert max(w * h for w, h in both.plan.images_at_once) > 32**2
     assert both.plan.memory.phases["training"] > one.plan.memory.phases["training"]
@@ -229,7 +221,7 @@ def test_more_resolutions_are_planned_for(place: Toy) -> None:
 def test_resolutions_that_make_no_sense_are_refused(place: Toy) -> None:
     for more, said in ((41, "more_resolutions=41 is not a multiple"), (64, "name a size twice")):
         with pytest.raises(RequestError, match=said):
-            prepare.prepare(asked(place, data__more_resolutions=(more,)), hardware=PROCESSOR)
+            planned(place, data__more_resolutions=(more,))
 
 
 def test_a_mask_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path: Path) -> None:
@@ -248,7 +240,7 @@ def test_check_says_what_plan_says_and_neither_writes_more_than_the_memo_in_the_
 ) -> None:
     place = toy(tmp_path)
     before = listing(place.dataset)
-    report = prepare.prepare(asked(place), hardware=PROCESSOR).report
+    report = planned(place).report
     assert report == prepare.examine(asked(place), hardware=PROCESSOR)[0]
     assert listing(place.dataset) == before
     assert {path.name for path in place.folder.iterdir()} == {"toy", "cache"}
@@ -302,7 +294,7 @@ def test_a_run_goes_on_as_it_was_planned_whatever_is_free_today(place: Toy) -> N
 
 
 def test_a_step_is_shared_by_processes_and_each_is_planned_for_its_share(place: Toy) -> None:
-    alone = prepare.prepare(asked(place, train__batch_size=4), hardware=CARD)
+    alone = planned(place, CARD, train__batch_size=4)
     for batch, images, said in (
         (4, [2, 2], ""),
         (4, [1, 1, 2], "some wait"),

@@ -107,11 +107,7 @@ def test_base_validations_samples_and_saves_come_in_time(place: Toy) -> None:
     kinds = [(row["event"], row["step"]) for row in rows if "step" in row]
     assert kinds[:3] == [("validation", 0), ("sample", 0), ("step", 1)]
     steps = {kind: [row["step"] for row in events(place.run, kind)] for kind, _ in kinds}
-    assert (steps["validation"], steps["sample"], steps["saved"]) == (
-        [0, 3, 6],
-        [0, 3, 6],
-        [2, 4, 6],
-    )
+    assert steps["validation"] == steps["sample"] == [0, 3, 6] and steps["saved"] == [2, 4, 6]
     finished = events(place.run, "finished")[0]
     validations = [row["loss"] for row in events(place.run, "validation")]
     assert finished["base_validation_loss"] == validations[0]
@@ -253,11 +249,11 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
     (stopped,) = events(run, "stopped")
     assert (stopped["exit_code"], stopped["step"]) == (4, 6)
     assert "the disk is full" in stopped["reason"]
-    assert [(row["step"], row["export"]) for row in events(run, "saved")] == [
-        (2, None),
-        (4, None),
-        (6, None),
-    ]
+    assert {row["step"]: row["export"] for row in events(run, "saved")} == {
+        2: None,
+        4: None,
+        6: None,
+    }
     assert [row["what"] for row in problems(run) if "saving at step" in row["what"]] == [
         f"saving at step {step} failed ({count} of 3 in a row end the run): the disk is full"
         for count, step in enumerate((2, 4), start=1)

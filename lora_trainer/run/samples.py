@@ -274,10 +274,7 @@ class LoadedAdapter:
 
         Raises RequestError for a strength that is not finite.
         """
-        if not math.isfinite(strength):
-            raise RequestError(
-                "a strength is not a finite number", fix="give numbers such as --strength 0.8"
-            )
+        _refuse_not_finite(strength)
         pipeline = self.pipeline
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         arguments = pipeline_arguments(
@@ -398,6 +395,8 @@ def make_images(
     All strengths of a prompt have the same seed. Raises InputError without an adapter, RequestError if the
     base is unknown, MachineError if the disk refuses.
     """
+    for strength in strengths:
+        _refuse_not_finite(strength)
     adapter = load_adapter(run, base=base)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -413,3 +412,10 @@ def make_images(
         image.save(png, format="PNG")
         write_atomic(output / name, png.getvalue(), durable=False)
         yield output / name
+
+
+def _refuse_not_finite(strength: float) -> None:
+    if not math.isfinite(strength):
+        raise RequestError(
+            "a strength is not a finite number", fix="give numbers such as --strength 0.8"
+        )

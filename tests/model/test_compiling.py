@@ -21,7 +21,7 @@ from tests.fakes.trainee import compiled_calls, trainee
 def test_gradients_of_traced_blocks_are_the_same() -> None:
     """Traced and differentiated as for the compiler, whose code is not made here: that takes minutes.
 
-    With an int8 base and streamed blocks; OFT: test_compile_end_to_end.py.
+    With an int8 base and streamed blocks; OFT: test_plain_way.py.
     """
     at = trainee("flux", prepare=partial(quantize, kind="int8", device=CPU))
     apply_checkpointing(at.denoiser, "offloaded")
