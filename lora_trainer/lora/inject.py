@@ -68,15 +68,12 @@ class AdaptedLayer:
         From the factors' Gram matrices, without the [out, in] product; only LoHa's product is formed.
         """
         factors = self.tensors().tensors
-        match self.kind:
-            case "lora" | "lokr":
-                norm = factored_norm(factors, norm=torch.linalg.vector_norm)
-            case "loha":
-                flat = {name: factor.flatten(1) for name, factor in factors.items()}
-                first = flat["w1_a"] @ flat["w1_b"]
-                norm = torch.linalg.vector_norm(first * (flat["w2_a"] @ flat["w2_b"]))
-            case kind:
-                raise AssertionError(f"the update of {kind} has no norm of its own")
+        if self.kind == "loha":
+            flat = {name: factor.flatten(1) for name, factor in factors.items()}
+            first = flat["w1_a"] @ flat["w1_b"]
+            norm = torch.linalg.vector_norm(first * (flat["w2_a"] @ flat["w2_b"]))
+        else:
+            norm = factored_norm(factors, norm=torch.linalg.vector_norm)
         scaled: Tensor = norm * abs(self.width.scale)
         return scaled
 

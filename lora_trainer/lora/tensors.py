@@ -54,13 +54,9 @@ def update(module: ModuleTensors, weight: Tensor | None = None) -> Tensor:
         return change
     assert weight is not None
     changed = weight + change
-    if "magnitude" in tensors:
-        return (
-            per_output(tensors["magnitude"].reshape(-1) / row_norms(changed), changed) * changed
-            - weight
-        )
-    factors = tensors["input_magnitude"].reshape(-1) / row_norms(changed.transpose(0, 1))
-    return factors.reshape(-1, *(1,) * (changed.dim() - 2)) * changed - weight
+    name, axis = ("magnitude", 0) if "magnitude" in tensors else ("input_magnitude", 1)
+    norms = torch.linalg.vector_norm(changed.transpose(0, axis).flatten(1), dim=1)
+    return _along(axis, tensors[name].reshape(-1) / norms, changed) * changed - weight
 
 
 def _change(module: ModuleTensors, tensors: Mapping[str, Tensor], weight: Tensor | None) -> Tensor:
@@ -87,14 +83,13 @@ def _change(module: ModuleTensors, tensors: Mapping[str, Tensor], weight: Tensor
                 grouped = weight.reshape(*matrices.shape[:2], -1)
                 turned = (matrices.mT @ grouped).reshape(weight.shape)
             if "rescale" in tensors:
-                turned = per_output(tensors["rescale"], turned) * turned
+                turned = _along(0, tensors["rescale"], turned) * turned
             return turned - weight
         case "oft_in":
             return _rotate_inputs(tensors["skew"], weight) - weight
         case "ia3":
-            if "by_output" in tensors:
-                return per_output(tensors["by_output"], weight) * weight
-            return tensors["by_input"].reshape(-1, *(1,) * (weight.dim() - 2)) * weight
+            name, axis = ("by_output", 0) if "by_output" in tensors else ("by_input", 1)
+            return _along(axis, tensors[name], weight) * weight
     # glora
     turned = torch.einsum("oi...,ij->oj...", weight, tensors["a1"] @ tensors["a2"])
     added = low_rank(tensors["b2"], tensors["b1"]).reshape(weight.shape)
@@ -150,15 +145,9 @@ def _rotate_inputs(skew: Tensor, weight: Tensor) -> Tensor:
     return (grouped @ matrix).reshape(weight.shape)
 
 
-def row_norms(weight: Tensor) -> Tensor:
-    """Return the L2 norm of the weights of each output, [out]."""
-    norms: Tensor = torch.linalg.vector_norm(weight.flatten(1), dim=1)
-    return norms
-
-
-def per_output(values: Tensor, like: Tensor) -> Tensor:
-    """Shape [out] so that it multiplies the outputs of a weight [out, in, ...]."""
-    return values.reshape(-1, *(1,) * (like.dim() - 1))
+def _along(axis: int, values: Tensor, like: Tensor) -> Tensor:
+    """Shape [out] (axis 0) or [in] (1) so that it multiplies a weight [out, in, ...] along that axis."""
+    return values.reshape(-1, *(1,) * (like.dim() - 1 - axis))
 
 
 def _factor(tensors: Mapping[str, Tensor], name: str) -> Tensor:

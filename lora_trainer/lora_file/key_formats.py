@@ -199,7 +199,8 @@ FormatRequest = Literal["auto"] | FileFormat
 class AdapterContents:
     """The contents of an adapter that decide its format: kinds, DoRA, trained text encoders, biases.
 
-    `input_dora`: DoRA magnitudes of some layers are per input, as in OneTrainer's files.
+    `input_dora`: DoRA magnitudes of some layers are per input, as in OneTrainer's files. `rank` and `lora_alpha`
+    are the most frequent ones of an adapter that is there, the latter of its LoRAs.
     """
 
     kinds: frozenset[AdapterKind]
@@ -207,6 +208,8 @@ class AdapterContents:
     text: bool
     bias: bool = False
     input_dora: bool = False
+    rank: int = 0
+    lora_alpha: float = 1.0
 
 
 def planned_contents(adapter: AdapterSettings) -> AdapterContents:

@@ -98,16 +98,14 @@ def holds_adapter(folder: Path) -> bool:
 
 def file_of(path: Path) -> Path:
     """Return the LoRA file in a folder as peft and diffusers write it, any other path as it is."""
+    files = [path / name for name in FOLDER_FILES]
     if path.is_dir() and not holds_adapter(path):
-        if any((path / name).with_suffix(".bin").is_file() for name in FOLDER_FILES):
+        if any(file.with_suffix(".bin").is_file() for file in files):
             fault = "holds an adapter as a pickle only, which can run code when opened"
             refuse(path, fault, fix="save it with safe_serialization=True where it was made")
-        refuse(
-            path,
-            f"is no file but a folder without {' or '.join(FOLDER_FILES)}",
-            fix="give a LoRA file",
-        )
-    return next((path / name for name in FOLDER_FILES if (path / name).is_file()), path)
+        fault = f"is no file but a folder without {' or '.join(FOLDER_FILES)}"
+        refuse(path, fault, fix="give a LoRA file")
+    return next((file for file in files if file.is_file()), path)
 
 
 def refuse(

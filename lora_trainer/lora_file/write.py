@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,16 +50,22 @@ class Unwritable(TrainingStopped):
 def contents_of(tensors: AdapterTensors) -> AdapterContents:
     """Return the contents of an adapter that decide its format; every module is looked up once."""
     kinds, names, has_bias = set[AdapterKind](), set[str](), False
+    ranks, alphas = Counter[int](), Counter[float]()
     for module in tensors.values():
         kinds.add(module.kind)
         names |= module.tensors.keys()
         has_bias |= "bias" in module.tensors and module.kind != "norm"
+        ranks[module.rank] += 1
+        if module.kind == "lora":
+            alphas[module.scale * module.rank] += 1
     return AdapterContents(
         kinds=frozenset(kinds),
         dora=bool(names & {"magnitude", "input_magnitude"}),
         text=any(split_key(key)[0].startswith("text_encoder") for key in tensors),
         bias=has_bias,
         input_dora="input_magnitude" in names,
+        rank=ranks.most_common(1)[0][0],
+        lora_alpha=alphas.most_common(1)[0][0] if alphas else 1.0,
     )
 
 
@@ -77,7 +83,7 @@ def write_export(
     Raises TrainingStopped when a value is not finite or does not fit `precision`, or a module differs by more
     than rounding explains, and MachineError when the disk refuses or gives other bytes back.
     """
-    alpha = common_alpha(tensors.values())
+    alpha = contents_of(tensors).lora_alpha
     form = FileForm(family=family, format=format, precision=precision, lora_alpha=alpha)
     try:
         write_modules(
@@ -175,17 +181,11 @@ def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
     return removed
 
 
-def common_alpha(modules: Iterable[ModuleTensors]) -> float:
-    """Return the most frequent alpha of LoRA modules."""
-    alphas = Counter(module.scale * module.rank for module in modules if module.kind == "lora")
-    return alphas.most_common(1)[0][0] if alphas else 1.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileForm:
     """How a file states an adapter; `format` is one that `key_formats.format_for` allows.
 
-    kohya files state the strength of LoRAs as `alpha`, one for all modules (`lora_alpha`, see `common_alpha`), as
+    kohya files state the strength of LoRAs as `alpha`, one for all modules (`lora_alpha`, the most frequent), as
     diffusers 0.42 gives attention layers the most frequent one; the rest of a module's strength is multiplied into
     `up`. In the other formats all of the strength is, as their readers disagree about where it is written, and
     so is that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md).

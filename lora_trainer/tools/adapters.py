@@ -9,7 +9,6 @@ precision would round it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -48,7 +47,6 @@ from lora_trainer.lora_file.tensor_file import HASHES, file_of, refuse_existing
 from lora_trainer.lora_file.write import (
     FileForm,
     Unwritable,
-    common_alpha,
     contents_of,
     write_modules,
 )
@@ -208,7 +206,7 @@ class AdapterTarget:
             family=family,
             format=format,
             precision=self.precision or default,
-            lora_alpha=common_alpha(modules.values()),
+            lora_alpha=contents.lora_alpha,
         )
         rounds = exact and self.precision is None and default != "fp32"
         if rounds and not _is_exact(form, modules):
@@ -216,8 +214,7 @@ class AdapterTarget:
             notes.insert(
                 0, f"written in fp32, as {default} would round it; --precision {default} rounds"
             )
-        rank = Counter(module.rank for module in modules.values()).most_common(1)[0][0]
-
+        rank = contents.rank
         others: list[AdapterKind] = sorted(contents.kinds - {"lora"})
         network = network_entries(others[0] if others else "lora", dora=contents.dora)
 
@@ -265,13 +262,11 @@ def _as_option(text: str) -> str:
 # ---- header entries
 
 
-# Header entries about the tensors of the old file; peft's settings would be a second strength.
-_NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})
-
-
 def carried(metadata: Mapping[str, str], *, resized: bool) -> dict[str, str]:
     """Return the entries of an adapter made from one other, of another rank if `resized`."""
-    left_out = {*_NOT_CARRIED, NETWORK_MODULE, NETWORK_ARGUMENTS} if resized else _NOT_CARRIED
+    # Entries about the tensors of the old file; peft's settings would be a second strength.
+    left_out = {*HASHES, DIFFUSERS_METADATA, FOLDED}
+    left_out |= {NETWORK_MODULE, NETWORK_ARGUMENTS} if resized else set()
     return {key: value for key, value in metadata.items() if key not in left_out}
 
 
