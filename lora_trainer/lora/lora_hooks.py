@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ Layer = nn.Linear | nn.Conv2d
 Apply = Callable[[Tensor], Tensor]
 
 
+@dataclass(kw_only=True)
 class LoraStrength:
     """The strength of an attached adapter; it is 0 after `attach_lora`, 1 after `attach_assistant`."""
 
-    def __init__(self) -> None:
-        self.strength = 0.0
+    strength: float = 0.0
 
     @contextmanager
     def at(self, strength: float) -> Iterator[None]:
@@ -113,12 +113,7 @@ def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
         if apply is not None:
             change = apply(inputs[0])
         else:  # made in every pass: stored for all layers it would take as much as the base
-            weight = change_of(layer, module).to(inputs[0])
-            if isinstance(layer, nn.Linear):
-                change = F.linear(inputs[0], weight)
-            else:
-                change = _convolved(layer, inputs[0], weight)
-            del weight  # as large as the layer's own: not held while the sum is made
+            change = _applied(layer, inputs[0], change_of(layer, module).to(inputs[0]))
         if bias is not None:
             change = change + bias.reshape(-1, *(1,) * (layer.weight.dim() - 2)).to(output)
         return torch.add(output, change, alpha=dial.strength)
@@ -144,12 +139,15 @@ def _low_rank(layer: Layer, module: ModuleTensors) -> Apply:
         if location not in factors:
             factors[location] = (down.to(*location), up.to(*location))
         own_down, own_up = factors[location]
-        if isinstance(layer, nn.Linear):
-            return F.linear(F.linear(x, own_down), own_up)
-        return F.conv2d(_convolved(layer, x, own_down), own_up)
+        middle = _applied(layer, x, own_down)
+        return (
+            F.linear(middle, own_up) if isinstance(layer, nn.Linear) else F.conv2d(middle, own_up)
+        )
 
     return apply
 
 
-def _convolved(layer: nn.Conv2d, x: Tensor, kernel: Tensor) -> Tensor:
-    return F.conv2d(x, kernel, stride=layer.stride, padding=layer.padding, dilation=layer.dilation)
+def _applied(layer: Layer, x: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight)
+    return F.conv2d(x, weight, None, layer.stride, layer.padding, layer.dilation)

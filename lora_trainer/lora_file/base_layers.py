@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from lora_trainer import families
@@ -180,12 +181,11 @@ def _joined(
     """Return the rows of each layer of `names` in the weight that joins them; one layer has the whole weight."""
     if len(names) == 1:
         return (LayerRows(key=f"{DENOISER}.{names[0]}", swapped=names[0] in swapped),)
-    joined, start = [], 0
-    for name in names:
-        end = start + (shapes[name][0] if shapes[name] else 0)
-        joined.append(LayerRows(key=f"{DENOISER}.{name}", rows=(start, end)))
-        start = end
-    return tuple(joined)
+    ends = [*accumulate(shapes[name][0] if shapes[name] else 0 for name in names)]
+    return tuple(
+        LayerRows(key=f"{DENOISER}.{name}", rows=rows)
+        for name, rows in zip(names, pairwise([0, *ends]), strict=True)
+    )
 
 
 # ---- the base that a file fits

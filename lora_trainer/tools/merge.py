@@ -83,11 +83,7 @@ def merge(
             cutter.cut_all(adapters, weight_of=_weight_of(base, stack))
         # All entries that the files share, and the names of the files.
         headers = [source.contents.metadata for source in adapters.sources]
-        common = {
-            key: value
-            for key, value in headers[0].items()
-            if all(header.get(key) == value for header in headers)
-        }
+        common = dict(set.intersection(*(set(header.items()) for header in headers)))
         bases = {stated_base(header) for header in headers}
         if len(bases) == 1 and (made_with := bases.pop()) is not None:
             common.setdefault(SETTINGS_ENTRY, made_for(made_with))
