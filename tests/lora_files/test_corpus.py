@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.tools.adapters import open_source
 from scripts.readers.trees import Tree
 from tests.fakes.adapters import tool
-from tests.lora_files.trainers import CASES, Case, Expected, build, some
+from tests.lora_files.trainers import CASES, LISTING, Case, Expected, build, some
 
 READ = [case for case in CASES if not case.refused]
 LYCORIS = [case for case in READ if case.name.startswith("LyCORIS") and case.family == "sd15"]
@@ -150,27 +149,6 @@ def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) ->
 FACTORS = {f"{MODULE}.lora_down.weight": (2, 320), f"{MODULE}.lora_up.weight": (320, 2)}
 
 
-def pair(module: str, out: int, fan_in: int) -> dict[str, tuple[int, ...]]:
-    return {f"{module}.lora_down.weight": (4, fan_in), f"{module}.lora_up.weight": (out, 4)}
-
-
-OTHER_FILES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "number their layers": {"unet:0:up": (320, 2), "unet:0:down": (2, 320)},
-    "Nunchaku": {f"{MODULE}.lora_down": (320, 16), f"{MODULE}.lora_up": (320, 16)},
-    "T-LoRA": {f"{MODULE}.q_layer.weight": (2, 320), f"{MODULE}.lambda_layer": (1, 2)},
-    "hypernetwork": {"768.linear1.weight": (768, 768)},
-    "fp8 factors have scales": FACTORS | {f"{MODULE}.lora_down.scale_weight": ()},
-    "modules_to_save": FACTORS | {"base.x.modules_to_save.default.weight": (4, 4)},
-    "control LoRA": FACTORS | {"single_blocks.0.norm.key_norm.scale": (128,)},
-}
-UNUSABLE = {
-    "in the size 9000x3072, the layer is 9216x3072": {
-        **pair("lora_unet_double_blocks_0_img_attn_qkv", 9000, 3072),
-        **pair("lora_unet_double_blocks_0_img_mlp_0", 12288, 3072),
-    },
-    "is an adapter of family wan": pair("lora_unet_blocks_0_self_attn_q", 1536, 1536),
-    "is an adapter of family hunyuan": pair("lora_unet_double_blocks_0_img_attn_qkv", 10752, 3584),
-}
 CODE = """
 import sys
 from pathlib import Path
@@ -193,17 +171,19 @@ sys.exit("torch" in sys.modules)
 
 def test_other_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
-    for reason, shapes in OTHER_FILES.items():
+    for other in LISTING["other"]:
+        shapes = other["shapes"] | (FACTORS if "lora" in other else {})
         save_file({key: torch.ones(shape) for key, shape in shapes.items()}, file)
-        with pytest.raises(InputError, match=reason):
+        with pytest.raises(InputError, match=other["reason"]):
             tool("convert", file, format="diffusers", output=tmp_path / "b.safetensors")
 
 
 def test_what_fits_no_base_is_refused_without_torch(tmp_path: Path) -> None:
     files = []
-    for number, shapes in enumerate(UNUSABLE.values()):
+    for number, unusable in enumerate(LISTING["unusable"]):
         files.append(str(tmp_path / f"{number}.safetensors"))
-        save_file({key: torch.zeros(shape) for key, shape in shapes.items()}, files[-1])
+        tensors = {key: torch.zeros(shape) for key, shape in unusable["shapes"].items()}
+        save_file(tensors, files[-1])
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(tmp_path), *files],
         cwd=Path(__file__).parents[2],
@@ -211,7 +191,7 @@ def test_what_fits_no_base_is_refused_without_torch(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    reasons = [reason for reason in UNUSABLE for _ in range(3)]
+    reasons = [unusable["reason"] for unusable in LISTING["unusable"] for _ in range(3)]
     for line, reason in zip(done.stdout.splitlines(), reasons, strict=True):
         assert reason in line
     assert done.returncode == 0, "torch was imported to refuse a file"

@@ -74,39 +74,18 @@ def split(layers: Iterable[Layer]) -> list[Layer]:
     return [part for layer in layers for part in layer.split()]
 
 
-def bare(*ends: str, **options: object) -> k.Kind:
-    """Return a LoRA whose file states no alpha."""
-    return k.lora(alpha=None, ends=(*ends, "alpha"), **options)
-
-
-AB = ("lora_A.weight", "lora_B.weight")
-KINDS: Mapping[str, k.Kind] = {
-    "kohya": k.lora(),
-    "locon": k.lora(rank=4, alpha=2.0),
-    "peft": bare(*AB),
-    "original": k.lora(ends=(*AB, "alpha")),
-    "old": bare("lora.down.weight", "lora.up.weight"),
-    "default": bare("lora_A.default.weight", "lora_B.default.weight"),
-    "processor": bare("_lora.down.weight", "_lora.up.weight"),
-    "processor of images": bare("_lora1.down.weight", "_lora1.up.weight"),
-    "processor of texts": bare("_lora2.down.weight", "_lora2.up.weight"),
-    "linear layer": bare("lora_linear_layer.down.weight", "lora_linear_layer.up.weight"),
-}
-"""Kinds that files.toml has by a name; others are a function of `kinds`, or "peft", with their options."""
-STATED = {
-    "sd15": "sd_v1", "sd2": "sd_v2", "sdxl": "sdxl_base_v1-0", "sd3": "3-5-medium", "flux": "flux1",
-    "flux2": "flux2", "chroma": "chroma", "zimage": "zimage", "qwen": "qwen_image",
-}  # fmt: skip
-
-
 LISTING = tomllib.loads(Path(__file__).with_name("files.toml").read_text(encoding="utf-8"))
 
 
 def kind_of(kind: str | Mapping[str, Mapping[str, Any]]) -> k.Kind:
-    if isinstance(kind, str):
-        return KINDS[kind]
-    ((name, options),) = kind.items()
-    write: k.Kind = bare(*AB, **options) if name == "peft" else getattr(k, name)(**options)
+    """Return a kind of files.toml: a function of `kinds`, or one by its name, where given with more options."""
+    ((name, options),) = {kind: {}}.items() if isinstance(kind, str) else kind.items()
+    if name in LISTING["kinds"]:
+        ((name, own),) = LISTING["kinds"][name].items()
+        options = {**own, **options}
+    if name == "bare":
+        return k.lora(alpha=None, **options)
+    write: k.Kind = getattr(k, name)(**options)
     return write
 
 
@@ -209,7 +188,7 @@ def build(case: Case, path: Path, *, most: int | None = None) -> dict[str, Expec
                 begin += out
     for key, shape in case.extra.items():
         tensors[key] = torch.zeros(shape)
-    stated = {} if most is None else {"ss_base_model_version": STATED[case.family]}
+    stated = {} if most is None else {"ss_base_model_version": LISTING["stated"][case.family]}
     save_file(tensors, path, metadata={**case.metadata, **stated} or None)
     return expected
 
