@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -286,7 +286,7 @@ class BaseRelease:
     None where all are read.
     """
 
-    ids: tuple[str, ...]
+    ids: Sequence[str]
     architecture: Mapping[str, Any]
     vae: Mapping[str, Any]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
@@ -294,7 +294,7 @@ class BaseRelease:
     max_tokens: int
     download_bytes: int = 0
     licence: Licence | None = None
-    checkpoints: tuple[str, ...] = ()
+    checkpoints: Sequence[str] = ()
     variant: str = ""
     distilled: bool = False
     prediction: Prediction = "flow"

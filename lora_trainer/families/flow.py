@@ -12,15 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Precision, Targets
 from lora_trainer.families.base import Family
 from lora_trainer.families.base_files import base_parts
-from lora_trainer.families.facts import (
-    INDEXED_BLOCK,
-    AdapterFormats,
-    FileFormat,
-    NetworkTraits,
-)
+from lora_trainer.families.facts import INDEXED_BLOCK, AdapterFormats, FileFormat, NetworkTraits
 from lora_trainer.families.releases import TextNetwork
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 from lora_trainer.families.texts import TextInputs
@@ -62,6 +58,16 @@ def text_lengths(mask: Tensor) -> list[int]:
     # A single text has no padding. Reading the mask would synchronise with the device, and a meta tensor
     # (costs are traced without padding) has no values to read.
     return [longest] * batch if batch == 1 or mask.is_meta else mask.sum(dim=1).tolist()
+
+
+def refuse_channels(source: str, architecture: Mapping[str, Any], *, allowed: int) -> None:
+    """Raise InputError for a network with more inputs than noisy latents."""
+    if architecture["in_channels"] != allowed:
+        raise InputError(
+            f"{source} takes {architecture['in_channels']} channels: an inpainting, fill or control release; "
+            f"text-to-image has {allowed}",
+            fix="use a text-to-image release or a base fine-tuned from one",
+        )
 
 
 def encoders(

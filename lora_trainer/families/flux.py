@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_parts import denoiser_names
 from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
@@ -34,6 +33,7 @@ from lora_trainer.families.flow import (
     TransformerTraits,
     encoders,
     position_ids,
+    refuse_channels,
     target_endings,
 )
 from lora_trainer.families.latents import PackedLatents, pack, unpack
@@ -100,12 +100,7 @@ class Flux(FlowFamily):
         """
         # Fill has 384 channels: 64 of noise, 64 of the masked image, 256 of the mask at full resolution (8 x 8
         # x 4). Control releases have 128, noise and the control image.
-        in_channels, allowed = int(plain.architecture["in_channels"]), 4 * LATENT_CHANNELS
-        if in_channels != allowed:
-            raise InputError(
-                f"{plain.ids[0]} takes {in_channels} channels: a fill or control release; text-to-image has {allowed}",
-                fix="use FLUX.1-dev or a base fine-tuned from it",
-            )
+        refuse_channels(plain.ids[0], plain.architecture, allowed=4 * LATENT_CHANNELS)
         in_folder = bool(plain.architecture.get("guidance_embeds", False))
         single = layout.part_file("denoiser")
         embeds = in_folder if single is None else _reads_guidance(single)

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import (
-    denoiser_names,
-    read_json,
-)
+from lora_trainer.families.base_files.base_parts import read_json
 from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
@@ -70,13 +67,18 @@ class SquareLatents(VaeLatents):
         return 4 * channels, 2 * factor
 
     def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        from torch.nn.functional import pixel_unshuffle
+
         # The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipeline
         # applies them by hand as here (Flux2KleinPipeline.__call__, before it decodes).
         norm = vae.bn
         shift = norm.running_mean.view(1, -1, 1, 1)
         scale = (norm.running_var + vae.config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
         latents = vae.encode(pixels).latent_dist
-        return (_squares(latents.mean) - shift) / scale, _squares(latents.std) / scale
+        # Channels vary slowest, then row and column in the square, as in the pipeline's `_patchify_latents`; another
+        # order would train, too, and give an adapter of no use elsewhere.
+        mean, std = pixel_unshuffle(latents.mean, 2), pixel_unshuffle(latents.std, 2)
+        return (mean - shift) / scale, std / scale
 
     def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         # The pipeline itself undoes normalisation and squares.
@@ -119,7 +121,7 @@ class Flux2(FlowFamily):
     # ---- facts
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        names = denoiser_names(header)
+        names = self.denoiser_names(header)
         full = names.get("txt_in.weight", names.get("context_embedder.weight", ""))
         shape = header[full].shape if full else ()
         for release in self.published:
@@ -145,11 +147,6 @@ class Flux2(FlowFamily):
                 f"the text encoder of {layout.folder} gives {width} channels, its denoiser reads "
                 f"{config['joint_attention_dim']}",
                 fix="give denoiser and text encoder of one release",
-            )
-        if layout.part_file("vae") is not None:
-            raise InputError(
-                "a FLUX.2 VAE cannot be read from a single file",
-                fix="give a folder with its config.json and weights: --set base.vae=FOLDER",
             )
         distilled = bool(read_json(layout.folder / "model_index.json").get("is_distilled", False))
         single = layout.part_file("denoiser")
@@ -194,15 +191,6 @@ class Flux2(FlowFamily):
 
 
 FAMILY = Flux2()
-
-
-def _squares(latents: Tensor) -> Tensor:
-    """Fold [B, C, H, W] to [B, 4 C, H/2, W/2]; channels vary slowest, then row and column in the square."""
-    from torch.nn.functional import pixel_unshuffle
-
-    # The order of channels is that of the pipeline's `_patchify_latents`; another one would
-    # train, too, and give an adapter of no use elsewhere.
-    return pixel_unshuffle(latents, 2)
 
 
 def _positions(like: Tensor, *, rows: int = 1, columns: int = 1, tokens: int = 1) -> Tensor:

@@ -56,16 +56,13 @@ class Gemma2Encoder(MaskedEncoder):
 
 def _of_one_length(*texts: Conditioning) -> list[Conditioning]:
     """Pad the shorter text: both must have one length."""
-    from torch.nn.functional import pad
+    from torch.nn.utils.rnn import pad_sequence
 
-    longest = max(each["text"].shape[1] for each in texts)
-    return [
-        {
-            "text": pad(each["text"], (0, 0, 0, longest - each["text"].shape[1])),
-            "text_mask": pad(each["text_mask"], (0, longest - each["text"].shape[1])),
-        }
-        for each in texts
-    ]
+    padded = {
+        key: pad_sequence([each[key][0] for each in texts], batch_first=True)
+        for key in ("text", "text_mask")
+    }
+    return [{key: rows[n : n + 1] for key, rows in padded.items()} for n in range(len(texts))]
 
 
 class Lumina2(FlowFamily):

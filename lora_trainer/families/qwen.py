@@ -50,8 +50,6 @@ TEMPLATE = (
 TEMPLATE_TOKENS = 34
 # Prefixes of the vision tower and the language head, in old and new names: 1.2 of 8.3 billion parameters.
 UNREAD = ("visual.", "model.visual.", "lm_head.")
-# Settings of the denoiser that only editing and layered models switch on.
-OTHER_MODELS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
 
 
 class QwenVLEncoder(MaskedEncoder):
@@ -158,12 +156,6 @@ class QwenImage(FlowFamily):
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release with a single file's own number of blocks: some releases are pruned."""
-        foreign = [name for name in OTHER_MODELS if plain.architecture.get(name)]
-        if foreign:
-            raise InputError(
-                f"the denoiser of {plain.ids[0]} has {', '.join(foreign)}: an editing or layered model",
-                fix="give a text-to-image release such as Qwen/Qwen-Image",
-            )
         text_config(layout.folder, kind="qwen2_5_vl")  # raises for another text encoder
         single = layout.part_file("denoiser")
         return plain if single is None else _as_deep(plain, read_header(single))

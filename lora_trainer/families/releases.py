@@ -55,8 +55,6 @@ def released(family: str) -> tuple[BaseRelease, ...]:
         sizes = {**values["parameters"], "vae": vae.pop("parameters")}
         licence = tables["licences"].get(values.get("licence"))
         values |= {
-            "ids": tuple(values["ids"]),
-            "checkpoints": tuple(values.get("checkpoints", ())),
             "vae": vae,
             "architecture": {
                 key: None if value == "none" else value

@@ -13,12 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import (
-    denoiser_names,
-    elements,
-    encoders_in,
-)
+from lora_trainer.families.base_files.base_parts import elements, encoders_in
 from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
@@ -34,6 +29,7 @@ from lora_trainer.families.flow import (
     FlowFamily,
     TransformerTraits,
     encoders,
+    refuse_channels,
     target_endings,
 )
 from lora_trainer.families.releases import BY_ROLE, CLIP_L_PROJECTED
@@ -113,12 +109,7 @@ class StableDiffusion3(FlowFamily):
                 plain.parameters["denoiser"], nearest.parameters["denoiser"], rel_tol=0.02
             ):
                 architecture = {**architecture, **nearest.architecture}
-        if architecture["in_channels"] != channels:
-            raise InputError(
-                f"the denoiser of {source} takes {architecture['in_channels']} channels, its VAE "
-                f"gives {channels}",
-                fix="give a text-to-image base, no inpainting or control model",
-            )
+        refuse_channels(source, architecture, allowed=channels)
         variant = "medium" if architecture.get("dual_attention_layers") else "large"
         if architecture.get("qk_norm") is None:
             variant = "3-medium"
@@ -137,7 +128,7 @@ class StableDiffusion3(FlowFamily):
         return min(self.published, key=lambda each: abs(each.parameters["denoiser"] - parameters))
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        variant = self._nearest(elements(header, denoiser_names(header).values())).variant
+        variant = self._nearest(elements(header, self.denoiser_names(header).values())).variant
         turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
         return next(each for each in self.published if each.variant == variant + turbo)
 

@@ -7,15 +7,12 @@ some predict velocity. Conditioning is `text`, `pooled` and `time_ids`.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import components
 from lora_trainer.families.base_files.unet_file import ldm_module
 from lora_trainer.families.facts import (
     DENOISER,
     AdapterNames,
-    BaseFacts,
     BaseRelease,
     FileFormat,
     Layout,
@@ -53,17 +50,6 @@ class StableDiffusionXL(UNetFamily):
     )
 
     # ---- facts
-
-    def detect(self, folder: Path) -> bool:
-        return super().detect(folder) or _is_refiner(folder)
-
-    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
-        if _is_refiner(layout.folder):
-            raise InputError(
-                f"{layout.folder} is a refiner: it has no first text encoder, and adapters are not trained on it",
-                fix=f"give the base model, such as {BASE}",
-            )
-        return super().facts(layout, source=source)
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Raise InputError for relatives of SDXL: other blocks (adapter files have no names for them) or EDM."""
@@ -107,8 +93,3 @@ class StableDiffusionXL(UNetFamily):
 
 
 FAMILY = StableDiffusionXL()
-
-
-def _is_refiner(folder: Path) -> bool:
-    classes = components(folder)
-    return "unet" in classes and "text_encoder_2" in classes and "text_encoder" not in classes

@@ -28,12 +28,7 @@ from lora_trainer.families.base_files.base_parts import elements, read_json, tok
 from lora_trainer.families.base_files.weight_files import SUFFIXES, read_header, refuse_quantised
 from lora_trainer.families.facts import BaseFacts, Header, Part
 from lora_trainer.families.hub_files import TEXT_SUFFIXES, fetch
-from lora_trainer.families.recognise import (
-    LORA,
-    first_fit,
-    other_model,
-    text_encoder_in,
-)
+from lora_trainer.families.recognise import LORA, first_fit, other_model, text_encoder_in
 from lora_trainer.families.releases import BY_ROLE
 
 # CLIP's vocabulary and merges twice, T5's SentencePiece model: the files from open repositories.
@@ -187,12 +182,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     if fitting:
         # Miniature bases have CLIPs of equal width. Then the projection decides, which files of CLIP-L lack.
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
-    content = first_fit(header, "lone_parts") or other_model(
-        header, family=family.name, file_name=file.name
-    )
-    described = (
-        f"the text encoder {name} of width {width}" if encoder else content or "no text encoder"
-    )
+    described = f"the text encoder {name} of width {width}" if encoder else "no text encoder"
     raise InputError(
         f"base.text_encoders: {file.name} is {described}; family {family.name} has "
         f"{', '.join(family.text.roles.values())}",

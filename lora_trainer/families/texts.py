@@ -12,13 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.caption_markup import NewWord, Weighted
-from lora_trainer.families.facts import (
-    TIME_IDS,
-    UNET_CLASS,
-    BaseFacts,
-    Conditioning,
-    unet_numbers,
-)
+from lora_trainer.families.facts import TIME_IDS, UNET_CLASS, BaseFacts, Conditioning, unet_numbers
 from lora_trainer.families.releases import Shapes, TextNetwork
 
 if TYPE_CHECKING:

@@ -284,8 +284,7 @@ def test_a_vae_of_another_family_is_refused(tmp_path: Path) -> None:
     written({"a": torch.zeros(1)}, file)
     with pytest.raises(InputError, match="holds no VAE"):
         facts_at(base_of("sd15"), vae=file)
-    with pytest.raises(InputError, match="VAE cannot be read from a single file"):
-        facts_at(base_of("flux2"), vae=written(vae_tensors(base_of("flux2")), file))
+    assert not parts_in("flux2", written(vae_tensors(base_of("flux2")), file))
 
 
 WAN = {
@@ -344,7 +343,7 @@ def test_a_file_that_is_no_encoder_of_the_family_is_named() -> None:
     vae = base_of("flux") / "vae" / "diffusion_pytorch_model.safetensors"
     (qwen,) = (base_of("zimage") / "text_encoder").glob("*.safetensors")
     for name, file, said in (
-        ("flux", vae, "is a VAE.*family flux has clip_l, t5xxl"),
+        ("flux", vae, "is no text encoder; family flux has clip_l, t5xxl"),
         ("flux", qwen, "is the text encoder Qwen3.*family flux has clip_l, t5xxl"),
         ("sdxl", qwen, "family sdxl reads its text encoders from a checkpoint"),
     ):
