@@ -276,9 +276,9 @@ REFUSED = {
         "is for QwenImageEditPipeline, allowed is QwenImagePip",
     ),
     "sd3, inpainting": (
-        "sd3", "transformer/config.json", {"in_channels": 33}, "takes 33 channels: .* text-to-image has 16"
+        "sd3", "transformer/config.json", {"in_channels": 33}, "takes 33 channels: .* has 16"
     ),
-    "flux, fill": ("flux", "transformer/config.json", {"in_channels": 384}, "takes 384 channels: .* text-to-image has 64"),
+    "flux, fill": ("flux", "transformer/config.json", {"in_channels": 384}, "384 channels: .* has 64"),
 }  # fmt: skip
 
 
