@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import constraints
-from lora_trainer.config.config import SettingInfo, all_settings, build_config
+from lora_trainer.config.config import SettingInfo, all_settings
 from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
 from tests.fakes.family_bases import base_of, facts_of, side_of
@@ -97,16 +97,6 @@ def beside_others(
         rest = {key: value for key, value in others.items() if key not in error.found}
         assert len(rest) < len(others), f"refused for another reason: {error}"
         return beside_others(place, settings, rest)
-
-
-def test_conditions_name_settings_and_their_values() -> None:
-    for info in CONDITIONAL:
-        conditions = (info.only_for, info.not_for, info.idle_with)
-        for key, values in (pair for needs in conditions for pair in needs.items()):
-            assert key in SETTINGS and key != info.key, info.key
-            for value in values:
-                assert build_config({key: value}), f"{info.key}: {key}={value}"
-                assert value != "auto", f"{info.key}: auto of {key} is no answer yet"
 
 
 @pytest.mark.parametrize(("beside", "infos"), clauses().values(), ids=clauses())

@@ -79,18 +79,6 @@ def test_bitsandbytes_pages_what_is_counted_as_paged(
     assert on_device > 0, "its scales are never paged"
 
 
-def test_pinned_memory_comes_in_powers_of_two() -> None:
-    """Of masters, states and export."""
-    for elements, size in (
-        (1, 4096),
-        (1024, 4096),
-        (1025, 8192),
-        (2**18, 2**20),
-        (2**18 + 1, 2**21),
-    ):
-        assert optimizer_facts.copied_bytes({(elements,): 1}, "lion", pinned=True) == 3 * size
-
-
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
     network = nn.Sequential(nn.Linear(300, 70), nn.Linear(70, 90)).requires_grad_(False)
