@@ -17,11 +17,10 @@ from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config import PRIORITIES, layers
 from lora_trainer.config.config import flatten
-from lora_trainer.families import family as load_family
-from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import run_length
+from scripts import plan_tables
 from scripts.write_schema import preset_schema
 from tests.config.test_layers import resolved
 from tests.fakes import plans
@@ -45,28 +44,17 @@ def smallest_machine(tier: str) -> Hardware:
     return replace(here, expandable_segments=False, gpus=() if tier == "cpu" else here.gpus)
 
 
-def releases(family: str) -> list[BaseFacts]:
-    """Return the facts of the public releases of a family, one for each architecture."""
-    named = load_family(family)
-    sources = [next(iter(named.releases))]
-    for release in getattr(named, "published", ()):
-        sources += release.ids
-    found = {}
-    for source in sources:
-        facts = families.known_base(source)
-        assert facts is not None
-        found.setdefault(json.dumps(dict(facts.architecture)), facts)
-    return list(found.values())
-
-
 @cache
 def planned(
     family: str, tier: str, priority: Any, *, images: int = 20, **changed: Any
 ) -> tuple[Plan, ...]:
     """Plan a preset for each release on the smallest machine of its tier."""
+    sources = [
+        source for source in plan_tables.releases() if families.known_base(source).family == family
+    ]
     return tuple(
         plans.planned(
-            facts,
+            base,
             smallest_machine(tier),
             priority=priority,
             preset_tier=tier,
@@ -74,7 +62,7 @@ def planned(
             images=images,
             samples_per_epoch=images,
         )
-        for facts in ([mini_facts()] if tier == "cpu" else releases(family))
+        for base in ([mini_facts()] if tier == "cpu" else sources)
     )
 
 
