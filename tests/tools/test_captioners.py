@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,7 @@ PICTURES = (
     Image.linear_gradient("L").convert("RGB").resize((200, 60)),
 )
 Models = Callable[[str], Path]
-Ask = Callable[..., list[tuple[str, bool]]]
-Refused = Callable[..., tuple[int, str]]
+Caption = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -45,42 +45,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture
-def caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Return a function that captions images; it returns the exit code, rows and errors of the command."""
+def caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Caption:
+    """Return a function that captions images by the command, which ends with `code`.
 
-    def run(model: object, *words: str, pictures: Sequence[Image.Image] = PICTURES) -> Any:
+    It returns the events, the captions with whether each was cut, and the error that says a fix.
+    """
+
+    def run(
+        model: object, *words: str, code: int = 0, pictures: Sequence[Image.Image] = PICTURES
+    ) -> Any:
         shutil.rmtree(tmp_path / "pictures", ignore_errors=True)
         (tmp_path / "pictures").mkdir()
         for number, one in enumerate(pictures):
             one.save(tmp_path / "pictures" / f"{number}.png")
         capsys.readouterr()
         line = ["caption", str(tmp_path / "pictures"), "--model", str(model), "--json", *words]
-        code = run_cli(line)
-        said = capsys.readouterr()
-        return code, [json.loads(row) for row in said.out.splitlines()], said.err
-
-    return run
-
-
-@pytest.fixture
-def ask(caption: Callable[..., Any]) -> Ask:
-    """Return a function that gives the captions of images, each with whether it was cut."""
-
-    def run(model: object, *words: str, **pictures: Any) -> list[tuple[str, bool]]:
-        _, rows, _ = caption(model, *words, **pictures)
-        return [(row["caption"], row["cut"]) for row in rows if row["event"] == "caption"]
-
-    return run
-
-
-@pytest.fixture
-def refused(caption: Callable[..., Any]) -> Refused:
-    """Return a function that gives the exit code and the line of a refusal."""
-
-    def run(model: object, *words: str) -> tuple[int, str]:
-        code, _, errors = caption(model, *words)
-        (line,) = (line for line in errors.splitlines() if "Fix: " in line)
-        return code, line
+        assert run_cli(line) == code
+        out, errors = capsys.readouterr()
+        rows = [json.loads(row) for row in out.splitlines()]
+        said = [(row["caption"], row["cut"]) for row in rows if row["event"] == "caption"]
+        fixes = [line for line in errors.splitlines() if "Fix: " in line]
+        assert len(fixes) == (code != 0)
+        return SimpleNamespace(rows=rows, said=said, error="".join(fixes))
 
     return run
 
@@ -93,17 +79,17 @@ def refused(caption: Callable[..., Any]) -> Refused:
     [("qwen3-vl", "Name the colours."), ("florence2", "<CAPTION>"), ("blip", "")],
 )
 def test_words_depend_on_the_picture_and_what_is_asked_alone(
-    kind: str, prompt: str, models: Models, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    kind: str, prompt: str, models: Models, caption: Caption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not on the images beside it, nor on chance: the same again from a model loaded anew."""
-    alone = ask(models(kind), "--max-tokens", "12")
+    alone = caption(models(kind), "--max-tokens", "12").said
     assert not any("Describe" in text or "assistant" in text for text, _ in alone)
     if prompt:
-        assert ask(models(kind), "--max-tokens", "12", "--prompt", prompt) != alone
+        assert caption(models(kind), "--max-tokens", "12", "--prompt", prompt).said != alone
     monkeypatch.setattr(describer.Describer, "batch_size", len(PICTURES))
-    assert ask(models(kind), "--max-tokens", "12") == alone
+    assert caption(models(kind), "--max-tokens", "12").said == alone
     assert len(alone) == len(PICTURES) and len({text for text, _ in alone}) > 1
-    limited = ask(models(kind), "--max-tokens", "1")
+    limited = caption(models(kind), "--max-tokens", "1").said
     assert limited and all(cut for _, cut in limited), "a caption at its limit is marked"
 
 
@@ -130,21 +116,20 @@ def changed(folder: Path, target: Path, **values: object) -> Path:
 
 
 def test_code_that_comes_with_a_model_is_not_run(
-    models: Models, tmp_path: Path, ask: Ask, refused: Refused
+    models: Models, tmp_path: Path, caption: Caption
 ) -> None:
     kinds = {"model_type": "mine", "auto_map": {"AutoConfig": "evil.Evil"}}
     folder = changed(models("blip"), tmp_path / "own", **kinds)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    code, error = refused(folder)
-    assert code == 3 and "without foreign code" in error
+    assert "without foreign code" in caption(folder, code=3).error
     native = changed(models("blip"), tmp_path / "native", auto_map=kinds["auto_map"])
     shutil.copy(folder / "evil.py", native)
-    assert ask(native, "--max-tokens", "4"), "transformers' own class is there: that one is taken"
+    assert caption(native, "--max-tokens", "4").said, "transformers' own class is taken"
     assert not (tmp_path / "ran").exists()
 
 
 def test_files_that_do_not_fit_are_one_line(
-    models: Models, tmp_path: Path, refused: Refused
+    models: Models, tmp_path: Path, caption: Caption
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -153,40 +138,30 @@ def test_files_that_do_not_fit_are_one_line(
     lost = next(name for name in weights if "text_decoder" in name)
     del weights[lost]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    code, error = refused(folder)
-    assert code == 3 and "lacks 1 weights of BlipForConditionalGeneration" in error, "not made up"
+    lack = "lacks 1 weights of BlipForConditionalGeneration"
+    assert lack in caption(folder, code=3).error, "not made up"
     odd = changed(models("florence2"), tmp_path / "odd", vision_config={"depths": "many"})
-    code, error = refused(odd)
-    assert code == 3 and "does not load" in error
+    assert "does not load" in caption(odd, code=3).error
     for kind in ("florence2", "blip"):
-        code, error = refused(models(kind), "--prompt", "Describe the hat.")
-        assert code == 2 and "prompt" in error, "nobody would read a request in words"
+        error = caption(models(kind), "--prompt", "Describe the hat.", code=2).error
+        assert "prompt" in error, "nobody would read a request in words"
 
 
 def test_what_the_machine_has_no_room_for_is_refused_before_it_is_loaded(
-    models: Models, refused: Refused, monkeypatch: pytest.MonkeyPatch
+    models: Models, caption: Caption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not torch.cuda.is_available():
-        code, error = refused(models("blip"), "--device", "cuda")
-        assert code == 4 and "finds no GPU" in error
+        assert "finds no GPU" in caption(models("blip"), "--device", "cuda", code=4).error
     monkeypatch.setattr(describer, "free_ram_bytes", lambda: describer.WORKSPACE_BYTES + 1000)
     monkeypatch.delattr(describer, "AutoModelForImageTextToText")
-    code, error = refused(models("blip"), "--device", "cpu")
-    assert code == 4 and "needs about 1.0 GiB on cpu, 1.0 are free" in error
+    error = caption(models("blip"), "--device", "cpu", code=4).error
+    assert "needs about 1.0 GiB on cpu, 1.0 are free" in error
 
 
 # ---- tags
 
-TAGS = [
-    ("blue_sky", "0"),
-    ("^_^", "0"),
-    ("red_hair", "0"),
-    ("safe", "9"),
-    ("series", "3"),
-    ("rei_(eva)", "4"),
-    ("0_0", "0"),
-    ("v-shaped_eyes", "0"),
-]
+NAMES = ("blue_sky", "^_^", "red_hair", "safe", "series", "rei_(eva)", "0_0", "v-shaped_eyes")
+TAGS = [*zip(NAMES, "00093400", strict=True)]
 """As likely as the image is blue, green, red; then half as likely, then a quarter."""
 SIZE = (16, 16)
 
@@ -196,36 +171,33 @@ def tagger(tmp_path: Path) -> Path:
     return tiny_tagger(tmp_path / "tagger", tags=TAGS)
 
 
-@pytest.mark.parametrize(
-    ("colour", "at", "character_at", "tags"),
-    [
-        ((0, 120, 200), 0.35, 0.4, "blue sky, ^_^"),
-        ((0, 255, 255), 0.2, 0.4, "blue sky, ^_^, 0_0, v-shaped eyes"),
-        ((200, 0, 0), 0.3, 0.9, "red hair"),
-        ((200, 0, 0), 0.8, 0.3, "rei (eva)"),
-    ],
-)
 def test_tags_are_characters_then_the_likeliest_above_their_thresholds(
-    colour: tuple[int, int, int], at: float, character_at: float, tags: str, tagger: Path, ask: Ask
+    tagger: Path, caption: Caption
 ) -> None:
-    """With spaces for underscores, but for faces."""
-    words = ("--threshold", str(at), "--character-threshold", str(character_at))
-    assert ask(tagger, *words, pictures=[Image.new("RGB", SIZE, colour)]) == [(tags, False)]
-    # Padded to a square with white.
-    words = ("--threshold", "0.45", "--character-threshold", "0.4")
-    wide = Image.new("RGB", (32, 16), "red")
-    assert ask(tagger, *words, pictures=[wide]) == [("rei (eva), red hair, blue sky, ^_^", False)]
+    """With spaces for underscores, but for faces; an image is padded to a square with white."""
+    for colour, at, character_at, tags, size in (
+        ((0, 120, 200), "0.35", "0.4", "blue sky, ^_^", SIZE),
+        ((0, 255, 255), "0.2", "0.4", "blue sky, ^_^, 0_0, v-shaped eyes", SIZE),
+        ((200, 0, 0), "0.3", "0.9", "red hair", SIZE),
+        ((200, 0, 0), "0.8", "0.3", "rei (eva)", SIZE),
+        ((255, 0, 0), "0.45", "0.4", "rei (eva), red hair, blue sky, ^_^", (32, 16)),
+    ):
+        words = ("--threshold", at, "--character-threshold", character_at)
+        said = caption(tagger, *words, pictures=[Image.new("RGB", size, colour)]).said
+        assert said == [(tags, False)]
 
 
-def test_a_file_for_a_fixed_number_of_pictures_is_filled_up(tmp_path: Path, ask: Ask) -> None:
+def test_a_file_for_a_fixed_number_of_pictures_is_filled_up(
+    tmp_path: Path, caption: Caption
+) -> None:
     tagger = tiny_tagger(tmp_path / "three", tags=TAGS, batch=3)
     pictures = [Image.new("RGB", SIZE, colour) for colour in ("red", "blue", "red", "blue")]
-    said = [text for text, _ in ask(tagger, pictures=pictures)]
+    said = [text for text, _ in caption(tagger, pictures=pictures).said]
     assert said == ["red hair", "blue sky"] * 2
 
 
 def test_a_tagger_that_cannot_be_run_is_refused(
-    tagger: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+    tagger: Path, tmp_path: Path, caption: Caption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, file, content, said in (
         ("columns", "selected_tags.csv", b"id,tag\n1,hat\n", "no selected_tags.csv that can be"),
@@ -233,21 +205,19 @@ def test_a_tagger_that_cannot_be_run_is_refused(
     ):
         folder = tiny_tagger(tmp_path / name, tags=TAGS)
         (folder / file).write_bytes(content)
-        code, error = refused(folder)
-        assert code == 3 and said in error
+        assert said in caption(folder, code=3).error
     with (tagger / "selected_tags.csv").open("a") as stream:
         stream.write("8,ninth,0,1\n")
-    code, error = refused(tagger)
-    assert code == 3 and "not what its tags need" in error
+    assert "not what its tags need" in caption(tagger, code=3).error
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    code, error = refused(tagger)
-    assert code == 4 and "onnxruntime" in error and "lora-train[caption]" in error
+    remedy = 'onnxruntime, which is not installed. Fix: pip install "lora-train[caption]"'
+    assert remedy in caption(tagger, code=4).error
 
 
 # ---- which model is meant
 
 
-def test_known_models_are_in_the_docs(caption: Callable[..., Any]) -> None:
+def test_known_models_are_in_the_docs(caption: Caption) -> None:
     rows = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8").splitlines()
     assert captioners.DEFAULT in captioners.KNOWN
     for model in captioners.KNOWN.values():
@@ -257,7 +227,7 @@ def test_known_models_are_in_the_docs(caption: Callable[..., Any]) -> None:
         )
         assert row in rows
         for name in (model.name, model.source):
-            (plan,) = caption(name, "--dry-run")[1]
+            (plan,) = caption(name, "--dry-run").rows
             assert (plan["model"], plan["licence"]) == (model.source, model.licence)
 
 
@@ -276,34 +246,28 @@ def test_of_a_repository_only_what_is_read_is_wanted() -> None:
 
 
 def test_a_folder_that_lacks_something_says_what(
-    models: Models, tmp_path: Path, refused: Refused
+    models: Models, tmp_path: Path, caption: Caption
 ) -> None:
     for lost in ("model.safetensors", "config.json", "tokenizer.json", "preprocessor_config.json"):
         folder = changed(models("blip"), tmp_path / lost)
         (folder / lost).unlink()
         for other in ("vocab.txt",) if lost == "tokenizer.json" else ():
             (folder / other).unlink(missing_ok=True)
-        code, error = refused(folder)
-        assert code == 3 and f"lacks {lost}" in error
+        assert f"lacks {lost}" in caption(folder, code=3).error
     index = {"weight_map": {"a": "model-1.safetensors", "b": "../../model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-1.safetensors").touch()
-    _, error = refused(folder)
+    error = caption(folder, code=3).error
     assert "lacks model-2.safetensors, preprocessor_config.json" in error
 
 
-@pytest.mark.parametrize(
-    ("asked", "code", "said"),
-    [
+def test_what_is_not_here_says_what_to_do(caption: Caption) -> None:
+    """The network is off in tests, as it may be for a user."""
+    for name, code, said in (
         ("florense2", 2, "Did you mean 'florence2'"),
         ("somebody/something", 4, "model.onnx and selected_tags.csv"),
         ("blip", 4, "holds config.json, model.safetensors, the tokenizer"),
-    ],
-)
-def test_what_is_not_here_says_what_to_do(
-    asked: str, code: int, said: str, caption: Callable[..., Any]
-) -> None:
-    """The network is off in tests, as it may be for a user."""
-    found, rows, error = caption(asked)
-    assert found == code and said in error
-    assert [row["event"] for row in rows] == (["downloading"] if code == 4 else [])
+    ):
+        result = caption(name, code=code)
+        assert said in result.error
+        assert [row["event"] for row in result.rows] == ["downloading"] * (code == 4)
