@@ -369,12 +369,9 @@ def test_one_slot_a_usable_card() -> None:
 
 
 def test_items_are_named_after_their_number_and_label(place: Place) -> None:
-    assert [place.add(name).id for name in ("My cat!", "小猫", "../../etc", "x" * 300)] == [
-        "0001-my-cat",
-        "0002-training",
-        "0003-etc",
-        f"0004-{'x' * 40}",
-    ]
+    names, expected = ("My cat!", "小猫", "../../etc"), ["0001-my-cat", "0002-training", "0003-etc"]
+    assert [place.add(name).id for name in names] == expected
+    assert place.add("x" * 300).id == f"0004-{'x' * 40}"
     assert place.item("0002-training").label == "小猫"
     assert len(place.item(f"0004-{'x' * 40}").label) == 200
 

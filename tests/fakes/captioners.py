@@ -31,13 +31,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 LETTERS = string.ascii_letters
 _CHAT_SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"

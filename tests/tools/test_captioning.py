@@ -114,11 +114,7 @@ def test_json_is_one_object_a_line(command: Command, dataset: Path) -> None:
     [
         (" a cat.\n\x1b[1m ", "", "a cat. [1m"),
         ("a cat", "--prefix=photo of|--suffix=by night", "photo of a cat by night"),
-        (
-            "cat, hat",
-            "--prefix= score_9,  best,|--suffix=, sky ",
-            "score_9, best, cat, hat, sky",
-        ),
+        ("cat, hat", "--prefix= score_9,  best,|--suffix=, sky ", "score_9, best, cat, hat, sky"),
         ("A cat. It sleeps.", "--suffix=, 35 mm", "A cat. It sleeps, 35 mm"),
         ("a cat", "--trigger=mimi|--prefix=photo,", "mimi, photo, a cat"),
         ("x" * 20_000, "--trigger=mimi", f"mimi, {'x' * 9_994}"),
@@ -264,13 +260,10 @@ def test_undo_takes_back_call_after_call_and_leaves_what_was_edited(
     assert trained(dataset) == {f"{name}.png": f"first, {text}" for name, text in TAGS.items()}
     (dataset / "c.txt").write_text("better by hand")
     code, out, _ = command("--undo")
-    assert (code, out.splitlines()) == (
-        0,
-        [
-            "captions removed: 1, put back: 2",
-            "not touched, because it was edited since: c.txt",
-        ],
-    )
+    assert code == 0 and out.splitlines() == [
+        "captions removed: 1, put back: 2",
+        "not touched, because it was edited since: c.txt",
+    ]
     after = {name: digest for name, digest in contents(dataset).items() if FOLDER not in name}
     assert after.pop("c.txt") and after == before, "every byte is put back"
     assert command("--undo")[0] == 3, "there is nothing more to take back"
@@ -414,19 +407,14 @@ def test_out_of_memory_halves_the_pictures_at_a_time(
     assert "not enough memory for one image" in err and "--device cpu" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_does_not_go_together_is_refused_at_once(command: Command, dataset: Path) -> None:
+    before = sorted(dataset.rglob("*"))
+    for words, said in (
         (("--prompt", "hello"), "--prompt is not for"),
         (("--threshold", "35"), "--threshold 35 is no probability"),
         (("--overwrite", "--only-missing"), "contradict each other"),
         (("--device", "tpu"), "tpu"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_at_once(
-    words: tuple[str, ...], said: str, command: Command, dataset: Path
-) -> None:
-    before = sorted(dataset.rglob("*"))
-    code, out, err = command(*words)
-    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    ):
+        code, out, err = command(*words)
+        assert (code, out) == (2, "") and said in err and err.count("\n") == 1
     assert sorted(dataset.rglob("*")) == before
