@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,13 +32,6 @@ def test_different_counters_are_different_draws(
 ) -> None:
     equal = draw_seed(1, Stream.NOISE, *one) == draw_seed(1, Stream.NOISE, *other)
     assert equal == ([(type(c), c) for c in one] == [(type(c), c) for c in other])
-
-
-def test_streams_and_seeds_share_no_numbers_and_fit_torch() -> None:
-    drawn = [draw_seed(seed, stream, 1) for seed in range(50) for stream in Stream]
-    assert len(set(drawn)) == len(drawn)
-    assert min(drawn) >= 0 and 2**62 < max(drawn) < 2**63
-    torch.Generator().manual_seed(max(drawn))
 
 
 @given(names=st.sets(st.text(max_size=4), max_size=12), extra=st.text(min_size=5, max_size=6))

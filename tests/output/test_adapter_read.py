@@ -145,19 +145,16 @@ REFUSED: Sequence[tuple[Mapping[str, Tensor], str]] = [
         {**pair(Q), **pair("unet.other")},
         "1 of 2 modules that the base model lacks, first 'unet.other'",
     ),
-    ({f"{Q}.lora_A.weight": DOWN}, "lacks tensors"),
     (pair(Q, lora_B__bias=torch.ones(5)), "5 numbers of bias for 320 outputs"),
     (
         {**pair(Q), f"{FLAT}.lora_down.weight": DOWN, f"{FLAT}.lora_up.weight": UP},
         "names one module twice",
     ),
     (pair(Q, lora_A__default__weight=DOWN), "two tensors for the down"),
-    (pair(Q, lora_B__weight=draw(320, 5)), "different rank"),
     (pair(Q, dora_scale=torch.ones(1, 6)), "6 magnitudes for 320 inputs"),
     (pair(Q, dora_scale=torch.ones(8, 1)), "8 magnitudes for 320 outputs"),
     (pair(Q, alpha=torch.tensor(float("nan"))), "alpha of nan"),
     ({f"{Q}.oft_blocks": torch.ones(9, 160, 2, 2)}, "is a BOFT of 9 rounds"),
-    ({}, "holds no adapter"),
 ]
 
 

@@ -19,14 +19,11 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.reporting.console import ConsoleListener
 from tests.fakes.run_folder import FIELDS, fake_run, relay
 
-STEP = {**FIELDS["step"], "lr": 2e-3, "grad_norm": 0.5, "seconds": 0.2, "epoch": 0.1}
+STEP = {**FIELDS["step"], "lr": 2e-3, "epoch": 0.1}
 
 
-def still() -> float:
-    return 0.0
-
-
-def plain(*, clock: Callable[[], float] = still) -> tuple[ConsoleListener, io.StringIO]:
+# `float` is a clock that stands still.
+def plain(*, clock: Callable[[], float] = float) -> tuple[ConsoleListener, io.StringIO]:
     out = io.StringIO()
     return ConsoleListener(Console(file=out, force_terminal=False, width=60), clock=clock), out
 
@@ -133,7 +130,7 @@ def test_live_line_shows_training_and_ends_with_the_last_figures_or_when_the_run
     def shown(*, fails: bool) -> str:
         out = io.StringIO()
         terminal = Console(file=out, force_terminal=True, width=110)
-        with ConsoleListener(terminal, clock=still) as show:
+        with ConsoleListener(terminal, clock=float) as show:
             if fails:
                 emit_steps(EventStream(listeners=[show]), 7, total=20)
                 raise ZeroDivisionError(out)
