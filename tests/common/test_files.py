@@ -8,6 +8,7 @@ import os
 import platform
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,18 +62,13 @@ def test_a_durable_write_flushes_file_then_folder(
 ) -> None:
     """The folder after the rename, or a power cut could lose the name."""
     order: list[str] = []
-    fsync, rename = os.fsync, Path.replace
 
-    def watched_fsync(descriptor: int) -> None:
-        order.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
-        fsync(descriptor)
+    def watch(owner: Any, name: str, kind: Callable[[Any], str]) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a: (order.append(kind(a[0])), real(*a))[1])
 
-    def watched_replace(self: Path, target: Path) -> Path:
-        order.append("rename")
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(Path, "replace", watched_replace)
+    watch(os, "fsync", lambda fd: "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+    watch(Path, "replace", lambda _: "rename")
     files.write_atomic(tmp_path / "a", b"x")
     files.write_atomic(tmp_path / "a", b"x", durable=False)
     assert order == ["file", "rename", "folder", "rename"]
