@@ -133,7 +133,7 @@ def fake_run(
         validate(0)
     phase("train", 0.1)
     for step in range(1, steps + 1):
-        run.now_s += 0.2
+        run.now_s += 0.19
         run.emit(
             "step",
             step=step,

@@ -144,7 +144,7 @@ def test_live_line_shows_training_and_ends_with_the_last_figures_or_when_the_run
         assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     raised, whole = (re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text) for text in written)
     last = [line for line in raised.splitlines() if "training" in line][-1]
-    for words in ("7/20", "loss 0.1000", "lr 2e-3", "0.20 s/it", "ETA 0:0"):
+    for words in ("7/20", "loss 0.1000", "lr 2e-3", "0.19 s/it", "ETA 0:0"):
         assert words in last
     assert "300/300" not in whole  # the last phase is the export, not the steps
     assert "exporting" in whole and "finished 300 steps" in whole
