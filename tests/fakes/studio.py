@@ -57,10 +57,6 @@ class CountingTexts(TextEncoder):
     seen: list[str] = field(default_factory=list)
     embedded: int = 0
 
-    @classmethod
-    def of(cls, real: TextEncoder) -> CountingTexts:
-        return cls(real=real, networks=real.networks, tokenizers=real.tokenizers, facts=real.facts)
-
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         self.seen.extend(prompts)
         return self.real.tokenize(prompts)
@@ -167,7 +163,9 @@ class Studio:
             return images[0]
 
         def load_texts(_device: torch.device) -> TextEncoder:
-            texts.append(CountingTexts.of(text_encoder(self.base)))
+            real = text_encoder(self.base)
+            parts = {"networks": real.networks, "tokenizers": real.tokenizers, "facts": real.facts}
+            texts.append(CountingTexts(real=real, **parts))
             return texts[0]
 
         stream = EventStream()

@@ -296,23 +296,12 @@ def test_a_file_in_diffusers_names_is_of_one_family_and_holds_the_denoiser(
 # ---- refusals
 
 
-def weight_files(name: str) -> list[str]:
-    folder = base_of(name)
-    files = families.family(name).parts(facts_of(name).located).values()
-    return sorted(
-        str(path.relative_to(folder))
-        for found in files
-        for path in found
-        if path.suffix == ".safetensors"
-    )
-
-
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
 def test_a_missing_or_broken_part_is_named(name: str, tmp_path: Path) -> None:
     """Each weight file in turn: cut short, no safetensors, a pickle only, missing, a shard of two."""
-    for index, file in enumerate(weight_files(name)):
-        base = copy_of(name, tmp_path / str(index))
-        part, path = file.split("/")[0], base / file
+    for file in base_of(name).glob("*/*.safetensors"):
+        base = copy_of(name, tmp_path / file.parent.name)
+        part, path = file.parent.name, base / file.parent.name / file.name
         whole, names = path.read_bytes(), sorted(read_header(path))
         for content in (whole[:-1], whole[:100], b"", (2).to_bytes(8, "little") + b"[]"):
             path.write_bytes(content)
@@ -340,10 +329,7 @@ def test_a_missing_or_broken_part_is_named(name: str, tmp_path: Path) -> None:
     ("name", "file", "keys"),
     [
         ("sd15", "unet/config.json", ("sample_size", "block_out_channels")),
-        ("sd15", "vae/config.json", ("latent_channels",)),
         ("sd15", "text_encoder/config.json", ("max_position_embeddings",)),
-        ("sd15", "scheduler/scheduler_config.json", ()),
-        ("flux", "transformer/config.json", ()),
         ("flux", "vae/config.json", ("latent_channels", "block_out_channels")),
         ("flux", "scheduler/scheduler_config.json", ()),
     ],

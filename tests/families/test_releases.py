@@ -19,7 +19,7 @@ from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.releases import released_layers
+from lora_trainer.families.releases import release_tables, released_layers
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.network.live_storages import LiveStorages
 
@@ -30,10 +30,11 @@ SOURCES = [
 ]
 COMPANIONS = Path(families.__file__).parent / "open_companions.json"
 OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
-TEXTS: Mapping[str, Mapping[str, Any]] = OPEN | json.loads(
-    Path(__file__).with_name("text_encoders.json").read_text(encoding="utf-8")
-)
-"""ComfyUI's name of an encoder -> its configuration; some are published with the program."""
+CONFIGS = json.loads(Path(__file__).with_name("part_configs.json").read_text(encoding="utf-8"))
+"""Configurations that are not published with the program: a key that is left out has its class's default."""
+TEXTS: Mapping[str, Mapping[str, Any]] = OPEN | CONFIGS["text_encoders"]
+"""ComfyUI's name of an encoder -> its configuration."""
+VAES = {name: release_tables()["families"][name]["vae"] for name in families.MODULES}
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
 """Families whose download is counted: every parameter in two bytes, those that are not loaded too."""
 SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
@@ -55,22 +56,9 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
         yield network, loaded.model.language_model if name == "qwen" else loaded
 
 
-def vae(name: str) -> Any:
-    if name == "qwen":
-        return diffusers.AutoencoderKLQwenImage()  # the release's configuration is the default
-    blocks = {"up_block_types": ("UpDecoderBlock2D",) * 4}
-    if name == "flux2":
-        return diffusers.AutoencoderKLFlux2(**blocks)
-    is_unet = name in ("sd15", "sd2", "sdxl")
-    return diffusers.AutoencoderKL(
-        **blocks,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        block_out_channels=(128, 256, 512, 512),
-        layers_per_block=2,
-        latent_channels=4 if is_unet else 16,
-        use_quant_conv=is_unet,
-        use_post_quant_conv=is_unet,
-    )
+def vae(kind: str) -> Any:
+    entries = dict(CONFIGS["vaes"][kind])
+    return getattr(diffusers, entries.pop("_class_name"))(**entries)
 
 
 def numbers(network: nn.Module) -> int:
@@ -88,7 +76,7 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
     with torch.device("meta"):
         denoiser, image, encoders = (
             family.empty_denoiser(facts.architecture),
-            vae(name),
+            vae(VAES[name]),
             list(texts(name, facts)),
         )
     loaded = {
@@ -184,7 +172,7 @@ def peaks(kind: str, side_px: int = 256) -> list[float]:
 
     At this size attention is small.
     """
-    frame, channels = {"qwen": ((1,), 16), "flux2": ((), 32), "sd15": ((), 4)}.get(kind, ((), 16))
+    frame, channels = {"qwen": ((1,), 16), "flux2": ((), 32), "sd": ((), 4)}.get(kind, ((), 16))
     with torch.device("meta"), torch.no_grad():
         network = vae(kind).eval().requires_grad_(False)
         pixels = torch.empty(1, 3, *frame, side_px, side_px)
@@ -202,8 +190,7 @@ def peaks(kind: str, side_px: int = 256) -> list[float]:
 @pytest.mark.parametrize("name", families.MODULES)
 def test_a_vae_takes_what_is_planned(name: str) -> None:
     """Qwen-Image's was planned at 640 and 768 elements a pixel: 3.0 GiB for decoding 1024 px instead of 6.8."""
-    is_unet = name in ("sd15", "sd2", "sdxl")
-    counted = peaks("sd15" if is_unet else name if name in ("qwen", "flux2") else "flux")
+    counted = peaks(VAES[name])
     planned = families.family(name).traits.vae_peak
     assert counted == pytest.approx(
         [planned.encoding, planned.decoding, *planned.blocked], rel=0.01

@@ -169,24 +169,22 @@ def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
     assert "denoiser" not in detect({**whole, f"{PREFIX}x_embedder.proj.weight": inpainting})
 
 
-def test_absent_parts_come_from_the_companion(tmp_path: Path) -> None:
+@pytest.mark.parametrize("marks", [(), ("v_pred",), ("v_pred", "ztsnr")])
+def test_absent_parts_come_from_the_companion_and_markers_say_how_it_was_trained(
+    marks: tuple[str, ...], tmp_path: Path
+) -> None:
     other = copy_of("sdxl", tmp_path / "other")
     for part in ("vae", "text_encoder"):
         file = next((other / part).glob("*.safetensors"))
         save_file({key: value + 1 for key, value in load_file(file).items()}, file)
-    file = checkpoint("sdxl", tmp_path, parts=("denoiser",))
+    file = checkpoint("sdxl", tmp_path, parts=("denoiser",), marks=marks)
     assert parts_in("sdxl", file) == {"denoiser"}
-    found = weights_of(facts_at(other, denoiser=file))
+    facts = facts_at(other, denoiser=file)
+    assert facts.prediction == ("v_prediction" if marks else "epsilon")
+    assert facts.zero_terminal_snr == (float(facts.alphas_cumprod()[-1]) == 0) == ("ztsnr" in marks)
+    found = weights_of(facts)
     for key, value in own_weights("sdxl").items():
         assert torch.equal(found[key], value) == (not key.startswith(("vae.", "text_encoder.")))
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_markers_say_how_a_checkpoint_was_trained(terminal: bool, tmp_path: Path) -> None:
-    file = checkpoint("sdxl", tmp_path, marks=("v_pred", "ztsnr") if terminal else ("v_pred",))
-    facts = facts_at(base_of("sdxl"), denoiser=file)
-    assert (facts.prediction, facts.zero_terminal_snr) == ("v_prediction", terminal)
-    assert (float(facts.alphas_cumprod()[-1]) == 0) == terminal
 
 
 # ---- a denoiser alone

@@ -208,10 +208,7 @@ def test_name_and_shift_tell_a_turbo_and_a_file_has_the_scheduler_of_its_release
     facts = facts_at(base, source=name, **files)
     assert (facts.variant, facts.distilled) == (release, release == "turbo")
     assert facts.flow_shift(width_px=64, height_px=64) == own_shift
-    sampler: Any = build_sampler(
-        families.family("zimage"), facts, denoiser=denoiser_of("zimage"), device=CPU
-    )
-    assert sampler.pipeline.scheduler.config.shift == own_shift
+    assert facts.sampling_scheduler().config.shift == own_shift
     assert (facts.assumed is None) == (not name.startswith("my_mix"))
     if facts.assumed is not None:
         other = "Z-Image" if release == "turbo" else "Z-Image-Turbo"

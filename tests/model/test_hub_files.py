@@ -8,22 +8,21 @@ that one that is fetched shows.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.hub_files import wanted
+from lora_trainer.families.hub_files import fetch, wanted
 from lora_trainer.families.locate import describe, locate
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
@@ -40,7 +39,7 @@ from tests.fakes.family_bases import (
     pipeline_of,
     side_of,
 )
-from tests.fakes.hub_server import REVISION, HubServer, hub_in_process, hub_server
+from tests.fakes.hub_server import REVISION, HubServer, hub_in_process
 from tests.fakes.runs import ROOT, run_cli, toy
 from tests.fakes.tiny_base import t5_tokenizer
 
@@ -353,44 +352,30 @@ def test_parts_that_a_checkpoint_brings_are_not_fetched() -> None:
     assert wanted(names, without=frozenset({"text_encoder"})) == sorted({*names} - {names[1]})
 
 
-_DOWNLOADS = """
-import json
-import huggingface_hub
-from functools import partial
-from lora_trainer.families.hub_files import fetch, wanted
-
-huggingface_hub.hf_hub_download("owner/name", "unet/config.json")
-for _ in range(2):
-    told = []
-    folder = fetch(
-        "owner/name", revision=None, choose=partial(wanted, without=frozenset()), model_kind="model",
-        instead="", on_bytes=lambda *row: told.append(row),
-    )
-    print(json.dumps([str(folder), told]))
-"""
-
-
-def test_a_download_is_counted_in_bytes_of_the_files_that_are_missing(tmp_path: Path) -> None:
+def test_a_download_is_counted_in_bytes_of_the_files_that_are_missing(
+    hub: HubServer, tmp_path: Path
+) -> None:
     """By the Hub's own library, from a server: one of the files is here already."""
     sizes = {"model_index.json": 20, "vae/config.json": 30, "unet/config.json": 40}
     weights = {"vae/diffusion_pytorch_model.safetensors": 15_000_000, "left_out.ckpt": 7}
+    hub.folders["owner/name"] = offered = tmp_path / "offered"
     for name, size in (sizes | weights).items():
-        (tmp_path / "offered" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "offered" / name).write_bytes(b"%c" % len(name) * size)
-    with hub_server() as hub:
-        hub.folders["owner/name"] = tmp_path / "offered"
-        environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
-        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        child = subprocess.run(
-            [sys.executable, "-c", _DOWNLOADS], env=environment, capture_output=True, text=True
+        (offered / name).parent.mkdir(parents=True, exist_ok=True)
+        (offered / name).write_bytes(b"%c" % len(name) * size)
+    hf_hub_download("owner/name", "unet/config.json")
+    told = list[tuple[str, int, int]]()
+    for counts in ([0, 15_000_050], []):  # the second time all is here
+        folder = fetch(
+            "owner/name",
+            revision=None,
+            choose=partial(wanted, without=frozenset()),
+            model_kind="model",
+            instead="",
+            on_bytes=lambda *row: told.append(row),
         )
-    assert child.returncode == 0, child.stderr
-    (folder, told), (_, again) = map(json.loads, child.stdout.splitlines())
-    counts = [here_bytes for _, here_bytes, _ in told]
-    assert {(source, all_bytes) for source, _, all_bytes in told} == {("owner/name", 15_000_050)}
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (0, 15_000_050)
-    assert len(set(counts)) > 3
-    assert (Path(folder) / "vae" / "config.json").is_file()
-    assert not (Path(folder) / "left_out.ckpt").exists()
-    assert again == [], "all is here"
+        here_bytes = [here for _, here, _ in told]
+        assert [*here_bytes[:1], *here_bytes[-1:]] == counts and here_bytes == sorted(here_bytes)
+        assert {row[::2] for row in told} == ({("owner/name", counts[1])} if counts else set())
+        assert not counts or len(set(here_bytes)) > 3
+        told.clear()
+    assert (folder / "vae" / "config.json").is_file() and not (folder / "left_out.ckpt").exists()
