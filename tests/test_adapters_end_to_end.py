@@ -36,7 +36,6 @@ from tests.fakes.runs import (
     toy,
     trajectory,
 )
-from tests.fakes.tiny_base import write_base
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
 CASES: dict[str, dict[str, Any]] = tomllib.loads(
@@ -202,12 +201,3 @@ def test_a_single_file_trains_as_the_folder_it_was_made_from(place: Place, tmp_p
     for one, other in zip(ours, folder, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
     assert apart(shown(place.runs / "single", 5), shown(place.runs / "plain", 5)) <= 1
-
-
-def test_another_vae_encodes_images_again_and_texts_not(place: Place, tmp_path: Path) -> None:
-    other = write_base("sd15", tmp_path / "other", seed=5) / "vae"
-    short = {"output__save_every_steps": 0, "sampling__every_steps": 0}
-    assert run_cli(place.command("plain", "revae", **short, base__vae=str(other))) == 0
-    (cached,) = events(place.runs / "revae", "cached")
-    assert (cached["latents"], cached["texts"]) == (3, 0)
-    assert settings_of(place.runs / "revae")["base.vae"] == str(other)

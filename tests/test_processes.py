@@ -23,7 +23,7 @@ from torch import Tensor
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
 from scripts.reliability.kill import free_port
-from tests.fakes.many import HANGING_STARTS, SETTINGS, SPOILT, STEPS
+from tests.fakes.many import CONFIG, HANGING_STARTS, SETTINGS, SPOILT, STEPS
 from tests.fakes.runs import ROOT, Toy, events, last_state, trajectory
 from tests.fakes.training import distance
 
@@ -264,7 +264,7 @@ def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]
     ping = isolated("ip netns exec host0 unshare --uts true")
     permitted = can_ask and subprocess.run(ping, capture_output=True, check=False).returncode == 0
     settings = {**SETTINGS, **results["priors"]}
-    line = place.arguments("--name", "machines", steps=STEPS, **settings)
+    line = place.arguments("--name", "machines", *CONFIG, steps=STEPS, **settings)
     address, port = (ADDRESSES[0], 29500) if permitted else ("127.0.0.1", free_port())
     # Not `--cpu`: accelerate would start one process on each that knows nothing of the other.
     launch = [sys.executable, "-m", "accelerate.commands.launch"]

@@ -33,31 +33,10 @@ SPOILT = 2
 """The step, from 0 on, that all skip: its first sample is no number, whichever process has it."""
 SETTINGS: Mapping[str, Any] = {
     "sampling__every_steps": 10,
-    "train__batch_size": 4,
-    "memory__micro_batch": 4,
     "train__validate_every_steps": 5,
     "output__save_every_steps": 4,
-    "optimizer__name": "adamw",
-    "hardware__process_timeout_s": 5,
-    # All that depends on which samples a process has, is done to its weights, is drawn, or stops half-way.
-    "adapter__dropout": 0.1,
-    "adapter__module_dropout": 0.1,
-    "adapter__new_tokens": 2,
-    "adapter__rank_dropout": 0.1,
-    "adapter__text_encoder": True,
-    "data__more_resolutions": [24],
-    "objective__input_perturbation": 0.1,
-    "objective__loss": "huber",
-    "objective__timestep_strata": 4,
-    "objective__weighting": "soft_min_snr",
-    "optimizer__max_weight_norm": 0.02,
-    "optimizer__weight_decay": 0.5,
-    "output__keep_best": True,
-    "train__ema_decay": 0.9,
-    "train__new_tokens_until": 0.5,
-    "train__stop_after_validations": 1000,
-    "train__text_encoder_until": 0.5,
 }
+CONFIG = ("--config", str(Path(__file__).with_name("many.toml")))
 PRIORS: dict[str, Any] = {}
 """Settings of the masks and the regularisation images that `main` writes."""
 Fault = Callable[[], None]
@@ -79,7 +58,8 @@ def start(
     """Begin to train in `count` processes; return their numbers and what waits for their end."""
     notes = place.folder / f"notes-{name}"
     notes.mkdir(exist_ok=True)
-    line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **PRIORS, **settings})
+    named, chosen = ("--name", name, *CONFIG), {**SETTINGS, **PRIORS, **settings}
+    line = place.arguments(*named, *more, steps=STEPS, **chosen)
     port, began_s = free_port(), time.monotonic()
     pids: dict[int, int] = {}
     for rank in sorted(set(range(count)) - absent):
