@@ -25,8 +25,7 @@ from scripts.write_schema import preset_schema
 from tests.config.test_layers import resolved
 from tests.fakes import plans
 from tests.fakes.nvml import GIB
-from tests.fakes.plans import machine
-from tests.fakes.stable_diffusion import mini_facts
+from tests.fakes.plans import machine, mini_facts
 
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
 CARDS = list(itertools.product(layers.preset_families(), SMALLEST_CARD_GIB))

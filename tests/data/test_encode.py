@@ -105,7 +105,7 @@ def test_texts_of_a_trained_encoder_are_kept_as_tokens(studio: Studio) -> None:
     studio.encode()
     studio.tokens_only = True
     done, _, encoder = studio.encode()
-    assert encoder is not None and (done["texts"], encoder.embedded) == (5, 0)
+    assert encoder is not None and (done["texts"], encoder.calls["embed"]) == (5, [])
     entry = studio.cache.read(studio.texts_as().key(PROMPT))
     assert entry is not None
     tokens = {name: torch.from_numpy(array) for name, array in entry.items()}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from typing import Any
 from urllib.parse import urljoin
 from urllib.request import HTTPCookieProcessor, build_opener
 from urllib.request import Request as UrlRequest
+
+from scripts.reliability.kill import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_WITHIN_S = 90
@@ -116,10 +117,3 @@ def is_opened(server: GuiServer) -> bool:
     except OSError:  # refused, or ended
         return False
     return bool(status == 200)
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -17,32 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.families.base_files.unet_file import ldm_module
+from tests.fakes.original_names import RULES
 
 PARTS = ("denoiser", "vae", "text_encoder")
-VAE_RULES = (
-    (r"(\w+)\.mid_block\.resnets\.0", r"\1.mid.block_1"),
-    (r"(\w+)\.mid_block\.resnets\.1", r"\1.mid.block_2"),
-    (r"(\w+)\.mid_block\.attentions\.0", r"\1.mid.attn_1"),
-    (r"down_blocks\.(\d+)\.resnets\.", r"down.\1.block."),
-    (r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample"),
-    (r"up_blocks\.(\d+)\.resnets\.", r"up.\1.block."),
-    (r"up_blocks\.(\d+)\.upsamplers\.0", r"up.\1.upsample"),
-    (r"conv_shortcut", "nin_shortcut"),
-    (r"conv_norm_out", "norm_out"),
-    (r"attn_1\.group_norm", "attn_1.norm"),
-    (r"attn_1\.to_([qkv])", r"attn_1.\1"),
-    (r"attn_1\.to_out\.0", "attn_1.proj_out"),
-)
-OPEN_CLIP_RULES = (
-    (r"^embeddings\.token_embedding\.", "token_embedding."),
-    (r"^embeddings\.position_embedding\.weight", "positional_embedding"),
-    (r"^final_layer_norm", "ln_final"),
-    (r"^encoder\.layers\.", "transformer.resblocks."),
-    (r"\.layer_norm([12])", r".ln_\1"),
-    (r"\.self_attn\.out_proj", ".attn.out_proj"),
-    (r"\.mlp\.fc1", ".mlp.c_fc"),
-    (r"\.mlp\.fc2", ".mlp.c_proj"),
-)
 
 
 def write_checkpoint(
@@ -88,7 +65,7 @@ def vae_tensors(base: Path) -> dict[str, Tensor]:
     for name, value in load_file(base / "vae/diffusion_pytorch_model.safetensors").items():
         if "attentions" in name and value.dim() == 2:
             value = value[:, :, None, None]
-        name = _replaced(name, VAE_RULES)
+        name = _replaced(name, "vae")
         found[re.sub(r"up\.(\d+)\.", lambda at: f"up.{levels - 1 - int(at[1])}.", name)] = value
     return found
 
@@ -117,10 +94,10 @@ def _open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name == "text_projection.weight":
             found["text_projection"] = value.T
         elif "_proj." not in name or "out_proj" in name:
-            found[_replaced(name, OPEN_CLIP_RULES)] = value
+            found[_replaced(name, "open_clip")] = value
         elif ".q_proj." in name:
             fused = [weights[name.replace("q_proj", f"{each}_proj")] for each in "qkv"]
-            at = _replaced(name.split(".self_attn")[0], OPEN_CLIP_RULES)
+            at = _replaced(name.split(".self_attn")[0], "open_clip")
             found[f"{at}.attn.in_proj_{name.rpartition('.')[2]}"] = torch.cat(fused)
     return found
 
@@ -130,7 +107,7 @@ def _renamed(name: str, architecture: Mapping[str, object]) -> str:
     return f"{ldm_module(module, architecture=architecture)}.{kind}"
 
 
-def _replaced(name: str, rules: Iterable[tuple[str, str]]) -> str:
-    for pattern, new in rules:
+def _replaced(name: str, rules: str) -> str:
+    for pattern, new in RULES[rules].items():
         name = re.sub(pattern, new, name)
     return name

@@ -7,7 +7,9 @@ which adapters never name, by the rules here.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from diffusers.loaders import single_file_utils
@@ -22,36 +24,9 @@ ORIGINAL = re.compile(
     r"|double_blocks\.\d+\.(?:img|txt)_|single_blocks\.\d+\.(?:linear|modulation)|joint_blocks)"
 )
 """Names of a release's own layers, of all names that stand for a layer in adapter files."""
-FLUX_NORMS = {
-    r"^single_transformer_blocks(.*)\.attn\.norm_([qk])\.weight": r"single_blocks\1.norm.\2",
-    r"^transformer_blocks(.*)\.attn\.norm_([qk])\.weight": r"double_blocks\1.img_attn.norm.\2",
-    r"^transformer_blocks(.*)\.attn\.norm_added_([qk])\.weight": r"double_blocks\1.txt_attn.norm.\2",
-    r"\.norm\.q$": ".norm.query_norm.scale",
-    r"\.norm\.k$": ".norm.key_norm.scale",
-    r"^(distilled_guidance_layer\.norms\..*)\.weight": r"\1.scale",
-}
-SIDE_BY_SIDE_NORMS = {r"attention\.norm_([qk])": r"attention.\1_norm"}
-NORMS: Mapping[str, Mapping[str, str]] = {
-    "flux": FLUX_NORMS,
-    "chroma": FLUX_NORMS,
-    "flux2": FLUX_NORMS,
-    "sd3": {
-        r"pos_embed\.pos_embed": "pos_embed",
-        r"^transformer_blocks(.*)\.attn\.norm_([qk])": r"joint_blocks\1.x_block.attn.ln_\2",
-        r"^transformer_blocks(.*)\.attn2\.norm_([qk])": r"joint_blocks\1.x_block.attn2.ln_\2",
-        r"^transformer_blocks(.*)\.attn\.norm_added_([qk])": r"joint_blocks\1.context_block.attn.ln_\2",
-    },
-    "zimage": SIDE_BY_SIDE_NORMS,
-    "lumina2": {
-        r"attn\.norm_([qk])": r"attention.\1_norm",
-        r"\.norm([12])(?:\.norm)?\.weight": r".attention_norm\1.weight",
-        r"^time_caption_embed\.timestep_embedder\.linear_1": "t_embedder.mlp.0",
-        r"^time_caption_embed\.timestep_embedder\.linear_2": "t_embedder.mlp.2",
-        r"^time_caption_embed\.caption_embedder": "cap_embedder",
-        r"^norm_out\.linear_1": "final_layer.adaLN_modulation.1",
-        r"^norm_out\.linear_2": "final_layer.linear",
-    },
-    "qwen": {},
+RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+NORMS: Mapping[str, Mapping[str, str]] = RULES["norms"] | {
+    name: RULES["norms"][other] for name, other in RULES["like"].items()
 }
 
 

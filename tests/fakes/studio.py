@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import TextEntries, needs
@@ -37,43 +38,25 @@ ENTRIES = 8
 """Three latents, three captions, the empty text and the prompt."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CountingImages:
-    """A real VAE that remembers what it was given."""
+class Counting:
+    """A real encoder that remembers what its methods were given, and so the images and texts that it saw."""
 
-    real: Any
-    seen: list[Tensor] = field(default_factory=list)
+    def __init__(self, real: Any) -> None:
+        self.real, self.calls = real, defaultdict[str, list[Any]](list)
 
-    def encode_images(self, pixels: Tensor) -> Any:
-        self.seen.extend(pixels)
-        return self.real.encode_images(pixels)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.real, name)
 
+        def call(*given: Any) -> Any:
+            self.calls[name] += given
+            return value(*given)
 
-@dataclass(kw_only=True)
-class CountingTexts(TextEncoder):
-    """Real text encoders that remember which texts were tokenized and how many ran the networks."""
+        return call if callable(value) else value
 
-    real: TextEncoder
-    seen: list[str] = field(default_factory=list)
-    embedded: int = 0
-
-    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        self.seen.extend(prompts)
-        return self.real.tokenize(prompts)
-
-    def tokenize_weighted(self, parts: Sequence[Any]) -> Mapping[str, Tensor]:
-        self.seen.append(caption_markup.words_of(parts))
-        return self.real.tokenize_weighted(parts)
-
-    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        self.embedded += 1
-        return self.real.embed(tokens)
-
-    def count_tokens(self, prompt: str) -> int:
-        return self.real.count_tokens(prompt)
-
-    def prompt_room(self) -> int:
-        return self.real.prompt_room()
+    @property
+    def seen(self) -> list[Any]:
+        weighted = map(caption_markup.words_of, self.calls["tokenize_weighted"])
+        return [*chain(*self.calls["encode_images"], *self.calls["tokenize"]), *weighted]
 
 
 def facts_of(base: Path) -> BaseFacts:
@@ -153,20 +136,17 @@ class Studio:
 
     def encode(
         self, wanted: Any = None, *, stop: Callable[[], int | None] = lambda: None
-    ) -> tuple[dict[str, int], CountingImages | None, CountingTexts | None]:
+    ) -> tuple[dict[str, int], Counting | None, Counting | None]:
         """Fill the cache; return what it says it did and the encoders that were loaded."""
-        images: list[CountingImages] = []
-        texts: list[CountingTexts] = []
+        loaded: dict[Any, Counting] = {}
 
-        def load_images(_device: torch.device) -> Any:
-            images.append(CountingImages(real=image_encoder(self.base)))
-            return images[0]
+        def loads(load: Callable[[Path], Any]) -> Any:
+            def once(_: torch.device) -> Any:
+                assert load not in loaded
+                loaded[load] = Counting(load(self.base))
+                return loaded[load]
 
-        def load_texts(_device: torch.device) -> TextEncoder:
-            real = text_encoder(self.base)
-            parts = {"networks": real.networks, "tokenizers": real.tokenizers, "facts": real.facts}
-            texts.append(CountingTexts(real=real, **parts))
-            return texts[0]
+            return once
 
         stream = EventStream()
         stream.subscribe(self.events.append)
@@ -174,15 +154,14 @@ class Studio:
             wanted or self.needs(),
             self.cache,
             settings=self.settings,
-            load_image_encoder=load_images,
-            load_text_encoder=load_texts,
+            load_image_encoder=loads(image_encoder),
+            load_text_encoder=loads(text_encoder),
             devices=[CPU],
             texts_as=self.texts_as(),
             events=stream,
             stop=stop,
         )
-        assert len(images) <= 1 and len(texts) <= 1
-        return done, images[0] if images else None, texts[0] if texts else None
+        return done, loaded.get(image_encoder), loaded.get(text_encoder)
 
     def work(self) -> tuple[int, list[str]]:
         """Fill the cache; return how many images and which texts the encoders really saw."""

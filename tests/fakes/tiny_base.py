@@ -26,24 +26,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 
 BASES = Path(__file__).with_name("bases")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-"""What Qwen3's template does with one user message."""
+WORDS = tomllib.loads(Path(__file__).with_name("tokenizers.toml").read_text(encoding="utf-8"))
+QWEN = WORDS["qwen"]
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation
-T5_WORDS = ("▁a", "▁photo", "▁of", "▁the", "▁red", "▁blue", "▁square", "▁on")
-QWEN_SPECIAL = [
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
-    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
-]
-QWEN_TEMPLATE_WORDS = (
-    *("system", "Describe", " the", " image", " by", " detailing", " color", " shape", " size"),
-    *(" texture", " quantity", " text", " spatial", " relationships", " of", " objects", " and"),
-    *(" background", "user"),
-)
-"""Tokens of their own, so that Qwen-Image's prompt template begins with 34 tokens, as in the release."""
 
 
 def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -128,7 +113,7 @@ def t5_tokenizer() -> T5Tokenizer:
     """Return a T5 tokenizer: `<pad>` 0, `</s>` 1, `<unk>` 2, words, then printable characters."""
     vocabulary = [
         *(("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)),
-        *((word, -3.0) for word in T5_WORDS),
+        *((word, -3.0) for word in WORDS["t5"]["words"]),
         *((character, -6.0) for character in PRINTABLE),
     ]
     return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=512)
@@ -150,12 +135,12 @@ def _gemma_tokenizer() -> GemmaTokenizer:
 def _qwen2_tokenizer(*, words: tuple[str, ...] = (), chat: str | None = None) -> Qwen2Tokenizer:
     """Return a byte-level tokenizer with the chat markers; 256 bytes, no merges but the first few."""
     merges = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("r", "e"), ("re", "d")]
-    names = [*sorted(bytes_to_unicode().values()), *map("".join, merges), *QWEN_SPECIAL]
+    names = [*sorted(bytes_to_unicode().values()), *map("".join, merges), *QWEN["special"]]
     tokenizer = Qwen2Tokenizer(
         vocab={name: index for index, name in enumerate(names)},
         merges=merges,  # type: ignore[arg-type]  # annotated as str, passed on to what takes pairs only
         chat_template=chat,
-        additional_special_tokens=QWEN_SPECIAL,
+        additional_special_tokens=QWEN["special"],
         model_max_length=131072,
         eos_token="<|im_end|>",
     )
@@ -168,6 +153,6 @@ TOKENIZERS: Mapping[str, Callable[[], Any]] = {
     "clip padded with !": lambda: clip_tokenizer(pad_token="!"),  # as in SDXL's release
     "t5": t5_tokenizer,
     "gemma": _gemma_tokenizer,
-    "qwen3": lambda: _qwen2_tokenizer(chat=CHAT_TEMPLATE),
-    "qwen image": lambda: _qwen2_tokenizer(words=QWEN_TEMPLATE_WORDS),
+    "qwen3": lambda: _qwen2_tokenizer(chat=QWEN["chat_template"]),
+    "qwen image": lambda: _qwen2_tokenizer(words=tuple(QWEN["template_words"])),
 }

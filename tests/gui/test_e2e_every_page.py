@@ -8,6 +8,7 @@ trained; only the plan of the example is a real one.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,54 +46,19 @@ NAMES = {
 
 
 class Shown(NamedTuple):
-    """A page of the interface, what stands on it once it is complete, and what is pressed on it for its dialogs."""
+    """A page of the interface, and what stands on it once it is complete."""
 
     path: str
     ready: str
-    presses: tuple[str, ...] = ()
 
 
-NOT_PLANNED = ".base-card:not(.folded, [data-source='']) .fits:empty"
-"""A card of a base that the page still asks about, one card after another."""
-DATASET = f"folder={ROOT / 'datasets' / 'example'}"
-EMPTY = (
-    Shown("/", ".drop"),
-    Shown("/train?draft=new", ".base-card, .drop"),
-    Shown("/queue", "#queue .empty"),
-    Shown("/datasets", "h1"),
-    Shown("/library", "h1"),
-    Shown("/trash", ".empty"),
-    Shown("/doctor", "h2:has-text('Versions')"),
-)
-LIVE = (
-    Shown("/", ".home img"),
-    Shown("/run?run=live", "table.sheet img"),
-    Shown("/queue", "#queue .entry"),
-)
-"""Pages that show more while something trains."""
-ENDED = (
-    Shown(f"/train?draft=new&{DATASET}", "text=Looks good"),
-    Shown(
-        "/train?draft=new&example=1",
-        f"body:has(.plan-line):has(.base-card):not(:has({NOT_PLANNED}))",
-    ),
-    Shown("/settings", "[id='set-adapter.rank']"),
-    Shown(
-        "/run?run=done",
-        "table.sheet img",
-        ("table.sheet button:has(img)", "text=Compare two pictures"),
-    ),
-    Shown("/run?run=failed", ".run-head .failed"),
-    Shown("/compare?a=done", ".pairs img"),
-    Shown("/trash", ".thrown"),
-    Shown(f"/datasets?{DATASET}", "img[src*='/media/thumb']"),
-    Shown("/library", ".lora"),
-    Shown("/library?file=done/zorble.safetensors", ".lora-head"),
-)
-MISSING = (
-    Shown("/run?run=none", "text=There is no run"),
-    Shown("/library?file=none/x.safetensors", "text=there is no run"),
-    Shown("/datasets?folder=/none", "text=there is no folder"),
+TABLES = tomllib.loads(Path(__file__).with_name("pages.toml").read_text(encoding="utf-8"))
+EMPTY, LIVE, ENDED, MISSING = (
+    [
+        Shown(path.format(example=ROOT / "datasets" / "example"), ready)
+        for path, ready in TABLES[name].items()
+    ]
+    for name in ("empty", "live", "ended", "missing")
 )
 
 
@@ -201,7 +167,7 @@ def scanned(page: Any, shown: Shown) -> list[str]:
     """Return what axe says of the page that is open, of its dialogs, and of its other tabs."""
     faults = scan(page, shown.path, in_the_dark=True)
     dialog = page.locator("dialog[open]")
-    for press in shown.presses:
+    for press in TABLES["presses"].get(shown.path, ()):
         page.locator(press).first.click()
         dialog.wait_for()
         name = f"{shown.path}, {press}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,24 +29,8 @@ from tests.gui.conftest import NO_SERVER, StartGui, page_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-# One thread: two of them wait for each other where other tests run beside.
-SHORT = {
-    "train.steps": 4,
-    "train.batch_size": 2,
-    "train.validate_every_steps": 0,
-    "sampling.every_steps": 4,
-    "sampling.steps": 2,
-    "sampling.prompts": ["zibbo, a teal creature"],
-    "hardware.threads": 1,
-}
-LONG = {
-    "train.steps": 100_000,
-    "train.batch_size": 1,
-    "train.validate_every_steps": 0,
-    "sampling.every_steps": 0,
-    "output.save_every_steps": 20,
-    "hardware.threads": 1,
-}
+DRAFTS = tomllib.loads(Path(__file__).with_name("drafts.toml").read_text(encoding="utf-8"))
+SHORT, LONG = DRAFTS["short"], DRAFTS["long"]
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 TABS_AT_MOST = 80
 

@@ -19,8 +19,16 @@ from lora_trainer.planning.memory import predict
 from lora_trainer.planning.run_time import step_time, step_work
 from tests.fakes.family_bases import denoiser_of, facts_of
 from tests.fakes.nvml import GIB
-from tests.fakes.plans import CARD, FLUX, bytes_by_name, costs_of, load_of
-from tests.fakes.stable_diffusion import WideCosts, mini_facts, sd15_facts
+from tests.fakes.plans import (
+    CARD,
+    FLUX,
+    WideCosts,
+    bytes_by_name,
+    costs_of,
+    load_of,
+    mini_facts,
+    sd15_facts,
+)
 
 SD15 = families.family("sd15")
 OUTSIDE_THE_ALLOCATOR = ("runtime", "library workspaces", "allocator slack")

@@ -21,8 +21,7 @@ from lora_trainer.config.config import flatten
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.plan_input import OomRecord
-from tests.fakes.plans import CARD, MACHINE, planned
-from tests.fakes.stable_diffusion import mini_facts, sd15_facts
+from tests.fakes.plans import CARD, MACHINE, mini_facts, planned, sd15_facts
 
 FILE = Path(__file__).with_name("recorded_plans.json")
 DESCRIBED = json.loads(Path(__file__).with_name("plan_cases.json").read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ from lora_trainer.common.events import read_jsonl
 from lora_trainer.training import loop
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Model
-from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
+from tests.fakes.runs import QUIET, STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import at_start, build_feeder, build_training, distance
 
 INJECTIONS = int(os.environ.get("RELIABILITY_INJECTIONS", "1"))
@@ -39,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "optimizer__name": "adamw",
 }
 """Four images a step, so that there is something to halve."""
-QUIET: dict[str, Any] = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 
