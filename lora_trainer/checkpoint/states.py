@@ -78,20 +78,16 @@ def _pack(value: Any, copy: Copy) -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
-    def named(tensor: Tensor, where: str) -> str:
-        if id(tensor) not in names:
-            name = where or "value"
-            while name in tensors:  # {1: ...} beside {"1": ...}
-                name += "'"
-            names[id(tensor)] = name
-            tensors[name] = copy(name, tensor)
-        return names[id(tensor)]
-
     def tree(value: Any, where: str) -> Any:
         inside = f"{where}." if where else ""
         match value:
             case Tensor():  # asked first: training waits, and most values are tensors
-                return {"tensor": named(value, where)}
+                if id(value) not in names:
+                    while where in tensors:  # {1: ...} beside {"1": ...}
+                        where += "'"
+                    names[id(value)] = where
+                    tensors[where] = copy(where, value)
+                return {"tensor": names[id(value)]}
             case None | bool() | str():
                 return value
             case int():
@@ -112,28 +108,22 @@ def _pack(value: Any, copy: Copy) -> tuple[Any, dict[str, Tensor]]:
 
 def _unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was packed; raises ValueError or KeyError for a damaged one."""
-
-    def value(tree: Any) -> Any:
-        if tree is None or isinstance(tree, (bool, str)):
+    match tree:
+        case None | bool() | str():
             return tree
-        if isinstance(tree, list):
-            return [value(item) for item in tree]
-        if isinstance(tree, dict) and len(tree) == 1:
-            ((kind, content),) = tree.items()
-            match kind:
-                case "int":
-                    return int(content)
-                case "float":
-                    return float.fromhex(content)
-                case "tensor":
-                    return tensors[content]
-                case "tuple":
-                    return tuple(value(content))
-                case "dict":
-                    return dict(value(pair) for pair in content)
-        raise ValueError(f"a packed value cannot be {tree!r:.80}")
-
-    return value(tree)
+        case list():
+            return [_unpack(item, tensors) for item in tree]
+        case {"int": content}:
+            return int(content)
+        case {"float": content}:
+            return float.fromhex(content)
+        case {"tensor": content}:
+            return tensors[content]
+        case {"tuple": content}:
+            return tuple(_unpack(content, tensors))
+        case {"dict": content}:
+            return dict(_unpack(content, tensors))
+    raise ValueError(f"a packed value cannot be {tree!r:.80}")
 
 
 def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
@@ -199,7 +189,7 @@ LOOP_FIELDS = [field.name for field in fields(TrainingState)][4:]
 class Frozen:
     """A state as it was at one moment, on the host; later steps cannot change it.
 
-    `contents` has what each of `FILES` says: tensors by name, or a JSON value.
+    `contents` are those of `FILES` before they are bytes: tensors by name, or a JSON value.
     """
 
     step: int
@@ -310,10 +300,9 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
             return None
         # Published states, and states that a dead process was taking away: highest step first, published ones first.
         candidates = [(int(match[1]), True, path) for path, match in _matching(folder, _PUBLISHED)]
-        for path, match in _matching(folder, _LEFTOVER):
-            if match[1] == "del" and _is_ours(match):
-                candidates.append((int(match[2]), False, path))
-        for step, is_published, path in sorted(candidates, key=lambda each: each[:2], reverse=True):
+        ours = [(path, match) for path, match in _matching(folder, _LEFTOVER) if _is_ours(match)]
+        candidates += [(int(match[2]), False, path) for path, match in ours if match[1] == "del"]
+        for step, is_published, path in sorted(candidates, reverse=True):
             state_or_reason = _read(path, step=step)
             if isinstance(state_or_reason, str):
                 if is_published:
@@ -331,12 +320,11 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
                 with _tolerating(events, path, "cannot restore it"):
                     rename_durably(path, folder / _folder_name(step))
             break
-        leftovers = [path for path, match in _matching(folder, _LEFTOVER) if _is_ours(match)]
     except OSError as error:
         raise MachineError(
             f"cannot read {folder}: {error.strerror}", fix="make the folder readable, then resume"
         ) from error
-    for path in leftovers:
+    for path, _ in ours:
         with _tolerating(events, path, "cannot remove leftovers"):
             remove_tree(path)
     return state

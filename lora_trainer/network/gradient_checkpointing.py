@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
 from lora_trainer.hardware.device_calls import may_copy_ahead
-from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.pinned_memory import pinned
 
 # Blocks that ran last, whose inputs stay on the device: the backward pass needs them first.
@@ -59,23 +58,18 @@ class BlockRunner:
             for rank in module.r.values()
         )
         self._rank = max(ranks, default=0)
-        self._host = HostInputs() if kind == "offloaded" else None
+        self.host = HostInputs()
         # Saving and restoring the random generators costs every block a wait, so it is left out unless a
         # module draws from them. Dropout of adapters does not: its masks are a function of the sample.
         self._draws = any(
             isinstance(module, nn.Dropout) and module.p > 0 for module in network.modules()
         )
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of block inputs that have been moved to host memory so far."""
-        return self._host.moved_bytes if self._host is not None else 0
-
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         modes: dict[str, Any] = {}
         if self._kind in KEEP_ATTENTION:
             modes["context_fn"] = partial(selective_contexts, self._kind, self._rank)
-        with self._host.holding(args) if self._host is not None else nullcontext():
+        with self.host.holding(args) if self._kind == "offloaded" else nullcontext():
             return checkpoint(
                 block, *args, use_reentrant=False, preserve_rng_state=self._draws, **modes
             )
@@ -90,7 +84,7 @@ class HostInputs:
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self._on_device: deque[list[list[Tensor]]] = deque()
+        self._on_device: deque[dict[int, Tensor]] = deque()
 
     @contextmanager
     def holding(self, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -101,17 +95,15 @@ class HostInputs:
         """
         input_keys = {storage_key(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
         if len(self._on_device) == BLOCKS_ON_DEVICE:
-            for device_copy in self._on_device.popleft():
-                device_copy.clear()
-        block: list[list[Tensor]] = []
+            self._on_device.popleft().clear()
+        block: dict[int, Tensor] = {}
         self._on_device.append(block)
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             if storage_key(tensor) not in input_keys:
                 return tensor
             self.moved_bytes += tensor.nbytes
-            block.append([tensor])
-            return _moved(tensor, block[-1])
+            return _moved(tensor, block)
 
         # Autograd asks for them in the backward pass.
         with saved_tensors_hooks(
@@ -120,8 +112,10 @@ class HostInputs:
             yield
 
 
-def _moved(tensor: Tensor, on_device: list[Tensor]) -> Callable[[], Tensor]:
+def _moved(tensor: Tensor, on_device: dict[int, Tensor]) -> Callable[[], Tensor]:
     """Copy a block's input to host memory; return the function that restores it, from `on_device` if it is there."""
+    number = len(on_device)
+    on_device[number] = tensor
     # A view of part of a larger storage is copied without the rest, so its strides change.
     whole = tensor.nbytes == tensor.untyped_storage().nbytes()
     layout = tensor if whole else torch.empty(tensor.shape, device="meta")
@@ -133,8 +127,8 @@ def _moved(tensor: Tensor, on_device: list[Tensor]) -> Callable[[], Tensor]:
         host.copy_(tensor, non_blocking=may_copy_ahead(device))
 
     def restored() -> Tensor:
-        if on_device:
-            return on_device.pop()
+        if number in on_device:
+            return on_device.pop(number)
         copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         return copy if host is None else copy.copy_(host, non_blocking=may_copy_ahead(device))
 
@@ -237,3 +231,8 @@ def _detached(result: Any) -> Any:
     if isinstance(result, tuple | list):
         return type(result)(map(_detached, result))
     return result
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage while it is alive."""
+    return int(tensor.untyped_storage()._cdata)

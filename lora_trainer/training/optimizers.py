@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -91,12 +92,11 @@ def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
     # an embedding table are vectors, each with a meaning of its own.
     assert name == "muon"
     split = []
-    for group in groups:
-        matrices = [t for t in group["params"] if t.dim() == 2 and not group.get("embedding")]
-        others = [t for t in group["params"] if t.dim() != 2 or group.get("embedding")]
-        for tensors, is_matrix in ((matrices, True), (others, False)):
-            if tensors:
-                split.append({**group, "params": tensors, "use_muon": is_matrix})
+    for group, is_matrix in product(groups, (True, False)):
+        by_muon = [t.dim() == 2 and not group.get("embedding") for t in group["params"]]
+        tensors = [t for t, muon in zip(group["params"], by_muon, strict=True) if muon is is_matrix]
+        if tensors:
+            split.append({**group, "params": tensors, "use_muon": is_matrix})
     return Muon(
         split,
         momentum=settings.muon_momentum,
@@ -146,14 +146,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
         for name, tensor in values.items()
         if getattr(tensor, "is_paged", False)
     ]
-    learned = {"params", *LEARNED_IN_GROUPS}
-    hyperparameters = [
-        {name: value for name, value in group.items() if name not in learned}
-        for group in optimizer.param_groups
-    ]
+    before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
-    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
-        group.update(values)
+    learned = {"params", *LEARNED_IN_GROUPS}
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update({name: value for name, value in values.items() if name not in learned})
     for parameter, name, tensor in paged:
         tensor.copy_(optimizer.state[parameter][name])
         optimizer.state[parameter][name] = tensor
@@ -190,8 +187,7 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     switch: Any = optimizer
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     trained = [parameter.data for parameter in parameters]
-    copies = [tensor.clone() for tensor in trained]
-    for parameter, copy in zip(parameters, copies, strict=True):
+    for parameter, copy in [(parameter, parameter.data.clone()) for parameter in parameters]:
         parameter.data = copy
     switch.eval()
     try:

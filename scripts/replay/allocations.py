@@ -19,12 +19,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lora_trainer.config.declare import BUFFERS, QUANTIZATIONS, Precision, streamed_indices
-from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
+from lora_trainer.costs.trace import (
+    FusedKernels,
+    LiveStorages,
+    TracedNetwork,
+    add_adapters,
+    empty_conditioning,
+)
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import AUTOENCODER_KL, BaseFacts
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.live_storages import FusedKernels, LiveStorages
 from lora_trainer.network.quantize import quantize
 from lora_trainer.planning.memory import Load, runs_wide
 from scripts.replay.caching_allocator import Event

@@ -18,10 +18,10 @@ from torch import nn
 from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
 from lora_trainer.costs.base_costs import BaseCosts
+from lora_trainer.costs.trace import LiveStorages
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.releases import release_tables, released_layers
 from lora_trainer.lora.adapter import denoiser_layers
-from lora_trainer.network.live_storages import LiveStorages
 
 SOURCES = [
     (name, release.ids[0])

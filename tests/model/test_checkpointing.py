@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING
+from lora_trainer.costs.trace import LiveStorages
 from lora_trainer.network import gradient_checkpointing
 from lora_trainer.network.gradient_checkpointing import BlockRunner, apply_checkpointing
-from lora_trainer.network.live_storages import LiveStorages
 from tests.fakes.trainee import LAYERS, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
@@ -63,7 +63,7 @@ def test_nothing_is_left_behind_but_what_two_blocks_were_given() -> None:
         gc.enable()
     runner = at.denoiser._gradient_checkpointing_func
     assert isinstance(runner, BlockRunner)
-    per_block = runner.host_bytes // 2 // (LAYERS - 1)
+    per_block = runner.host.moved_bytes // 2 // (LAYERS - 1)
     assert left <= 2 * per_block
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from lora_trainer.network.live_storages import storage_key
+from lora_trainer.network.gradient_checkpointing import storage_key
 from lora_trainer.network.quantize import QuantizedLinear
 from tests.fakes.small_network import MODULES, adapted, awaken, images, network
 

@@ -23,8 +23,7 @@ from lora_trainer.network.block_swap import (
     repeated_blocks,
     stream_blocks,
 )
-from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.live_storages import storage_key
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing, storage_key
 from tests.fakes.family_bases import CPU
 from tests.fakes.trainee import Trainee, block_sizes, same, trainee
 

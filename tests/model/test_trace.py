@@ -19,6 +19,7 @@ from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.costs.trace import (
+    LiveStorages,
     add_adapters,
     trace_forward,
     trace_step,
@@ -26,7 +27,6 @@ from lora_trainer.costs.trace import (
 )
 from lora_trainer.lora.adapter import inject
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.live_storages import LiveStorages
 from tests.fakes.family_bases import conditioning_of, encoder_of, facts_of
 from tests.fakes.family_bases import network_of as load
 

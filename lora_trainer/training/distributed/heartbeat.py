@@ -216,10 +216,10 @@ class PeerMonitor:
             self._worked = None  # measured anew afterwards
             return ""
         if self.connecting_since_s is not None:
-            late = time.monotonic() - self.connecting_since_s >= self.timeout_s
+            if time.monotonic() - self.connecting_since_s < self.timeout_s:
+                return ""
             limit = self._limit_text()
-            doing = f"connecting to the other processes takes longer than {limit}: {CONNECT}"
-            return doing if late else ""
+            return f"connecting to the other processes takes longer than {limit}: {CONNECT}"
         idle_s = self.idle_s()
         if idle_s < self.timeout_s:
             return ""

@@ -136,18 +136,13 @@ class ProcessGroup:
         if self._flat is None:
             self._flat = torch.empty(sum(sizes) + flags_and_loss, device=self.device)
         flat = self._flat
-        pieces: tuple[Tensor, ...] = flat.split([*sizes, flags_and_loss])
-        views = [piece.view_as(like) for piece, like in zip(pieces[:-1], parameters, strict=True)]
-        tail = pieces[-1]
+        *pieces, tail = flat.split([*sizes, flags_and_loss])
+        views = [piece.view_as(like) for piece, like in zip(pieces, parameters, strict=True)]
         for view, parameter in zip(views, parameters, strict=True):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         tail[0] = loss
-        flags = torch.tensor(
-            [
-                *(float(number == stop) for number in STOPS),
-                *(float(parameter.grad is not None) for parameter in parameters),
-            ]
-        )
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        flags = torch.tensor([*(number == stop for number in STOPS), *has_gradient]).float()
         tail[1:].copy_(
             pinned_copy(flags, device=flat.device), non_blocking=may_copy_ahead(flat.device)
         )
@@ -159,8 +154,8 @@ class ProcessGroup:
             self._trained = [bool(count) for count in tail[1 + len(STOPS) :].tolist()]
         for view, parameter, trained in zip(views, parameters, self._trained, strict=True):
             # `requires_grad` is off for stages that have ended since the first step.
-            has_gradient = trained and parameter.requires_grad
-            parameter.grad = view.to(parameter.device) if has_gradient else None
+            trains = trained and parameter.requires_grad
+            parameter.grad = view.to(parameter.device) if trains else None
         self._asked.append(AsyncRead(tail[1 : 1 + len(STOPS)].clone()))
         return tail[0].clone().to(loss.device)
 
