@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from scripts.timestep_table import (
     REFERENCES,
     SD3,
     SIGMAS,
-    UNIFORM,
     objective,
     releases,
     share,
@@ -68,17 +66,21 @@ def test_a_flow_level_is_never_clean_and_never_past_pure_noise(
     assert level.timestep == 1000 * level.sigma and level.signal is None
 
 
-def test_logit_normal_is_distributed_as_that_of_diffusers() -> None:
-    ours = sigmas(flow(timestep_sampling="logit_normal", logit_mean=1.0, logit_std=0.5))
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("logit_normal", {"logit_mean": 1.0, "logit_std": 0.5}),
+        ("mode", {"mode_scale": -1.0}),
+        ("mode", {"mode_scale": 1.29}),
+    ],
+)
+def test_a_density_is_that_of_diffusers(kind: str, values: dict[str, float]) -> None:
+    """diffusers maps its uniform numbers by the same formula; sorted, both are quantiles."""
     generator = torch.Generator().manual_seed(0)
-    theirs = compute_density_for_timestep_sampling(
-        "logit_normal", 200_000, logit_mean=1.0, logit_std=0.5, generator=generator
-    )
-    for quantile in (0.1, 0.5, 0.9):
-        wanted = float(theirs.quantile(quantile))
-        assert statistics.quantiles(ours, n=10)[round(quantile * 10) - 1] == pytest.approx(
-            wanted, abs=0.01
-        )
+    drawn = compute_density_for_timestep_sampling(kind, 200_000, generator=generator, **values)
+    found = sorted(sigmas(flow(timestep_sampling=kind, **values), 2000))
+    wanted = torch.quantile(drawn, torch.linspace(0.05, 0.95, 19))
+    assert found[100:1901:100] == pytest.approx(wanted.tolist(), abs=0.01)
 
 
 def test_the_range_of_timesteps_holds_for_flows_too() -> None:
@@ -91,17 +93,6 @@ def test_the_range_of_timesteps_holds_for_flows_too() -> None:
 def test_validation_levels_are_fixed_fractions() -> None:
     assert flow(flow_shift=3.0).at(0.9375).sigma == 0.9375
     assert table_levels(SIGNAL, ObjectiveSettings()).at(0.9375).timestep == 937
-
-
-@pytest.mark.parametrize("scale", [-1.0, 1.29])
-def test_mode_is_the_formula_of_diffusers(scale: float) -> None:
-    """diffusers maps its uniform numbers by the same formula; sorted, both are quantiles."""
-    drawn = compute_density_for_timestep_sampling(
-        "mode", 20_000, mode_scale=scale, generator=torch.Generator().manual_seed(0)
-    )
-    found = sorted(sigmas(flow(timestep_sampling="mode", mode_scale=scale), 2000))
-    wanted = torch.quantile(drawn, torch.linspace(0.05, 0.95, 19))
-    assert found[100:1901:100] == pytest.approx(wanted.tolist(), abs=0.02)
 
 
 def test_cosmap_has_the_density_of_its_paper() -> None:
@@ -176,16 +167,6 @@ def test_the_formula_of_stable_diffusion_3_is_what_the_script_of_diffusers_draws
     for sigma in SIGMAS:
         found = float((sigmas < sigma).double().mean())
         assert found == pytest.approx(SD3.below(sigma, 1024), abs=0.01)
-
-
-def test_the_formula_of_stable_diffusion_1_is_the_table_of_diffusers() -> None:
-    scheduler = DDPMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", num_train_timesteps=1000
-    )
-    noise = (1 - scheduler.alphas_cumprod.double()).sqrt()
-    for sigma in SIGMAS:
-        found = float((noise < sigma).double().mean())
-        assert found == pytest.approx(UNIFORM.below(sigma, 512), abs=0.0015)
 
 
 def test_the_page_shows_what_is_drawn_of_every_release() -> None:

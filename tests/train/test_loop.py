@@ -49,10 +49,10 @@ from tests.fakes.training import (
 )
 
 
-@pytest.fixture
-def nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each remedy collects garbage, which takes seconds among the objects of a whole test session."""
-    monkeypatch.setattr(gc, "collect", lambda: 0)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
 def splittable(tiny: TinyTraining) -> tuple[Sample, ...]:
@@ -212,7 +212,6 @@ def counter(optimizer: torch.optim.Optimizer) -> int:
     return int(state["step"] if "step" in state else group.get("step", group.get("k", 0)))
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
 @pytest.mark.parametrize("where", ["the data", "the step"])
 def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     where: str, monkeypatch: pytest.MonkeyPatch
@@ -261,7 +260,6 @@ FULLY = steps_of.OomFallback(
 )
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
 @pytest.mark.parametrize(
     ("errors", "has_another_way", "said", "calls"),
     [
@@ -303,7 +301,6 @@ def test_an_error_is_tried_once_another_way(
     assert len(retried) == (errors.get(1) is FAULT or not said)
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_action_is_tried_once_another_way_by_a_single_process(processes: int) -> None:
     """Other processes may be past the action, and would wait for a second one for ever."""
@@ -328,7 +325,6 @@ def test_an_action_is_tried_once_another_way_by_a_single_process(processes: int)
     assert seen == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
 def test_an_error_of_a_save_is_the_end(tmp_path: Path) -> None:
     """It is raised by the next save; that one done again another way would hide it."""
     tiny = build_training(build_feeder([SQUARE]), steps=6, plain=[FULLY])
@@ -341,7 +337,6 @@ def test_an_error_of_a_save_is_the_end(tmp_path: Path) -> None:
     assert len(tiny.losses) == 4 and not tiny.of_kind("problem")
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
 def test_another_way_that_cannot_be_taken_is_the_end_and_is_remembered(tmp_path: Path) -> None:
     def refused() -> None:
         raise RuntimeError("no room")
@@ -355,25 +350,6 @@ def test_another_way_that_cannot_be_taken_is_the_end_and_is_remembered(tmp_path:
     assert state is not None and (state.step, state.guard["plain"]) == (2, True)
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
-def test_a_compiler_that_fails_leaves_the_weights_of_an_uncompiled_run() -> None:
-    """The wide image, which is not planned, has left its gradients when the squares fail."""
-
-    def broken(*_: Any) -> Any:
-        raise ValueError("no compiler")
-
-    plain, tiny = (
-        build_training(build_feeder([SQUARE] * 3 + [WIDE]), steps=2, targets="attention")
-        for _ in range(2)
-    )
-    run(plain.training, at_start(micro_batch=4))
-    blocks = CompiledBlocks(tiny.training.model.denoiser, shapes={(8, 8, 3)}, backend=broken)
-    end = run(replace(tiny.training, compiled=blocks), at_start(micro_batch=4))
-    assert end.guard.uncompiled and blocks.is_off
-    assert same(tiny.weights, plain.weights)
-
-
-@pytest.mark.usefixtures("nothing_to_collect")
 @pytest.mark.parametrize(("in_force", "on_the_plain_way"), [(1, 0), (2, 1)])
 def test_the_plain_way_has_remedies_of_its_own(in_force: int, on_the_plain_way: int) -> None:
     def broken(*_: Any) -> Tensor:
@@ -419,7 +395,6 @@ def averaging(tiny: TinyTraining) -> steps_of.Training:
     return replace(tiny.training, afterwards=[partial(tiny.adapter.update_average, decay=0.9)])
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
 def test_nothing_changes_but_the_micro_batch() -> None:
     """The step is done again with the dropout masks it had, and taken into the average once.
 
@@ -460,7 +435,6 @@ def test_it_grows_back_once_enough_steps_have_fitted() -> None:
     assert len(tiny.losses) == 12
 
 
-@pytest.mark.usefixtures("nothing_to_collect")
 def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
     tiny = build_training(build_feeder(), steps=3)
     with (
@@ -518,27 +492,32 @@ def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
     assert all(weight.requires_grad for weight in weights)
 
 
-def test_planned_shapes_run_compiled_others_do_not_and_it_is_said_once() -> None:
-    """Every step has three squares, which are planned, and one wide image."""
+@pytest.mark.parametrize("works", [True, False])
+def test_planned_shapes_run_compiled_until_that_fails(works: bool) -> None:
+    """Every step has three squares, which are planned, and one wide image: it has left its gradients when they fail."""
 
-    def training() -> TinyTraining:
-        return build_training(build_feeder([SQUARE] * 3 + [WIDE]), steps=2, targets="attention")
+    def backend(graph: Any, _: Any) -> Any:
+        if works:
+            return graph
+        raise ValueError("no compiler")
 
-    plain, tiny = training(), training()
-    run(plain.training, at_start(micro_batch=4))
-    blocks = CompiledBlocks(
-        tiny.training.model.denoiser,
-        shapes={(8, 8, 3)},
-        backend=lambda graph, _: graph,
+    plain, tiny = (
+        build_training(build_feeder([SQUARE] * 3 + [WIDE]), steps=2, targets="attention")
+        for _ in range(2)
     )
+    run(plain.training, at_start(micro_batch=4))
+    blocks = CompiledBlocks(tiny.training.model.denoiser, shapes={(8, 8, 3)}, backend=backend)
     calls = compiled_calls(blocks)
     end = run(replace(tiny.training, compiled=blocks), at_start(micro_batch=4))
+    assert end.guard.uncompiled == blocks.is_off == (not works)
+    if not works:
+        assert same(tiny.weights, plain.weights)
+        return
     assert len(calls) == 2 * len({*calls}) > 0, "each block once a step"
     assert distance(tiny.weights, plain.weights) < 1e-5
     with torch.no_grad():  # between steps nothing runs compiled
         tiny.training.model.losses(tiny.training.feeder.prepare(0)[:1])
     assert len(calls) == 2 * len({*calls})
-    assert not end.guard.uncompiled
     (said,) = tiny.of_kind("problem")
     assert "hardware.compile" in said["what"] and "1 latents of 10x6 at once" in said["what"]
 

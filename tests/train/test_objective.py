@@ -100,12 +100,6 @@ def test_noise_and_targets_are_those_of_the_scheduler() -> None:
             assert losses(each, answer, prediction).tolist() == pytest.approx([1.0] * 5, rel=1e-5)
 
 
-def test_a_perturbation_adds_a_share_of_other_noise() -> None:
-    sample = drawn(at(0.5), shape="wide", input_perturbation=0.3)
-    assert sample.input_noise is not None
-    assert float((sample.input_noise - sample.noise).std()) == pytest.approx(0.3, rel=0.05)
-
-
 def test_flow_noise_and_target_are_those_of_the_flow_scheduler() -> None:
     latents, drawn = pair()
     scheduler = FlowMatchEulerDiscreteScheduler()

@@ -21,6 +21,7 @@ from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, needed_otherwise
 from lora_trainer.training import optimizers
+from tests.fakes.states import bits
 
 NAMES = tuple(OPTIMIZERS)
 SCHEDULE_FREE = "schedulefree_adamw"
@@ -121,16 +122,6 @@ def test_it_lowers_a_loss_at_the_rate_it_is_given(name: Any) -> None:
     with optimizers.averaged_weights(optimizer) if name == SCHEDULE_FREE else nullcontext():
         left = (up @ down - wanted).detach().square().sum() / wanted.square().sum()
     assert float(left) < 0.35
-
-
-def same(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @EVERY
@@ -243,7 +234,7 @@ def test_the_average_is_the_librarys_and_the_weights_come_back_to_the_bit() -> N
         raise ZeroDivisionError  # an out-of-memory error for instance
     assert torch.equal(flat(own), trained)
     assert [parameter.data_ptr() for parameter in own] == storage
-    assert same(optimizer.state_dict(), state)
+    assert bits(optimizer.state_dict()) == bits(state)
     walk(optimizer, own, [5])
 
 
