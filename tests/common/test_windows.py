@@ -45,11 +45,6 @@ from lora_trainer.run import run_folder
 from tests.fakes import runs
 from tests.fakes.runs import ROOT
 
-MODULES = [
-    file for name in ("lora_trainer", "gui", "presets") for file in (ROOT / name).rglob("*.py")
-]
-
-
 O_BINARY = 0x8000
 _NEW_PROCESS_GROUP, _NO_WINDOW = 0x200, 0x08000000
 
@@ -296,7 +291,8 @@ def test_no_code_relies_on_what_windows_lacks() -> None:
     everywhere = modules.pop("everywhere")
     lacking = {f"{module}.{name}" for module, names in modules.items() for name in names}
     used, wrong = set(), []
-    for path in MODULES:
+    roots = (ROOT / name for name in ("lora_trainer", "gui", "presets"))
+    for path in (file for root in roots for file in root.rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -21,22 +22,13 @@ from lora_trainer.reporting.status import StatusWriter, read_status
 from tests.fakes.run_folder import fake_run, relay
 
 
-class Clock:
-    """A clock that stands still until told."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def content(folder: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((folder / "status.json").read_bytes())
     return value
 
 
-def writer(folder: Path) -> tuple[EventStream, Clock]:
-    clock, events = Clock(), EventStream()
+def writer(folder: Path) -> tuple[EventStream, Mock]:
+    clock, events = Mock(return_value=1000.0), EventStream()
     events.subscribe(StatusWriter(folder, events, clock=clock))
     return events, clock
 
@@ -74,14 +66,14 @@ def test_at_most_twice_a_second_but_the_newest_when_it_writes(tmp_path: Path) ->
     assert content(tmp_path)["step"] == 0
     step(events, 1)
     for number in range(2, 5):
-        clock.now_s += 0.1
+        clock.return_value += 0.1
         step(events, number)
     assert content(tmp_path)["step"] == 1
-    clock.now_s += 0.2
+    clock.return_value += 0.2
     step(events, 5)
     assert content(tmp_path)["step"] == 5
     assert content(tmp_path)["message"] == "step 5 of 9, loss 0.1000"
-    clock.now_s -= 3600  # a clock set back does not silence it
+    clock.return_value -= 3600  # a clock set back does not silence it
     step(events, 6, loss=None)
     assert content(tmp_path)["step"] == 6
     assert content(tmp_path)["message"] == "step 6 of 9, loss not a number"
@@ -96,7 +88,7 @@ def test_exit_code_tells_a_stop_from_a_failure_and_the_end_is_final(tmp_path: Pa
         events, clock = writer(tmp_path)
         start(events)
         events.emit("stopped", reason="r", exit_code=code, step=0)
-        clock.now_s += 9
+        clock.return_value += 9
         events.emit("phase", phase="report", message="x", done=0, total=0)
         end = content(tmp_path)
         assert (end["state"], end["exit_code"], end["phase"]) == (state, code, "")
@@ -122,7 +114,7 @@ def test_what_begins_is_named_at_once_and_nothing_but_the_end_follows_a_stop(
         phase("train", message, done=2, total=4)
     assert now("message") == ["loading the text encoders"]
     phase("cache", "owl.png", done=3, total=9)
-    clock.now_s += 1
+    clock.return_value += 1
     phase("cache", "fox.png", done=4, total=9)
     assert now("phase", "done", "total") == ["cache", 4, 9]
     step(events, 1)
@@ -133,7 +125,7 @@ def test_what_begins_is_named_at_once_and_nothing_but_the_end_follows_a_stop(
     events.emit("sample", step=1, images=[])
     assert now("phase", "done", "total") == ["train", 1, 9]
     phase("stop", "saving", done=0, total=0)
-    clock.now_s += 1
+    clock.return_value += 1
     step(events, 2)
     phase("sample", "sample images", done=0, total=4)
     assert now("phase", "message", "step") == ["stop", "saving", 2]
@@ -148,11 +140,11 @@ def test_a_disk_that_refuses_is_one_problem_and_no_error(tmp_path: Path) -> None
     events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
     start(events)
     for number in range(1, 4):
-        clock.now_s += 1
+        clock.return_value += 1
         step(events, number)
     assert len(problems) == 1 and problems[0].fields["file"] == "status.json"
     folder.mkdir()
-    clock.now_s += 1
+    clock.return_value += 1
     step(events, 4)
     assert content(folder)["step"] == 4
 
@@ -222,7 +214,7 @@ def test_requests_wait_until_done_or_older_than_the_process(tmp_path: Path) -> N
 # ---- the time that is left
 
 
-def timed(folder: Path, *, steps: int, **every_steps: int) -> tuple[EventStream, Clock]:
+def timed(folder: Path, *, steps: int, **every_steps: int) -> tuple[EventStream, Mock]:
     events, clock = writer(folder)
     events.clock = clock
     events.emit("run_started", name="z", steps=steps, resumed_from=None, every_steps=every_steps)
@@ -234,17 +226,17 @@ def test_time_left_is_the_median_plus_what_lies_between_steps(tmp_path: Path) ->
     events, clock = timed(tmp_path, steps=298)
     for number in range(1, 101):
         seconds = 1.0 if number != 95 else 61.0  # one hiccup must not count
-        clock.now_s += seconds
+        clock.return_value += seconds
         step(events, number, seconds=seconds)
         if number % 10 == 0 and number < 100:
-            clock.now_s += 5.0
+            clock.return_value += 5.0
     assert read_status(tmp_path).left_s == pytest.approx(198 + 90)
 
 
 def test_late_losses_in_bunches_cost_nothing(tmp_path: Path) -> None:
     events, clock = timed(tmp_path, steps=100)
     for number in range(1, 41):
-        clock.now_s = 1000.0 + 4.0 * math.ceil(number / 4)
+        clock.return_value = 1000.0 + 4.0 * math.ceil(number / 4)
         step(events, number, seconds=1.0)
     events.emit("phase", phase="sample", message="", done=0, total=1)
     assert 60.0 <= read_status(tmp_path).left_s < 60 * 1.03
@@ -258,15 +250,15 @@ def test_time_left_counts_the_rounds_that_are_due(tmp_path: Path) -> None:
     def between(number: int) -> None:
         for kind, every, seconds in (("validation", 30, 8.0), ("sample", 40, 25.0)):
             if number % every == 0 or number == 100:
-                clock.now_s += seconds
+                clock.return_value += seconds
                 events.emit(kind, step=number, seconds=seconds)
 
     between(0)
     for number in range(1, 101):
-        clock.now_s += 2.0
+        clock.return_value += 2.0
         step(events, number, seconds=2.0)
         events.emit("sample", step=number, seconds=999.0, asked=True)  # somebody's own prompt
-        promised_end_s.append(clock.now_s + read_status(tmp_path).left_s)
+        promised_end_s.append(clock.return_value + read_status(tmp_path).left_s)
         between(number)
-    assert promised_end_s == pytest.approx([clock.now_s] * 100)
+    assert promised_end_s == pytest.approx([clock.return_value] * 100)
     assert read_status(tmp_path).left_s == 0.0
