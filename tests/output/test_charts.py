@@ -168,7 +168,7 @@ def test_marks_and_dots_carry_their_words(tmp_path: Path) -> None:
         "step 10: memory.micro_batch 8 -&gt; 4: &lt;b&gt;",
     ):
         assert curve.count(f"<title>{words}</title>") == 2
-    saved = re.findall(r"<title>step 6: saved zorble-step\S+ and \S+ \(.*?\)</title>", curve)
+    saved = re.findall(r"<title>step 6: saved zorble-step\S+ and \S+ \(3\.1 MiB\)</title>", curve)
     assert len(saved) == 2
     base = "<title>validation loss of the untouched base: 0.1337</title>"
     assert curve.count(base) == 4, "at both ends of its level"

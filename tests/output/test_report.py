@@ -303,7 +303,9 @@ def test_times_are_those_of_the_events_and_torn_lines_are_counted(tmp_path: Path
     for event in run.events:
         if event["event"] == "step":
             event.update(seconds=0.5, data_wait_s=0.1 if event["step"] == 2 else 0.0)
+    run.emit("problem", what="the last and the worst", severity="error")
     texts = page_of(run).texts
+    assert texts.index("error") < texts.index("warning")
     assert {"5.0 %", "0.50 s"} <= set(texts)  # share of waiting, median step
     whole_s = run.events[-1]["time"] - run.events[0]["time"]
     assert read_history(run.folder).seconds == pytest.approx(whole_s)
