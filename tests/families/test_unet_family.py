@@ -279,6 +279,7 @@ def test_a_release_sized_file_of_sdxl_has_sd_scripts_names() -> None:
         ("down_blocks.1.attentions.0.{}.0.attn1.to_q", "input_blocks_4_1_{}_0_attn1_to_q"),
         ("mid_block.attentions.0.{}.9.attn2.to_out.0", "middle_block_1_{}_9_attn2_to_out_0"),
         ("up_blocks.1.attentions.2.proj_out", "output_blocks_5_1_proj_out"),
+        ("up_blocks.0.upsamplers.0.conv", "output_blocks_2_2_conv"),
     ):
         layer = module.format("transformer_blocks")
         expected = f"lora_unet_{name.format('transformer_blocks')}"
