@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.fakes.family_bases import base_of, copy_of, edit_json
 from tests.fakes.runs import Toy, run_cli, toy
 
 BAD: dict[str, tuple[str, str, int, str]] = {
-    "a LoRA": ("style.safetensors", "", 3, "is a LoRA, not a base model"),
     "4-bit whole numbers": ("int4.safetensors", "", 3, "get a bf16, fp16 or fp8 version of this"),
     "a cut part": ("cut", "", 3, "vae"),
     "another architecture": ("other", "", 3, "not a base model of a supported family"),
@@ -28,7 +25,6 @@ BAD: dict[str, tuple[str, str, int, str]] = {
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
-    save_file({"lora_unet_x.lora_down.weight": torch.zeros(4, 8)}, folder / "style.safetensors")
     header = b'{"a.weight":{"dtype":"I4","shape":[4,4],"data_offsets":[0,8]}}'
     int4 = len(header).to_bytes(8, "little") + header + bytes(8)
     (folder / "int4.safetensors").write_bytes(int4)
