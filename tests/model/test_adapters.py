@@ -343,6 +343,9 @@ def test_a_linear_layer_written_as_a_convolution_is_taken() -> None:
     shaped = {name: tensor[..., None, None] for name, tensor in module.tensors.items()}
     target.load_tensors({"denoiser.linear": replace(module, tensors=shaped)})
     assert same(target.state(), source.state())
+    biased = replace(module, tensors={**module.tensors, "bias": torch.ones(8)})
+    with pytest.raises(RequestError, match=r"has rank 4, bias in denoiser\.linear"):
+        target.load_tensors({"denoiser.linear": biased})
 
 
 @pytest.mark.parametrize(

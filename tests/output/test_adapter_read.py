@@ -77,6 +77,13 @@ def test_alphas_that_diffusers_states_in_the_header(file: Path) -> None:
         assert only(file, pair(module), lora_adapter_metadata=text).scale == scale
 
 
+def test_numbers_that_were_computed_are_not_rounded_to_the_dtype_of_the_file(file: Path) -> None:
+    blocks = {f"{Q}.oft_blocks": draw(160, 2, 2).half()}
+    for limit, dtype in ((0.0, torch.float16), (1e-5, torch.float64)):
+        module = only(file, {**blocks, f"{Q}.alpha": torch.tensor(limit)})
+        assert module.tensors["blocks"].dtype == dtype
+
+
 # ---- layers that no release has, or that transformers calls by another name today
 
 

@@ -181,6 +181,7 @@ REFUSED = {
     "dtype": (described({"a": {**EMPTY, "dtype": "F8_E8M0"}}), "numbers of F8_E8M0 in 'a'"),
     "dimensions": (described({"a": {**EMPTY, "shape": [0] * 17}}), "more than 16 dimensions"),
     "no LoRA": (save({"model.diffusion_model.out.weight": np.ones(3)}), "no LoRA"),
+    "vectors of no words": (save({"emb_params": np.ones(3)}), "no LoRA (as in embeddings"),
     "LoHa": (save({"lora_unet_a.hada_w1_a": np.ones((3, 3))}), "no LoRA"),
 }
 

@@ -140,6 +140,21 @@ def test_what_is_not_linear_is_refused_with_the_way_out(
     assert done["energy"] == pytest.approx(1)
 
 
+def test_differences_and_biases_add_up_with_their_weights(tmp_path: Path) -> None:
+    key, files, sums = "denoiser.mid_block.resnets.0.conv1", {}, dict[str, torch.Tensor]()
+    shape = networks_of(BASE)["denoiser"].get_parameter(f"{key[9:]}.weight").shape
+    for seed, weight in ((1, 0.5), (2, -2.0)):
+        draw = Draws(seed)
+        tensors = {"difference": draw(*shape), "bias": draw(shape[0])}
+        sums = {name: sums.get(name, 0) + weight * each for name, each in tensors.items()}
+        module = ModuleTensors(kind="full", tensors=tensors, rank=1, scale=1.0)
+        files[saved(tmp_path / f"{seed}.safetensors", BASE, {key: module})] = weight
+    (stem,) = {name.rpartition(".")[0] for name in load_file(merged(files)["file"])}
+    total = load_file(tmp_path / "sum.safetensors")
+    torch.testing.assert_close(total[f"{stem}.diff"], sums["difference"])
+    torch.testing.assert_close(total[f"{stem}.diff_b"], sums["bias"])
+
+
 def test_a_sum_of_full_rank_is_refused_and_made_where_it_is_cut(tmp_path: Path) -> None:
     files = {written(tmp_path / f"{n}.safetensors", n, kind="loha"): 0.5 for n in (1, 2)}
     with pytest.raises(RequestError, match="its LoHa update has full rank"):
