@@ -35,11 +35,6 @@ from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.network.quantize import frozen_weight
 
 _NAME = "default"
-# Prefix of peft's attributes, and the tensors in the order in which they are trained and saved.
-_FACTORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "loha": ("hada", ("w1_a", "w1_b", "w2_a", "w2_b")),
-    "lokr": ("lokr", ("w1", "w2", "w2_a", "w2_b")),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,21 +142,16 @@ def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -
 def _peft_config(settings: AdapterSettings, names: Sequence[str], rank: int) -> PeftConfig:
     # peft matches a list of names by their ends too; a pattern has to match whole names.
     shared: dict[str, Any] = {"r": rank, "target_modules": "|".join(map(re.escape, names))}
-    match settings.kind:
-        case "lora":
-            # With init_lora_weights=False peft draws values that `_peft_layer` replaces.
-            config = LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
-            config._register_custom_module(dict(CUSTOM))
-            return config
-        case "loha":
-            # peft drops a layer if torch.rand(1) <= module_dropout, so 0.0 would drop one pass in 2**24.
-            return LoHaConfig(**shared, alpha=rank, module_dropout=-1.0)
-        case "lokr":
-            return LoKrConfig(
-                **shared, alpha=rank, module_dropout=-1.0, decompose_factor=settings.lokr_factor
-            )
-        case kind:
-            raise AssertionError(f"{kind} is not peft's")
+    if settings.kind == "lora":
+        # With init_lora_weights=False peft draws values that `_peft_layer` replaces.
+        config = LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
+        config._register_custom_module(dict(CUSTOM))
+        return config
+    # peft drops a layer if torch.rand(1) <= module_dropout, so 0.0 would drop one pass in 2**24.
+    shared |= {"alpha": rank, "module_dropout": -1.0}
+    if settings.kind == "loha":
+        return LoHaConfig(**shared)
+    return LoKrConfig(**shared, decompose_factor=settings.lokr_factor)
 
 
 def _peft_layer(
@@ -178,8 +168,10 @@ def _peft_layer(
     if settings.kind == "lora":
         parameters = {"down": layer.lora_A[_NAME].weight, "up": layer.lora_B[_NAME].weight}
     else:
-        prefix, names = _FACTORS[settings.kind]
-        factors = {name: getattr(layer, f"{prefix}_{name}") for name in names}
+        # peft's "hada_w1_a" and the like, of which a layer has those that it needs.
+        factors = {
+            name.partition("_")[2]: getattr(layer, name) for name in layer.adapter_layer_names
+        }
         parameters = {name: values[_NAME] for name, values in factors.items() if _NAME in values}
     # Programs that read LoKr files ignore alpha if both factors are full matrices, so training does too.
     if parameters.keys() == {"w1", "w2"}:
