@@ -308,13 +308,10 @@ def _refuse_others(
         )
     if tensors.keys() != layers.keys():
         extra, missing = sorted(tensors.keys() - layers.keys()), sorted(layers.keys() - tensors)
-        example = f", such as {(extra or missing)[0]}"
-        text = bool({split_key(key)[0] for key in extra + missing} - {DENOISER})
-        setting = "adapter.targets and adapter.text_encoder" if text else "adapter.targets"
         raise RequestError(
             f"train.init_from changes {len(extra)} layers that this run does not train, and lacks "
-            f"{len(missing)} that it trains{example}",
-            fix=f"set {setting} as they were when the file was trained",
+            f"{len(missing)} that it trains, such as {(extra or missing)[0]}",
+            fix="set adapter.targets and adapter.text_encoder as they were when the file was trained",
         )
     for key, layer in layers.items():
         trained = {name: _flat_shape(each, name) for name, each in layer.parameters.items()}

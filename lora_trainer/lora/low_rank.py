@@ -87,25 +87,22 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
     tensors = {name: tensor.double() for name, tensor in module.tensors.items()}
     if module.kind == "lora":
         up, down = tensors["up"].flatten(1), tensors["down"]
-    elif module.kind == "loha":
-        # (A B) * (C D), elementwise, as one product: columns of A and C, rows of B and D, pair by pair.
-        first, second = tensors["w1_b"], tensors["w2_b"]
-        sides = (tensors["w1_a"].shape[0], first[0].numel())
-        _refuse_wide("LoHa", rank=first.shape[0] * second.shape[0], sides=sides)
-        up = _pairs(tensors["w1_a"].T, tensors["w2_a"].T).T
-        down = _pairs(first.flatten(1), second.flatten(1)).reshape(-1, *first.shape[1:])
     else:
-        # (A B) x (C D) = (A x C) (B x D); the kernel, if any, is that of D.
         (left_up, left_down), (right_up, right_down) = _pair(tensors, "w1"), _pair(tensors, "w2")
-        sides = (
-            left_up.shape[0] * right_up.shape[0],
-            left_down.shape[1] * right_down[0].numel(),
-        )
-        _refuse_wide("LoKr", rank=left_up.shape[1] * right_up.shape[1], sides=sides)
-        fan_in = left_down.shape[1] * right_down.shape[1]
-        up = torch.kron(left_up, right_up)
-        down = torch.kron(left_down, right_down.flatten(1))
-        down = down.reshape(-1, fan_in, *right_down.shape[2:])
+        if left_up.shape[1] * right_up.shape[1] >= min(module.size):
+            name = kind_name(module)
+            raise NotLowRank(f"its {name} update has full rank, no LoRA is smaller than the weight")
+        if module.kind == "loha":
+            # (A B) * (C D), elementwise, as one product: columns of A and C, rows of B and D, pair by pair.
+            up = _pairs(left_up.T, right_up.T).T
+            down = _pairs(left_down.flatten(1), right_down.flatten(1))
+            down = down.reshape(-1, *left_down.shape[1:])
+        else:
+            # (A B) x (C D) = (A x C) (B x D); the kernel, if any, is that of D.
+            fan_in = left_down.shape[1] * right_down.shape[1]
+            up = torch.kron(left_up, right_up)
+            down = torch.kron(left_down, right_down.flatten(1))
+            down = down.reshape(-1, fan_in, *right_down.shape[2:])
     if module.rows is not None:
         up = up[slice(*module.rows)]
     kernel_shape = tuple(down.shape[1:])
@@ -187,7 +184,7 @@ def approximated(
 
 
 def _pair(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """Return a Kronecker factor as a product of two; a whole one times the identity, the shorter side."""
+    """Return a factor as a product of two; a whole one times the identity of its shorter side."""
     if name not in tensors:
         return tensors[f"{name}_a"], tensors[f"{name}_b"]
     whole = tensors[name]
@@ -196,11 +193,6 @@ def _pair(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
         return torch.eye(rows, dtype=whole.dtype), whole
     identity = torch.eye(columns, dtype=whole.dtype)
     return whole.flatten(1), identity.reshape(columns, *whole.shape[1:])
-
-
-def _refuse_wide(kind: str, *, rank: int, sides: tuple[int, int]) -> None:
-    if rank >= min(sides):
-        raise NotLowRank(f"its {kind} update has full rank, no LoRA is smaller than the weight")
 
 
 def _pairs(left: Tensor, right: Tensor) -> Tensor:

@@ -76,15 +76,14 @@ def holds_vectors(entries: Header) -> bool:
 
 def trained_vectors(adapter: Path, word: NewWord) -> Vectors:
     """Return the vectors that were trained with an adapter, where they belong or beside it; raises InputError."""
-    file = embedding_path(adapter)
-    if not file.is_file():
-        file = adapter.with_name(file.name)
-    if not file.is_file():
-        raise InputError(
-            f"{adapter.name} was trained with new tokens for {word.text!r}, but their file is missing",
-            fix=f"put {file.name} beside it",
-        )
-    return read_embedding(file)
+    own_place = embedding_path(adapter)
+    for file in (own_place, adapter.with_name(own_place.name)):
+        if file.is_file():
+            return read_embedding(file)
+    raise InputError(
+        f"{adapter.name} was trained with new tokens for {word.text!r}, but their file is missing",
+        fix=f"put {own_place.name} beside it",
+    )
 
 
 def trained_words(metadata: Mapping[str, str]) -> NewWord | None:

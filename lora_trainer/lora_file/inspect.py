@@ -156,11 +156,8 @@ def _read(contents: Contents) -> _TensorFacts:
             block = block_of(module)
             squares[block] = squares.get(block, 0.0) + norm**2
 
-    def by_number(block: str) -> tuple[str, int]:
-        name, _, number = block.rpartition(".")
-        return (name, int(number)) if number.isdigit() else (block, 0)
-
-    for block in sorted(squares, key=by_number):
+    # 2 before 10.
+    for block in sorted(squares, key=lambda name: re.sub(r"\d+", lambda n: n[0].zfill(9), name)):
         if math.isfinite(squares[block]):
             facts.norms[block] = math.sqrt(squares[block])
     return facts

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_trainer.lora.adapter_size import AdapterKind, ModuleUpdate, rotated_size, update_size
+from lora_trainer.lora.adapter_size import AdapterKind, ModuleUpdate, rotated_size
 from lora_trainer.lora_file.key_formats import SCALED, Role
 
 Array = np.ndarray[Any, Any]
@@ -85,10 +85,10 @@ def normal_form(
         tensors["bias"] = np.asarray(arrays["up_bias"], dtype=np.float64) * scale
     if "bias" in tensors:
         tensors["bias"] = tensors["bias"].reshape(-1)
-    if "magnitude" in arrays:
-        name, values = _magnitude(arrays["magnitude"], tensors, kind, outputs=magnitude_of_outputs)
-        tensors[name] = values
     update = Update(kind=kind, tensors=tensors, rank=rank, scale=scale)
+    if "magnitude" in arrays:
+        name, values = _magnitude(arrays["magnitude"], update, outputs=magnitude_of_outputs)
+        update = replace(update, tensors={**tensors, name: values})
     _check_sizes(update)
     return update
 
@@ -179,7 +179,7 @@ def ranks_of(shapes: Mapping[Role, tuple[int, ...]]) -> frozenset[int]:
 def _rank(kind: AdapterKind, tensors: Arrays, *, alpha: float | None) -> int:
     if kind == "oft_in":
         return rotated_size(tensors["skew"].shape[1])
-    ranks = ranks_of(shapes_of(tensors))
+    ranks = ranks_of({role: array.shape for role, array in tensors.items()})
     if not ranks:  # two whole LoKr factors: LyCORIS states the rank as alpha
         return max(1, round(alpha)) if alpha is not None and math.isfinite(alpha) else 1
     if len(ranks) > 1 or 0 in ranks:
@@ -187,16 +187,16 @@ def _rank(kind: AdapterKind, tensors: Arrays, *, alpha: float | None) -> int:
     return int(next(iter(ranks)))
 
 
-def _magnitude(
-    values: Array, tensors: Arrays, kind: AdapterKind, *, outputs: bool
-) -> tuple[str, Array]:
+def _magnitude(values: Array, update: Update, *, outputs: bool) -> tuple[str, Array]:
     """Return the name and numbers of DoRA's magnitudes: of each output, or of each input.
 
     LyCORIS and OneTrainer write both: [out, 1, ...] and [1, in, ...]; peft only the former.
     """
-    out, fan_in = update_size(kind, shapes_of(tensors))
+    kind, (out, fan_in) = update.kind, update.size
     # An input has one magnitude for all of its kernel; the dimensions after the second are the kernel.
-    kernel = 1 if kind == "oft" else math.prod(math.prod(a.shape[2:]) for a in tensors.values())
+    kernel = (
+        1 if kind == "oft" else math.prod(math.prod(a.shape[2:]) for a in update.tensors.values())
+    )
     inputs = fan_in // max(1, kernel)
     if not outputs and values.ndim > 1 and values.shape[0] == 1 != values.shape[1]:
         if not values.size or (values.size != inputs and (kernel > 1 or fan_in % values.size)):
@@ -207,11 +207,6 @@ def _magnitude(
     # The dimensions of the kernel are kept where the factors do not have them.
     kernel_axes = () if kind == "lora" else (1,) * (values.ndim - 1)
     return "magnitude", values.reshape(out, *kernel_axes)
-
-
-def shapes_of(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of arrays by name."""
-    return {name: array.shape for name, array in arrays.items()}
 
 
 def _check_sizes(update: Update) -> None:
