@@ -25,7 +25,6 @@ from lora_trainer.config.declare import (
 )
 from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.running import Config, RunConfig
-from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
@@ -133,9 +132,17 @@ class _Planner:
             )
         reason = f"the size {facts.source} was trained on"
         self.decide_auto("data.resolution", facts.resolution_px, reason)
-        _check_resolution(settled(self.config.data.resolution), facts)
-        for side_px in self.config.data.more_resolutions:
-            _check_resolution(side_px, facts, key="data.more_resolutions")
+        sides = [("data.resolution", settled(self.config.data.resolution))]
+        sides += [("data.more_resolutions", side) for side in self.config.data.more_resolutions]
+        step_px = facts.bucket_step_px
+        for key, side_px in sides:
+            if side_px % step_px:
+                below = side_px // step_px * step_px
+                allowed = " or ".join(str(side) for side in (below, below + step_px) if side)
+                raise RequestError(
+                    f"{key}={side_px} is not a multiple of {step_px} ({facts.family})",
+                    fix=f"use {allowed}",
+                )
         # OFT multiplies weights by a rotation, which has no scale; its alpha stays `auto`.
         if self.config.adapter.kind != "oft":
             rank = float(self.config.adapter.rank)
@@ -146,11 +153,9 @@ class _Planner:
         is_fp32_chosen = precision == "fp32" and (
             gpu is None or not self._is_ours("train.precision")
         )
-        if count <= LARGE_TEXT_ENCODER or is_fp32_chosen:
-            text_precision, size = "fp32", f"{count / 1e6:,.0f} million parameters"
-        else:
-            text_precision, size = "bf16", f"{count / 1e9:.1f} billion parameters"
-        self.decide_auto("memory.text_encoder_precision", text_precision, size)
+        is_small = count <= LARGE_TEXT_ENCODER or is_fp32_chosen
+        size = f"{count / 1e9:.3g} billion parameters"
+        self.decide_auto("memory.text_encoder_precision", "fp32" if is_small else "bf16", size)
         if self.config.train.ema_decay is None:
             self.decide_auto("output.weights", "trained", "there is no running average")
         else:
@@ -331,19 +336,6 @@ class _Planner:
             run_time=pace.run_time(),
             time_note=step.note,
             disk_bytes=disk_bytes(inputs, config, load),
-        )
-
-
-def _check_resolution(
-    resolution_px: int, facts: BaseFacts, *, key: str = "data.resolution"
-) -> None:
-    step_px = facts.bucket_step_px
-    if resolution_px % step_px:
-        below = resolution_px // step_px * step_px
-        allowed = " or ".join(str(side) for side in (below, below + step_px) if side)
-        raise RequestError(
-            f"{key}={resolution_px} is not a multiple of {step_px} ({facts.family})",
-            fix=f"use {allowed}",
         )
 
 
