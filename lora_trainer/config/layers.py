@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -83,22 +83,18 @@ def _unwrapped(value: Any) -> Any:
 def _flat(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return {"section.key": value}; raises one RequestError that names all mistakes."""
     values, mistakes = dict[str, Any](), list[str]()
-    for key, value in _pairs(settings):
-        mistake = f"{key!r} is set twice." if key in values else unknown_setting(key)
-        if mistake:
-            mistakes.append(f"{name}: {mistake}")
-        values[key] = value
+    for section, value in settings.items():
+        pairs = {section: value}
+        if section in Config.model_fields and isinstance(value, dict):
+            pairs = {f"{section}.{key}": _unwrapped(inner) for key, inner in value.items()}
+        for key in pairs:
+            mistake = f"{key!r} is set twice." if key in values else unknown_setting(key)
+            if mistake:
+                mistakes.append(f"{name}: {mistake}")
+        values |= pairs
     if mistakes:
         raise RequestError(" ".join(mistakes), fix=SEE_ALL_SETTINGS)
     return values
-
-
-def _pairs(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if key in Config.model_fields and isinstance(value, dict):
-            yield from ((f"{key}.{name}", _unwrapped(inner)) for name, inner in value.items())
-        else:
-            yield key, value
 
 
 TIERS = ("cpu", "6-8", "10-12", "16-24")

@@ -36,7 +36,6 @@ from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements
 from lora_trainer.planning.optimizer_facts import (
     GRADIENT_BYTES,
     MASTER_BYTES,
-    OPTIMIZERS,
     copied_bytes,
     state_bytes,
 )
@@ -204,7 +203,6 @@ def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     tensors = costs.adapter_tensors(load.adapter)
     states, paged = state_bytes(tensors, load.optimizer)
     parameters = total_elements(tensors)
-    masters = parameters * MASTER_BYTES
     yield from _weights(load, costs)
     # Trained text encoders and their activations stay on the device for the whole run.
     if load.adapter.text_encoder or load.adapter.new_tokens:
@@ -212,20 +210,15 @@ def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
         yield MemoryItem("text encoder weights", weights, "run in every step")
         size = int(load.micro_batch * costs.facts.chunks * TEXT_KEPT_SHARE * weights)
         yield MemoryItem("text encoder activations", size, "estimate")
-    yield MemoryItem("adapter weights", masters, f"{parameters:,} parameters, fp32 masters")
-    if load.averaged:
-        yield MemoryItem("adapter average", masters, "fp32")
-    if load.keeps_best:
-        yield MemoryItem("best adapter", masters, "fp32")
-    if load.optimizer == SCHEDULE_FREE:
-        note = "fp32, while they are validated, sampled or exported"
-        yield MemoryItem("averaged weights", masters, note)
+    # The masters, and what has their size: the running average, the best weights, and those that schedule-free
+    # averages while they are validated, sampled or exported.
+    sets = 1 + load.averaged + load.keeps_best + (load.optimizer == SCHEDULE_FREE)
+    note = f"{sets} x {parameters:,} parameters, fp32 masters"
+    yield MemoryItem("adapter weights", sets * parameters * MASTER_BYTES, note)
     yield MemoryItem("adapter gradients", parameters * GRADIENT_BYTES, "fp32")
-    is_paged = own_memory and OPTIMIZERS[load.optimizer].is_paged
-    where = "without the paged part" if is_paged else "allocated before step 1"
     # Without memory of its own the device would page into the same memory.
     size = states if own_memory else states + paged
-    yield MemoryItem("optimizer states", size, f"{load.optimizer}, {where}")
+    yield MemoryItem("optimizer states", size, f"{load.optimizer}, allocated before step 1")
     if not own_memory:
         yield saved_copies(load, costs)
 
@@ -280,10 +273,10 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     # `saved_bytes` has the adapter's inputs in it; they are the next item.
     size = count * (cost.saved_bytes - cost.adapter_saved_bytes)
     yield MemoryItem("activations", size, f"{each}, checkpointing: {load.checkpointing}")
-    note = "none: a plain LoRA reads the inputs that the layers keep"
-    if runs_wide(load.adapter):
-        note = f"fp32 copies and rank-wide middles, {each}"
-    yield MemoryItem("adapter inputs", count * cost.adapter_saved_bytes, note)
+    if (
+        size := count * cost.adapter_saved_bytes
+    ):  # a plain LoRA reads the inputs that the layers keep
+        yield MemoryItem("adapter inputs", size, f"fp32 copies and rank-wide middles, {each}")
     # `adapter.dropout` copies the input of each adapted layer. A wide adapter makes as many fp32 copies anyway, and
     # dropout replaces these.
     if adapter.dropout and not (runs_wide(adapter) and load.precision != "fp32"):
@@ -381,10 +374,9 @@ def _sampling(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
 def _outside(load: Load) -> Iterator[MemoryItem]:
     """Yield the device memory outside of tensors, taken in every phase."""
     kind = KINDS[load.device]
+    yield MemoryItem("runtime", kind.runtime_bytes, "libraries, and a GPU's context and kernels")
     if not kind.own_memory:
-        yield MemoryItem("runtime", kind.runtime_bytes, "Python, torch and libraries")
         return
-    yield MemoryItem("runtime", kind.runtime_bytes, "context and kernels of the GPU")
     library_bytes = THREADS * load.cublas_bytes + KERNELS_BYTES
     note = "matrix products, convolutions, attention"
     yield MemoryItem("library workspaces", library_bytes, note)
@@ -400,12 +392,10 @@ def _slack(items: Sequence[MemoryItem], load: Load) -> MemoryItem:
         return MemoryItem(SLACK, size, "freed memory that the allocator keeps")
     moved_bytes = sum_bytes(item for item in items if item.name in MOVED)
     temporary_bytes = sum_bytes(item for item in items if item.name in TEMPORARY)
-    if load.expandable:
-        size = PAGES_BYTES + min(int(HOLES * moved_bytes), temporary_bytes)
-        return MemoryItem(SLACK, size, "holes between tensors")
-    holes_bytes = min(int(HOLES_OF_SEGMENTS * moved_bytes), temporary_bytes)
-    size = PAGES_BYTES + int(SEGMENTS * moved_bytes) + holes_bytes
-    return MemoryItem(SLACK, size, "holes between tensors, whole segments")
+    holes, segments = (HOLES, 0.0) if load.expandable else (HOLES_OF_SEGMENTS, SEGMENTS)
+    holes_bytes = min(int(holes * moved_bytes), temporary_bytes)
+    size = PAGES_BYTES + int(segments * moved_bytes) + holes_bytes
+    return MemoryItem(SLACK, size, "holes between tensors, and rests of segments")
 
 
 def sum_bytes(items: Iterable[MemoryItem]) -> int:

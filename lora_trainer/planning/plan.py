@@ -311,11 +311,8 @@ class _Planner:
 
     def finish(self, memory_choice: MemoryChoice) -> Plan:
         """Predict the time, draw sample images less often if they would take much of it, and return the plan."""
-        inputs, load, config = (
-            self.inputs,
-            memory_choice.load,
-            build_run_config(flatten(self.config)),
-        )
+        inputs, load = self.inputs, memory_choice.load
+        config = build_run_config(flatten(self.config))
         pace = RunTimeInputs(inputs=inputs, config=config, gpu=self.gpu, load=load)
         every_steps = config.sampling.every_steps
         if inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
