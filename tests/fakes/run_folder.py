@@ -87,12 +87,9 @@ def fake_run(
 ) -> FakeRun:
     """Return a finished run of `steps` steps with regular saves, samples and validations."""
     run = FakeRun(folder=folder, steps=steps, sample_px=sample_px)
-    fields = FIELDS
     every_sample, every_validation = max(1, steps // 3), max(1, steps // 10)
 
-    def phase(
-        name: str, seconds: float, message: str = "", *, done: int = 0, total: int = 0
-    ) -> None:
+    def phase(name: str, seconds: float, message: str = "", done: int = 0, total: int = 0) -> None:
         run.emit("phase", phase=name, message=message, done=done, total=total)
         run.now_s += seconds
 
@@ -115,15 +112,11 @@ def fake_run(
         ]
         run.emit("sample", step=step, images=images, seconds=1.2)
 
-    run.emit(
-        "run_started",
-        **fields["run_started"],
-        steps=steps,
-        validation_images=2 if validation else 0,
-        every_steps={"sample": every_sample, "validation": every_validation if validation else 0},
-    )
+    every_steps = {"sample": every_sample, "validation": every_validation if validation else 0}
+    more = {"validation_images": 2 if validation else 0, "every_steps": every_steps}
+    run.emit("run_started", **FIELDS["run_started"], steps=steps, **more)
     phase("scan", 0.6, "16 images")
-    run.emit("problem", **fields["bad image"])
+    run.emit("problem", **FIELDS["bad image"])
     phase("plan", 0.2, "fits in 3.1 GiB")
     for done in (0, 8, 16):
         phase("cache", 1.9, "latents", done=done, total=16)
@@ -134,16 +127,11 @@ def fake_run(
     phase("train", 0.1)
     for step in range(1, steps + 1):
         run.now_s += 0.19
-        run.emit(
-            "step",
-            step=step,
-            loss=loss_at(step) * (1.3 if step % 3 else 0.5),
-            lr=2e-3 * (step / steps),
-            epoch=step * 8 / 14,
-            **fields["step"],
-        )
+        loss = loss_at(step) * (1.3 if step % 3 else 0.5)
+        figures = {"loss": loss, "lr": 2e-3 * (step / steps), "epoch": step * 8 / 14}
+        run.emit("step", step=step, **figures, **FIELDS["step"])
         if step in (40, 41, 90):
-            run.emit("problem", **fields["clipped"])
+            run.emit("problem", **FIELDS["clipped"])
         if validation and step % every_validation == 0:
             validate(step)
         if step % every_sample == 0:
@@ -153,17 +141,11 @@ def fake_run(
             saved = {"export": export, "state": f"step-{step:08d}", "bytes": 3_288_000}
             run.emit("saved", step=step, seconds=0.14, **saved)
         if step == steps // 2:
-            run.emit("change", **fields["change"])
+            run.emit("change", **FIELDS["change"])
     phase("export", 0.3, EXPORT)
     losses = (loss_at(steps), 0.1337) if validation else (None, None)
-    run.emit(
-        "finished",
-        step=steps,
-        seconds=run.now_s - START_S,
-        export=EXPORT,
-        validation_loss=losses[0],
-        base_validation_loss=losses[1],
-    )
+    end = dict(zip(("validation_loss", "base_validation_loss"), losses, strict=True))
+    run.emit("finished", step=steps, seconds=run.now_s - START_S, export=EXPORT, **end)
     return run
 
 
