@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lora_trainer.cli.main import PLANNED, Json, PlanOptions, Reply, Sets, console, overrides
@@ -162,12 +162,9 @@ def bench(
     )
     if json:
         return [row.to_json() for row in rows]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    for title in (
-        "s a step", "images/s", "against planned", "peak", "predicted", "cached images/s",
-    ):  # fmt: skip
-        table.add_column(title, justify="right")
+    titles = ("s a step", "images/s", "against planned", "peak", "predicted", "cached images/s")
+    columns = [Column(title, justify="right") for title in titles]
+    table = Table(Column("setting", no_wrap=True), *columns, box=None, pad_edge=False)
     planned = rows[0].images_per_s if rows else None
     for row in rows:
         if row.failure is None:

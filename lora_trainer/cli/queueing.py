@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 
 from lora_trainer.cli.main import Json, Reply, parse_training
 from lora_trainer.common.errors import RequestError, StoppedBySignal
@@ -72,9 +72,8 @@ def list_items(*, runs: Runs = None, json: Json = False) -> Reply:
         return [asdict(item) for item in items]
     if not items:
         return "the queue is empty"
-    table = Table(box=None, pad_edge=False)
-    for heading in ("id", "state", "name", "run"):
-        table.add_column(heading, overflow="fold")
+    columns = [Column(title, overflow="fold") for title in ("id", "state", "name", "run")]
+    table = Table(*columns, box=None, pad_edge=False)
     for item in items:
         error = f": {without_secrets(item.error)}" if item.error else ""
         add_row(table, item.id, f"{item.state}{error}", item.label, item.run or "")

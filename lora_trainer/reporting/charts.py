@@ -320,8 +320,7 @@ def smoothed_losses(
 
 def is_recovery(row: Row) -> bool:
     """Whether an event is a change with which a run went on after it ran out of memory."""
-    key = str(row.get("key"))
-    if row["event"] != "change" or not key.startswith("memory."):
-        return False
-    grown = number(row, "new") > number(row, "old")
-    return not (key == "memory.micro_batch" and grown)  # that is the way back
+    key = str(row.get("key")) if row["event"] == "change" else ""
+    # A larger micro-batch is the way back.
+    is_way_back = key == "memory.micro_batch" and number(row, "new") > number(row, "old")
+    return key.startswith("memory.") and not is_way_back

@@ -285,7 +285,5 @@ class HistoryReader:
     def recent(self) -> list[Row]:
         """Return the newest rows that are no steps, at most 200, by the time they were written."""
         rows = [*self._sum.recent, *self._problem_rows[-RECENT_ROWS:]]
-        # A row without a time is taken for the oldest.
-        times_s = ((number(row, "time"), row) for row in rows)
-        timed = [(time_s if math.isfinite(time_s) else 0.0, row) for time_s, row in times_s]
-        return [row for _, row in sorted(timed, key=lambda pair: pair[0])[-RECENT_ROWS:]]
+        # A row without a time is taken for the oldest: NaN is never the larger one.
+        return sorted(rows, key=lambda row: max(0.0, number(row, "time")))[-RECENT_ROWS:]

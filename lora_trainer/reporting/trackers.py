@@ -53,6 +53,7 @@ def start_trackers(
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+    note = partial(events.problem, severity="note")
     table = {
         key: value if isinstance(value, _SCALARS) else str(value) for key, value in settings.items()
     }
@@ -62,13 +63,12 @@ def start_trackers(
             allowed = ", ".join(LOGGER_TYPE_TO_CLASS)
             what = f"logging.trackers names {name!r}, which is not one of {allowed}."
             what = (what + did_you_mean(name, LOGGER_TYPE_TO_CLASS)).rstrip(".")
-            events.problem(what, fix="correct logging.trackers", severity="note")
+            note(what, fix="correct logging.trackers")
             continue
         if packages.get(package) is None:
-            events.problem(
+            note(
                 f"tracker {name} is left out: the package {package} is not installed",
                 fix=f"pip install {package}, or drop it from logging.trackers",
-                severity="note",
             )
             continue
         # TensorBoard's run name is a folder; DESIGN wants runs/NAME/tensorboard.
@@ -83,10 +83,9 @@ def start_trackers(
         if started:
             events.subscribe(listener)
             if name not in _IMAGES:
-                events.problem(
+                note(
                     f"tracker {name} gets no sample images, accelerate has no call for it",
                     fix="look at them in the run folder or its report.html",
-                    severity="note",
                 )
 
 
