@@ -151,25 +151,22 @@ def nearest(sample: Sample, feeder: TrainingDataLoader) -> str:
     return "plain" if closer else "mirrored"
 
 
-def test_half_of_the_samples_are_mirrored_and_told_their_own_crop() -> None:
+def test_half_of_the_samples_are_mirrored_with_their_own_crop_and_mask() -> None:
     feeder = build_feeder([SQUARE], batch_size=400, data=EVERYTHING)
-    sources = {
-        name: replace(
-            source,
-            views=tuple(
-                replace(view, geometry={"time_ids": torch.tensor([[corner]])})
-                for view, corner in zip(source.views, (3, 4), strict=True)
-            ),
-        )
-        for name, source in feeder.sources.items()
-    }
-    cropped = replace(feeder, sources=sources)
-    found = Counter(
-        (nearest(sample, feeder), int(sample.conditioning["time_ids"]))
-        for sample in cropped.prepare(0)
-    )
-    assert set(found) == {("plain", 3), ("mirrored", 4)}
-    assert 160 < found["mirrored", 4] < 240
+    (source,), views = feeder.sources.values(), []
+    for view, corner in zip(source.views, (3, 4), strict=True):
+        mask = CacheKey.of("masks", of=str(corner))
+        feeder.entries.resident[mask.digest] = {"mask": torch.arange(8.0).expand(1, 8, 8) == corner}
+        crop = {"time_ids": torch.tensor([[corner]])}
+        views.append(replace(view, geometry=crop, mask=mask))
+    cropped = replace(feeder, sources={"s0": replace(source, views=tuple(views))})
+    found = Counter[tuple[str, int, int]]()
+    for sample in cropped.prepare(0):
+        assert sample.mask_weights is not None
+        masked = int(sample.mask_weights[0, 0].argmax())
+        found[nearest(sample, feeder), int(sample.conditioning["time_ids"]), masked] += 1
+    assert set(found) == {("plain", 3, 3), ("mirrored", 4, 4)}
+    assert 160 < found["mirrored", 4, 4] < 240
 
 
 def test_each_epoch_draws_a_text_of_a_sample_or_leaves_it_out() -> None:

@@ -18,35 +18,6 @@ from lora_trainer.run import prepare
 from lora_trainer.run.train import train
 from lora_trainer.training.distributed import process_group
 from lora_trainer.training.distributed.heartbeat import PeerMonitor
-from tests.fakes.runs import python
-
-LAUNCHERS = (
-    "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 ACCELERATE_USE_CPU=true "
-    "ACCELERATE_MIXED_PRECISION=no PMI_RANK=0 PMI_SIZE=2 OMPI_COMM_WORLD_SIZE=2"
-)
-"""Of accelerate launch and torchrun, of srun and mpirun."""
-_PARTIAL_STATE = """
-import torch.distributed as dist
-
-def refused(*args, **options):
-    raise RuntimeError("the process group is started in one process alone")
-
-dist.init_process_group = dist.distributed_c10d.init_process_group = refused
-
-from accelerate.tracking import PartialState  # as trackers and log lines of accelerate make it
-from lora_trainer.training.distributed.process_group import isolate_accelerate
-
-isolate_accelerate()
-print(PartialState().num_processes)
-"""
-
-
-def test_nothing_of_accelerate_waits_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackers would: only the first process has them. Real ones: tests/test_processes.py."""
-    for variable in LAUNCHERS.split():
-        monkeypatch.setenv(*variable.split("="))
-    done = python(_PARTIAL_STATE)
-    assert done.stdout.split()[-1:] == ["1"], done.stderr[-3000:]
 
 
 class MetError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +31,6 @@ from tests.fakes.training import (
     restored,
     saves,
 )
-
-
-@dataclass
-class Weather:
-    """Spoils predictions: at the calls in `storms`, counted from 1 over the whole process."""
-
-    storms: Sequence[int]
-    calls: int = 0
-
-    def adapt(self, model: Model) -> Model:
-        real = model.predict
-
-        def predict(*args: Any) -> Tensor:
-            self.calls += 1
-            predicted = real(*args)
-            return predicted * torch.nan if self.calls in self.storms else predicted
-
-        return replace(model, predict=predict)
 
 
 @dataclass
@@ -86,14 +69,23 @@ class Voyage:
         return state
 
 
-def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -> Voyage:
-    feeder = build_feeder([SQUARE] * 5, batch_size=2)
-    tiny = build_training(feeder, steps=steps, adapt=weather.adapt)
-    return Voyage(tiny=tiny, saves=saves(tiny, folder, every_steps=every))
+def voyage(folder: Path, storms: Sequence[int] = ()) -> Voyage:
+    """Return a training of twelve steps, saved at every fourth, whose predictions are spoilt at these calls, from 1."""
+    calls = count(1)
+
+    def adapt(model: Model) -> Model:
+        def predict(*args: Any) -> Tensor:
+            predicted = model.predict(*args)
+            return predicted * torch.nan if next(calls) in storms else predicted
+
+        return replace(model, predict=predict)
+
+    tiny = build_training(build_feeder([SQUARE] * 5, batch_size=2), steps=12, adapt=adapt)
+    return Voyage(tiny=tiny, saves=saves(tiny, folder, every_steps=4))
 
 
 def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Path) -> None:
-    found = voyage(tmp_path, Weather(range(6, 11)))  # steps 6-10; saved at 4 and, skipping, at 8
+    found = voyage(tmp_path, range(6, 11))  # steps 6-10; saved at 4 and, skipping, at 8
     end = found.run()
     assert end.step == 12
     assert (end.guard.rollbacks, end.guard.lr_scale) == (1, 0.5)
@@ -109,9 +101,9 @@ def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Pat
 
 def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     """The killed run is resumed from its state on the disk and meets the same weather."""
-    whole = voyage(tmp_path / "whole", Weather(range(6, 11)))
+    whole = voyage(tmp_path / "whole", range(6, 11))
     whole.run()
-    first = voyage(tmp_path / "killed", Weather(range(6, 11)), steps=12)
+    first = voyage(tmp_path / "killed", range(6, 11))
 
     def kill(progress: Progress) -> None:
         if progress.step == 10 and progress.guard.rollbacks == 1:
@@ -120,7 +112,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         first.run(actions=[EveryStep(kill)])
     first.writer.wait()
-    again = voyage(tmp_path / "killed", Weather(range(1, 3)))  # calls 9 and 10 were bad weather
+    again = voyage(tmp_path / "killed", range(1, 3))  # calls 9 and 10 were bad weather
     start = restored(again.tiny, again.on_disk())
     assert (start.step, start.guard.skipped_in_row) == (8, 3)
     again.run(start)
@@ -129,7 +121,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> None:
-    found, at = voyage(tmp_path, Weather(())), [8]
+    found, at = voyage(tmp_path), [8]
 
     def spoil(progress: Progress) -> None:
         if progress.step in at:
