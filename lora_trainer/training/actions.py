@@ -17,7 +17,6 @@ import torch
 
 from lora_trainer.checkpoint.states import (
     Copy,
-    NonFiniteAdapter,
     TrainingState,
     freeze,
     tensors_digest,
@@ -27,7 +26,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.training.dataloader import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import LEAST_CHANGE, GuardState, Unstable, no_effect
+from lora_trainer.training.guards import LEAST_CHANGE, GuardState, no_effect
 from lora_trainer.training.loss import Model
 
 
@@ -208,17 +207,13 @@ class SaveAction:
         return epoch is not None and progress.images // epoch > before // epoch
 
     def __call__(self, progress: Progress) -> None:
-        """Copy the state and start writing it; raises Unstable if the adapter is not finite.
+        """Copy the state and start writing it.
 
         Raises the errors of `StateWriter.save`, and MachineError when the run is to stop and its state
         cannot be written.
         """
         export = None if progress.is_finished else partial(self.export, progress)
-        try:
-            self.writer.save(self.state(progress), export=export, last=progress.ending)
-        except NonFiniteAdapter as error:
-            # The weights are the fault and not the disk: going back to the last good state mends them.
-            raise Unstable(error.found, progress.guard) from None
+        self.writer.save(self.state(progress), export=export, last=progress.ending)
         if progress.is_finished:
             self.writer.wait()  # reports a failed write; the final export is still to be made
         elif progress.ending:
@@ -250,9 +245,6 @@ class CompareAction:
         return not self.ranks.is_single and self.saves.is_regular(progress)
 
     def __call__(self, progress: Progress) -> None:
-        """Raise Unstable for non-finite weights, TrainingStopped for differing ones; on every process."""
-        try:
-            frozen = freeze(self.saves.state(progress))
-        except NonFiniteAdapter as error:
-            raise Unstable(error.found, progress.guard) from None
-        self.ranks.require_same(tensors_digest(frozen), step=progress.step)
+        """Raise NonFiniteAdapter for non-finite weights, TrainingStopped for differing ones; on every process."""
+        digest = tensors_digest(freeze(self.saves.state(progress)))
+        self.ranks.require_same(digest, step=progress.step)

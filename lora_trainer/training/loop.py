@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_trainer.checkpoint.states import NonFiniteAdapter
 from lora_trainer.common.errors import (
     RESUME,
     LoraTrainError,
@@ -224,7 +225,11 @@ def _due(training: Training, progress: Progress, *, but: Collection[Action] = ()
 def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progress:
     """Run the due actions in order; each sees the guard state that the action before it returned."""
     for action in due:
-        progress = replace(progress, guard=_with_room(training, action, progress))
+        try:
+            progress = replace(progress, guard=_with_room(training, action, progress))
+        except NonFiniteAdapter as error:
+            # The weights are the fault and not the disk: going back to the last good state mends them.
+            raise Unstable(error.found, progress.guard) from None
     return progress
 
 
