@@ -48,8 +48,8 @@ class MemoTable:
     version: str = "1"
     folder: Path | None = None
     entries: dict[str, str] = field(default_factory=dict)
+    # Entries that the file does not hold yet.
     changes: dict[str, str] = field(default_factory=dict)
-    """Entries that the file does not hold yet."""
 
     @classmethod
     def load(cls, folder: Path | None, name: str, *, version: str = "1") -> MemoTable:
@@ -138,17 +138,15 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-@dataclass(frozen=True, kw_only=True)
 class HashMemo:
-    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so that a warm start reads no file."""
+    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so that a warm start reads no file.
 
-    table: MemoTable = field(default_factory=lambda: MemoTable(name="hashes"))
-    """By path: "size mtime ctime inode hash"; lists instead of texts would take twice the memory."""
+    They are those of a cache folder, or of this process alone.
+    """
 
-    @classmethod
-    def load(cls, folder: Path | None) -> HashMemo:
-        """Read the hashes of a cache folder; never raises."""
-        return cls(table=MemoTable.load(folder, "hashes"))
+    def __init__(self, folder: Path | None = None) -> None:
+        # By path: "size mtime ctime inode hash"; lists instead of texts would take twice the memory.
+        self.table = MemoTable.load(folder, "hashes")
 
     def sha256(self, path: Path) -> str:
         """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError."""

@@ -107,7 +107,7 @@ class DatasetMemo:
 
     @gc_disabled()
     def __init__(self, folder: Path | None = None) -> None:
-        self.hashes = HashMemo.load(folder)
+        self.hashes = HashMemo(folder)
         self.images = Remembered[VerifiedImage](VerifiedImage, folder, "images")
         self.captions = Remembered[CaptionText](CaptionText, folder, "caption files")
         self.masks = Remembered[MaskSize](MaskSize, folder, "masks")

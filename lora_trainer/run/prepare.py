@@ -228,7 +228,7 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
         config.base,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
     )
-    memo = HashMemo.load(prepared.cache_root)
+    memo = HashMemo(prepared.cache_root)
     facts = identified(replace(facts, chunks=prepared.facts.chunks), memo)
     memo.table.save()
     return replace(prepared, facts=facts)

@@ -126,7 +126,7 @@ def _export_info(
         by_repeats.setdefault(record.repeats, []).append(record.caption)
     name = prepared.dataset.folder.resolve().name
     # The memo of the start of the run: its file has the hash of a base that was read then.
-    memo = HashMemo.load(prepared.cache_root)
+    memo = HashMemo(prepared.cache_root)
     base, vae = prepared.config.base.model, prepared.config.base.vae
     widths = Counter((module.rank, module.rank * module.scale) for module in tensors.values())
     # Layers may differ in rank and alpha; the header has room for one pair, so the most common one.

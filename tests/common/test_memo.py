@@ -102,7 +102,7 @@ def test_a_file_is_hashed_once_over_processes_and_again_once_it_may_have_changed
     monkeypatch.setattr(memo, "sha256_file", read)
     file, store = tmp_path / "a", tmp_path / "memo"
     file.write_bytes(b"x")
-    hashes = memo.HashMemo.load(store)
+    hashes = memo.HashMemo(store)
     for _ in range(2):
         assert hashes.sha256(file) == hashlib.sha256(b"x").hexdigest()
     assert read.call_count == 2, "written just now: it may change without another time"
@@ -111,9 +111,9 @@ def test_a_file_is_hashed_once_over_processes_and_again_once_it_may_have_changed
     for _ in range(2):
         assert hashes.sha256(file) == hashlib.sha256(b"x").hexdigest()
     hashes.table.save()
-    assert memo.HashMemo.load(store).sha256(file) == hashlib.sha256(b"x").hexdigest()
+    assert memo.HashMemo(store).sha256(file) == hashlib.sha256(b"x").hexdigest()
     assert read.call_count == 3
     file.write_bytes(b"y")
     os.utime(file, ns=(old_ns, old_ns))
-    changed = memo.HashMemo.load(store)
+    changed = memo.HashMemo(store)
     assert changed.sha256(file) == hashlib.sha256(b"y").hexdigest(), "the change time gives it away"
