@@ -199,6 +199,12 @@ def needs(
     images: dict[str, ImageJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
     sources: dict[str, SampleSource] = {}
+
+    def key_of(text: str) -> CacheKey:
+        key = texts_as.key(text)
+        texts[key.digest] = (text, key)
+        return key
+
     # Images of one size and crop share one tuple, and images of a folder its settings.
     shared_geometry = cache(geometry)
     folders: dict[tuple[str, bool], DataSettings] = {}
@@ -208,12 +214,9 @@ def needs(
             folders[folder_key] = record.settings(settings)
         data = folders[folder_key]
         drawn = variants(record.written, settings=data, seed=seed)
-        keys = [(text, texts_as.key(text)) for text in drawn]
-        classes = [
-            None if text is None else (text, texts_as.key(text))
-            for text in class_texts(drawn, settings=data)
-        ]
-        texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
+        keys = tuple(map(key_of, drawn))
+        of_class = class_texts(drawn, settings=data)
+        class_keys = tuple(None if text is None else key_of(text) for text in of_class)
         sizes: list[SampleSource] = []
         for placement in record.placements:
             views: list[SampleView] = []
@@ -226,8 +229,8 @@ def needs(
                 views.append(SampleView(latents=image_keys[0], geometry=crop, mask=mask))
             at_size = SampleSource(
                 views=tuple(views),
-                texts=tuple(key for _, key in keys),
-                of_class=tuple(pair and pair[1] for pair in classes),
+                texts=keys,
+                of_class=class_keys,
                 regularisation=record.regularisation,
                 size_px=(placement.bucket.width_px, placement.bucket.height_px),
                 folder=record.folder,
@@ -235,8 +238,8 @@ def needs(
             sizes.append(at_size)
         first = replace(sizes[0], others=tuple(sizes[1:])) if len(sizes) > 1 else sizes[0]
         sources |= dict.fromkeys(record.sample_ids(), first)
-    extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
-    texts |= {key.digest: (text, key) for text, key in extra}
+    for text in ("", *prompts):
+        key_of(text)
     return Needs(images=images, texts=texts, sources=sources)
 
 

@@ -136,13 +136,10 @@ def class_texts(texts: Iterable[str], *, settings: DataSettings) -> list[str | N
     word, trigger = settings.class_word, settings.trigger
     if word is None or trigger is None:
         return []
-    trigger = trigger.strip()
-    return [
-        _as_word(trigger).sub(lambda _: word.strip(), text)
-        if trigger and has_trigger(text, trigger)
-        else None
-        for text in texts
-    ]
+    in_place, pattern = word.strip(), _as_word(trigger.strip())
+    replaced = (pattern.subn(lambda _: in_place, text) for text in texts)
+    # An empty trigger, that of a folder without one, stands nowhere.
+    return [text if count and trigger.strip() else None for text, count in replaced]
 
 
 def _drawn(written: Sequence[str], settings: DataSettings) -> int:

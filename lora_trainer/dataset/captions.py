@@ -357,19 +357,14 @@ def _json_rows(content: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield from _json_rows(rows)
         case dict():
             for file, value in content.items():
-                lines = _fine_tuning_lines(value)
+                lines = caption_lines(value)
+                match value:  # sd-scripts' fine-tuning puts the tags after the caption
+                    case {"caption": str(text), "tags": str(tags)} if clean(text) and clean(tags):
+                        lines = (f"{text}, {tags}",)
                 if lines:
                     yield file, lines
         case list():
             yield from _of_columns(row for row in content if isinstance(row, dict))
-
-
-def _fine_tuning_lines(value: Any) -> tuple[str, ...]:
-    """Return the captions of one image; sd-scripts' fine-tuning puts the tags after the caption."""
-    match value:
-        case {"caption": str(caption), "tags": str(tags)} if clean(caption) and clean(tags):
-            return (f"{caption}, {tags}",)
-    return caption_lines(value)
 
 
 def _coco_rows(images: list[Any], annotations: list[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -220,7 +220,8 @@ class _Walk:
     users: dict[str, list[str]] = field(default_factory=dict)
     """Names of the images each caption file or described name is used by."""
     tables: CaptionTables = field(default_factory=CaptionTables)
-    excluded: Path | None = None
+    taken_out: set[str] = field(default_factory=set)
+    """The names that images had before they were taken out of the dataset, without extension, by `same_name`."""
     second_captions: list[tuple[str, str, str]] = field(default_factory=list)
     """Images with two caption files: the image, the file that counts, the file that does not."""
     masks: list[tuple[str, str]] = field(default_factory=list)
@@ -291,7 +292,9 @@ class _Walk:
             if self._is_usable(file, group):
                 if group == "folder" and file.name.casefold() == EXCLUDED_FOLDER:
                     self._say("excluded", f"{file.name}/")
-                    self.excluded = Path(file.entry.path)
+                    root = Path(file.entry.path)
+                    paths = (path.relative_to(root).as_posix() for path in root.rglob("*"))
+                    self.taken_out |= {same_name(split_name(path)[0]) for path in paths}
                 else:
                     groups[group].append(file)
         own_masks, inner_masks = self._take_masks(folder, groups)
@@ -437,11 +440,8 @@ class _Walk:
         unused = []
         for source in (source for source, names in self.users.items() if not names):
             # A caption without a use may have an image: with another caption, or taken out of the dataset.
-            if source in self.tables.captions:
-                has_image = self.excluded is not None and holds((self.excluded / source).is_file)
-            else:
-                has_image = same_name(split_name(source)[0]) in stems
-            unused += [] if has_image else [source]
+            images = self.taken_out if source in self.tables.captions else stems
+            unused += [] if same_name(split_name(source)[0]) in images else [source]
         yield from finding_of_all("unused-caption", unused)
         second = [*self.second_captions, *self.tables.second]
         rows = [f"{name} ({first}, not {other})" for name, first, other in second]
@@ -450,17 +450,11 @@ class _Walk:
     def unused_masks(self) -> list[Finding]:
         """Return one finding about masks nobody asked for, or that have no image; not of images taken out."""
         used = {image.mask_name for image in self.pictures}
-        unclaimed = [(name, picture) for name, picture in self.masks if name not in used]
-        away = set[str]()
-        if self.excluded is not None:
-            inside = {self.excluded / name.rpartition("/")[0] for name, _ in unclaimed}
-            away = {
-                same_name(split_name(Path(entry.path).relative_to(self.excluded).as_posix())[0])
-                for folder in inside
-                if folder.is_dir()
-                for entry in entries_in(folder)
-            }
-        names = [name for name, picture in unclaimed if same_name(picture) not in away]
+        names = [
+            name
+            for name, picture in self.masks
+            if name not in used and same_name(picture) not in self.taken_out
+        ]
         kind = "unused-mask" if self.settings.masks == "files" else "unused-mask.setting"
         return finding_of_all(kind, names)
 
