@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lora_trainer import __version__
-from lora_trainer.cache.store import Cleared, clear, entries
+from lora_trainer.cache.store import clear, entries
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.wording import bytes_text
@@ -65,8 +65,8 @@ def cache_state() -> CacheState:
     return CacheState(folder=folder, files=len(sizes), bytes=sum(sizes))
 
 
-def clear_cache(work: Workplace) -> Cleared:
-    """Empty the cache; raises MachineError while anything trains."""
+def clear_cache(work: Workplace) -> tuple[int, int]:
+    """Empty the cache; return the number of entries and their bytes. Raises MachineError while anything trains."""
     running = [run.name for run in state.runs(work.runs) if run.status.state == "running"]
     if running:
         raise MachineError(
@@ -190,9 +190,9 @@ def _versions() -> Iterator[str]:
     yield f"{platform.system() or sys.platform} {platform.release()}"
 
 
-def cleared_text(done: Cleared) -> str:
+def cleared_text(count: int, size_bytes: int) -> str:
     """Return what clearing the cache has freed."""
-    return f"Removed {done.files:,} entries: {bytes_text(done.bytes)} are free again."
+    return f"Removed {count:,} entries: {bytes_text(size_bytes)} are free again."
 
 
 def question(cache: CacheState) -> str:

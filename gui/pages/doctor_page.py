@@ -38,7 +38,7 @@ def build(work: Workplace) -> None:
 
     def cleared() -> list[Any]:
         try:
-            line = note_html(doctor.cleared_text(doctor.clear_cache(work)))
+            line = note_html(doctor.cleared_text(*doctor.clear_cache(work)))
         except LoraTrainError as error:
             line = error_html(str(error))
         return [gr.Column(visible=False), line, look(work)]

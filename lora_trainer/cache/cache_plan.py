@@ -220,11 +220,18 @@ def needs(
         sizes: list[SampleSource] = []
         for placement in record.placements:
             views: list[SampleView] = []
+            size_px = (placement.bucket.width_px, placement.bucket.height_px)
             for flip in (False, True) if data.flip else (False,):
                 job = partial(ImageJob, record=record, placement=placement, flip=flip)
                 image_keys = list(_image_keys(record, placement, flip, facts, data))
                 images |= {k.digest: job(factor=facts.vae_factor, key=k) for k in image_keys}
-                crop = shared_geometry(_geometry(record, placement, flip=flip))
+                # The crop within the image as it is seen: diffusers' SDXL script mirrors, then crops.
+                right_px = placement.scaled_width_px - size_px[0] - placement.left_px
+                corner_px = (right_px if flip else placement.left_px, placement.top_px)
+                image_px = (record.width_px, record.height_px)
+                crop = shared_geometry(
+                    Geometry(original_px=image_px, corner_px=corner_px, target_px=size_px)
+                )
                 mask = image_keys[1] if len(image_keys) > 1 else None
                 views.append(SampleView(latents=image_keys[0], geometry=crop, mask=mask))
             at_size = SampleSource(
@@ -232,7 +239,7 @@ def needs(
                 texts=keys,
                 of_class=class_keys,
                 regularisation=record.regularisation,
-                size_px=(placement.bucket.width_px, placement.bucket.height_px),
+                size_px=size_px,
                 folder=record.folder,
             )
             sizes.append(at_size)
@@ -241,17 +248,6 @@ def needs(
     for text in ("", *prompts):
         key_of(text)
     return Needs(images=images, texts=texts, sources=sources)
-
-
-def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geometry:
-    """Return the crop within the image as it is seen: diffusers' SDXL script mirrors, then crops."""
-    bucket = placement.bucket
-    right_px = placement.scaled_width_px - bucket.width_px - placement.left_px
-    return Geometry(
-        original_px=(record.width_px, record.height_px),
-        corner_px=(right_px if flip else placement.left_px, placement.top_px),
-        target_px=(bucket.width_px, bucket.height_px),
-    )
 
 
 def _image_keys(

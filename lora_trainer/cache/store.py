@@ -307,15 +307,6 @@ _KINDS = ("latents", "text", "masks", DAMAGED_FOLDER)
 _WITHIN_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cleared:
-    """The files and bytes removed from a cache."""
-
-    folder: Path
-    files: int
-    bytes: int
-
-
 @contextmanager
 def in_use(root: Path) -> Iterator[None]:
     """Keep a cache from being cleared meanwhile; raises MachineError when the disk refuses."""
@@ -341,8 +332,11 @@ def in_use(root: Path) -> Iterator[None]:
             mark.unlink(missing_ok=True)
 
 
-def clear(folder: CappedFolder) -> Cleared:
-    """Remove all entries; raises MachineError while a training uses them, or for a folder that is no cache."""
+def clear(folder: CappedFolder) -> tuple[int, int]:
+    """Remove all entries; return how many there were, and their bytes.
+
+    Raises MachineError while a training uses them, and for a folder that is no cache.
+    """
     root = folder.root
     if not (root / folder.marker).is_file():
         raise MachineError(
@@ -353,7 +347,7 @@ def clear(folder: CappedFolder) -> Cleared:
         for path in sizes_bytes:
             path.unlink(missing_ok=True)
         _forget_removed(folder)
-    return Cleared(folder=root, files=len(sizes_bytes), bytes=sum(sizes_bytes.values()))
+    return len(sizes_bytes), sum(sizes_bytes.values())
 
 
 @contextmanager

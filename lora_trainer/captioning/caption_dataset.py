@@ -9,7 +9,6 @@ model is loaded.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,12 +127,12 @@ class _Work:
             ]
             while pictures:
                 part = pictures[:batch]
-                descriptions = None
-                with suppress(OutOfRoom):
+                try:
                     descriptions = captioner.describe([picture for *_, picture in part])
-                if descriptions is None:
+                except OutOfRoom:
                     if len(part) == 1:
-                        raise no_room(self.request.model, "has not enough memory for one image")
+                        reason = "has not enough memory for one image"
+                        raise no_room(self.request.model, reason) from None
                     batch = len(part) // 2
                     self.events.problem(
                         f"out of memory with {len(part)} images at a time; going on with {batch}",

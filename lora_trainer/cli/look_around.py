@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -129,11 +128,11 @@ def doctor(
     if clear_cache:
         from lora_trainer.cache.store import clear
 
-        result = clear(cache)
+        count, size_bytes = clear(cache)
         if json:
-            return {**asdict(result), "folder": str(result.folder)}
+            return {"folder": str(cache.root), "files": count, "bytes": size_bytes}
         return (
-            f"removed {result.files:,} entries, {bytes_text(result.bytes)}, from {result.folder}; "
+            f"removed {count:,} entries, {bytes_text(size_bytes)}, from {cache.root}; "
             "the next trainings encode their images and captions again"
         )
     from lora_trainer.hardware.machine import detect

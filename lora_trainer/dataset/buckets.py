@@ -80,9 +80,13 @@ def buckets_for(
 
 def place(width_px: int, height_px: int, *, buckets: Sequence[Bucket]) -> Placement:
     """Choose the bucket nearest in aspect ratio (in log space; the larger of equally near ones)."""
-    bucket = min(
-        buckets, key=lambda bucket: (_distance(bucket, width_px, height_px), -_area(bucket), bucket)
-    )
+
+    def order(bucket: Bucket) -> tuple[float, int, Bucket]:
+        ratio = (bucket.width_px * height_px) / (bucket.height_px * width_px)
+        # Rounded so that equal distances on either side tie whatever the last bit says.
+        return round(abs(math.log(ratio)), 12), -_area(bucket), bucket
+
+    bucket = min(buckets, key=order)
     # Compared as whole numbers, so that an exact fit is never a rounding error away from one.
     if bucket.width_px * height_px >= bucket.height_px * width_px:
         scaled_width_px = bucket.width_px
@@ -153,12 +157,6 @@ def bucket_bounds(
     buckets = buckets_for(resolution_px=side_px, step_px=step_px, max_aspect=data.max_aspect)
     # The buckets are sorted by width, and each is there lying down too.
     return buckets[0].width_px, buckets[-1].width_px
-
-
-def _distance(bucket: Bucket, width_px: int, height_px: int) -> float:
-    ratio = (bucket.width_px * height_px) / (bucket.height_px * width_px)
-    # Rounded so that equal distances on either side tie whatever the last bit says.
-    return round(abs(math.log(ratio)), 12)
 
 
 def _area(bucket: Bucket) -> int:

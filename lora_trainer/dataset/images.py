@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -321,7 +320,26 @@ def loaded(
                 raise ImageDecodeError(
                     path, "changed while in use", code="CAP-05", fix="start the run again"
                 )
-            yield _load(path, file, settings, notes)
+            file.seek(0)
+            with _process_wide_switches(settings, notes):
+                image = Image.open(file, formats=FORMATS)
+                longer_px, shorter_px = max(image.size), min(image.size)
+                size = f"{image.width}x{image.height}"
+                if shorter_px < MIN_SIDE_PX:
+                    reason = f"is too small: {size}, each side must have {MIN_SIDE_PX} pixels"
+                    raise ImageDecodeError(path, reason, code="IMG-07", fix="remove it")
+                if longer_px > MAX_ASPECT * shorter_px:
+                    reason = f"is too long: {size}, one side may be {MAX_ASPECT} times the other"
+                    raise ImageDecodeError(path, reason, code="IMG-07", fix="crop it or remove it")
+                raw_mode = str(image.tile[0].args) if image.tile else ""
+                # The further images of an MPO are previews and depth maps of the first.
+                frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+                if image.format == "TIFF":  # checks its size again, and warns, while loading
+                    image.load()
+            if frames > 1:
+                notes.append(f"animated: only the first of its {frames} frames or pages is used")
+            image.load()
+            yield image, raw_mode
         except ImageDecodeError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged bytes make Pillow raise anything
@@ -347,32 +365,6 @@ def _process_wide_switches(settings: DataSettings, notes: list[str]) -> Iterator
             for warning in caught
             if not issubclass(warning.category, Image.DecompressionBombWarning)
         ]
-
-
-def _load(
-    path: Path, file: BufferedReader, settings: DataSettings, notes: list[str]
-) -> tuple[Image.Image, str]:
-    """Return the loaded first frame and the format of its pixels in the file."""
-    file.seek(0)
-    with _process_wide_switches(settings, notes):
-        image = Image.open(file, formats=FORMATS)
-        longer_px, shorter_px = max(image.size), min(image.size)
-        size = f"{image.width}x{image.height}"
-        if shorter_px < MIN_SIDE_PX:
-            reason = f"is too small: {size}, each side must have {MIN_SIDE_PX} pixels"
-            raise ImageDecodeError(path, reason, code="IMG-07", fix="remove it")
-        if longer_px > MAX_ASPECT * shorter_px:
-            reason = f"is too long: {size}, one side may be {MAX_ASPECT} times the other"
-            raise ImageDecodeError(path, reason, code="IMG-07", fix="crop it or remove it")
-        raw_mode = str(image.tile[0].args) if image.tile else ""
-        # The further images of an MPO are previews and depth maps of the first.
-        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-        if image.format == "TIFF":  # checks its size again, and warns, while loading
-            image.load()
-    if frames > 1:
-        notes.append(f"animated: only the first of its {frames} frames or pages is used")
-    image.load()
-    return image, raw_mode
 
 
 def _upright_turn(

@@ -243,7 +243,11 @@ class _Walk:
             for below in files:
                 self._say("deep-folder", below.name, depth=MAX_DEPTH + 1)
             return
-        is_project = not self.pictures and any(_is_kohya_folder(file.entry) for file in files)
+        # A project of kohya_ss: no images, and `N_name` folders in its `img`.
+        img = [one.entry.path for one in files if one.entry.name.casefold() == PROJECT_FOLDER]
+        is_project = not self.pictures and any(
+            _REPEATS_FOLDER.fullmatch(inner.name) for path in img for inner in entries_in(path)
+        )
         for file in files:
             last, names = file.name.rpartition("/")[2], self.settings.folders
             kind: str | None = folder_kind(last)
@@ -488,13 +492,6 @@ def _by_picture(
         return [file for file in files if file is not None]
 
     return captions_of
-
-
-def _is_kohya_folder(entry: Entry) -> bool:
-    """Return whether a folder is the `img` of a project of kohya_ss: it holds `N_name` folders."""
-    if entry.name.casefold() != PROJECT_FOLDER:
-        return False
-    return any(_REPEATS_FOLDER.fullmatch(inner.name) for inner in entries_in(entry.path))
 
 
 def _are_equal(first: Path, second: Path) -> bool:
