@@ -147,8 +147,7 @@ def read_length(foreign: Foreign) -> None:
     """Set the batch and the steps; call it when the dataset is read."""
     # The dataset file's batch stands in for the training's.
     size_key = foreign.sources.get("train.batch_size", "train_batch_size")
-    size = foreign.settings.get("train.batch_size")
-    training.set_batch(foreign, size_key, "gradient_accumulation_steps", images=size)
+    training.set_batch(foreign, size_key, "gradient_accumulation_steps")
     folders.set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
     steps = foreign.number("max_train_steps")
     if foreign.on("max_train_epochs"):
