@@ -168,9 +168,10 @@ class Family(ABC):
 
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files of each of `PARTS`; their hash is the part's identity."""
+        folders: Mapping[Part, str] = {"denoiser": self.traits.folder, "vae": "vae"}
         files: dict[str, tuple[Path, ...]] = {
             part: base_parts.part_files(layout.part_folder(part, folder), layout.part_file(part))
-            for part, folder in self._folders.items()
+            for part, folder in folders.items()
         }
         encoders = base_parts.encoders_in(layout, self.text)
         texts = [
@@ -185,17 +186,13 @@ class Family(ABC):
         vocabularies = [file for each in tokenizers for file in base_parts.tokenizer_files(each)]
         return {**files, "text_encoder": (*texts, *vocabularies)}
 
-    @property
-    def _folders(self) -> Mapping[Part, str]:
-        return {"denoiser": self.traits.folder, "vae": "vae"}
-
     def _count(self, layout: Layout, part: Part) -> int:
         """Count the parameters of a part."""
         if part == "text_encoder":
             encoders = base_parts.encoders_in(layout, self.text)
             return sum(self._count_text(layout, component) for component in encoders)
         if (single := layout.part_file(part)) is None:
-            folder = layout.part_folder(part, self._folders[part])
+            folder = layout.part_folder(part, "vae" if part == "vae" else self.traits.folder)
             files = base_parts.weights(folder)
             for file in files:
                 refuse_quantised(file, read_header(file))

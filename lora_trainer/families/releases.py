@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -131,22 +131,15 @@ def released_layers(family: str) -> tuple[Shapes, ...]:
 
 def unpacked(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
     """Return the layers of one architecture from rows (template, shape, ranges) of the file."""
-    return {
-        name: tuple(shape) for template, shape, ranges in rows for name in _named(template, ranges)
-    }
-
-
-def _named(template: str, ranges: list[str]) -> Iterator[str]:
-    pieces = template.split("#")
-    for range_text in ranges:
-        if not range_text:
-            yield template
-            continue
-        *outer, spread = range_text.split(".")
-        start, _, end = spread.partition("-")
-        for last in range(int(start), int(end) + 1):
-            numbers = [*outer, str(last), ""]
-            yield "".join(piece + number for piece, number in zip(pieces, numbers, strict=True))
+    layers: dict[str, tuple[int, ...]] = {}
+    for template, shape, ranges in rows:
+        for range_text in ranges:
+            *outer, spread = range_text.split(".")
+            start, _, end = spread.partition("-")
+            # A template without a number has one range, the empty text.
+            for last in range(int(start), int(end) + 1) if spread else ("",):
+                layers[_filled(template, (*outer, str(last)))] = tuple(shape)
+    return layers
 
 
 # ---- names in files

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import pstdev
 
-from lora_trainer.families.base_files.unet_file import UNET, read_numbers
-from lora_trainer.families.base_files.weight_files import GGUF
+from lora_trainer.families.base_files.unet_file import read_numbers, unet_names
+from lora_trainer.families.base_files.weight_files import GGUF, read_header
 from lora_trainer.families.facts import (
     AdapterNames,
     Assumption,
@@ -26,8 +26,10 @@ from lora_trainer.families.text.clip import ClipEncoder, clip_encoders
 from lora_trainer.families.unet import UNetFamily
 
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
-TELLING_WEIGHT = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
-_IN_DIFFUSERS = "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias"
+TELLING_WEIGHTS = (
+    "output_blocks.11.1.transformer_blocks.0.norm1.bias",
+    "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias",
+)
 # The weight's deviation is above it in the public v-prediction releases, below it in the others; ComfyUI tests
 # the same weight.
 TELLING_DEVIATION = 0.09
@@ -79,14 +81,9 @@ def checkpoint_prediction(file: Path) -> Prediction | None:
     # Its tensors are read by the package gguf, which facts have to do without.
     if file.suffix == GGUF:
         return None
-    values = next(
-        (
-            numbers
-            for name in (TELLING_WEIGHT, TELLING_WEIGHT.removeprefix(UNET), _IN_DIFFUSERS)
-            if (numbers := read_numbers(file, name))
-        ),
-        (),
-    )
+    names = unet_names(read_header(file))
+    stored = next((names[name] for name in TELLING_WEIGHTS if name in names), "")
+    values = read_numbers(file, stored)
     if not values:
         return None
     # The population's deviation, as ComfyUI's torch.std(..., unbiased=False) in SD20.model_type.

@@ -302,11 +302,16 @@ def check_companion(file: Path, facts: BaseFacts, releases: Iterable[BaseRelease
         if release.architecture.items() <= facts.architecture.items() and not math.isclose(
             count, companion_count, rel_tol=0.02
         ):
-            raise InputError(
-                f"the denoiser in {file} is not that of its companion's configuration: it has {count:,} "
-                f"parameters, the companion {companion_count:,}",
-                fix=COMPANION,
-            )
+            raise unlike("the denoiser", file, count, facts.located.folder, companion_count)
+
+
+def unlike(part: str, file: Path, count: int, folder: Path, companion_count: int) -> InputError:
+    """Return the error of a part of another size than its companion's, 0 where only its shapes differ."""
+    return InputError(
+        f"{part} in {file} has {count:,} parameters, its companion's in {folder} "
+        f"{f'{companion_count:,}' if companion_count else 'is another network'}",
+        fix=COMPANION,
+    )
 
 
 def encoders_in(layout: Layout, text: TextInputs) -> Mapping[str, TextNetwork]:

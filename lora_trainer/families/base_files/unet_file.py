@@ -98,7 +98,9 @@ def check_unet_file(
     tensors = {name: header[full] for name, full in unet_names(header).items()}
     is_alike = any(fits(tensors, marks) for marks in _marks(numbers))
     if not is_alike or count not in (released_counts or [count]):
-        raise _unlike("the denoiser", single, count, folder, max(released_counts, default=0))
+        raise base_parts.unlike(
+            "the denoiser", single, count, folder, max(released_counts, default=0)
+        )
 
 
 def _marks(numbers: Mapping[str, Any]) -> Iterator[str]:
@@ -164,16 +166,8 @@ def count_text(layout: Layout, component: str, text: TextInputs, *, single: Path
     prefix = text.prefixes[component]
     count = base_parts.elements(header, (name for name in header if name.startswith(prefix)))
     if count < needed_count:
-        raise _unlike(component, single, count, layout.folder, needed_count)
+        raise base_parts.unlike(component, single, count, layout.folder, needed_count)
     return needed_count
-
-
-def _unlike(part: str, file: Path, count: int, folder: Path, companion_count: int) -> InputError:
-    return InputError(
-        f"{part} in {file} has {count:,} parameters, its companion's in {folder} "
-        f"{f'{companion_count:,}' if companion_count else 'is another network'}",
-        fix=base_parts.COMPANION,
-    )
 
 
 def clip_sizes(layout: Layout | None, component: str, text: TextInputs) -> dict[str, int]:
