@@ -121,13 +121,13 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
     tensors, bare = load_file(file), TELLING_WEIGHT.removeprefix("model.diffusion_model.")
     if deviation is not None:
         values = draw(320)
-        tensors[bare] = (5 + deviation * values / values.std()).to(dtype)
+        tensors[TELLING_WEIGHT] = (5 + deviation * values / values.std()).to(dtype)
     save_file(tensors, file)
     facts = facts_at(base_of("sd2"), denoiser=file)
     assert (facts.prediction, facts.resolution_px) == (prediction, side_px)
     assert (facts.assumed is None) == (deviation is not None)
     if deviation is not None:
-        save_file({TELLING_WEIGHT: tensors[bare]}, file)
+        save_file({bare: tensors[TELLING_WEIGHT]}, file)
         alone = family.file_release(file, {})
         assert (alone.prediction, alone.assumed) == (prediction, None)
 
