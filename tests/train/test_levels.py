@@ -14,9 +14,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.layers import TIERS
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.families.facts import BaseFacts
 from lora_trainer.training.noise import flow_levels, table_levels
 from scripts.timestep_table import (
     PAGE,
@@ -144,17 +142,6 @@ def test_a_default_run_draws_the_timesteps_of_its_reference(source: str, side_px
     for sigma in SIGMAS:
         ours = share(facts, settings, sigma=sigma, side_px=side_px)
         assert ours == pytest.approx(reference.below(sigma, side_px), abs=CLOSE), sigma
-
-
-@pytest.mark.parametrize("source", RELEASES)
-def test_no_tier_and_no_priority_draws_others(source: str) -> None:
-    facts: BaseFacts = RELEASES[source]
-    found = {
-        objective(facts, tier=tier, priority=priority).model_dump_json()
-        for tier in TIERS
-        for priority in ("balanced", "speed", "quality")
-    }
-    assert len(found) == 1
 
 
 def test_the_formula_of_stable_diffusion_3_is_what_the_script_of_diffusers_draws() -> None:

@@ -157,7 +157,8 @@ class ProcessGroup:
             trains = trained and parameter.requires_grad
             parameter.grad = view.to(parameter.device) if trains else None
         self._asked.append(AsyncRead(tail[1 : 1 + len(STOPS)].clone()))
-        return tail[0].clone().to(loss.device)
+        whole_loss: Tensor = tail[0].clone().to(loss.device)
+        return whole_loss
 
     def stop_asked(self, ask: Callable[[], int | None]) -> int | None:
         """Return the stop signal to end with after this step, the same on all processes, or None.
