@@ -45,6 +45,10 @@ def waits() -> int:
     return found
 
 
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
 @contextmanager
 def threads_of(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -68,6 +72,8 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
     asleep, computed = threading.Event(), threading.Event()
     looks = 0
     stream.subscribe(lambda event: told.append((looks, event)))
+    teams: list[bool] = []
+    stream.subscribe(lambda event: teams.append("lora-train-idle-team" in thread_names()))
 
     def measure(_: Sequence[int]) -> cores.CpuTimes:
         """The process takes one core all the time."""
@@ -99,7 +105,8 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
         (len(taken) + 1, "cores", "spinning"),
     ]
     assert told[0][1].fields["taken"] == others
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("lora-train-")]
+    assert teams == [True, False]
+    assert not [name for name in thread_names() if name.startswith("lora-train-")]
 
 
 @needs_libgomp

@@ -226,11 +226,14 @@ def test_memory_that_lasts_to_the_end_is_a_note(monkeypatch: pytest.MonkeyPatch)
     stream, seen = EventStream(), list[Event]()
     stream.subscribe(seen.append)
     config: Any = build_config({"train.steps": 1000})
-    with pace.Notices(config=config, gpu=GPU, events=stream):
+    with pace.Notices(config=config, gpu=GPU, events=stream) as notices:
         for step in range(100):
             grown = {"host_own_bytes": step * GIB, "vram_now_bytes": step * GIB // 10}
             fields = {"seconds": 1.0, "data_wait_s": 0.0, "latents": 64, "epoch": 1.0, **grown}
             stream.emit("step", step=step, vram_used_bytes=0, **fields)
+        assert notices._pace.known
+        stream.emit("out_of_memory", images_at_once=1)
+        assert not notices._pace.known, "a changed training is measured anew"
     host, card = (event.fields for event in seen if event.kind == "problem")
     assert host["what"].startswith("host memory grows by 102400 MiB every 100 steps")
     assert "1000.0 GiB that are free are used up in 1000 steps, after" in host["what"]
