@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import save_file
 
+from tests.fakes.live_runs import write_status
 from tests.fakes.run_folder import fake_run
 
 MODULE = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -30,6 +31,7 @@ def lora(path: Path, *, rank: int = 8, width: int = 320, **metadata: str) -> Pat
 def finished_run(folder: Path, *, saves: tuple[int, ...] = (10, 20), **metadata: str) -> Path:
     """Write a run of 30 steps named zorble, with its result and some of its saves."""
     fake_run(folder, steps=30, sample_px=16).write()
+    write_status(folder, state="finished", step=30, steps=30, exit_code=0)
     lora(folder / "zorble.safetensors", **metadata)
     for step in saves:
         lora(folder / f"zorble-step{step:08d}.safetensors", **metadata)

@@ -139,7 +139,6 @@ def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
 def filled(place: Place) -> Iterator[None]:
     """Fill the runs folder: a run that trains, one that finished, one that failed; a queue of each."""
     done = finished_run(place.runs / "done")
-    write_status(done, state="finished", step=30, steps=30, exit_code=0)
     write_report(done)
     finished_run(place.runs / "thrown", saves=())
     trash.throw_away(Workplace(runs=place.runs), kind="run", ref="thrown")

@@ -83,8 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (name, text) in enumerate(zip(NAMES, MARKUP, strict=False)):
         Image.new("RGB", (64, 64), (number, 0, 0)).save(dataset / f"{name[:100]}.png")
         (dataset / f"{name[:100]}.txt").write_text(text, encoding="utf-8")
-    done = finished_run(root / "runs" / TYPED)
-    write_status(done, state="finished", step=30, steps=30, exit_code=0)
+    finished_run(root / "runs" / TYPED)
     write_status(cut_at(fake_run(root / "runs" / "live", steps=30), 12))
     return root
 

@@ -283,8 +283,7 @@ def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(
 @pytest.fixture
 def run(place: Place) -> Path:
     """A finished run named done, of the example."""
-    folder = finished_run(place.runs / "done", saves=(10, 20))
-    write_status(folder, state="finished", step=30, steps=30, exit_code=0)
+    folder = finished_run(place.runs / "done")
     record = json.loads((folder / "run.json").read_text())
     record["dataset"]["name"] = "example"
     record["command"][1] = str(ROOT / "datasets" / "example")
@@ -341,8 +340,7 @@ def test_a_finished_lora_is_copied_and_published(place: Place, page: Any, run: P
 def test_a_run_is_compared_and_trained_again_with_changes(
     place: Place, page: Any, run: Path
 ) -> None:
-    other = finished_run(place.runs / "other <b>")
-    write_status(other, state="finished", step=30, steps=30, exit_code=0)
+    finished_run(place.runs / "other <b>")
     place.server.open(page, "/run?run=done")
     page.get_by_role("link", name="Compare with another training").click()
     page.get_by_text("Prompts that both have, with the same seed: 3.").wait_for()

@@ -80,7 +80,7 @@ def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) 
     (run / "best.json").write_text('{"step": 20}')
     (entry,) = lora_files.entries(work)
     assert (entry.file.path.name, entry.file.step) == ("a-best.safetensors", 20)
-    assert [save.step for save in entry.saves] == [None, 20, 10]
+    assert [save.step for save in entry.saves] == [30, 20, 10]
     for name in ("a-best", "zorble"):
         (run / f"{name}.safetensors").unlink()
     (entry,) = lora_files.entries(work)
@@ -183,7 +183,6 @@ def test_search_wants_every_word_somewhere(work: Workplace) -> None:
 
 def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     run = finished_run(work.runs / "a")
-    write_status(run, state="finished", exit_code=0)
     picture(run / "zorble.preview.png")
     lora_files.rename(work, "a/zorble.safetensors", "first")
     lora_files.take_note(work, "a/first.safetensors", "good with hats\n")
@@ -219,7 +218,6 @@ def test_each_kind_comes_back_from_the_trash_as_it_was_and_takes_the_place_of_no
     work: Workplace,
 ) -> None:
     run = finished_run(work.runs / "done")
-    write_status(run, state="finished", exit_code=0)
     picture(run / "zorble.preview.png")
     dataset = work.own / "uploads" / "cats"
     picture(dataset / "a.png")

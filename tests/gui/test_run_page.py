@@ -281,8 +281,7 @@ def test_head_has_progress_pace_time_left_losses_and_memory_as_predicted_and_use
 def test_a_finished_run_names_the_best_step_that_has_a_file_and_where_its_lora_works(
     work: Workplace,
 ) -> None:
-    folder = finished_run(work.runs / "done", saves=(10, 20))
-    write_status(folder, state="finished", exit_code=0)
+    folder = finished_run(work.runs / "done")
 
     def measured(at: int, step: int, loss: float) -> None:
         def change(row: dict[str, Any]) -> None:

@@ -229,8 +229,8 @@ def flat_musubi(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a training file, whose sections mean nothing."""
     values = sd_scripts.without_sections(data)
     module = str(values.get("network_module", "")).rpartition(".")[2]
-    known = (*_NETWORKS["trained"], *_NETWORKS["others"])
-    return values if "dit" in values or module in known else None
+    is_one = module in (*_NETWORKS["trained"], *_NETWORKS["others"])
+    return values if "dit" in values or is_one else None
 
 
 def flat_musubi_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
