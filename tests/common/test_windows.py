@@ -43,6 +43,7 @@ from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run import run_folder
 from tests.fakes import runs
+from tests.fakes.queues import until
 from tests.fakes.runs import ROOT
 
 O_BINARY = 0x8000
@@ -206,13 +207,6 @@ def test_a_training_resumes_with_the_same_numbers_as_elsewhere(tmp_path: Path) -
 
 def test_what_is_started_outlives_its_console(tmp_path: Path) -> None:
     """A session means nothing to Windows: a Ctrl-C or closed window would take the training along."""
-
-    def until(condition: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < ends_s, "it did not come to it"
-            os.sched_yield()
-
     work = Workplace(runs=tmp_path)
     with on_windows() as started:
         job = jobs.start(

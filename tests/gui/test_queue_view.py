@@ -21,6 +21,7 @@ from tests.fakes.live_runs import write_status
 from tests.fakes.queues import Place, until
 from tests.fakes.run_folder import fake_run
 
+WAITS = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"]
 HOSTILE = '<img src=x onerror="alert(1)">${alert(1)}{{x}}'
 
 
@@ -228,10 +229,9 @@ def test_a_job_ends_with_its_exit_code_and_output_and_runs_once_at_a_time(work: 
     assert found.error() == "error: no. Fix: do."
     assert jobs.find(work, kind="try") == [found]
     assert jobs.find(work, kind="other") == []
-    argv = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"]
-    job = jobs.start(work, kind="try", argv=argv)
+    job = jobs.start(work, kind="try", argv=WAITS)
     with pytest.raises(RequestError, match="runs already"):
-        jobs.start(work, kind="try", argv=argv)
+        jobs.start(work, kind="try", argv=WAITS)
     until(lambda: jobs.read(work, job.id).log_tail() == ["here"])
     jobs.stop(jobs.read(work, job.id))
     assert ended(work, job).exit_code == -signal.SIGTERM
@@ -245,11 +245,7 @@ def test_old_records_are_forgotten_but_not_what_runs(
     work: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "MAX_KEPT", 2)
-    runs_on = jobs.start(
-        work,
-        kind="try",
-        argv=[sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"],
-    )
+    runs_on = jobs.start(work, kind="try", argv=WAITS)
     until(lambda: jobs.read(work, runs_on.id).log_tail() == ["here"])
     later = [f"{2**63 + number:x}" for number in range(4)]
     for name in later:
