@@ -105,14 +105,11 @@ def apply_attention(denoiser: nn.Module, kind: Literal["sdpa", "xformers"]) -> N
     # `set_attention_backend` silently does nothing on a U-Net: the networks' own method, checked afterwards.
     try:
         denoiser.enable_xformers_memory_efficient_attention()  # type: ignore[operator]
+        processors = {type(each).__name__ for each in denoiser.attn_processors.values()}  # type: ignore[operator]
+        if not all("XFormers" in name for name in processors):
+            raise ValueError(f"it was accepted, but {sorted(processors)} are in use")
     except (*BROKEN_PACKAGE, ValueError) as error:
         raise MachineError(
             f"memory.attention=xformers cannot be used: {first_line(error)}",
             fix="use --set memory.attention=sdpa",
         ) from None
-    processors = {type(processor).__name__ for processor in denoiser.attn_processors.values()}  # type: ignore[operator]
-    if not all("XFormers" in name for name in processors):
-        raise MachineError(
-            f"memory.attention=xformers was accepted but {sorted(processors)} are in use",
-            fix="use --set memory.attention=sdpa",
-        )

@@ -24,6 +24,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
@@ -213,7 +214,8 @@ class _KernelMode(TorchDispatchMode):
             return kernel(*args, **(kwargs or {}))
         if self._saves:
             result = kernel(*args, **(kwargs or {}))
-            self._results.append((kernel, _detached(result)))
+            # As new tensors on the same storages: the old ones would keep their autograd graph.
+            self._results.append((kernel, tree_map_only(Tensor, Tensor.detach, result)))
             return result
         saved_kernel, value = self._results.popleft()
         if saved_kernel is not kernel:
@@ -222,15 +224,6 @@ class _KernelMode(TorchDispatchMode):
             )
         # torch returns the tensor that a kernel has written to, whatever is returned here.
         return args[0].set_(value) if kernel._schema.is_mutable else value
-
-
-def _detached(result: Any) -> Any:
-    """Return results as new tensors on the same storages; the old ones would keep their autograd graph."""
-    if isinstance(result, Tensor):
-        return result.detach()
-    if isinstance(result, tuple | list):
-        return type(result)(map(_detached, result))
-    return result
 
 
 def storage_key(tensor: Tensor) -> int:
