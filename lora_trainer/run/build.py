@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch import nn
 from lora_trainer.cache.cache_plan import Entries, Needs, TextEntries, needs
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
-from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE, BasePrecision
 from lora_trainer.config.running import RunConfig
@@ -41,13 +40,11 @@ from lora_trainer.network.quantize import quantize
 from lora_trainer.run.device import CPU, oom_as_error, planned_device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob
-from lora_trainer.training.actions import Progress
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.noise import levels_of
-from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
+from lora_trainer.training.optimizers import averaged_weights, build_optimizer
 
 
 def open_cache(prepared: Prepared, events: EventStream) -> Cache:
@@ -200,7 +197,7 @@ def load_networks(prepared: Prepared) -> Networks:
     return Networks(denoiser=denoiser, text=text, assistant=assistant)
 
 
-def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | None) -> Adapter:
+def with_adapter(prepared: Prepared, networks: Networks, *, is_new: bool) -> Adapter:
     config, family = prepared.config, prepared.family
     text = config.adapter.text_encoder
     inside = networks.by_component if text else {DENOISER: networks.denoiser}
@@ -212,7 +209,7 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
     }
     alpha = config.adapter.alpha
     start = None
-    if (file := config.train.init_from) is not None and state is None:
+    if (file := config.train.init_from) is not None and is_new:
         # Layers are named as they are without an adapter.
         names = layer_names(prepared, networks.text)
         start = read_tensors(Path(file).expanduser(), names=names)
@@ -328,22 +325,16 @@ class TrainComponents:
     chosen: Callable[[], AbstractContextManager[None]]
     """Context manager: while it runs, the adapter has the weights to export, sample and validate."""
 
-    def restored(self, state: TrainingState, *, micro_batch: int) -> Progress:
-        """Load adapter, optimizer and loss scale from `state`; return its progress."""
-        self.adapter.load_state(state.adapter)
-        restore_optimizer(self.optimizer, state.optimizer)
-        state.restore_loss_scale(self.scaler)
-        guard = GuardState.from_plain(state.guard)
-        guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
-        return Progress(step=state.step, images=state.images_seen, guard=guard)
 
+def build_components(job: TrainingJob, *, is_new: bool) -> TrainComponents:
+    """Load the base, add the adapter and build the optimizer; a resume state is loaded afterwards.
 
-def build_components(job: TrainingJob) -> TrainComponents:
-    """Load the base, add the adapter and build the optimizer; `restored` loads a resume state afterwards."""
+    In a run that is new the adapter may begin with a file.
+    """
     prepared, config = job.prepared, job.prepared.config
     with oom_as_error(f"loading {prepared.facts.source}", events=job.events):
         networks = load_networks(prepared)
-        adapter = with_adapter(prepared, networks, job.state)
+        adapter = with_adapter(prepared, networks, is_new=is_new)
         streamed = arrange(prepared, networks)
         groups = adapter.groups(config.optimizer)
         optimizer = build_optimizer(groups, config.optimizer)

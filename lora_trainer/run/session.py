@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -79,8 +78,8 @@ def train_job(job: TrainingJob) -> Path:
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
-    with made_to_stay():  # a follower keeps no state beyond this; it is None for a new run
-        parts = build_components(replace(job, state=_shared(ranks, job.state)))
+    with made_to_stay():
+        parts = build_components(job, is_new=ranks.from_leader(job.state is None))
     micro_batch = config.memory.micro_batch
     start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
     writer = StateWriter(folder=job.folder / STATES, keep=config.output.keep_states, events=events)
@@ -89,14 +88,12 @@ def train_job(job: TrainingJob) -> Path:
     if leads:
         with oom_as_error("preparing the first step", events=events):
             if job.state is not None:
-                start = parts.restored(job.state, micro_batch=micro_batch)
+                start = saves.restored(job.state, micro_batch=micro_batch)
             # A state in memory from the start: a rollback may come before the first save.
             writer.remember(saves.state(start))
 
     def restored(state: TrainingState | None) -> Progress:
-        state = _shared(ranks, state)
-        assert state is not None
-        return parts.restored(state, micro_batch=micro_batch)
+        return saves.restored(_shared(ranks, state), micro_batch=micro_batch)
 
     def restore() -> Progress:
         if not leads:
@@ -183,12 +180,11 @@ def _export(
             events.emit("uploaded", address=address, private=output.hub_private)
 
 
-def _shared(ranks: ProcessGroup, state: TrainingState | None) -> TrainingState | None:
-    """Return the leader's state, or None, in every process; the others pass None."""
-    if ranks.is_single:
-        return state
-    files = ranks.from_leader(None if state is None else state_files(freeze(state)))
-    return state if ranks.dist_env.is_main or files is None else state_of(files)
+def _shared(ranks: ProcessGroup, state: TrainingState | None) -> TrainingState:
+    """Return the leader's state in every process; the others pass None."""
+    if not ranks.is_single:
+        files = ranks.from_leader(None if state is None else state_files(freeze(state)))
+    return state_of(files) if state is None else state
 
 
 def _training(

@@ -28,6 +28,7 @@ from lora_trainer.training.dataloader import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import LEAST_CHANGE, GuardState, no_effect
 from lora_trainer.training.loss import Model
+from lora_trainer.training.optimizers import restore_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +232,15 @@ class SaveAction:
             loss_scale=scaler.get("scale"),
             loss_scale_growth=scaler.get("_growth_tracker"),
         )
+
+    def restored(self, state: TrainingState, *, micro_batch: int) -> Progress:
+        """Load adapter, optimizer and loss scale from `state`; return its progress."""
+        self.adapter.load_state(state.adapter)
+        restore_optimizer(self.optimizer, state.optimizer)
+        state.restore_loss_scale(self.scaler)
+        guard = GuardState.from_plain(state.guard)
+        guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
+        return Progress(step=state.step, images=state.images_seen, guard=guard)
 
 
 @dataclass(frozen=True, kw_only=True)

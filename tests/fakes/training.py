@@ -235,11 +235,7 @@ def saves(tiny: TinyTraining, folder: Path, *, every_steps: int = 0) -> SaveActi
 
 def restored(tiny: TinyTraining, state: TrainingState) -> Progress:
     """Put a training back to a state, as a resume does, and return its progress."""
-    tiny.adapter.load_state(state.adapter)
-    optimizers.restore_optimizer(tiny.training.optimizer, state.optimizer)
-    state.restore_loss_scale(tiny.training.scaler)
-    guard = GuardState.from_plain(state.guard)
-    return Progress(step=state.step, images=state.images_seen, guard=guard)
+    return saves(tiny, Path()).restored(state, micro_batch=tiny.training.micro_batch)
 
 
 def at_start(*, micro_batch: int) -> Progress:
