@@ -14,8 +14,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ import pytest
 from lora_trainer.checkpoint import writer as checkpoint_writer
 from lora_trainer.checkpoint.states import write_state
 from lora_trainer.common.events import Event
-from lora_trainer.reporting.control import StopFlag
 from lora_trainer.reporting.status import read_status
 from tests.fakes.plans import planned
 from tests.fakes.runs import (
@@ -314,8 +313,8 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
 
     monkeypatch.setattr(checkpoint_writer, "write_state", write)
     now_s = [0.0]
-    flag = partial(StopFlag, clock=lambda: now_s[0])
-    monkeypatch.setattr("lora_trainer.run.train.StopFlag", flag)
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("lora_trainer.reporting.control.time", clock)
     answered = threading.Semaphore(0)
 
     def pull_the_plug() -> None:
