@@ -55,9 +55,10 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with its files; nothing happens when there is none."""
-    if path.exists():
-        retry_while_open(lambda: shutil.rmtree(path))
+    """Remove a folder with its files, or a link to one; nothing happens when there is none."""
+    if path.is_symlink() or path.exists():
+        remove: Callable[[Path], object] = os.unlink if path.is_symlink() else shutil.rmtree
+        retry_while_open(lambda: remove(path))
 
 
 # Copies the tensor of that name, unique in a state, into contiguous memory of the host.

@@ -239,9 +239,7 @@ def no_gradients(
         cause, fix = "this torch loses them on Apple's MPS", _NOT_MPS
     else:
         cause = "the trained layers do not change what the base predicts"
-        fix = (
-            "train other adapter.targets, and check that the base alone makes usable sample images"
-        )
+        fix = "train other adapter.targets, and check that the base alone makes usable images"
     return _nothing_learned(symptom, cause, fix)
 
 

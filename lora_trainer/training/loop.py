@@ -210,9 +210,8 @@ def _save_whole_steps(training: Training, progress: Progress) -> None:
     progress = replace(progress, ending=True, stopping=True)
     try:
         _act(training, _due(training, progress), progress)
-    except (
-        LoraTrainError
-    ) as error:  # the caller raises the error of the step, which the user needs more
+    except LoraTrainError as error:
+        # The caller raises the error of the step, which the user needs more.
         training.events.problem(error.found, fix=error.fix, code="CKP-03")
 
 

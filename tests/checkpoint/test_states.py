@@ -143,6 +143,7 @@ def test_the_newest_states_are_kept_never_fewer_than_two_and_nothing_else_is_tou
     others = {"bad-step-00000001", "step-1", "step-00000002.bak", "notes", ".tmp-step-00000003.1"}
     for name in others:
         (tmp_path / name).mkdir()
+    (tmp_path / "step-00000005").symlink_to(tmp_path / "notes")  # a state on another disk
     (tmp_path / f".tmp-step-00000010.{os.getpid()}" / "torn").mkdir(parents=True)
     for step in (10, 20, 30, 40, 50, 9):  # the state just saved is kept, whatever its step
         save_state(tmp_path, state_at(step), keep=keep)
