@@ -99,11 +99,12 @@ def adapter_for(
     names: Iterable[str],
     *,
     dora: bool = False,
+    seed: int = 0,
     **options: object,
 ) -> dict[str, ModuleTensors]:
-    """Return a random adapter for the named modules of a network."""
+    """Return a random adapter for the named modules of a network, another for another seed."""
     modules = {}
-    for number, name in enumerate(names):
+    for number, name in enumerate(names, start=1000 * seed):
         weight = network.get_parameter(f"{name}.weight")
         module = draw_module(tuple(weight.shape), seed=number, **options)  # type: ignore[arg-type]
         module = with_magnitude(module, weight, seed=number) if dora else module
