@@ -11,7 +11,6 @@ from tests.fakes.runs import Toy, run_cli, toy
 
 BAD: dict[str, tuple[str, str, int, str]] = {
     "4-bit whole numbers": ("int4.safetensors", "", 3, "get a bf16, fp16 or fp8 version of this"),
-    "a cut part": ("cut", "", 3, "vae"),
     "another architecture": ("other", "", 3, "not a base model of a supported family"),
     "a preset of another family": (
         "sd15", "preset=sdxl/10-12", 2, "preset sdxl/10-12 is for sdxl, the base model is sd15"
@@ -28,8 +27,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     header = b'{"a.weight":{"dtype":"I4","shape":[4,4],"data_offsets":[0,8]}}'
     int4 = len(header).to_bytes(8, "little") + header + bytes(8)
     (folder / "int4.safetensors").write_bytes(int4)
-    vae = copy_of("sd15", folder / "cut") / "vae" / "diffusion_pytorch_model.safetensors"
-    vae.write_bytes(vae.read_bytes()[:-4])
     edit_json(copy_of("sd15", folder / "other") / "unet" / "config.json", in_channels=9)
     return folder
 

@@ -21,8 +21,8 @@ TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _TOP_TEXTS = frozenset({"model_index.json", "config.json"})
 _FOLDERS = re.compile(r"scheduler|(?:tokenizer|text_encoder)(?:_\d)?|unet|transformer|vae")
 # Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
-_HALF = re.compile(r"\.fp16\.(?:.*\.)?safetensors$|\.safetensors\.index\.fp16\.(?:.*\.)?json$")
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
+_HALF = re.compile(r"\.fp16\.(?:.*\.)?safetensors$|\.safetensors\.index\.fp16\.(?:.*\.)?json$")
 
 
 def cached_snapshot(source: str, *, revision: str | None) -> Path | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from diffusers import Flux2Transformer2DModel
+from diffusers import Flux2Transformer2DModel, UNet2DConditionModel
 
 from lora_trainer import families
 from lora_trainer.costs.base_costs import BaseCosts
@@ -127,6 +129,9 @@ def test_defaults_may_be_left_out_or_written_and_another_network_is_not_taken_fo
     for changes in ({"num_layers": 6}, {"a_key_of_a_later_version": 1}, {"guidance_embeds": True}):
         assert not is_known(architecture={**facts.architecture, **changes})
     assert not is_known(max_tokens=facts.max_tokens - 1)
+    parameters = inspect.signature(UNet2DConditionModel.__init__).parameters
+    defaults = json.loads((Path(families.__file__).parent / "unet_defaults.json").read_text())
+    assert defaults == json.loads(json.dumps({key: parameters[key].default for key in defaults}))
 
 
 # ---- unknown architectures
