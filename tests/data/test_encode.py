@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
+from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import InputError, StoppedBySignal
 from lora_trainer.config.inputs import DataSettings
@@ -171,6 +173,28 @@ def test_pictures_are_decoded_ahead_and_entries_written_behind(
     assert studio.encode()[0]["latents"] == 3 * 4
     assert sorted(decoded) == [(f"p{index}.png", False) for index in range(3)]
     assert len(writers) == 1 and threading.main_thread().name not in writers
+
+
+def test_an_encoder_that_is_out_of_memory_is_loaded_anew_on_the_next_device(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, loaded = [torch.device("cpu"), torch.device("cpu", 0)], list[torch.device]()
+
+    def full(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def fill_on_both(*arguments: Any, load_image_encoder: Any, **options: Any) -> Any:
+        def load(device: torch.device) -> Any:
+            loaded.append(device)
+            is_first = len(loaded) == 1
+            return SimpleNamespace(encode_images=full) if is_first else load_image_encoder(device)
+
+        return fill(*arguments, load_image_encoder=load, **{**options, "devices": devices})
+
+    monkeypatch.setattr("tests.fakes.studio.fill", fill_on_both)
+    assert studio.encode()[0]["latents"] == 3 and loaded == devices
+    (problem,) = studio.problems()
+    assert problem["what"].startswith("caching goes on on cpu:0, slower: CUDA out of memory")
 
 
 def test_what_is_encoded_when_a_signal_comes_is_written(studio: Studio) -> None:
