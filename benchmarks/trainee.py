@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from diffusers import DDPMScheduler
 from mid_size_base import MID_SIZE, TINY
 from random_bases import RELEASES, random_network
 from torch import nn
@@ -29,13 +28,12 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import Config
-from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts, Geometry
 from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Batch, Model, collate
-from lora_trainer.training.noise import Levels, flow_levels, table_levels
+from lora_trainer.training.noise import levels_of
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.step import Training
 
@@ -157,7 +155,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
         sources=sources,
         empty_text=text(""),
         entries=Entries(cache=cache),
-        levels=_levels(case),
+        levels=levels_of(case.facts, case.config.objective),
         prediction=facts.prediction,
         shared_conditioning=facts.guidance.conditioning(1.0),
         data=config.data,
@@ -221,17 +219,7 @@ def training(
 def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of one encoded prompt; half of the limit where texts are as long as they are."""
     family, facts = case.family, case.facts
-    varies = BaseCosts(family=family, facts=facts).texts_vary
-    tokens = facts.max_tokens // 2 if varies else facts.max_tokens
-    return family.text.shapes(facts.architecture, text_tokens=tokens)
-
-
-def _levels(case: Case) -> Levels:
-    facts, settings = case.facts, case.config.objective
-    if facts.prediction == "flow":
-        return flow_levels(
-            settings,
-            base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
-        )
-    schedule = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
-    return table_levels(schedule.alphas_cumprod.double().tolist(), settings)
+    shapes = family.text.shapes(facts.architecture, text_tokens=facts.max_tokens)
+    if any(name.endswith("mask") for name in shapes):
+        shapes = family.text.shapes(facts.architecture, text_tokens=facts.max_tokens // 2)
+    return shapes
