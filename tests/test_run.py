@@ -302,7 +302,7 @@ def test_a_stop_that_a_killed_process_never_saw_does_not_stop_the_next(copied: T
     (copied.run / "control" / "sample").write_bytes(b"\xff\xfe\x00")
     assert copied.train("--resume", steps=8, **QUIET) == 0
     assert trajectory(copied.run)[-1][0] == 8
-    assert any("as UTF-8 text" in row["what"] for row in problems(copied.run))
+    assert any("is no UTF-8 text" in row["what"] for row in problems(copied.run))
     assert STEPS + 1 not in {row["step"] for row in events(copied.run, "sample")}
     assert list((copied.run / "control").iterdir()) == []
 
@@ -349,3 +349,7 @@ def test_a_prompt_too_long_or_no_text_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="the prompt h"):
             Control(tmp_path).request("sample", prompt=text)
     assert not Control(tmp_path).pending()
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "sample").write_text("x" * 9_000)  # not read to its end
+    with pytest.raises(RequestError, match="the prompt has 8,000 characters"):
+        Control(tmp_path).take_samples()

@@ -135,7 +135,11 @@ def draw(chart: Chart, *, steps: Sequence[StepRow] = ()) -> Html:
     Below it are notes: a key to the marks, and which of the `steps` it does not show.
     """
     drawings = {css: axes_of(chart, width_px=width_px) for css, width_px in WIDTHS_PX.items()}
-    return render("chart.html", chart=chart, drawings=drawings, steps=steps)
+    finite = [row for row in steps if math.isfinite(row.loss)]
+    top = drawings["wide"].y_ticks[-1] if drawings["wide"] else math.inf
+    above = [row for row in finite if row.loss > top]
+    broken = len(steps) - len(finite)
+    return render("chart.html", chart=chart, drawings=drawings, broken=broken, above=above)
 
 
 def axes_of(chart: Chart, *, width_px: int) -> Axes | None:

@@ -200,12 +200,19 @@ class Control:
         if self.asked_at_s("sample") is None:
             return None
         try:
-            text = (self.folder / "sample").read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+            with (self.folder / "sample").open(encoding="utf-8-sig") as opened:
+                # More than is allowed, which is then refused; never all of an endless file.
+                text = opened.read(4 * MAX_PROMPT_CHARACTERS)
+        except OSError as error:
             raise RequestError(
-                f"the request for sample images cannot be read as UTF-8 text: {error}",
+                f"the request for sample images cannot be read: {error.strerror or error}",
                 fix="ask again",
             ) from error
+        except UnicodeDecodeError:
+            raise RequestError(
+                "the request for sample images is no UTF-8 text",
+                fix=f"write a prompt of at most {MAX_PROMPT_CHARACTERS:,} characters into it",
+            ) from None
         finally:
             self.done("sample")
         return _checked_prompt(text)

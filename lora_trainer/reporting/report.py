@@ -68,6 +68,7 @@ def document(history: RunHistory) -> Html:
     )
     run = history.run
     data, values, infos = mapping(run, "dataset"), mapping(run, "settings"), all_settings()
+    findings = [row for row in sequence(data, "findings") if isinstance(row, dict)]
     # As run.json has them: tuples are lists there.
     defaults = json.loads(json.dumps({info.key: info.default for info in infos}))
     at_default = [key for key in values if key in defaults and values[key] == defaults[key]]
@@ -88,7 +89,7 @@ def document(history: RunHistory) -> Html:
         problems=_counted(history.problems),
         data=data,
         buckets=_buckets(data),
-        findings=_counted(row for row in sequence(data, "findings") if isinstance(row, dict)),
+        findings=_counted(sorted(findings, key=lambda row: str(row.get("file") or ""))),
         values=values,
         units={info.key: info.unit for info in infos},
         at_default=at_default,

@@ -101,7 +101,9 @@ def test_a_finished_run_is_told_in_order(finished: Page) -> None:
     # Equal problems are one row, the worst first, and texts are shown as texts.
     assert "gradient norm 41.2 was clipped to 1 (\u00d73)" in finished.texts
     assert finished.text.index("export it again") < finished.text.index("lower optimizer")
-    assert finished.text.index("looks like zorble_03") < finished.text.index("no caption file")
+    findings = ("93 tokens", "looks like zorble_03", "no caption file")  # of one severity by file
+    places = [finished.text.index(words) for words in findings]
+    assert places == sorted(places)
     assert finished.texts.count(HOSTILE_CAPTION) == 1
     assert "broken/owl <b>17</b>.jpg" in finished.texts
     assert "<b onmouseover=alert(2)>.png" in finished.texts
@@ -217,9 +219,11 @@ def test_the_score_and_the_parts_that_are_missing(tmp_path: Path) -> None:
     assert {"gain", "0.90", "needs samples", "<a note>"} <= set(texts)
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     record["dataset"] |= {"images": float("inf"), "score": float("inf")}
+    record["dataset"]["findings"] *= 2
     text = json.dumps(record).replace("Infinity", "1e999")
     (folder / "run.json").write_text(text, encoding="utf-8")
     page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert "looks like zorble_03.png (distance 3 of 64) (\u00d72)" in page.texts
     assert "not measured" in page.texts and "an unknown number of images in" in page.text
 
 
