@@ -1,4 +1,4 @@
-"""Counter-based draws: pure, separate, evenly spread, and the same for ever."""
+"""Counter-based draws: pure, separate and the same for ever."""
 
 from __future__ import annotations
 
