@@ -211,7 +211,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Judges a load on this machine: device memory, host memory, time of a step, and the price to compare by.
+    """Judges a load on this machine: device memory, host memory and the time of a step.
 
     Of `config` only memory's settings may be `auto`; `gpu` None is the processor.
     """
