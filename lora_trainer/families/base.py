@@ -125,9 +125,10 @@ class Family(ABC):
         is_own = any(fits(tensors, marks) for marks in signature_tables()["bases"][self.name])
         parts: set[Part] = {"denoiser"} if is_own else set()
         channels = self.published[0].vae.get("latent_channels", 0)
-        # VAEs of several families have equal tensors and differ in the scale, which no file states. One beside
-        # another denoiser belongs to that; one alone in its file to each of these families.
-        if self.latents.is_in(header, channels=channels, alone=not is_own):
+        # VAEs of several families have equal tensors and differ in the scale, which no file states. One alone in
+        # its file belongs to each of these families.
+        alone = not (is_own or self.traits.shares_vae)
+        if self.latents.is_in(header, channels=channels, alone=alone):
             parts.add("vae")
         # With one of SDXL's two encoders missing, both come from the companion: the part is all or nothing.
         prefixes = () if self.text.encoder_files else self.text.prefixes.values()

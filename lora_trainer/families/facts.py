@@ -88,7 +88,8 @@ class NetworkTraits:
     first; its activations overflow in others. `block_pattern` matches the name of the repeated block at the start
     of a layer's name; `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in
     full precision. `swapped_layers`: endings of layers whose original code has shift before scale, where diffusers
-    has the reverse, if these two are all their rows.
+    has the reverse, if these two are all their rows. `shares_vae`: whether the VAE in another
+    family's checkpoint counts, as FLUX.1's does for those that use it too.
     """
 
     class_name: str
@@ -101,6 +102,7 @@ class NetworkTraits:
     quantization_skip: tuple[str, ...] = ()
     swapped_layers: tuple[str, ...] = ()
     vae_peak: VaePeak = AUTOENCODER_KL
+    shares_vae: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def refuse_channels(source: str, architecture: Mapping[str, Any], *, allowed: in
     if architecture["in_channels"] != allowed:
         raise InputError(
             f"{source} takes {architecture['in_channels']} channels: an inpainting, fill or control release; "
-            f"text-to-image has {allowed}",
+            f"its VAE and a text-to-image release have {allowed}",
             fix="use a text-to-image release or a base fine-tuned from one",
         )
 
@@ -94,6 +94,7 @@ class TransformerTraits(NetworkTraits):
 
     folder: str = "transformer"
     patch: int = 2
+    shares_vae: bool = True
     # In fp16 activations of large transformers pass 65,504 and the loss is NaN: FLUX.1 (sd-scripts #1571,
     # #1595, #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Inference programs clamp them.
     precisions: tuple[Precision, ...] = ("bf16", "fp32")

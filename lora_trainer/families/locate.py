@@ -214,7 +214,7 @@ def _find_vae(settings: BaseSettings, family: Family, *, on_bytes: OnBytes | Non
         if "vae" not in family.detect_file(read_header(path)):
             raise InputError(
                 f"base.vae {path.name} holds no VAE of family {family.name}",
-                fix="give a VAE made for this base, or leave base.vae out",
+                fix="give a VAE made for this base, as a folder if it is FLUX.2's, or leave base.vae out",
             )
         return path
     folder = _folder(settings.vae, revision=None, on_bytes=on_bytes)

@@ -156,6 +156,13 @@ class QwenImage(FlowFamily):
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release with a single file's own number of blocks: some releases are pruned."""
+        # Switches of the denoiser that only editing and layered models have on, whatever pipeline the folder names.
+        others = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
+        if foreign := [key for key in others if plain.architecture.get(key)]:
+            raise InputError(
+                f"the denoiser of {plain.ids[0]} has {', '.join(foreign)}: an editing or layered model",
+                fix="give a text-to-image release such as Qwen/Qwen-Image",
+            )
         text_config(layout.folder, kind="qwen2_5_vl")  # raises for another text encoder
         single = layout.part_file("denoiser")
         return plain if single is None else _as_deep(plain, read_header(single))

@@ -92,6 +92,7 @@ class StableDiffusion3(FlowFamily):
         unused_in_last_block=("attn.add_q_proj", "norm1_context.linear"),
         # Of the text norms the last block's has two parts, the others six.
         swapped_layers=("norm_out.linear", "norm1_context.linear"),
+        shares_vae=False,  # of FLUX.1's shape, scaled otherwise
         precisions=("bf16", "fp16", "fp32"),  # ComfyUI runs it in fp16 as it is, without a clamp
     )
     pipeline = PipelineTraits(class_name="StableDiffusion3Pipeline")

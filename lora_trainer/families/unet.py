@@ -215,7 +215,16 @@ def _as_marked(release: BaseRelease, single: Path | None) -> BaseRelease:
 
 
 def _kind(architecture: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the values that tell U-Nets of different families apart: other sizes may be a miniature base's."""
+    """Return the values that tell U-Nets of different families apart: other sizes may be a miniature base's.
+
+    Broken widths are of no family.
+    """
     config = {**DEFAULTS, **architecture}
-    added = config["addition_embed_type"] is not None
-    return config["in_channels"], bool(config["use_linear_projection"]), added
+    width, added = config["cross_attention_dim"], 0
+    width = width[0] if isinstance(width, list) and width else width
+    if config["addition_embed_type"] is not None:
+        added = config["projection_class_embeddings_input_dim"]
+    # Beside a vector of sizes the projections are SDXL's, which some folders do not state.
+    linear = bool(config["use_linear_projection"] or added)
+    are_whole = isinstance(width, int) and isinstance(added, int)
+    return config["in_channels"], linear, bool(added), are_whole

@@ -164,9 +164,13 @@ def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
     whole, detect = read_header(checkpoint("sd3", tmp_path)), of("sd3").detect_file
     vae = {name: info for name, info in whole.items() if name.startswith("first_stage_model.")}
     other = SimpleNamespace(dtype="F32", shape=(8, 8))
-    assert detect(vae) == {"vae"} and not detect({**vae, f"{PREFIX}double_blocks.0.weight": other})
+    beside = {**vae, f"{PREFIX}double_blocks.0.weight": other}
+    assert detect(vae) == {"vae"} and not detect(beside)
+    assert all(of(name).detect_file(beside) == {"vae"} for name in ("chroma", "lumina2", "zimage"))
     inpainting = SimpleNamespace(dtype="F32", shape=(16, 33, 2, 2))
     assert "denoiser" not in detect({**whole, f"{PREFIX}x_embedder.proj.weight": inpainting})
+    odd = {"conv_in.weight": SimpleNamespace(dtype="F16", shape=(4,))}
+    assert families.detect_file(odd | {"label_emb.0.0.weight": other}) is None
 
 
 @pytest.mark.parametrize("marks", [(), ("v_pred",), ("v_pred", "ztsnr")])

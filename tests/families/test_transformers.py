@@ -254,6 +254,10 @@ def test_a_base_without_t5_has_zeros_in_its_place(tmp_path: Path) -> None:
 
 UNET, SCHEDULER = "unet/config.json", "scheduler/scheduler_config.json"
 REFUSED = {
+    "sd15, broken width": ("sd15", UNET, {"cross_attention_dim": []}, "of a supported family"),
+    "sdxl, no width of sizes": (
+        "sdxl", UNET, {"projection_class_embeddings_input_dim": None}, "of a supported family"
+    ),
     "sdxl, blocks without names in files": ("sdxl", UNET, {"layers_per_block": 1}, r"resnets \[1, 1, 1\]"),
     "sdxl, classes": ("sdxl", UNET, {"class_embed_type": "timestep"}, "class_embed_type='timestep'"),
     "sdxl, text added": ("sdxl", UNET, {"addition_embed_type": "text"}, "addition_embed_type='text'"),
@@ -268,14 +272,17 @@ REFUSED = {
     "qwen, another text encoder": (
         "qwen", "text_encoder/config.json", {"model_type": "qwen3"}, "'qwen3', allowed is 'qwen2_5_vl'"
     ),
+    "qwen, layered": (
+        "qwen", "transformer/config.json", {"use_layer3d_rope": True}, "use_layer3d_rope: an editing or"
+    ),
     "qwen, editing": (
         "qwen", "model_index.json", {"_class_name": "QwenImageEditPipeline"},
         "is for QwenImageEditPipeline, allowed is QwenImagePip",
     ),
     "sd3, inpainting": (
-        "sd3", "transformer/config.json", {"in_channels": 33}, "takes 33 channels: .* has 16"
+        "sd3", "transformer/config.json", {"in_channels": 33}, "takes 33 channels: .* have 16"
     ),
-    "flux, fill": ("flux", "transformer/config.json", {"in_channels": 384}, "384 channels: .* has 64"),
+    "flux, fill": ("flux", "transformer/config.json", {"in_channels": 384}, "384 channels: .* have 64"),
 }  # fmt: skip
 
 
