@@ -65,6 +65,8 @@ def _broken_by_learning(config: Config) -> Iterator[str]:
     if _above(alpha := adapter.alpha, adapter.rank * 100):
         limit = f"over 100 times adapter.rank={adapter.rank}: use at most 100 times the rank"
         yield f"adapter.alpha={alpha} is {limit}"
+    if adapter.lokr_factor == 0:
+        yield "adapter.lokr_factor=0 is no size: use -1 or at least 1"
     factors = optimizer.learning_rate_pattern.values()
     if optimizer.name == "prodigy" and any(factor not in (0, 1) for factor in factors):
         yield (
@@ -151,12 +153,12 @@ def unmet_needs(
         elif package and packages.get(package) is None:
             problem, fix = (
                 f"needs {package}, which is not installed",
-                f"pip install {package}, or ",
+                f"pip install {package}",
             )
         else:
             continue
         if not is_preset(key) and ("is_wish" not in needs or problem.startswith("does not")):
-            fix += f"use --set {key}={typed(instead)}"
+            fix = f"{fix}, or " * bool(fix) + f"use --set {key}={typed(instead)}"
             error = RequestError if kind and of_host else MachineError
             raise error(f"{key}={typed(value)} {problem}", fix=fix)
-        yield key, instead, f"instead of {value}, which {problem}"
+        yield key, instead, f"instead of {value}, which {problem}" + f" ({fix})" * bool(fix)

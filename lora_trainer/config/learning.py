@@ -111,7 +111,7 @@ class AdapterSettings(Section):
         "fraction of layers whose adapter is switched off, drawn for each sample",
         not_for={**NOT_OFT, "adapter.dora": (True,)},
     )
-    lokr_factor: Annotated[int, Field(ge=1, le=1024)] | Literal[-1] = enforced_setting(
+    lokr_factor: Annotated[int, Field(ge=-1, le=1024)] = enforced_setting(
         -1,
         "size of LoKr's left factor; -1: the most even split",
         only_for={"adapter.kind": ("lokr",)},
