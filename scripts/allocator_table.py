@@ -202,7 +202,6 @@ def replayed(cell: Cell, made: Plan, networks: Networks) -> Row:
     items = made.memory.by_phase["training"]
     outside_bytes = sum(item.bytes for item in items if item.name in OUTSIDE)
     limit_bytes = made.memory.limit_bytes
-    assert limit_bytes is not None
     kept, traced = _traced(cell, made, networks)
     allocated_bytes, reserved_bytes = needed(
         kept,

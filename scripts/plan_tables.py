@@ -246,7 +246,7 @@ def _items(title: str, made: Plan) -> Iterator[str]:
     yield ""
 
 
-def _names(phases: Iterable[tuple[MemoryItem, ...]]) -> list[str]:
+def _names(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
     names = dict.fromkeys(item.name for items in phases for item in items)
     return sorted(names, key=lambda name: name == "allocator slack")
 

@@ -98,14 +98,16 @@ def _asking(nvml: Nvml | None, failures: list[str] | None = None) -> Iterator[Ca
         raise _NoAnswer(next(reasons, f"NVML failed to start: {error}")) from None
 
     def ask(name: str, *arguments: Any, about: str = "") -> Any:
-        call = getattr(nvml, name, None)  # another release of pynvml may lack it
+        call = getattr(nvml, name, None)
         try:
-            return None if call is None else call(*arguments)
+            if call is not None:
+                return call(*arguments)
+            failure = f"{about}: this release of pynvml lacks {name}"
         except (nvml.NVMLError, OSError) as error:
             failure = f"{about}: {name} said {str(error) or type(error).__name__}"
-            if about and failures is not None and failure not in failures:
-                failures.append(failure)
-            return None
+        if about and failures is not None and failure not in failures:
+            failures.append(failure)
+        return None
 
     try:
         yield ask

@@ -87,6 +87,9 @@ def test_without_a_working_driver_there_is_a_reason(monkeypatch: pytest.MonkeyPa
     ):
         result = detect(nvml=FakeNvml(cards=(CARD,), refuses={"nvmlInit": refusal}), environment={})
         assert result.gpus == () and reason in result.gpu_reason
+    older = FakeNvml(cards=(CARD,))
+    monkeypatch.setattr(older, "nvmlDeviceGetCount", None)
+    assert "pynvml lacks nvmlDeviceGetCount" in detect(nvml=older, environment={}).gpu_reason
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "nvidia-ml-py is not installed" in detect(environment={}).gpu_reason
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import build_config, flatten, parse_assignment
-from lora_trainer.config.declare import CHECKPOINTING
+from lora_trainer.config.declare import CHECKPOINTING, settled
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan, pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
 from lora_trainer.planning.run_time import run_length
 from tests.fakes.nvml import GIB
-from tests.fakes.plans import CARD, MACHINE, WITHOUT_CARD, planned, request
+from tests.fakes.plans import CARD, FLUX, MACHINE, QWEN, WITHOUT_CARD, machine, planned, request
 
 LEFT_TO_RUN = {
     "base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"
@@ -153,6 +153,26 @@ def test_when_nothing_fits_the_setting_it_names_does_or_it_says_how_much_would()
     with pytest.raises(MachineError, match=r"a GPU with 2\.\d\d GiB free") as caught:
         free(1.5)
     assert "1.50 GiB free on NVIDIA GeForce RTX 3060" in str(caught.value)
+
+
+RANKS = {"bf16": 0, "int8": 1, "fp8": 2, "nf4": 3}
+
+
+def test_speed_is_never_slower_and_quality_never_less_precise() -> None:
+    same = {"data.resolution": 1024, "adapter.rank": 16, "sampling.every_steps": 0}
+    for source, gib, ram_gib in ((QWEN, 24, 17), (QWEN, 26, 24), (QWEN, 28, 17), (FLUX, 20, 14)):
+        how: dict[str, Any] = {"preset_tier": "10-12", "overrides": same}
+        made = [
+            planned(source, machine(gib, ram_gib=ram_gib), priority=priority, **how)
+            for priority in ("speed", "balanced", "quality")
+        ]
+        times = [each.seconds_per_step for each in made]
+        ranks = [RANKS[each.config.memory.base_precision] for each in made]
+        assert times == sorted(times) and ranks == sorted(ranks, reverse=True)
+        assert ranks[0] > ranks[-1] and times[0] < times[-1], "here the priorities differ"
+    how["overrides"] = {"data.resolution": 1024}
+    made = planned(FLUX, machine(7, ram_gib=40), **how)
+    assert settled(made.config.sampling.every_steps), "sample images that cost a moment are drawn"
 
 
 # ---- a GPU on which a plan did not fit

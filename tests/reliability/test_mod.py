@@ -235,5 +235,6 @@ def test_mod_06_a_hub_that_refuses_is_one_line_and_no_token(
                 locate(BaseSettings(model=source, revision="v9"))
             assert caught.value.exit_code == exit_code and caught.value.fix, source
             assert "\n" not in str(caught.value) and "SECRET" not in str(caught.value)
-    with pytest.raises(LoraTrainError, match="no connection, or offline mode"):
+    with pytest.raises(LoraTrainError, match="no connection, or offline mode") as caught:
         locate(BaseSettings(model="a/gone", revision="v9"))
+    assert caught.value.exit_code == 4 and caught.value.fix
