@@ -36,6 +36,7 @@ from tests.fakes.runs import (
     toy,
     trajectory,
 )
+from tests.fakes.tiny_base import write_base
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
 CASES: dict[str, dict[str, Any]] = tomllib.loads(
@@ -201,3 +202,19 @@ def test_a_single_file_trains_as_the_folder_it_was_made_from(place: Place, tmp_p
     for one, other in zip(ours, folder, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
     assert apart(shown(place.runs / "single", 5), shown(place.runs / "plain", 5)) <= 1
+
+
+def test_another_vae_encodes_images_again_and_texts_not(place: Place, tmp_path: Path) -> None:
+    run, other = place.runs / "revae", str(write_base("sd15", tmp_path / "other", seed=5) / "vae")
+    short = {"output__save_every_steps": 0, "sampling__every_steps": 0}
+    assert run_cli(place.command("plain", "revae", **short, base__vae=other)) == 0
+    (cached,) = events(run, "cached")
+    assert (cached["latents"], cached["texts"]) == (3, 0)
+    assert trajectory(run)[0] != trajectory(place.runs / "plain")[0]
+    assert settings_of(run)["base.vae"] == other
+
+
+def test_no_folder_of_this_machine_is_in_a_file(place: Place) -> None:
+    for file in place.runs.glob("*/*.safetensors"):
+        header = file.read_bytes()[: 1 << 16].decode("latin-1")
+        assert str(place.folder) not in header and str(Path.home()) not in header, file

@@ -118,6 +118,11 @@ def test_where_nothing_can_be_measured_threads_go_on_as_they_were(
         pass
 
 
+def test_one_thread_waits_for_nobody() -> None:
+    with threads_of(1), cores.shared_cores(EventStream()):
+        assert "lora-train-cores" not in thread_names()
+
+
 @needs_libgomp
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one processor has one thread")
 def test_a_training_beside_busy_programs_sleeps(tmp_path: Path) -> None:

@@ -47,13 +47,14 @@ def test_doctor_prints_marked_sentences_and_no_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_cli(["doctor", "--fix", "--set", f"data.cache_dir={tmp_path / 'cache'}"]) == 0
+    assert run_cli(["doctor", "--fix", "--set", f"data.cache_dir={tmp_path / 'a => b'}"]) == 0
     *lines, last = capsys.readouterr().out.rstrip().split("\n")
     assert len(lines) > 4
     for line in lines:
         assert line.startswith(("ok    ", "warn  ")) and line.endswith("."), line
         assert not any(raw in line for raw in ("gpus", "_bytes", "cpu_threads", "()")), line
     assert "ok    Nothing had to be mended." in lines
+    assert any(f"{tmp_path / 'a => b'}, where" in line for line in lines)
     warnings = sum(line.startswith("warn") for line in lines)
     plural = "" if warnings == 1 else "s"
     assert last == (f"{warnings} warning{plural}, marked warn." if warnings else "No problems.")
@@ -137,11 +138,12 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_that_is_in_use(
         file.write_text("{}\n")
     with in_use(cache.root), run_folder.claim(run), run_folder.claim(begun):
         (run / ".tmp-1-2-x").write_bytes(b"being written")
-        (repair,) = doctor()
+        repair, *left = doctor()
         in_place = (*leftovers, spoilt, run / ".tmp-1-2-x")
         assert all(path.exists() for path in in_place if path.suffix != ".lock")
     assert repair["mark"] == "warn" and "a training uses the cache" in repair["sentence"]
     assert repair["fix"] == "wait for it, or stop it first"
+    assert [run.name in one["sentence"] for one in left] == [True, False]
     (cache.root / ".in-use-elsewhere-1.lock").touch()
 
     assert [repair["mark"] for repair in doctor()] == ["ok"] * 5

@@ -212,7 +212,13 @@ def test_the_run_and_its_file_say_what_is_trained(place: Toy) -> None:
 
 
 def test_what_is_planned_is_what_is_encoded(place: Toy) -> None:
+    """Of six images with two resolutions one is held out, those in `more` are mirrored too, three are priors."""
     run = place.runs / "caching"
+    (cached,) = events(place.run, "cached")
+    held_out = json.loads((place.run / "run.json").read_bytes())["dataset"]["held_out"]
+    mirrored = [name for name in ("more/m0.png", "more/m1.png") if name not in held_out]
+    twice = len(held_out) - (2 - len(mirrored))
+    assert cached["latents"] == 5 * 2 + 2 * len(mirrored) + 1 + (1 - twice) + 3 * 2
     files = (place.folder / "cache of its own").rglob("*.safetensors")
     planned = json.loads((run / "run.json").read_bytes())["plan"]["disk"]["cache"]
     assert 0 < sum(file.stat().st_size for file in files) <= 1.2 * planned

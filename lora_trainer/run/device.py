@@ -228,7 +228,7 @@ def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
 def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
     """Return a listener that records a GPU on which the plan did not fit, at most once a run."""
     memory, earlier_record = prepared.plan.memory, prepared.full_card
-    limit_bytes = memory.limit_bytes or 0
+    limit_bytes = memory.limit_bytes
     is_reported = False
 
     def listener(event: Event) -> None:

@@ -78,7 +78,9 @@ def checks(
     except OSError as error:
         disk_fault = error.strerror or str(error)
     file = Path(__file__).with_suffix(".txt")
-    text = sentences.from_string(file.read_text(encoding="utf-8")).render(
+    # A path may hold the arrow, but no separator of units, which `shown` escapes.
+    source = file.read_text(encoding="utf-8").replace(" => ", "\x1f")
+    text = sentences.from_string(source).render(
         hardware=hardware,
         tier=tier,
         tier_problem=tier_problem,
@@ -98,7 +100,7 @@ def checks(
     )
     for line in text.splitlines():
         mark, _, words = line.partition(": ")
-        sentence, _, fix = words.partition(" => ")
+        sentence, _, fix = words.partition("\x1f")
         yield MachineCheck("ok" if mark == "ok" else "warn", sentence, fix)
 
 
@@ -185,8 +187,9 @@ def _mend_runs(runs: Path) -> Iterator[MachineCheck]:
                 count = _remove(unfinished)
                 if is_empty:
                     _remove([entry for entry in path.iterdir() if entry.name != ".lock"])
-        except MachineError:
-            continue  # it is being trained, so its unfinished files are in use
+        except MachineError as error:  # it is being trained, or the disk refuses
+            yield warn(f"A run was left alone: {error.found}.", error.fix)
+            continue
         if is_empty:
             with suppress(OSError):  # another training may have claimed the folder just now
                 (path / ".lock").unlink()

@@ -174,7 +174,7 @@ def _export_info(
 def _thumbnail(image: Path, events: EventStream) -> bytes | None:
     """Return a sample image as JPEG of at most 256 px a side; None and an event if it cannot be read.
 
-    Even noise takes less than 48 kB; ComfyUI ignores headers above 8 MiB.
+    Even noise takes less than 64 kB; ComfyUI ignores headers above 8 MiB.
     """
     try:
         with Image.open(image) as opened:

@@ -27,7 +27,7 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
-from tests.fakes.runs import contents
+from tests.fakes.runs import QUIET, contents, events, problems, toy
 
 Figure = Callable[..., None]
 WHITE = (255, 255, 255)
@@ -113,7 +113,8 @@ def cmyk_profile(cyan: tuple[int, int, int]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A file, and what the scan must say: code and reason of a refusal, or the kinds of notes on a used one.
+    """A file, and what the scan must say: code and reason of a refusal, each as it begins, or the notes
+    on a used one, by kind.
 
     `size_px` is that as displayed, `corner` the colour of its pixel (2, 2) within 3 of 255.
     """
@@ -152,6 +153,12 @@ def img_01_02() -> dict[str, Case]:
     for reason, data in reasons.items():
         code = "IMG-01" if reason == "ends early" else "IMG-02"
         found[reason] = Case(data=data, refused=code, reason=reason)
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        noise = random.Random(kind).randbytes(60 * 44 * 3)
+        data = encoded(Image.frombytes("RGB", (60, 44), noise), kind)
+        cuts = {f"{size} bytes": data[:size] for size in (4, 30, len(data) // 2, len(data) - 40)}
+        for name, part in {**cuts, "zeros": bytes(len(data)), "no head": data[8:]}.items():
+            found[f"{kind.lower()} {name}"] = Case(data=part, refused="IMG-0")
     return found
 
 
@@ -293,7 +300,9 @@ def test_img_01_02_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
     for name, case in cases.items():
         file = f"{name}.png"
         errors = [row for row in said.get(file, []) if row.severity == "error"]
-        assert [row.code for row in errors] == ([case.refused] if case.refused else []), name
+        assert [row.code[: len(case.refused)] for row in errors] == (
+            [case.refused] if case.refused else []
+        ), name
         assert (file in used) != bool(case.refused), name
         if case.refused:
             assert errors[0].what.startswith(case.reason) and errors[0].advice, name
@@ -307,6 +316,25 @@ def test_img_01_02_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
             difference = np.subtract(shown.getpixel((2, 2)), case.corner)
             assert np.abs(difference).max() <= 3, name
     figure("bad_inputs", tried=len(cases), handled=len(cases), crashes=0, hangs=0)
+
+
+def test_img_01_too_many_are_refused_before_training_and_a_few_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, quiet = toy(tmp_path, images=18).with_base(), {**QUIET, "output__save_every_steps": 0}
+    for name in ("x.png", "y.jpg", "z.webp"):
+        (place.dataset / name).write_bytes(b"")
+    capsys.readouterr()
+    assert place.train(steps=1, **quiet) == 3
+    refused = capsys.readouterr().err
+    assert "3 of 21 images" in refused and refused.count("\n") == 1
+    assert all(name in refused for name in ("x.png is", "y.jpg is", "z.webp is"))
+    assert not place.runs.exists()
+    (place.dataset / "x.png").unlink()
+    assert place.train(steps=1, **quiet) == 0
+    (started,) = events(place.run, "run_started")
+    assert started["images"] + started["validation_images"] == 18
+    assert [row["severity"] for row in problems(place.run)].count("error") == 2
 
 
 def test_img_08_names_that_nearly_clash_are_kept_apart_and_told(
