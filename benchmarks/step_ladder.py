@@ -161,7 +161,7 @@ def build(case: Case, folder: Path, *, steps: int) -> list[Rung]:
     if case.device.type == "cuda":
         own = sharing(network)
         adapter = our_adapter(case, own)
-        blocks = CompiledBlocks(own)
+        blocks = CompiledBlocks(own, shapes=case.latent_shapes)
         rungs.append(
             ours("ours, compiled", case, own, adapter, folder, steps=steps, compiled=blocks)
         )

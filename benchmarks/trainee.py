@@ -94,6 +94,12 @@ class Case:
         return build_config(values)
 
     @property
+    def latent_shapes(self) -> frozenset[tuple[int, int, int]]:
+        """Return the one shape of the case's passes: height and width of the latents, and their count."""
+        side = self.side_px // self.facts.vae_factor
+        return frozenset({(side, side, self.batch)})
+
+    @property
     def title(self) -> str:
         dtype = str(self.precision).removeprefix("torch.")
         again = "" if self.checkpointing == "none" else f", {self.checkpointing} recomputing"

@@ -201,7 +201,7 @@ def _compiled(case: Case, way: Way, network: nn.Module) -> CompiledBlocks | None
     if not way.compiled:
         return None
     backend = "inductor" if case.device.type == "cuda" else "eager"
-    return CompiledBlocks(network, backend=backend)
+    return CompiledBlocks(network, shapes=case.latent_shapes, backend=backend)
 
 
 @dataclass(kw_only=True)

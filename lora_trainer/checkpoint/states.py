@@ -157,10 +157,10 @@ class TrainingState:
     fp16.
 
     To add a value of the loop: give a new field here a default, the value that an older state without it stands for;
-    fill it in training/actions.py; restore it in run/build.py. A value of a guard is instead a field of GuardState
-    in training/guards.py, with a default too, and nothing is added here. Tensors belong to the adapter or the
-    optimizer. Raise FORMAT_VERSION only where an older state would be read wrongly; states of another version are
-    never read.
+    fill it in `SaveAction.state` and restore it in `SaveAction.restored` (training/actions.py). A value of a guard is
+    instead a field of GuardState in training/guards.py, with a default too, and nothing is added here. Tensors belong
+    to the adapter or the optimizer. Raise FORMAT_VERSION only where an older state would be read wrongly; states of
+    another version are never read.
     """
 
     step: int

@@ -301,7 +301,7 @@ class BaseCosts:
 
 @lru_cache(maxsize=1)
 def _memo() -> MemoTable:
-    """Return the traces of earlier processes: a trace takes a second, and importing torch three more.
+    """Return the traces of earlier processes: a trace takes seconds, and importing torch three more.
 
     It is in the folder of the user, as the sizes of a network do not depend on a run's settings.
     """

@@ -40,7 +40,7 @@ class CompiledBlocks:
         self,
         network: nn.Module,
         *,
-        shapes: Collection[tuple[int, int, int]] = (),
+        shapes: Collection[tuple[int, int, int]],
         backend: str | Callable[[Any, Any], Any] = "inductor",
     ) -> None:
         # Two warnings that torch's tracer causes itself, by reading every attribute of an object.

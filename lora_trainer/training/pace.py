@@ -168,7 +168,11 @@ class Creep:
 _CLOCKS = (
     (0x20 | 0x40, "heat", "give it more air, or lower its power limit (nvidia-smi -pl WATTS)"),
     (0x08 | 0x80, "the power supply", "plug the machine in, and check the GPU's power cables"),
-    (0, "its power limit or settings", "plug a laptop in, or raise it (nvidia-smi -pl WATTS)"),
+    (
+        0,
+        "its power limit or settings",
+        "plug a laptop in, or raise the limit (nvidia-smi -pl WATTS)",
+    ),
 )
 _LOWER_CLOCK = 0.85
 _BUSY_PERCENT = 10

@@ -247,7 +247,8 @@ def _clip_and_step(training: Training, loss: Tensor) -> Tensor:
 
 # ---- the answers to a step that failed
 
-# The change of the setting when compiled blocks are switched off.
+# The change of the setting when compiled blocks are switched off. Every error but a lost device is answered so first;
+# as one of `_changes` it is only in the advice of `lost_device`.
 _UNCOMPILED = OomFallback(key="hardware.compile", old="blocks", new="none", apply=lambda: None)
 
 

@@ -70,6 +70,18 @@ def test_step_ladder(tmp_path: Path) -> None:
     assert "way" in (tmp_path / "out.svg").read_text()
 
 
+def test_compiled_blocks_get_the_shape_that_a_case_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    trainee = importlib.import_module("trainee")
+    device = trainee.torch.device("cpu")
+    case = trainee.Case.from_words("sd15:64:2:bf16", device=device, size="tiny")
+    (batch,) = trainee.batches(case, tmp_path, steps=1)
+    count, _, height, width = batch.latents.shape
+    assert case.latent_shapes == {(height, width, count)}
+
+
 def test_gui(tmp_path: Path) -> None:
     result = measured("gui", "--steps 60 --samples 6 --rounds 2", tmp_path)
     sizes = result["server"]["60"]

@@ -114,6 +114,8 @@ def test_what_libraries_say_of_a_full_device() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("HIP is full"))
     for text in (
         "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA driver error: out of memory",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
     ):
@@ -137,8 +139,11 @@ def test_a_missing_workspace_counts_on_a_card_that_is_nearly_full(
     device = None if free_bytes == "no GPU" else torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    text = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
-    assert is_out_of_memory(RuntimeError(text)) is full
+    for text in (
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "GET was unable to find an engine to execute this computation",
+    ):
+        assert is_out_of_memory(RuntimeError(text)) is full
 
 
 CARD = torch.device("cuda", 0)

@@ -224,3 +224,29 @@ def test_live_storages_count_what_is_made_inside_once_and_while_it_lives() -> No
         torch.mm(left, right)
     assert live.peak_bytes == 120
     assert live.flops == 2 * 2 * 3 * 5
+
+
+class Stack(nn.Sequential):
+    """Six blocks of which each saves its input alone."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(6)))
+
+    def enable_gradient_checkpointing(self, run: Any) -> None:
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = self.run(block, x)
+        return x
+
+
+def test_offloaded_inputs_of_two_blocks_are_on_the_device_until_they_are_used() -> None:
+    network = Stack().requires_grad_(False)
+    apply_checkpointing(network, "offloaded")
+    x = torch.zeros(1000, 64, device="meta", requires_grad=True)
+    with LiveStorages() as live:
+        y = network(x * 1)
+        assert live.now_bytes == 3 * x.nbytes, "two inputs and the output"
+        y.backward(torch.ones_like(y))
+        assert live.peak_bytes == 4 * x.nbytes

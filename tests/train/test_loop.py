@@ -412,7 +412,7 @@ def test_nothing_changes_but_the_micro_batch() -> None:
         return replace(model, predict=predict)
 
     tiny = build_training(feeder, steps=4, adapt=holding_two, **DROPPING)
-    blocks = CompiledBlocks(tiny.training.model.denoiser, backend="eager")
+    blocks = CompiledBlocks(tiny.training.model.denoiser, shapes=(), backend="eager")
     end = run(replace(averaging(tiny), compiled=blocks), at_start(micro_batch=4))
     assert tiny.of_kind("change") == [
         {"key": "memory.micro_batch", "old": 4, "new": 2, "reason": str(FULL)}

@@ -18,6 +18,37 @@ from lora_trainer.run import prepare
 from lora_trainer.run.train import train
 from lora_trainer.training.distributed import process_group
 from lora_trainer.training.distributed.heartbeat import PeerMonitor
+from tests.fakes.runs import python
+
+_PARTIAL_STATE = """
+import torch.distributed as dist
+
+def refused(*args, **options):
+    raise RuntimeError("the process group is started in one process alone")
+
+dist.init_process_group = dist.distributed_c10d.init_process_group = refused
+
+from accelerate.tracking import PartialState  # as trackers and log lines of accelerate make it
+from lora_trainer.run import train
+
+def first_thing_after():
+    print(PartialState().num_processes)
+    raise SystemExit
+
+train.read_dist_env = first_thing_after
+train.train(None)
+"""
+
+
+def test_nothing_of_accelerate_waits_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackers would, which only the first process has; the variables are of several launchers."""
+    for variable in ("ACCELERATE_USE_CPU=true", "PMI_RANK=0", "PMI_SIZE=2"):
+        monkeypatch.setenv(*variable.split("="))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"LOCAL_{name}", value)
+    done = python(_PARTIAL_STATE)
+    assert done.stdout.split()[-1:] == ["1"], done.stderr[-3000:]
 
 
 class MetError(Exception):
