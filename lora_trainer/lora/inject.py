@@ -168,7 +168,8 @@ def _peft_layer(
     if settings.kind == "lora":
         parameters = {"down": layer.lora_A[_NAME].weight, "up": layer.lora_B[_NAME].weight}
     else:
-        # peft's "hada_w1_a" and the like, of which a layer has those that it needs.
+        # peft's "hada_w1_a" and the like, of which a layer has those that it needs, in the order in which they
+        # are trained and saved.
         factors = {
             name.partition("_")[2]: getattr(layer, name) for name in layer.adapter_layer_names
         }

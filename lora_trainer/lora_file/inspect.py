@@ -189,10 +189,10 @@ def update_norm(update: Update) -> float | None:
 
     The magnitudes of DoRA and changes of biases are left out.
     """
-    arrays = {name: np.asarray(array, np.float64) for name, array in update.tensors.items()}
-    is_large = any(len(array) > MAX_RANK for name, array in arrays.items() if name in _INNER)
+    is_large = any(len(each) > MAX_RANK for name, each in update.tensors.items() if name in _INNER)
     if update.kind in BASED or update.rows is not None or is_large:
         return None
+    arrays = {name: np.asarray(array, np.float64) for name, array in update.tensors.items()}
     with np.errstate(all="ignore"):
         match update.kind:
             case "lora" | "lokr":  # float64 keeps 8 digits after the root

@@ -207,6 +207,10 @@ def _places(
                 fault = (
                     f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have "
                 )
-                refuse(name, f"{fault}{whole or 'unknown sizes'}", fix=_OTHER_BASE)
+                refuse(
+                    name,
+                    f"{fault}{whole or 'unknown sizes'}",
+                    fix=f"{_OTHER_BASE}, a diffusers folder",
+                )
             places[layer.key] = (spelling, layer)
     return places

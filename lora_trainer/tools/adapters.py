@@ -114,10 +114,11 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
     family, source = families.family(fit.family), stated_base(contents.metadata)
     # A file is no reason to look into any folder: only the embedded base and Hub ids are.
     if source is not None and (source == EMBEDDED or is_hub_id(source)):
+        facts = None
         with suppress(LoraTrainError):  # not on this machine: the public release is what there is
             facts = describe(BaseSettings(model=source))
-            if facts.family == family.name:
-                return _names_in(family, facts.architecture)
+        if facts is not None and facts.family == family.name:
+            return _names_in(family, facts.architecture)
     return fit.names or released_names(family.name, 0)
 
 

@@ -126,19 +126,39 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
     places = family.checkpoint_weights(file.entries)
+    opened = BaseWeights(
+        source=source, path=path, family=family, tensors=_tensors(file, places), single=True
+    )
+    if places:
+        return opened
     # A transformer's checkpoint has its layers by the names that LoRA files have for them. Of the released
-    # networks the one counts of which the file has the most layers.
-    for release in () if places else range(len(released_layers(family.name))):
-        names, of_release = released_names(family.name, release), dict[str, WeightPlace]()
-        for tensor, info in file.entries.items():
-            if tensor.endswith(WEIGHT) and len(info.shape) > 1:
-                size = (info.shape[0], math.prod(info.shape[1:]))
-                layers = names.find(tensor.removesuffix(WEIGHT), size=size)
-                if layers and (layers[-1].rows is None or layers[-1].rows[1] == size[0]):
-                    for layer in layers:
-                        at = WeightPlace(tensor=tensor, rows=layer.rows, swapped=layer.swapped)
-                        of_release[layer.key] = at
-        places = max(places, of_release, key=len)
+    # networks the one counts of which the file has the most layers, then the sizes of these, as they say which
+    # layers have their halves the other way round.
+    for release in range(len(released_layers(family.name))):
+        places = max(places, _places(file, released_names(family.name, release)), key=len)
+    opened = replace(opened, tensors=_tensors(file, places))
+    return replace(opened, tensors=_tensors(file, _places(file, opened.names())))
+
+
+def _places(file: Opened, names: LayerNames) -> dict[str, WeightPlace]:
+    """Return the matrices of a file that are layers of `names`, by "component.module"."""
+    places: dict[str, WeightPlace] = {}
+    for tensor, info in file.entries.items():
+        if tensor.endswith(WEIGHT) and len(info.shape) > 1:
+            out = info.shape[0]
+            layers = names.find(tensor.removesuffix(WEIGHT), size=(out, math.prod(info.shape[1:])))
+            # In a base of another width, joined layers have the same shares of the rows.
+            whole = (layers[-1].rows or (0, out))[1] if layers else 0
+            if whole and not any(layer.rows[1] * out % whole for layer in layers if layer.rows):
+                for layer in layers:
+                    first, end = layer.rows or (0, 0)
+                    rows = (first * out // whole, end * out // whole) if layer.rows else None
+                    places[layer.key] = WeightPlace(tensor=tensor, rows=rows, swapped=layer.swapped)
+    return places
+
+
+def _tensors(file: Opened, places: Mapping[str, WeightPlace]) -> dict[str, WeightLocation]:
+    """Return the weights at these places of a file, and the biases that lie beside them."""
     tensors: dict[str, WeightLocation] = {}
     for key, at in places.items():
         location = WeightLocation(file=file, at=at)
@@ -147,7 +167,7 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         bias = f"{at.tensor.removesuffix('weight')}bias"
         if bias in file.entries:  # in the same rows as its weight where layers are joined
             tensors[f"{key}.bias"] = replace(location, at=replace(at, tensor=bias))
-    return BaseWeights(source=source, path=path, family=family, tensors=tensors, single=True)
+    return tensors
 
 
 def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:

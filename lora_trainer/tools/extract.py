@@ -11,7 +11,7 @@ import math
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_trainer import __version__
 from lora_trainer.common.errors import InputError
@@ -139,10 +139,20 @@ def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str
                 f"{DENOISER}.{min(only)}",
                 fix="give two models of one architecture; a pruned or distilled one has fewer layers",
             )
-    facts = describe(BaseSettings(model=base.source))
-    with torch.device("meta"):
-        network = base.family.empty_denoiser(facts.architecture)
-    keys = [f"{DENOISER}.{name}" for name in base.family.lora_targets(network, targets)]
+    # A network with layers of these names, and nothing in them but the number of its blocks: a file that was
+    # pruned has other layers than any release.
+    root = nn.Module()
+    for name in sorted(names):
+        *path, last = name.split(".")
+        parent = root
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, nn.Linear(1, 1, device="meta"))
+    blocks = root._modules.get("transformer_blocks") or nn.Module()
+    root.config = {"num_layers": len(list(blocks.children()))}  # type: ignore[assignment]
+    keys = [f"{DENOISER}.{name}" for name in base.family.lora_targets(root, targets)]
     for component, modules in base.family.text.layers.items():
         keys += [f"{component}.{name}" for name in modules]
     return [key for key in keys if key in base.places and key in tuned.places]

@@ -33,6 +33,7 @@ from lora_trainer.lora.low_rank import (
     singular,
 )
 from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.lora_file.base_layers import sized
 from lora_trainer.lora_file.key_formats import SCALED, key_format
 from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, made_for, stated_base
 from lora_trainer.tools.adapters import (
@@ -132,7 +133,7 @@ def _exact_sum(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> ModuleTens
     if len(parts) == 1:
         return _scaled(key, *parts[0])
     if all(module.kind in ("full", "norm") for module, _ in parts):
-        return _with_sums(parts[0][0], parts, "difference", "bias")
+        return _with_sums(key, parts[0][0], parts, "difference", "bias")
     scale, units = 1.0, parts
     if all(module.kind == "lora" and not module.dora for module, _ in parts):
         scales = {module.scale * weight for module, weight in parts}
@@ -144,7 +145,7 @@ def _exact_sum(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> ModuleTens
     except NotLowRank as error:
         raise RequestError(f"{key} cannot be added up: {error}", fix=_BAKE) from None
     merged = lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
-    return _with_sums(merged, parts, "bias")
+    return _with_sums(key, merged, parts, "bias")
 
 
 def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
@@ -171,13 +172,7 @@ def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
 def _side_by_side(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> LowRankUpdate:
     """Return a sum of updates as thin factors; raises NotLowRank, and InputError where sizes differ."""
     updates = [(product(module, kernel=kernel), weight) for module, weight in parts]
-    sizes = {(part.up.shape[0], part.down.shape[1]) for part, _ in updates}
-    if len(sizes) > 1:
-        raise InputError(
-            f"the adapters were made for different base models: {key} is "
-            + " and ".join(f"{out}x{fan_in}" for out, fan_in in sorted(sizes)),
-            fix="merge adapters of the same base model",
-        )
+    _check_one_size(key, {(part.up.shape[0], part.down.shape[1]) for part, _ in updates})
     # U1 D1 + U2 D2 = [U1 U2] [D1; D2], so ranks add up.
     return LowRankUpdate(
         up=torch.cat([part.up * weight for part, weight in updates], dim=1),
@@ -186,12 +181,27 @@ def _side_by_side(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> LowRank
     )
 
 
-def _with_sums(module: ModuleTensors, parts: Parts, *names: str) -> ModuleTensors:
-    """Return a module with the weighted sums of these tensors, of those parts that have them."""
+def _check_one_size(key: str, sizes: set[tuple[int, int]]) -> None:
+    if len(sizes) > 1:
+        raise InputError(
+            f"the adapters were made for different base models: {key} is "
+            + " and ".join(map(sized, sorted(sizes))),
+            fix="merge adapters of the same base model",
+        )
+
+
+def _with_sums(key: str, module: ModuleTensors, parts: Parts, *names: str) -> ModuleTensors:
+    """Return a module with the weighted sums of these tensors, of those parts that have them.
+
+    Raises InputError where sizes differ; a kernel of 1x1 may be there or not.
+    """
     sums = dict[str, Tensor]()
     for part, weight in parts:
         for name in set(names) & part.tensors.keys():
-            sums[name] = sums.get(name, torch.zeros(())) + part.tensors[name].float() * weight
+            own = part.tensors[name].float() * weight
+            total = sums.get(name, torch.zeros_like(own))
+            _check_one_size(key, {(len(each), each[0].numel()) for each in (total, own)})
+            sums[name] = total + own.reshape(total.shape)
     return replace(module, tensors={**module.tensors, **sums})
 
 
@@ -305,7 +315,9 @@ class RankCutter:
         else:
             roots = values[:rank].sqrt()  # both factors get half of every value
             up, down = decomposed.left[:, :rank] * roots, roots[:, None] * decomposed.right[:rank]
-            module = _with_sums(lora(up=up, down=down, inputs=decomposed.inputs), parts, "bias")
+            module = _with_sums(
+                key, lora(up=up, down=down, inputs=decomposed.inputs), parts, "bias"
+            )
             energy = 1.0  # of an update of zero
             if decomposed.energy > 0:
                 energy = min(1.0, float(values[:rank].square().sum()) / decomposed.energy)

@@ -192,6 +192,7 @@ FAULTS: dict[str, tuple[dict[str, ModuleTensors], Fault, str]] = {
     ),
     "another shape": (SMALL, other((4, 6, 3, 3), rank=2), "other tensors or shapes"),
     "another kind": (SMALL, other((4, 6, 3, 3), kind="loha"), "other tensors or shapes"),
+    "another alpha": (SMALL, one_number("alpha", 1.02), f"{LINEAR} would differ"),
     "an alpha of zero": (SMALL, one_number("alpha", 0), f"{LINEAR} would differ"),
     "one number of up": (SMALL, one_number("lora_up.weight", 0), f"{LINEAR} would differ"),
     "one magnitude": (SMALL, one_number("dora_scale", 1.01), f"{LINEAR} would differ"),
