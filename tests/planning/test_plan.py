@@ -171,8 +171,8 @@ def test_speed_is_never_slower_and_quality_never_less_precise() -> None:
         assert times == sorted(times) and ranks == sorted(ranks, reverse=True)
         assert ranks[0] > ranks[-1] and times[0] < times[-1], "here the priorities differ"
     how["overrides"] = {"data.resolution": 1024}
-    made = planned(FLUX, machine(7, ram_gib=40), **how)
-    assert settled(made.config.sampling.every_steps), "sample images that cost a moment are drawn"
+    drawing = planned(FLUX, machine(7, ram_gib=40), **how)
+    assert settled(drawing.config.sampling.every_steps), "sample images of little cost are drawn"
 
 
 # ---- a GPU on which a plan did not fit
