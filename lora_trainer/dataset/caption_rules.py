@@ -256,9 +256,16 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         if (folder / "tokenizer.json").is_file():
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
-            options = {"end_of_word_suffix": "</w>", "unk_token": "<|endoftext|>"}
-            files = (str(folder / name) for name in ("vocab.json", "merges.txt"))
-            model = models.BPE.from_file(*files, continuing_subword_prefix="", **options)
+            lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+            # Only the head is a remark: "# #" is a merge.
+            pairs = (line.partition(" ") for line in lines if not line.startswith("#version"))
+            model = models.BPE(
+                vocab=json.loads((folder / "vocab.json").read_text(encoding="utf-8")),
+                merges=[(first, second) for first, _, second in pairs if second],
+                continuing_subword_prefix="",
+                end_of_word_suffix="</w>",
+                unk_token="<|endoftext|>",
+            )
             tokenizer = Tokenizer(model)
             tokenizer.normalizer = normalizers.Sequence(
                 [

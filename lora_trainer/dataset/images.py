@@ -138,7 +138,9 @@ def _to_rgb(
             image.info["transparency"] = gray * 85
     if image.mode.startswith("I;16"):
         values, transparent = np.asarray(image), image.info.get("transparency")
-        image = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+        # A table needs one byte a pixel; the formula on the pixels needs eight.
+        table = ((np.arange(1 << 16, dtype=np.uint32) + 128) // 257).astype(np.uint8)
+        image = Image.fromarray(table[values])
         if isinstance(transparent, int):
             opaque = np.where(values == transparent, 0, 255).astype(np.uint8)
             image.putalpha(Image.fromarray(opaque))

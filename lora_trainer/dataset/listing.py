@@ -298,7 +298,11 @@ class _Walk:
                     self._say("excluded", f"{file.name}/")
                     root = Path(file.entry.path)
                     paths = (path.relative_to(root).as_posix() for path in root.rglob("*"))
-                    self.taken_out |= {same_name(split_name(path)[0]) for path in paths}
+                    self.taken_out |= {
+                        same_name(stem)
+                        for stem, extension in map(split_name, paths)
+                        if extension in IMAGE_EXTENSIONS
+                    }
                 else:
                     groups[group].append(file)
         own_masks, inner_masks = self._take_masks(folder, groups)
@@ -349,7 +353,11 @@ class _Walk:
         ]
         own_images = {same_name(file.stem) for file in groups["picture"]}
         mask_folders = [one for one in groups["folder"] if folder_kind(one.entry.name) == "mask"]
-        others = [one for one in groups["folder"] if one not in mask_folders]
+        others = [
+            one
+            for one in groups["folder"]
+            if one not in mask_folders and one.entry.name.casefold() != EXCLUDED_FOLDER
+        ]
         inner_images = {
             same_name(file.stem)
             for one in others

@@ -150,7 +150,7 @@ def slow_form(folder: Path) -> Path:
     model = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    text = "\n".join(["#version: 0.2", *merges, ""])
+    text = "\n".join(["#version: 0.2", *merges, "", ""])
     (folder / "merges.txt").write_text(text, encoding="utf-8")
     return folder
 

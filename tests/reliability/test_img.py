@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import unicodedata
+import tracemalloc
 import warnings
 import zlib
 from collections.abc import Callable
@@ -433,8 +434,12 @@ def test_img_04_a_background_that_is_no_colour_is_refused(tmp_path: Path) -> Non
 
 
 def test_img_05_gray_of_16_bits_is_scaled_not_clipped(tmp_path: Path) -> None:
-    values = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
-    found = decoded(tmp_path, encoded(Image.fromarray(values)))
+    values = np.linspace(0, 65535, 1 << 20).astype(np.uint16).reshape(1024, 1024)
+    data = encoded(Image.fromarray(values))
+    tracemalloc.start()
+    found = decoded(tmp_path, data)
+    assert tracemalloc.get_traced_memory()[1] < 6 * values.size, "no copy in 32 bits"
+    tracemalloc.stop()
     assert found.notes == ("depth: 16 bits per channel are scaled to 8",)
     gray = np.asarray(found.image)[..., 0]
     assert (gray == np.round(values / 257)).all()

@@ -279,6 +279,10 @@ def _timesteps(foreign: Foreign, module: str) -> None:
     else:
         sd_scripts.set_sampling(foreign, word, _shift(foreign, word, module))
     training.set_timestep_range(foreign, "min_timestep", "max_timestep")
+    buckets = foreign.number("num_timestep_buckets")
+    if buckets and buckets > 1:
+        strata = min(256, int(buckets))
+        foreign.carry("objective.timestep_strata", "num_timestep_buckets", strata)
 
 
 def _shift(foreign: Foreign, word: str, module: str) -> Sourced:

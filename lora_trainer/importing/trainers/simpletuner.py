@@ -164,7 +164,10 @@ def _read_data(foreign: Foreign) -> None:
         foreign,
         "data_backend_config",
         lambda text: {LIST: json.loads(text)},
-        flat_backends,
+        lambda data: (
+            isinstance(data[LIST], list)
+            and flattened({"data_backends": folders.tables_of(data[LIST])})
+        ),
         read_backends,
     )
     training.set_batch(foreign, "train_batch_size", "gradient_accumulation_steps", default=4)
