@@ -250,7 +250,7 @@ def values_of(info: SettingInfo) -> st.SearchStrategy[Any]:
     if info.key in ("base.model", "output.name"):
         return st.from_regex("[a-z]{1,8}", fullmatch=True)
     if info.path:  # quotes around a path go; ~NAME is somebody's home; no name has a NUL
-        return st.text(st.characters(exclude_characters="\0"), max_size=30).filter(
+        return st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30).filter(
             lambda path: path.strip().strip('"')[:1] not in ("", "~")
         )
     if form.kind == "number" and form.whole:
