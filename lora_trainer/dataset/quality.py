@@ -88,9 +88,11 @@ class DatasetReport:
 
 @gc_disabled()
 def inspect_images(
-    dataset: Dataset, *, settings: DataSettings, more: Sequence[Finding] = ()
+    dataset: Dataset, *, settings: DataSettings, more: Sequence[Finding] = (), each: bool = False
 ) -> DatasetReport:
     """Score a dataset for the buckets it is placed in; `more` are findings to list, too.
+
+    The images in plain values are in the report with `each` only: they take 44 MiB for 100,000 images.
 
     The score is usable * near_duplicates * captions * (1 - sum of w (1 - p) over the other parts).
     `usable`: share of the images in the folder that can be read and show something.
@@ -102,7 +104,16 @@ def inspect_images(
     """
     records = dataset.records
     twins = near_duplicates(records)
-    judged = [_judged(record, is_twin=record.name in twins) for record in records]
+    shares: dict[str, list[float]] = {name: [] for name in PICTURE_WEIGHTS}
+    pictures: list[Mapping[str, Any]] = []
+    of_images: list[Finding] = []
+    for record in records:
+        own_parts, picture, own_findings = _judged(record, is_twin=record.name in twins)
+        for name, part in own_parts.items():
+            shares[name].append(part)
+        of_images += own_findings
+        if each:
+            pictures.append(picture)
     # Images that can be read and are not of one colour all over.
     broken = sum(
         finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
@@ -111,7 +122,7 @@ def inspect_images(
     contrasts = [one.measures.brightest - one.measures.darkest for one in records]
     blank = sum(contrast < 0.03 for contrast in contrasts)
     total = len(records) + broken
-    means = {name: fmean(parts[name] for parts, *_ in judged) for name in PICTURE_WEIGHTS}
+    means = {name: fmean(values) for name, values in shares.items()}
     parts = {
         "usable": (total - broken - blank) / total,
         "near_duplicates": means["near_duplicates"],
@@ -133,14 +144,14 @@ def inspect_images(
         worst = [f"{name} {parts[name]:.2f}" for name in lost[:3] if parts[name] < 1]
         words = {"least": settings.min_score, "worst": ", ".join(worst)}
         findings.append(finding("score", score=score, **words))
-    findings += (each for *_, about_it in judged for each in about_it)
+    findings += of_images
     return DatasetReport(
         images=len(records),
         score=score,
         parts=parts,
         findings=by_severity(findings),
         buckets=bucket_counts(records),
-        pictures=tuple(picture for _, picture, _ in judged),
+        pictures=tuple(pictures),
     )
 
 

@@ -279,13 +279,15 @@ def examine(
     reading = _reading(request, dataset, basis)
     is_auto = basis.family.text.chunks and data.caption_tokens == "auto"
     room = MOST_CHUNKS if is_auto else reading.chunks
-    report = _report(dataset, data, reading, basis)
+    report = _report(dataset, data, reading, basis, each=True)
     return report, caption_limit(basis.facts, chunks=room)
 
 
-def _report(dataset: Dataset, data: DataSettings, reading: Reading, basis: Basis) -> DatasetReport:
+def _report(
+    dataset: Dataset, data: DataSettings, reading: Reading, basis: Basis, *, each: bool = False
+) -> DatasetReport:
     more = tuple(too_long(reading, facts=basis.facts))
-    return inspect_images(dataset, settings=data, more=more)
+    return inspect_images(dataset, settings=data, more=more, each=each)
 
 
 def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:
