@@ -241,7 +241,9 @@ def test_check_says_what_plan_says_and_neither_writes_more_than_the_memo_in_the_
     place = toy(tmp_path)
     before = listing(place.dataset)
     report = planned(place).report
-    assert report == prepare.examine(asked(place), hardware=PROCESSOR)[0]
+    examined = prepare.examine(asked(place), hardware=PROCESSOR)[0]
+    assert report == replace(examined, pictures=()), "a training does not keep each image"
+    assert len(examined.pictures) == examined.images
     assert listing(place.dataset) == before
     assert {path.name for path in place.folder.iterdir()} == {"toy", "cache"}
     assert [path.name for path in place.cache.iterdir()] == [".memo.sqlite"]

@@ -59,14 +59,14 @@ class MemoTable:
             return table
         query = "SELECT key, value, checksum FROM memo WHERE name = ? AND version = ?"
         # SQLite notices damaged pages, not damaged bytes of a value, nor a value of another type.
-        with suppress(sqlite3.Error, OSError, TypeError, UnicodeDecodeError):
-            with _open(folder / MEMO_FILE) as database:
-                # Row by row: a list of 200,000 would take 60 MiB beside the table.
-                table.entries = {
-                    _text(key): _text(value)
-                    for key, value, checksum in database.execute(query, (name, version))
-                    if crc32(value, crc32(key)) == checksum
-                }
+        damages = (sqlite3.Error, OSError, TypeError, UnicodeDecodeError)
+        with suppress(*damages), _open(folder / MEMO_FILE) as database:
+            # Row by row: a list of 200,000 would take 60 MiB beside the table.
+            table.entries = {
+                _text(key): _text(value)
+                for key, value, checksum in database.execute(query, (name, version))
+                if crc32(value, crc32(key)) == checksum
+            }
         return table
 
     def get(self, key: str) -> str | None:
