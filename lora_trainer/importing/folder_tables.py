@@ -35,7 +35,7 @@ def tables_of(value: Any) -> list[Mapping[str, Any]]:
 
 
 def table_under(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the table under a key, an empty one where there is none; raises RequestError for what is none."""
+    """Return the table under a key, an empty one where there is none; raises RequestError for any other value."""
     table = data.get(key, {})
     if not isinstance(table, Mapping):
         raise RequestError(f"{key} is no table", fix=f"write [{key}] above its keys")

@@ -1,7 +1,7 @@
 """The size of each layer's adapter: rank, scale, block sizes, and from these its parameter count.
 
 Input is the settings and a layer's name and shape, output plain numbers, so that the memory plan and the
-injection use the same sizes. Beside them stands what a module's tensors are, `ModuleUpdate`, and the norm of
+injection use the same sizes. Beside them stand the tensors of a module, `ModuleUpdate`, and the norm of
 low-rank ones, for torch and for numpy alike. Torch-free.
 """
 

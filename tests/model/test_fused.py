@@ -69,7 +69,7 @@ def assert_same(pair: Pair, x: Tensor, **tolerance: float) -> None:
 def seen(forward: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return what `forward` returns and what autograd keeps of it."""
     kept: list[Tensor] = []
-    keep = lambda tensor: kept.append(tensor) or tensor  # noqa: E731
+    keep = lambda tensor: kept.append(tensor) or tensor  # noqa: E731 - shorter than a function
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         return forward(), kept
 

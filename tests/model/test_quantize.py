@@ -128,7 +128,7 @@ def test_nothing_but_what_is_stored_is_kept_and_all_is_in_the_dtype_of_the_netwo
     layer = QuantizedLinear(linear(dtype=torch.bfloat16), kind, device=CPU)
     x = torch.randn(1, 3, 48, dtype=torch.bfloat16, requires_grad=True)
     kept: list[Tensor] = []
-    keep = lambda tensor: kept.append(tensor) or tensor  # noqa: E731
+    keep = lambda tensor: kept.append(tensor) or tensor  # noqa: E731 - shorter than a function
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = layer(x)
     outputs.float().sum().backward()

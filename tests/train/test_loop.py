@@ -450,7 +450,7 @@ def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
 
 def test_a_signal_after_the_last_step_changes_nothing() -> None:
     tiny = build_training(build_feeder(), steps=2)
-    stop = lambda: signal.SIGINT if len(tiny.losses) == 2 else None  # noqa: E731
+    stop = lambda: signal.SIGINT if len(tiny.losses) == 2 else None  # noqa: E731 - shorter than a function
     assert run(replace(tiny.training, stop=stop), at_start(micro_batch=4)).step == 2
 
 
