@@ -123,6 +123,7 @@ def test_a_run_stopped_and_resumed_still_compares_with_its_start(other: Toy) -> 
     assert other.train(**short) == 5
     assert other.train("--resume", **short) == 5
     assert re.search("after 20 steps .* 1e-09, is far too low", ended(other))
+    assert [row["step"] for row in events(other.run, "base_losses")] == [1]
 
 
 def test_a_short_run_and_an_optimizer_that_finds_its_rate_are_not_looked_at(other: Toy) -> None:

@@ -82,6 +82,8 @@ class TimeLeft:
                 self._round_s[event.kind] = fields["seconds"]
                 self._round_step[event.kind] = fields["step"]
             self._last_s += fields["seconds"]
+        elif event.kind in ("base_losses", "learned"):  # once in a run
+            self._last_s += fields["seconds"]
         elif event.kind == "step":
             # Losses reach the host late and in bunches, so only the sum says what lies between steps.
             if self.recent:

@@ -54,7 +54,7 @@ from lora_trainer.training.actions import (
 )
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import GuardState, look_step
+from lora_trainer.training.guards import BASE_STEP, GuardState, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.step import OomFallback, Training
@@ -282,7 +282,8 @@ def fixed_loss_actions(
     if OPTIMIZERS[settings.name].rate is None:
         step = look_step(steps=steps, batch_size=config.train.batch_size)
     rates = learning_rate(settings, steps=steps)
-    rate_sums = [sum(rates(index) for index in range(count)) for count in (step or 0, steps)]
+    between = range(BASE_STEP, step or BASE_STEP)
+    rate_sums = [sum(map(rates, indexes)) for indexes in (between, range(steps))]
     looked_at = job.prepared.trained[:LEARNING_PICTURES] if step is not None else ()
     learning = LearningAction(
         fixed=losses(looked_at, LEARNING_QUANTILES),

@@ -26,7 +26,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.training.dataloader import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import LEAST_CHANGE, GuardState, no_effect
+from lora_trainer.training.guards import BASE_STEP, LEAST_CHANGE, GuardState, no_effect
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import restore_optimizer
 
@@ -138,11 +138,11 @@ class ValidateAction:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningAction:
-    """Compares, once in a run, the losses of a few training images with their losses before the first step.
+    """Compares, once in a run, the losses of a few training images with their losses after the first step.
 
     `step` is the step of the comparison, None in a run too short for one. `so_far` is the sum of the
-    learning rates up to it as a share of the sum over the run, `rate` the learning rate of the settings. Raises
-    TrainingStopped when the losses are the same and will be at the end.
+    learning rates between the two as a share of the sum over the run, `rate` the learning rate of the settings.
+    Raises TrainingStopped when the losses are the same and will be at the end.
     """
 
     what: ClassVar = "the check that the adapter learns"
@@ -154,17 +154,19 @@ class LearningAction:
     events: EventStream
 
     def due(self, progress: Progress) -> bool:
-        if self.step is None or progress.step not in (0, self.step):
+        if self.step is None or progress.step not in (BASE_STEP, self.step):
             return False
-        return progress.step == 0 or bool(progress.guard.learning.base)
+        return progress.step == BASE_STEP or bool(progress.guard.learning.base)
 
     def __call__(self, progress: Progress) -> GuardState | None:
-        losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
-        guard = progress.guard
-        if progress.step == 0:
+        began_s, guard = time.monotonic(), progress.guard
+        losses = self.fixed.by_timestep(cap=guard.micro_batch)
+        took = {"step": progress.step, "seconds": time.monotonic() - began_s}
+        if progress.step == BASE_STEP:
+            self.events.emit("base_losses", **took, losses=losses)
             return replace(guard, learning=replace(guard.learning, base=losses))
         change = guard.learning.least_change(losses, so_far=self.so_far)
-        self.events.emit("learned", step=progress.step, change=change)
+        self.events.emit("learned", **took, change=change)
         if change < LEAST_CHANGE:
             raise no_effect(
                 progress.step, change=change, rate=self.rate, alpha_over_rank=self.alpha_over_rank

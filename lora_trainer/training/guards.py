@@ -31,7 +31,7 @@ class BestValidation:
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """Steps in a row with zero gradients; `base` holds the losses by noise level before the first step."""
+    """Steps in a row with zero gradients; `base` holds the losses by noise level after step BASE_STEP."""
 
     zero_gradients: int = 0
     base: Sequence[float] = field(default_factory=list)
@@ -44,8 +44,8 @@ class Learning:
     def least_change(self, losses: Sequence[float], *, so_far: float) -> float:
         """Return the relative change by the end of the run of the loss that changes most, extrapolated.
 
-        `losses` are those of the base's noise levels now. `so_far` is the sum of the learning rates until
-        now as a share of the run's: while an adapter is small, its effect grows in proportion to that sum.
+        `losses` are those of the base's noise levels now. `so_far` is the sum of the learning rates since
+        then as a share of the run's: while an adapter is small, its effect grows in proportion to that sum.
         """
         # By level and relative: losses of little noise are many times those of much, and would hide them in a sum.
         pairs = zip(self.base, losses, strict=True)
@@ -201,7 +201,10 @@ class NoFallbackLeft(TrainingStopped):
 
 # Steps in a row with zero gradients that end a run, and the step by which weights must have left zero.
 ZERO_STEPS = 25
-# The losses are compared after at least so many images, so many steps, and this share of the run's steps.
+# The losses are compared with those after this step, and not with those before it: a run then comes to its first step
+# a second sooner. A first step moves them by next to nothing; states of older versions hold those before it.
+BASE_STEP = 1
+# They are compared after at least so many images, so many steps, and this share of the run's steps.
 LOOK_IMAGES, LOOK_STEPS, LOOK_SHARE = 200, 50, 0.2
 # Below it gradients vanish from 32-bit sums of squares.
 TINY_LOSS = 1e-20
@@ -212,7 +215,7 @@ _NOT_MPS = "use another release of torch, or --set hardware.device=cpu"
 
 
 def look_step(*, steps: int, batch_size: int) -> int | None:
-    """Return the step at which losses are compared with those before step 1; None in a short run."""
+    """Return the step at which losses are compared with those of BASE_STEP; None in a short run."""
     step = max(LOOK_STEPS, -(-LOOK_IMAGES // batch_size), round(LOOK_SHARE * steps))
     # Later than half-way there is little left to save by stopping.
     return step if 2 * step <= steps else None

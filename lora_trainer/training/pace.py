@@ -317,7 +317,7 @@ class Notices:
         self._beside.shutdown()
 
     def __call__(self, event: Event) -> None:
-        if event.kind in ("sample", "validation", "learned"):
+        if event.kind in ("sample", "validation", "base_losses", "learned"):
             self._pace.skip = True
         elif event.kind in ("change", "out_of_memory"):
             self._pace = StepPace()  # the training itself has changed

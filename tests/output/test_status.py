@@ -228,6 +228,9 @@ def test_time_left_is_the_median_plus_what_lies_between_steps(tmp_path: Path) ->
         seconds = 1.0 if number != 95 else 61.0  # one hiccup must not count
         clock.return_value += seconds
         step(events, number, seconds=seconds)
+        if number == 1:
+            clock.return_value += 100.0
+            events.emit("base_losses", step=1, seconds=100.0, losses=[])
         if number % 10 == 0 and number < 100:
             clock.return_value += 5.0
     assert read_status(tmp_path).left_s == pytest.approx(198 + 90)
