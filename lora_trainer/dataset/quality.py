@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lora_trainer.common.caption_markup import has_choice
 from lora_trainer.common.events import Finding, by_severity
@@ -59,8 +62,9 @@ CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
 DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
 PRINT_BITS, PRINT_COLOUR = 8, 12.0
 _BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
-# A band shared by more images than this (a plain background, say) tells none from another.
-_BAND_CROWD = 32
+# A band shared by more images than this (a plain background, say) tells none from another: all are compared with
+# the first of them only.
+_BAND_CROWD = 64
 _COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on", "the", "with"))
 
 
@@ -108,12 +112,12 @@ def inspect_images(
     pictures: list[Mapping[str, Any]] = []
     of_images: list[Finding] = []
     for record in records:
-        own_parts, picture, own_findings = _judged(record, is_twin=record.name in twins)
+        own_parts, own_findings = _judged(record, is_twin=record.name in twins)
         for name, part in own_parts.items():
             shares[name].append(part)
         of_images += own_findings
         if each:
-            pictures.append(picture)
+            pictures.append(_in_plain_values(record, own_parts))
     # Images that can be read and are not of one colour all over.
     broken = sum(
         finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
@@ -155,14 +159,8 @@ def inspect_images(
     )
 
 
-def _judged(
-    record: ImageRecord, *, is_twin: bool
-) -> tuple[dict[str, float], dict[str, Any], list[Finding]]:
-    """Return the parts of the score that an image has by itself, the image in plain values, and findings about it.
-
-    The trigger's part is missing. Of the values, `score` is the mean of the parts, weighted alike, and `kept` is left,
-    top, right, bottom of the crop as fractions of the image.
-    """
+def _judged(record: ImageRecord, *, is_twin: bool) -> tuple[dict[str, float], list[Finding]]:
+    """Return the parts of the score that an image has by itself, without the trigger's, and findings about it."""
     placed, bucket = record.placement, record.placement.bucket
     # How many times larger the image is trained than it is.
     enlargement = max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
@@ -191,11 +189,21 @@ def _judged(
     if placed.cropped_fraction > 0.25:
         words = {"cropped": placed.cropped_fraction, "bucket": bucket}
         findings.append(finding("cropped", record.name, **words))
+    return parts, findings
+
+
+def _in_plain_values(record: ImageRecord, parts: Mapping[str, float]) -> dict[str, Any]:
+    """Return an image in plain values.
+
+    Of them, `score` is the mean of the parts of its score, weighted alike, and `kept` is left, top, right,
+    bottom of the crop as fractions of the image.
+    """
+    placed, bucket = record.placement, record.placement.bucket
     score = sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items())
     left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
     right = left + bucket.width_px / placed.scaled_width_px
     bottom = top + bucket.height_px / placed.scaled_height_px
-    picture = {
+    return {
         "file": record.name,
         "width_px": record.width_px,
         "height_px": record.height_px,
@@ -205,7 +213,6 @@ def _judged(
         "cropped_fraction": round(placed.cropped_fraction, 5),
         "upscaled": placed.upscaled,
     }
-    return parts, picture, findings
 
 
 def _loss(name: str, part: float) -> float:
@@ -231,33 +238,39 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
 
     Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
     """
-    prints = [int(record.measures.structure, 16) for record in records]
-    colours = [bytes.fromhex(record.measures.colours) for record in records]
-    bands: dict[int, list[int]] = {}
+    count = len(records)
+    prints = _bytes_of(record.measures.structure for record in records)
+    colours = _bytes_of(record.measures.colours for record in records).astype(np.int16)
+    bits, words = np.unpackbits(prints, axis=1), prints.view(np.uint64)
+    # Each pair of close prints is one number: the later image's times `count`, plus the earlier one's.
+    pairs = np.empty(0, np.int64)
+    for start in range(0, PRINT_LENGTH_BITS, _BAND_BITS):
+        band = bits[:, start : start + _BAND_BITS]
+        keys = band @ (1 << np.arange(band.shape[1]))
+        # Images that share the band are neighbours now, in their order; `firsts` holds where their row begins.
+        order = np.argsort(keys, kind="stable")
+        firsts = np.searchsorted(keys[order], keys[order])
+        close, at = [pairs], np.arange(count)
+        for rank in range(_BAND_CROWD):
+            at = at[at > firsts[at] + rank]
+            later, earlier = order[at], order[firsts[at] + rank]
+            differing_bits = np.bitwise_count(words[later] ^ words[earlier]).sum(axis=1)
+            close.append((later * count + earlier)[differing_bits <= PRINT_BITS])
+        pairs = np.unique(np.concatenate(close))
+    later, earlier = np.divmod(pairs, count)
+    are_near = np.abs(colours[later] - colours[earlier]).mean(axis=1) <= PRINT_COLOUR
     twins: dict[str, str] = {}
-    starts, mask = range(0, PRINT_LENGTH_BITS, _BAND_BITS), (1 << _BAND_BITS) - 1
-    for index, record in enumerate(records):
-        print_bits = prints[index]
-        # A number for each band: its position and its bits.
-        keys = [start << _BAND_BITS | print_bits >> start & mask for start in starts]
-        # In one expression, as a hundred others are looked at for each image.
-        close = {
-            other
-            for key in keys
-            for other in bands.get(key, ())
-            if (prints[other] ^ print_bits).bit_count() <= PRINT_BITS
-        }
-        for other in sorted(close):
-            differences = (abs(a - b) for a, b in zip(colours[other], colours[index], strict=True))
-            if sum(differences) <= PRINT_COLOUR * len(colours[index]):
-                twins[record.name] = records[other].name
-                break
-        else:  # a twin's own twins are found through the first
-            for key in keys:
-                band = bands.setdefault(key, [])
-                if len(band) < _BAND_CROWD:
-                    band.append(index)
+    for index, other in zip(later[are_near].tolist(), earlier[are_near].tolist(), strict=True):
+        # A twin's own twins are found through the first.
+        if records[index].name not in twins and records[other].name not in twins:
+            twins[records[index].name] = records[other].name
     return twins
+
+
+def _bytes_of(hexadecimals: Iterable[str]) -> NDArray[np.uint8]:
+    """Return hexadecimal numbers of one length as rows of bytes."""
+    rows = [bytes.fromhex(digits) for digits in hexadecimals]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
 
 
 def exposure_fault(measures: Measures) -> str | None:

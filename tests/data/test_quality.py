@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,19 +239,56 @@ def test_different_pictures_are_not_taken_for_copies(check: Check) -> None:
     assert said(check(images), "near-duplicate") == {}
 
 
+def prints(*pairs: tuple[int, bytes]) -> list[Any]:
+    """Return records with these structures and miniatures in colour."""
+    return [
+        SimpleNamespace(
+            name=f"{index}",
+            measures=SimpleNamespace(structure=f"{structure:032x}", colours=colours.hex()),
+        )
+        for index, (structure, colours) in enumerate(pairs)
+    ]
+
+
+def differing(structure: int, bits: Iterable[int]) -> int:
+    for bit in bits:
+        structure ^= 1 << bit
+    return structure
+
+
 def test_every_pair_within_the_limit_is_found_by_its_bands() -> None:
-    rng = random.Random(2)
+    rng, grey = random.Random(2), bytes(48)
     for _ in range(60):
         structure = rng.getrandbits(128)
         for flips, expected in ((8, True), (9, False)):
-            other = structure
-            for bit in rng.sample(range(128), flips):
-                other ^= 1 << bit
-            pair: Any = [
-                SimpleNamespace(
-                    name=f"{bits}",
-                    measures=SimpleNamespace(structure=f"{bits:032x}", colours="00" * 48),
-                )
-                for bits in (structure, other)
-            ]
-            assert bool(near_duplicates(pair)) == expected
+            other = differing(structure, rng.sample(range(128), flips))
+            assert bool(near_duplicates(prints((structure, grey), (other, grey)))) == expected
+
+
+def test_of_many_pictures_each_is_a_copy_of_the_first_that_is_none_itself() -> None:
+    rng = random.Random(3)
+    originals = [(rng.getrandbits(128), rng.randbytes(48)) for _ in range(30)]
+    pairs = []
+    for _ in range(300):
+        structure, colours = rng.choice(originals)
+        other = bytes(min(255, max(0, c + rng.randint(-21, 21))) for c in colours)
+        pairs.append((differing(structure, rng.sample(range(128), rng.randint(0, 7))), other))
+    expected: dict[str, str] = {}
+    for index, (structure, colours) in enumerate(pairs):
+        for other, (its_structure, its_colours) in enumerate(pairs[:index]):
+            is_close = (structure ^ its_structure).bit_count() <= 8
+            apart = sum(abs(a - b) for a, b in zip(colours, its_colours, strict=True)) / 48
+            if is_close and apart <= 12 and f"{other}" not in expected:
+                expected[f"{index}"] = f"{other}"
+                break
+    assert near_duplicates(prints(*pairs)) == expected
+    assert 30 < len(expected) < 250, "copies of copies, and colours too far apart"
+
+
+def test_a_band_that_a_crowd_shares_is_looked_up_among_its_first_only() -> None:
+    rng, grey = random.Random(4), bytes(48)
+    crowd = [rng.getrandbits(113) for _ in range(100)]  # the first 15 bits are 0
+    one_in_each_other_band = (4, *range(12, 113, 15))
+    copies = [differing(crowd[index], one_in_each_other_band) for index in (63, 64)]
+    twins = near_duplicates(prints(*((structure, grey) for structure in crowd + copies)))
+    assert twins == {"100": "63"}
