@@ -42,7 +42,7 @@ from lora_trainer.common.files import (
     retry_while_open,
     write_atomic,
 )
-from lora_trainer.common.memo import MEMO_FILE, MemoTable
+from lora_trainer.common.memo import MEMO_FILE, MemoTable, rows
 from lora_trainer.common.processes import gc_disabled
 
 # Part of every key: raise it when decoding, cutting or the layout of entries changes.
@@ -253,6 +253,8 @@ class Cache:
         return freed_bytes
 
 
+# Name and version of the memo's table of entries that were found whole: their stamps by digest.
+_WHOLE_ENTRIES = ("whole entries", "2")
 # Younger entries may not be on the disk yet: a power cut can still take what was just read.
 SETTLED_NS = 60 * 10**9
 
@@ -260,24 +262,34 @@ SETTLED_NS = 60 * 10**9
 @gc_disabled()
 def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     """Return the digests of the entries that are not there or were damaged."""
-    memo = _whole_entries(cache.folder)
     absent, to_read = set(), []
     settled_ns = time.time_ns() - SETTLED_NS
-    for key in keys:
+
+    def look_at(key: CacheKey, *, known_stamp: str) -> None:
         try:
             stat = os.stat(cache.file(key))  # noqa: PTH116 - a Path for each of 200,000 is slow
         except OSError:
             absent.add(key.digest)
-            continue
+            return
         # Without ctime, which `Cache.touch` changes: nobody but us writes these files.
         stamp = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
-        if memo.get(key.digest) == stamp:
+        if stamp == known_stamp:
             cache.touch(key, stat)
         else:
             to_read.append((key, stamp if stat.st_mtime_ns < settled_ns else None))
+
+    # Row by row: the stamps of 200,000 entries would take 50 MiB.
+    others = {key.digest: key for key in keys}
+    for digest, known_stamp in rows(cache.folder.root, *_WHOLE_ENTRIES):
+        if digest in others:
+            look_at(others.pop(digest), known_stamp=known_stamp)
+    for key in others.values():
+        look_at(key, known_stamp="")
     # Several at a time, as reading and hashing release the GIL.
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
         whole = pool.map(lambda pair: cache.read(pair[0]) is not None, to_read, chunksize=16)
+    name, version = _WHOLE_ENTRIES
+    memo = MemoTable(name=name, version=version, folder=cache.folder.root)
     for (key, stamp_if_settled), is_whole in zip(to_read, whole, strict=True):
         if not is_whole:
             absent.add(key.digest)
@@ -291,13 +303,9 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     return frozenset(absent)
 
 
-def _whole_entries(folder: CappedFolder) -> MemoTable:
-    """Return the stamps of the entries that were found whole, by digest."""
-    return MemoTable.load(folder.root, "whole entries", version="2")
-
-
 def _forget_removed(folder: CappedFolder) -> None:
-    _whole_entries(folder).retain({path.stem for path, _ in entries(folder)})
+    whole_entries = MemoTable.load(folder.root, *_WHOLE_ENTRIES)
+    whole_entries.retain({path.stem for path, _ in entries(folder)})
 
 
 _DOOR = ".in-use.lock"

@@ -20,6 +20,7 @@ from lora_trainer.common.files import disk_error, sha256_file
 
 MEMO_FILE = ".memo.sqlite"
 _BUSY_S = 10.0
+_ROWS_AT_ONCE = 5000
 _NOT_LOCKED = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -52,22 +53,10 @@ class MemoTable:
     changes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path | None, name: str, *, version: str = "1") -> MemoTable:
-        """Read a table; one that is not there, damaged or of another version is empty. Never raises."""
-        table = cls(name=name, version=version, folder=folder)
-        if folder is None or not (folder / MEMO_FILE).is_file():
-            return table
-        query = "SELECT key, value, checksum FROM memo WHERE name = ? AND version = ?"
-        # SQLite notices damaged pages, not damaged bytes of a value, nor a value of another type.
-        damages = (sqlite3.Error, OSError, TypeError, UnicodeDecodeError)
-        with suppress(*damages), _open(folder / MEMO_FILE) as database:
-            # Row by row: a list of 200,000 would take 60 MiB beside the table.
-            table.entries = {
-                _text(key): _text(value)
-                for key, value, checksum in database.execute(query, (name, version))
-                if crc32(value, crc32(key)) == checksum
-            }
-        return table
+    def load(cls, folder: Path | None, name: str, version: str = "1") -> MemoTable:
+        """Read a table; one that is not there or of another version is empty. Never raises."""
+        entries = {} if folder is None else dict(rows(folder, name, version))
+        return cls(name=name, version=version, folder=folder, entries=entries)
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, None for one that must be computed."""
@@ -130,6 +119,30 @@ class MemoTable:
             database.executemany("INSERT OR REPLACE INTO memo VALUES (?, ?, ?, ?, ?)", rows)
 
 
+def rows(folder: Path, name: str, version: str) -> Iterator[tuple[str, str]]:
+    """Yield each key of a table with its value; they end where the file is damaged. Never raises.
+
+    They come some at a time: all of 200,000 would take 50 MiB, and one query would keep other processes from saving.
+    """
+    query = (
+        "SELECT key, value, checksum FROM memo WHERE name = ? AND version = ? AND key > ?"
+        f" ORDER BY key LIMIT {_ROWS_AT_ONCE}"
+    )
+    # SQLite notices damaged pages, not damaged bytes of a value, nor a value of another type.
+    damages = (sqlite3.Error, OSError, TypeError, UnicodeDecodeError)
+    if not (folder / MEMO_FILE).is_file():
+        return
+    last_key = b""
+    with suppress(*damages), _open(folder / MEMO_FILE) as database:
+        while batch := database.execute(query, (name, version, last_key)).fetchall():
+            for key, value, checksum in batch:
+                if crc32(value, crc32(key)) == checksum:
+                    yield _text(key), _text(value)
+            if batch[-1][0] <= last_key:  # a damaged key: it would begin again and again
+                return
+            last_key = batch[-1][0]
+
+
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")  # a file's name may hold bytes that are not UTF-8
 
@@ -148,15 +161,18 @@ class HashMemo:
         # By path: "size mtime ctime inode hash"; lists instead of texts would take twice the memory.
         self.table = MemoTable.load(folder, "hashes")
 
-    def sha256(self, path: Path) -> str:
-        """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError."""
+    def sha256(self, path: Path | str) -> str:
+        """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError.
+
+        Text is quicker: a `Path` for each of 200,000 files takes a second.
+        """
         # resolve() would stat every parent of every one of 100,000 files
         key, stat = os.path.abspath(path), os.stat(path)  # noqa: PTH100, PTH116
         stamp = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
         entry = self.table.get(key)
         if entry is not None and entry.startswith(stamp):
             return entry.removeprefix(stamp)
-        digest = sha256_file(path)
+        digest = sha256_file(Path(path))
         # A file changed less than 2 s ago may change again within its timestamp's resolution.
         if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
             self.table.put(key, stamp + digest)

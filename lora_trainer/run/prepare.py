@@ -15,6 +15,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.common.memo import HashMemo
+from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config import Priority
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import typed
@@ -154,6 +155,7 @@ class Basis:
     resolved: Resolved
 
 
+@gc_disabled()
 def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     """Resolve, scan and plan; raises RequestError, InputError or MachineError."""
     basis = _basis(request, hardware)

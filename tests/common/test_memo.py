@@ -58,12 +58,13 @@ WRITE_VERSION = (18,)
 
 
 def test_no_flipped_bit_gives_a_wrong_value_or_ends_a_training(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path)
     file = tmp_path / memo.MEMO_FILE
     data = file.read_bytes()
     lost = 0
+    monkeypatch.setattr(memo, "_ROWS_AT_ONCE", 2)
     for index in range(len(data)):
         if data[index] == 0 and index % 16:
             continue  # pages are mostly empty
@@ -78,6 +79,16 @@ def test_no_flipped_bit_gives_a_wrong_value_or_ends_a_training(
                 saved(tmp_path)
                 assert loaded(tmp_path).items() <= ENTRIES.items()
     assert lost > 100
+
+
+def test_a_key_that_damage_moves_before_the_others_is_not_read_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memo, "_ROWS_AT_ONCE", 3)
+    saved(tmp_path, {key * 8: f"of {key}" for key in "bde"})
+    file = tmp_path / memo.MEMO_FILE
+    file.write_bytes(file.read_bytes().replace(b"e" * 8, b"a" * 8))
+    assert loaded(tmp_path) == {key * 8: f"of {key}" for key in "bd"}
 
 
 def test_a_locked_memo_is_no_error_and_one_that_cannot_be_written_names_the_file(

@@ -111,7 +111,9 @@ class Whole:
         """Return which entries are missing, and which were read to know it."""
         self.read.clear()
         digests = missing(self.keys, self.cache)
-        return {self.keys.index(key) for key in self.keys if key.digest in digests}, self.read
+        return {self.keys.index(key) for key in self.keys if key.digest in digests}, sorted(
+            self.read
+        )
 
     def damage(self, index: int) -> None:
         data = bytearray(self.cache.path(self.keys[index]).read_bytes())

@@ -57,8 +57,8 @@ def test_neighbours_are_read_at_once_and_stay_in_order(
     fill(tmp_path, 50)
     together, usual = threading.Barrier(2, timeout=20), HashMemo.sha256
 
-    def sha256(self: HashMemo, path: Path) -> str:
-        if path.name in ("p00.png", "p01.png"):
+    def sha256(self: HashMemo, path: str) -> str:
+        if path.endswith(("p00.png", "p01.png")):
             together.wait()
         return usual(self, path)
 
@@ -101,8 +101,8 @@ def test_a_file_that_cannot_be_read_is_named(
     fill(tmp_path, 2)
     usual = HashMemo.sha256
 
-    def refuse(self: HashMemo, path: Path) -> str:
-        if path.name == f"p01{suffix}":
+    def refuse(self: HashMemo, path: str) -> str:
+        if path.endswith(f"p01{suffix}"):
             raise PermissionError(13, "Permission denied")
         return usual(self, path)
 
@@ -141,10 +141,10 @@ def test_a_caption_saved_while_it_is_read_is_the_one_that_counts(
     fill(tmp_path, 1)
     usual, memo = HashMemo.sha256, DatasetMemo()
 
-    def edited_after(self: HashMemo, path: Path) -> str:
+    def edited_after(self: HashMemo, path: str) -> str:
         digest = usual(self, path)
-        if path.suffix == ".txt":
-            path.write_text("new words")
+        if path.endswith(".txt"):
+            Path(path).write_text("new words")
         return digest
 
     monkeypatch.setattr(HashMemo, "sha256", edited_after)
