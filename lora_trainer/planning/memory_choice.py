@@ -273,13 +273,19 @@ class MemoryChooser(Evaluator):
         fit without it: with the fewest blocks for the whole batch, half of it, and so on.
         """
         most = self._streamable
+        best_of_all = set[BasePrecision]()
         for precision, kind in choices:
             if ideal_load.streamed_blocks and kind == "none":
                 continue  # streamed blocks are gone after the forward pass and must be recomputed
+            if precision in best_of_all:
+                continue
             load = replace(ideal_load, base_precision=precision, checkpointing=kind)
             plain = self._most_images(load, least=0, most=ideal_load.micro_batch)
             if plain:
                 yield replace(load, micro_batch=plain)
+            # Nothing is faster than to recompute nothing; and the costs of other levels may need a trace.
+            if plain == ideal_load.micro_batch and kind == "none":
+                best_of_all.add(precision)
             # The device wants many streamed blocks, the host few. So the search looks for the fewest the
             # device can do with, and the host only has to agree to that number.
             count, least = load.micro_batch, load.streamed_blocks
