@@ -20,7 +20,7 @@ import pytest
 
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.queue import commands
-from lora_trainer.reporting.status import read_status
+from lora_trainer.reporting.status import is_alive, read_status
 from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
@@ -60,6 +60,10 @@ def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Ite
         env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
         env["HF_HOME"] = str(folder / "hub")
         yield Place(runs=runs, images=images, hub=hub, env=env, server=gui_server(runs, env=env))
+    # A test that failed half-way leaves a training of many hours, which outlives the interface.
+    status = read_status(runs / "one")
+    if status is not None and is_alive(pid=status.pid, started_s=status.pid_started_s):
+        psutil.Process(status.pid).kill()
 
 
 def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> None:
