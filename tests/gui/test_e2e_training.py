@@ -20,7 +20,7 @@ import pytest
 
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.queue import commands
-from lora_trainer.reporting.status import is_alive, read_status
+from lora_trainer.reporting.status import read_status
 from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
@@ -62,7 +62,7 @@ def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Place(runs=runs, images=images, hub=hub, env=env, server=gui_server(runs, env=env))
     # A test that failed half-way leaves a training of many hours, which outlives the interface.
     status = read_status(runs / "one")
-    if status is not None and is_alive(pid=status.pid, started_s=status.pid_started_s):
+    if status is not None and status.pid and status.state in ("starting", "caching", "training"):
         psutil.Process(status.pid).kill()
 
 
