@@ -272,6 +272,8 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     tabs = [page.context.new_page() for _ in range(2)]
     for tab in tabs:
         tab.goto(address)
+    # Behind other tabs a page is seldom drawn, and until it is Gradio puts its own value over what was typed.
+    page.bring_to_front()
     fill(page, place, name="two", settings=SHORT)
     page.get_by_role("button", name="Add try-out to queue").click()
     page.get_by_text("1 before it").wait_for()
