@@ -120,9 +120,10 @@ class MemoTable:
 
 
 def rows(folder: Path, name: str, version: str) -> Iterator[tuple[str, str]]:
-    """Yield each key of a table with its value; they end where the file is damaged. Never raises.
+    """Yield each key of a table with its value; they end where the file is damaged or stays locked. Never raises.
 
     They come some at a time: all of 200,000 would take 50 MiB, and one query would keep other processes from saving.
+    With a damaged key some may come twice.
     """
     query = (
         "SELECT key, value, checksum FROM memo WHERE name = ? AND version = ? AND key > ?"

@@ -178,7 +178,7 @@ def end_of(code: int) -> str:
 def gc_disabled() -> Iterator[None]:
     """Search for no garbage while the block, or the function, runs.
 
-    For loops that make many objects and no cycles: looking through them again and again as they grow
+    For work that makes many objects and few cycles: looking through them again and again as they grow
     takes a quarter of the time in which a dataset of 100,000 images is planned.
     """
     was_on = gc.isenabled()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lora_trainer.common.caption_markup import has_choice
 from lora_trainer.common.events import Finding, by_severity
@@ -62,9 +62,8 @@ CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
 DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
 PRINT_BITS, PRINT_COLOUR = 8, 12.0
 _BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
-# A band shared by more images than this (a plain background, say) tells none from another: all are compared with
-# the first of them only.
-_BAND_CROWD = 64
+# A band shared by more images than this (a plain background, say) tells none from another.
+_BAND_CROWD = 32
 _COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on", "the", "with"))
 
 
@@ -238,39 +237,38 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
 
     Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
     """
-    count = len(records)
-    prints = _bytes_of(record.measures.structure for record in records)
-    colours = _bytes_of(record.measures.colours for record in records).astype(np.int16)
-    bits, words = np.unpackbits(prints, axis=1), prints.view(np.uint64)
-    # Each pair of close prints is one number: the later image's times `count`, plus the earlier one's.
-    pairs = np.empty(0, np.int64)
-    for start in range(0, PRINT_LENGTH_BITS, _BAND_BITS):
-        band = bits[:, start : start + _BAND_BITS]
-        keys = band @ (1 << np.arange(band.shape[1]))
-        # Images that share the band are neighbours now, in their order; `firsts` holds where their row begins.
-        order = np.argsort(keys, kind="stable")
-        firsts = np.searchsorted(keys[order], keys[order])
-        close, at = [pairs], np.arange(count)
-        for rank in range(_BAND_CROWD):
-            at = at[at > firsts[at] + rank]
-            later, earlier = order[at], order[firsts[at] + rank]
-            differing_bits = np.bitwise_count(words[later] ^ words[earlier]).sum(axis=1)
-            close.append((later * count + earlier)[differing_bits <= PRINT_BITS])
-        pairs = np.unique(np.concatenate(close))
-    later, earlier = np.divmod(pairs, count)
-    are_near = np.abs(colours[later] - colours[earlier]).mean(axis=1) <= PRINT_COLOUR
+    hexadecimal = "".join(record.measures.structure for record in records)
+    prints = np.frombuffer(bytes.fromhex(hexadecimal), np.uint8).reshape(-1, PRINT_LENGTH_BITS // 8)
+    bits, words = np.unpackbits(prints, axis=1)[:, ::-1], prints.view(np.uint64)
+    colours = [bytes.fromhex(record.measures.colours) for record in records]
+    starts = range(0, PRINT_LENGTH_BITS, _BAND_BITS)
+    bands = (bits[:, start : start + _BAND_BITS] for start in starts)
+    # For each image and band a number that those share whose band is equal.
+    keys = np.stack(
+        [
+            place << _BAND_BITS | band @ (1 << np.arange(band.shape[1]))
+            for place, band in enumerate(bands)
+        ],
+        axis=1,
+    )
+    images_of: dict[int, list[int]] = {}
     twins: dict[str, str] = {}
-    for index, other in zip(later[are_near].tolist(), earlier[are_near].tolist(), strict=True):
-        # A twin's own twins are found through the first.
-        if records[index].name not in twins and records[other].name not in twins:
-            twins[records[index].name] = records[other].name
+    for index, own_keys in enumerate(map(np.ndarray.tolist, keys)):
+        crowds = (images_of.get(key, ()) for key in own_keys)
+        candidates = np.fromiter(chain.from_iterable(crowds), np.int64)
+        # All at once, as a hundred others are looked at for each image.
+        differing_bits = np.bitwise_count(words[candidates] ^ words[index]).sum(axis=1)
+        for other in sorted(candidates[differing_bits <= PRINT_BITS].tolist()):
+            differences = (abs(a - b) for a, b in zip(colours[other], colours[index], strict=True))
+            if sum(differences) <= PRINT_COLOUR * len(colours[index]):
+                twins[records[index].name] = records[other].name
+                break
+        else:  # a twin's own twins are found through the first
+            for key in own_keys:
+                crowd = images_of.setdefault(key, [])
+                if len(crowd) < _BAND_CROWD:
+                    crowd.append(index)
     return twins
-
-
-def _bytes_of(hexadecimals: Iterable[str]) -> NDArray[np.uint8]:
-    """Return hexadecimal numbers of one length as rows of bytes."""
-    rows = [bytes.fromhex(digits) for digits in hexadecimals]
-    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
 
 
 def exposure_fault(measures: Measures) -> str | None:

@@ -154,15 +154,15 @@ class LearningAction:
     events: EventStream
 
     def due(self, progress: Progress) -> bool:
-        if self.step is None or progress.step not in (BASE_STEP, self.step):
-            return False
-        return progress.step == BASE_STEP or bool(progress.guard.learning.base)
+        # Once each: a save is asked for again at a step whose actions have run, and nothing must be computed then.
+        next_step = self.step if progress.guard.learning.base else BASE_STEP
+        return self.step is not None and progress.step == next_step
 
     def __call__(self, progress: Progress) -> GuardState | None:
         began_s, guard = time.monotonic(), progress.guard
         losses = self.fixed.by_timestep(cap=guard.micro_batch)
         took = {"step": progress.step, "seconds": time.monotonic() - began_s}
-        if progress.step == BASE_STEP:
+        if not guard.learning.base:
             self.events.emit("base_losses", **took, losses=losses)
             return replace(guard, learning=replace(guard.learning, base=losses))
         change = guard.learning.least_change(losses, so_far=self.so_far)

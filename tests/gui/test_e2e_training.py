@@ -62,7 +62,7 @@ def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Place(runs=runs, images=images, hub=hub, env=env, server=gui_server(runs, env=env))
     # A test that failed half-way leaves a training of many hours, which outlives the interface.
     status = read_status(runs / "one")
-    if status is not None and status.pid and status.state in ("starting", "caching", "training"):
+    if status is not None and status.pid and status.state == "running":
         psutil.Process(status.pid).kill()
 
 
