@@ -257,8 +257,9 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
         crowds = (images_of.get(key, ()) for key in own_keys)
         candidates = np.fromiter(chain.from_iterable(crowds), np.int64)
         # All at once, as a hundred others are looked at for each image.
-        differing_bits = np.bitwise_count(words[candidates] ^ words[index]).sum(axis=1)
-        for other in sorted(candidates[differing_bits <= PRINT_BITS].tolist()):
+        halves = np.bitwise_count(words[candidates] ^ words[index])
+        is_close = halves[:, 0] + halves[:, 1] <= PRINT_BITS
+        for other in sorted(candidates[is_close].tolist()):
             differences = (abs(a - b) for a, b in zip(colours[other], colours[index], strict=True))
             if sum(differences) <= PRINT_COLOUR * len(colours[index]):
                 twins[records[index].name] = records[other].name
