@@ -246,8 +246,8 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     # For each image and band a number that those share whose band is equal.
     keys = np.stack(
         [
-            place << _BAND_BITS | band @ (1 << np.arange(band.shape[1]))
-            for place, band in enumerate(bands)
+            number << _BAND_BITS | band @ (1 << np.arange(band.shape[1]))
+            for number, band in enumerate(bands)
         ],
         axis=1,
     )
