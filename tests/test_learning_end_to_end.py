@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -124,6 +125,15 @@ def test_a_run_stopped_and_resumed_still_compares_with_its_start(other: Toy) -> 
     assert other.train("--resume", **short) == 5
     assert re.search("after 20 steps .* 1e-09, is far too low", ended(other))
     assert [row["step"] for row in events(other.run, "base_losses")] == [1]
+
+
+def test_first_losses_that_are_no_numbers_are_compared_with_nothing(
+    other: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = "lora_trainer.training.actions.FixedLosses.by_timestep"
+    monkeypatch.setattr(losses, lambda self, *, cap: [math.nan, 0.1])
+    assert other.train(**{**SOON, "output__save_every_steps": 8}) == 0
+    assert not events(other.run, "learned") and last_state(other.run).is_dir()
 
 
 def test_a_short_run_and_an_optimizer_that_finds_its_rate_are_not_looked_at(other: Toy) -> None:

@@ -6,6 +6,7 @@ has happened, and a resume repeats nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -163,8 +164,10 @@ class LearningAction:
         losses = self.fixed.by_timestep(cap=guard.micro_batch)
         took = {"step": progress.step, "seconds": time.monotonic() - began_s}
         if not guard.learning.base:
-            self.events.emit("base_losses", **took, losses=losses)
-            return replace(guard, learning=replace(guard.learning, base=losses))
+            # With one that is no number nothing can be compared, and no state could be written.
+            base = losses if all(map(math.isfinite, losses)) else []
+            self.events.emit("base_losses", **took, losses=base)
+            return replace(guard, learning=replace(guard.learning, base=base))
         change = guard.learning.least_change(losses, so_far=self.so_far)
         self.events.emit("learned", **took, change=change)
         if change < LEAST_CHANGE:

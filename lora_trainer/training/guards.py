@@ -49,8 +49,7 @@ class Learning:
         """
         # By level and relative: losses of little noise are many times those of much, and would hide them in a sum.
         pairs = zip(self.base, losses, strict=True)
-        # A loss that is no number is no reason to stop: neither comparison with it holds.
-        changes = [abs(new - old) / old for old, new in pairs if not old <= 0]
+        changes = [abs(new - old) / old for old, new in pairs if old > 0]
         return max(changes, default=0.0) / max(so_far, 1e-9)
 
 
