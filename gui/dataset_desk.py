@@ -60,11 +60,11 @@ class DatasetDesk:
         return {"recent": dataset_notes.recent(self.work)}
 
     def check(self, posted: Posted) -> Json:
-        """Run `lora-train check` where something has changed, and return all cards; {folder}."""
+        """Run `lora-train check` where something has changed; {folder}, the next look shows what it says."""
         opened = self._open(posted)
         if opened.pictures:
             dataset_check.run(self.work, opened.root, opened.words, stamp=opened.stamp)
-        return self._view(opened.root)
+        return {}
 
     def save(self, posted: Posted) -> Json:
         """Write one caption; {folder, file, text, seen, group}, `seen` is the text it was.

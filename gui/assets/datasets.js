@@ -70,17 +70,7 @@ class Desk {
     }, { rootMargin: `${NEAR_PX}px` });
   }
 
-  /** Ask the server; a failure of any kind comes back as {error}. */
-  async ask(name, values) {
-    let answer;
-    try {
-      answer = await server[name]({ folder: this.folder, ...values });
-    } catch {
-      answer = null;
-    }
-    // Where the connection fails, gradio answers with nothing instead of raising.
-    return answer ?? { error: "the interface does not answer; is it still running?" };
-  }
+  ask(name, values) { return askInTurn(name, { folder: this.folder, ...values }); }
 
   announce(text) { this.live.textContent = text; }
 
@@ -117,6 +107,7 @@ class Desk {
   /** Take over a whole view; ask for a check where the last one is about other files. */
   changed(answer, said) {
     if (answer.error) { this.tools.say(answer.error, true); this.announce(answer.error); return; }
+    if (answer.folder !== this.folder) return; // another was opened meanwhile
     this.data = answer;
     if (this.away && !answer.excluded.length) this.away = false;  // the last one was put back
     const rows = new Map(answer.pictures.map((picture) => [`in ${picture.file}`, picture]));
@@ -144,10 +135,15 @@ class Desk {
     if (this.examining) return;
     this.examining = true;
     this.tools.busy(true);
-    const answer = await this.ask("dataset_check", {});
+    let folder, answer;
+    do {
+      folder = this.folder;
+      // Out of turn: it takes seconds, and captions are saved meanwhile.
+      answer = await ask("dataset_check", { folder });
+      if (!answer.error) answer = await this.ask("dataset_look", {});
+    } while (folder !== this.folder); // another was opened meanwhile
     this.examining = false;
     this.tools.busy(false);
-    if (answer.folder !== undefined && answer.folder !== this.folder) return;
     if (answer.error) this.tools.say(`The images could not be checked: ${answer.error}`, true);
     else this.changed({ ...answer, check: { ...answer.check, fresh: true } }, "");
   }

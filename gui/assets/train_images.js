@@ -13,16 +13,7 @@ class TrainImages {
     place.replaceChildren(this.said, this.list, this.more);
   }
 
-  /** Ask the server; a failure of any kind comes back as {error}. */
-  async ask(name, values) {
-    let answer;
-    try {
-      answer = await server[name]({ folder: this.folder, ...values });
-    } catch {
-      answer = null;
-    }
-    return answer ?? { error: "the interface does not answer; is it still running?" };
-  }
+  ask(name, values) { return askInTurn(name, { folder: this.folder, ...values }); }
 
   async open(folder) {
     if (folder !== this.folder) this.cards.clear();

@@ -12,6 +12,7 @@ from .share import browsing
 
 SCRIPTS = (
     "dataset_dom.js",
+    "dataset_ask.js",
     "dataset_card.js",
     "dataset_bulk.js",
     "dataset_caption.js",

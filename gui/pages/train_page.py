@@ -56,7 +56,7 @@ _COURSE = module(
     " get: () => props.value, set: (value) => { props.value = value; },"
     ' asked: () => trigger("click"), onchange: (draw) => watch("value", draw) });',
 )
-_IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_card.js", "train_images.js")
+_IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_ask.js", "dataset_card.js", "train_images.js")
 # What the cards of the images ask of the desk of a dataset, there as dataset_NAME.
 _IMAGES_ASK = ("closer", "exclude", "look", "mask", "save", "undo")
 _WITH_UNSENT = """(...fields) => {

@@ -374,6 +374,28 @@ def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Pat
     until(lambda: (folder / "a.txt").read_text() == "mine")
 
 
+def test_a_check_that_answers_late_puts_no_old_caption_back(
+    page: Any, server: GuiServer, folder: Path
+) -> None:
+    late: list[tuple[Any, Any]] = []
+
+    def hold(route: Any) -> None:
+        if "dataset_check" in (route.request.post_data or ""):
+            late.append((route, route.fetch()))
+        else:
+            route.continue_()
+
+    page.route("**/component_server*/**", hold)
+    open_folder(page, server, folder)
+    until(lambda: bool(page.wait_for_timeout(50) or late))
+    caption(page, "c.png").fill("a bird")
+    page.locator(".ds-state", has_text="Saved in").wait_for()
+    for route, response in late:
+        route.fulfill(response=response)
+    page.locator(".ds-size", has_text="goes to").first.wait_for()
+    assert caption(page, "c.png").input_value() == "a bird"
+
+
 def test_ten_thousand_images_are_a_few_cards_at_a_time(
     page: Any, server: GuiServer, tmp_path: Path
 ) -> None:
