@@ -299,7 +299,7 @@ def test_check_shows_score_buckets_and_every_finding(
     assert f"{report['score']:.2f} of 1" in row(shown, "score")
     assert all(f"{name} x{count}" in shown for name, count in report["buckets"].items())
     odd = shutil.copytree(place.dataset, tmp_path / "odd")
-    Image.new("RGB", (9, 9), "red").save(odd / f"{ODD}.png")
+    Image.new("RGB", (9, 9), "red").save(odd / f"{ODD}\n.png")
     report, shown = json.loads(said("check", odd, "--json")), said("check", odd)
     assert ODD in shown and "no findings" not in shown
     rest = {"parts", "pictures", "caption_limit"}
@@ -311,7 +311,8 @@ def test_check_shows_score_buckets_and_every_finding(
     for one in report["findings"]:
         assert one.keys() == {"kind", "severity", "file", "advice", "what", "code"}
         where = f"{one['file']}: " if one["file"] else ""
-        assert f"{one['severity']}: {where}{one['what']}. {one['advice']}" in shown
+        line = f"{one['severity']}: {where}{one['what']}. {one['advice']}"
+        assert line.replace("\n", r"\n") in shown
 
 
 def test_presets_shows_every_cell(said: Said) -> None:

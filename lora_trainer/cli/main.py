@@ -23,6 +23,7 @@ from rich.console import Console, RenderableType
 
 from lora_trainer import __version__
 from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.events import shown
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config import Concept, Priority
@@ -291,7 +292,8 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _told(error: CycloptsError | LoraTrainError) -> int:
     """Print an error as one line, any token in it hidden; return its exit code."""
-    line = f"error: {without_secrets(str(error))}"
+    # A name may hold line breaks and control characters.
+    line = f"error: {shown(without_secrets(str(error)))}"
     err.print(line, style="bold red", markup=False, highlight=False)
     return error.exit_code if isinstance(error, LoraTrainError) else RequestError.exit_code
 

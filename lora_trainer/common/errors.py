@@ -30,7 +30,8 @@ class LoraTrainError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        return f"{self.found.rstrip('.')}. Fix: {self.fix.rstrip('.')}."
+        end = "" if self.found.endswith("?") else "."
+        return f"{self.found.rstrip('.')}{end} Fix: {self.fix.rstrip('.')}."
 
 
 class RequestError(LoraTrainError):

@@ -396,6 +396,13 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
+# How a value is written that pydantic calls by its type in Python.
+_FORMS = {
+    "tuple_type": 'input should be a list, such as ["one", "two"] or [1, 2]',
+    "dict_type": 'input should be an object, such as {"name": 1}',
+}
+
+
 def _explain(error: ValidationError) -> str:
     messages_by_setting: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
@@ -404,7 +411,7 @@ def _explain(error: ValidationError) -> str:
         if key == FOLDERS and len(path) > 3:  # data, folders, NAME, field
             key = ".".join(path[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
-        message = problem["msg"].removeprefix("Value error, ")
+        message = _FORMS.get(problem["type"], problem["msg"].removeprefix("Value error, "))
         if problem["type"] == "extra_forbidden":
             message = f"unknown.{did_you_mean(key, _near_keys(key))}"
         messages_by_setting.setdefault(where, []).append(message[:1].lower() + message[1:])

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.common.events import Finding
+from lora_trainer.common.events import Finding, shown
 from lora_trainer.common.processes import share
 from lora_trainer.common.wording import duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
@@ -46,7 +46,7 @@ def key_table() -> Table:
 
 def finding_line(finding: Finding) -> str:
     where = f"{finding.file}: " if finding.file else ""
-    return f"{finding.severity}: {where}{finding.what}. {finding.advice}"
+    return shown(f"{finding.severity}: {where}{finding.what}. {finding.advice}")
 
 
 # Parts of a run that take less than this share of its time are not listed.

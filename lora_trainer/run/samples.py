@@ -11,6 +11,7 @@ prompt encoding are diffusers' own; networks, tokenizers and the float32 VAE com
 
 from __future__ import annotations
 
+import glob
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -360,7 +361,8 @@ def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | 
             raise InputError(f"{path} is not a run folder", fix=fix)
         run = read_run(path)
         name = str(run["name"])
-        file, rolling = path / final_export_name(name), path.glob(f"{name}-step*.safetensors")
+        rolling = path.glob(f"{glob.escape(name)}-step*.safetensors")
+        file = path / final_export_name(name)
         if not file.is_file():
             file = max(rolling, default=file)
         if not file.is_file():  # neither the final export nor a rolling one
