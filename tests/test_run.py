@@ -151,6 +151,11 @@ def test_going_on_for_longer_says_what_changed_and_keeps_the_run_s_own_settings(
     assert {key: settings[key] for key in SETTINGS} == SETTINGS
     assert events(copied.run, "finished")[-1]["step"] == 8
     assert last_state(copied.run).name == "step-00000008"
+    # Fewer steps than there are: nothing is trained, and it is said.
+    assert run_cli([str(copied.dataset), *typed[:3], "3"]) == 0
+    assert [row[0] for row in trajectory(copied.run)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert "8 steps, more than train.steps=3" in problems(copied.run)[-1]["what"]
+    assert events(copied.run, "finished")[-1]["early"] == ""
 
 
 def test_another_adapter_is_refused_and_nothing_is_touched(
@@ -238,14 +243,22 @@ def test_a_disk_that_is_too_small_is_refused(
 
 
 def test_exports_that_fail_end_the_run_with_its_work_saved(
-    copied: Toy, monkeypatch: pytest.MonkeyPatch
+    copied: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> float:
         raise MachineError("the disk is full", fix="free some space")
 
+    def other(folder: Path) -> None:
+        raise MachineError("cannot write report.html", fix="free some space")
+
     monkeypatch.setattr("lora_trainer.run.saving.write_export", full)
-    assert copied.train("--name", "full", **QUIET) == 4
+    with monkeypatch.context() as no_report:
+        no_report.setattr("lora_trainer.run.train.write_report", other)
+        assert copied.train("--name", "full", **QUIET) == 4
+    error = capsys.readouterr().err
+    assert "the disk is full" in error and "report.html" not in error, "the cause is what is said last"
     run = copied.runs / "full"
+    assert "report.html" in problems(run)[-1]["what"]
     (stopped,) = events(run, "stopped")
     assert (stopped["exit_code"], stopped["step"]) == (4, 6)
     assert "the disk is full" in stopped["reason"]
@@ -256,11 +269,11 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
         for count, step in enumerate((2, 4), start=1)
     ]
     assert read_status(run).state == "failed"
-    assert (run / "report.html").is_file()
     monkeypatch.undo()
     assert copied.train("--name", "full", "--resume", **QUIET) == 0
     assert [row[0] for row in trajectory(run)] == [1, 2, 3, 4, 5, 6]
     assert not events(run, "stopped"), "the end of before is dropped"
+    assert (run / "report.html").is_file()
 
 
 # ---- stopping

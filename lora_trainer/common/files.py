@@ -8,6 +8,7 @@ handled here too: text mode, files held open by other programs, forbidden names.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -118,13 +119,15 @@ def sync_folder(folder: Path) -> None:
 def disk_error(path: Path, error: OSError) -> MachineError:
     """Return a MachineError of one line with the path and the free bytes for a disk's OSError."""
     fix = "free some space or choose another folder with --output or --set data.cache_dir=FOLDER"
+    existing = next((parent for parent in path.parents if parent.exists()), Path())
+    about = f" ({shutil.disk_usage(existing).free:,} bytes free)"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        fix, about = fix.replace("free some space", "allow writing there"), ""
     if sys.platform == "win32" and isinstance(error, PermissionError):
         fix = "close the program that has the file open, or choose another folder with --output"
     elif sys.platform == "win32" and len(str(path.absolute())) >= _WINDOWS_PATH_CHARACTERS - 12:
         fix = "its path is too long for Windows: enable long paths, or choose a shorter --output"
-    existing = next((parent for parent in path.parents if parent.exists()), Path())
-    free_text = f"{shutil.disk_usage(existing).free:,} bytes free"
-    return MachineError(f"cannot write {path}: {error.strerror or error} ({free_text})", fix=fix)
+    return MachineError(f"cannot write {path}: {error.strerror or error}{about}", fix=fix)
 
 
 def windows_name_problem(name: str) -> str:

@@ -282,18 +282,22 @@ def set_sizes(foreign: Foreign, sizes: Sequence[Sourced]) -> bool:
 
 
 def set_resolutions(foreign: Foreign, sizes: Sequence[tuple[float, float]], key: str) -> None:
-    """Set `data.resolution`, a side of a square, and further ones; in steps of 64 px, as buckets need them."""
+    """Set `data.resolution`, a side of a square, and further ones; in steps of 64 px, as buckets need them.
+
+    The largest comes first, as sample images are drawn at it.
+    """
     sides = [round(math.sqrt(min(width * height, 2.0**24)) / 64) * 64 for width, height in sizes]
     sides = list(dict.fromkeys(min(4096, max(64, side)) for side in sides))
-    foreign.set("data.resolution", sides[0], key)
+    largest, *others = sorted(sides, reverse=True)
+    foreign.set("data.resolution", largest, key)
     rounded = dict.fromkeys(
         f"{width:g} x {height:g}" for width, height in sizes if width != height or width % 64
     )
     if rounded:
         how = f"the side of a square of that area in steps of 64 px is {', '.join(map(str, sides))}"
         foreign.is_nearest(key, f"{', '.join(rounded)}: {how}")
-    if len(sides) > 1:
-        foreign.set("data.more_resolutions", sides[1:], key)
+    if others:
+        foreign.set("data.more_resolutions", others, key)
 
 
 def read_size(value: Any) -> tuple[float, float]:

@@ -157,7 +157,7 @@ def _export(
     rows = [row for row in read_events(job.folder / EVENTS_FILE) if row["event"] == "validation"]
     losses = [row["loss"] for row in rows if "loss" in row] or [None]
     early = ""
-    if end.step != job.prepared.config.train.steps:
+    if end.step < job.prepared.config.train.steps:
         early = (
             f"the validation loss has not fallen for {best_step.stale} validations; "
             f"it was lowest at step {best_step.step}"

@@ -147,7 +147,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
         ):
             file = train_job(job)
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
-        write_report(folder)
+        _report(folder, events)
         return file
 
 
@@ -172,8 +172,16 @@ def _end_recorded(folder: Path, events: EventStream) -> Iterator[None]:
         yield
     except LoraTrainError as error:
         _record_end(folder, events, str(error), code=error.exit_code)
-        write_report(folder)
+        _report(folder, events)
         raise
+
+
+def _report(folder: Path, events: EventStream) -> None:
+    """Write report.html; a disk that refuses it is a problem, as how the run ended counts more."""
+    try:
+        write_report(folder)
+    except LoraTrainError as error:
+        events.problem(error.found, fix=error.fix, code="TRN-05")
 
 
 def _record_end(folder: Path, events: EventStream, reason: str, *, code: int) -> None:
@@ -318,6 +326,11 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             "validation": config.train.validate_every_steps,
         },
     )
+    if resumed is not None and resumed > steps:
+        job.events.problem(
+            f"the run has trained {resumed} steps, more than train.steps={steps}: it is only exported again",
+            fix=f"give --steps above {resumed} to train on, or start a new run",
+        )
     if same_data:
         return  # reported when the run began
     for finding in (*run_warnings(prepared), *prepared.report.findings):

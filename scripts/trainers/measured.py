@@ -126,10 +126,17 @@ def _config(imported: Foreign, family: str) -> Config:
     ).config
 
 
+def _side_px(config: Config, facts: BaseFacts) -> int:
+    """Return the smallest resolution: the numbers of the trainers are of that, which their files name first."""
+    side_px = config.data.resolution
+    if not isinstance(side_px, int):
+        return facts.resolution_px
+    return min([side_px, *config.data.more_resolutions])
+
+
 def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
     objective = config.objective
-    side_px = config.data.resolution
-    size_px = (side_px, side_px) if isinstance(side_px, int) else (facts.resolution_px,) * 2
+    size_px = (_side_px(config, facts),) * 2
     levels = levels_of(facts, objective)
     drawn = sorted(levels.draw((k + 0.5) / 4000, size_px=size_px).timestep for k in range(4000))
     prediction = facts.prediction
@@ -147,9 +154,8 @@ def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
 
 
 def _buckets(config: Config, facts: BaseFacts) -> list[list[int]]:
-    resolution = config.data.resolution
     buckets = buckets_for(
-        resolution_px=resolution if isinstance(resolution, int) else facts.resolution_px,
+        resolution_px=_side_px(config, facts),
         step_px=facts.bucket_step_px,
         max_aspect=config.data.max_aspect if config.data.buckets else 1.0,
     )
