@@ -254,6 +254,8 @@ class _Walk:
             if kind not in ("control", "class"):
                 is_beside = is_project and last.casefold() != PROJECT_FOLDER
                 kind = "project" if is_beside else None
+                if (Path(file.entry.path) / "run.json").is_file():
+                    kind = "run"
             # A folder that `data.folders` names is read, whatever its name.
             if kind and not any(f"{name}/".startswith(f"{file.name}/") for name in names):
                 self._say(
