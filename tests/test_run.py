@@ -256,7 +256,9 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
         no_report.setattr("lora_trainer.run.train.write_report", other)
         assert copied.train("--name", "full", **QUIET) == 4
     error = capsys.readouterr().err
-    assert "the disk is full" in error and "report.html" not in error, "the cause is what is said last"
+    assert "the disk is full" in error and "report.html" not in error, (
+        "the cause is what is said last"
+    )
     run = copied.runs / "full"
     assert "report.html" in problems(run)[-1]["what"]
     (stopped,) = events(run, "stopped")
