@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.cli import main
+from lora_trainer.common.errors import RESUME, StoppedBySignal
 from lora_trainer.config.config import build_config, setting_keys
 from lora_trainer.measuring import bench, profile
 from tests.fakes.runs import SETTINGS, Toy, toy, trajectory
@@ -38,6 +39,19 @@ def test_the_steps_are_those_of_a_training_and_leave_a_trace(
     assert place.train(steps=5) == 0
     watched = [row[1] for row in trajectory(place.runs / "toy-profile")]
     assert [row[1] for row in trajectory(place.run)][:1] == watched[:1], "watching changes nothing"
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), StoppedBySignal(2, found="", fix=RESUME)])
+def test_one_that_is_stopped_says_to_run_it_again_as_it_cannot_be_resumed(
+    end: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise end
+
+    monkeypatch.setattr(profile, "profile_run", stop)
+    assert main.run(["profile", "x"]) == 130
+    error = "error: profile was stopped. Fix: run the command again.\n"
+    assert capsys.readouterr().err == error
 
 
 # ---- the bottleneck

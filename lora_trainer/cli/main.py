@@ -16,13 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGINT
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console, RenderableType
 
 from lora_trainer import __version__
-from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError, StoppedBySignal
 from lora_trainer.common.events import shown
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.common.wording import without_secrets
@@ -266,8 +267,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code. One line for every error a user can meet."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        for word in sys.argv[1:] if arguments is None else arguments:
+        for word in words:
             word.encode(sys.getfilesystemencoding())
         answer = app(
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
@@ -282,6 +284,9 @@ def run(arguments: list[str] | None = None) -> int:
         problem = f"{ascii(error.object)} is no name in this system's encoding, {error.encoding}"
         return _told(RequestError(problem, fix="set PYTHONUTF8=1, or use another name"))
     except KeyboardInterrupt:
+        if words and words[0] in COMMANDS:  # which have no --resume
+            again = "run the command again"
+            return _told(StoppedBySignal(SIGINT, found=f"{words[0]} was stopped", fix=again))
         err.print(
             "stopped at once; the last saved state is valid: run again with --resume",
             style="bold red",

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lora_trainer.cli.main import PLANNED, Json, PlanOptions, Reply, Sets, console, overrides
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.processes import quiet_libraries, read_dist_env
 from lora_trainer.common.wording import gib
 from lora_trainer.reporting.score import WEIGHTS
@@ -115,7 +115,11 @@ def profile(
 
     request = Request.of(dataset, **options.keywords())
     with ConsoleListener(console(stderr=True)) as listener:
-        profiled = profile_run(request, steps=steps, output=output, listeners=(listener,))
+        try:
+            profiled = profile_run(request, steps=steps, output=output, listeners=(listener,))
+        except StoppedBySignal as error:  # a training's, which could go on
+            number, again = error.exit_code - 128, "run the command again"
+            raise StoppedBySignal(number, found="profile was stopped", fix=again) from None
     if json:
         return profiled
     shares = Table("where a step's time goes", "share", box=None, pad_edge=False)
