@@ -55,6 +55,11 @@ def _broken_by_learning(config: Config) -> Iterator[str]:
     if (weight := objective.preservation_weight) and not (data.class_word and data.triggers):
         words = "replaces data.trigger by data.class_word in captions: give both"
         yield f"objective.preservation_weight={weight:g} {words}"
+    if weight and data.class_word in data.triggers:
+        words = (
+            f"keeps what the base makes of {data.class_word!r}, which is also a trigger to learn"
+        )
+        yield f"objective.preservation_weight={weight:g} {words}: choose another data.class_word"
     if len({side_px, *more_px}) <= len(more_px):
         twice = "name a size twice: leave it out of data.more_resolutions"
         yield f"data.resolution={side_px} and data.more_resolutions={more_px} {twice}"

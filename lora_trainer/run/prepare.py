@@ -376,7 +376,7 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
     keys = " and ".join(key for key in watching if values[key])
     if keys and not held_out:
         raise RequestError(
-            f"{keys} need the validation loss, but no image is held out for it",
+            f"the validation loss is needed for {keys}, but no image is held out for it",
             fix=f"add images, raise data.validation_fraction, or leave {keys} out",
         )
 
