@@ -36,6 +36,8 @@ from lora_trainer.config.config import (
 from lora_trainer.config.declare import concepts
 from lora_trainer.config.running import Config
 
+_IMPORT = "if it is of another trainer, `lora-train import FILE` makes a settings file of it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
@@ -48,6 +50,8 @@ class SettingsFile:
 
 def read_settings_file(file: Path) -> SettingsFile:
     """Read a settings file; raises RequestError for an unreadable file, bad syntax and unknown keys."""
+    if file.suffix.lower() in (".yaml", ".yml"):
+        raise RequestError(f"{file} is YAML, settings files are JSON or TOML", fix=_IMPORT)
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +97,10 @@ def _flat(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
                 mistakes.append(f"{name}: {mistake}")
         values |= pairs
     if mistakes:
-        raise RequestError(" ".join(mistakes), fix=SEE_ALL_SETTINGS)
+        # Every setting here has a section; the settings of most other trainers have none.
+        is_ours = any("." in key for key in values)
+        fix = SEE_ALL_SETTINGS if is_ours else f"{SEE_ALL_SETTINGS}; {_IMPORT}"
+        raise RequestError(" ".join(mistakes), fix=fix)
     return values
 
 

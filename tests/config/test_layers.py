@@ -213,3 +213,10 @@ def test_a_mistake_is_named_with_its_file_and_all_unknown_keys_at_once(tmp_path:
         file = written(tmp_path, name, text) if text else tmp_path / name
         with pytest.raises(RequestError, match=message.replace("f.toml", ".*f.toml")):
             layers.read_settings_file(file)
+    for name, text in (
+        ("kohya.json", '{"network_dim": 8, "seed": 1}'),
+        ("ai-toolkit.yaml", "a: 1"),
+    ):
+        with pytest.raises(RequestError, match="YAML|'network_dim'") as caught:
+            layers.read_settings_file(written(tmp_path, name, text))
+        assert "lora-train import FILE" in caught.value.fix
