@@ -240,6 +240,12 @@ def test_the_file_draws_what_the_trainer_showed_with_its_new_tokens(
     assert inspect_file(embedding).embeddings == {"emb_params": (2, 16)}
     assert run_cli(["inspect", str(embedding)]) == 0
     assert "2 new tokens of 16 numbers" in capsys.readouterr().out
+    whole = [str(place.run / "toy.safetensors"), "--base", str(place.base)]
+    for tool in (["convert", *whole, "--format", "kohya"], ["resize", *whole, "--rank", "1"]):
+        target = f"{tmp_path}/{tool[0]}.safetensors"
+        assert run_cli([*tool, "--output", target]) == 0
+        copied = f"copy {embedding} to embeddings/{tool[0]}_emb.safetensors"
+        assert copied in capsys.readouterr().out
 
 
 OTHERWISE: dict[str, Any] = {

@@ -30,6 +30,7 @@ from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
 from lora_trainer.lora_file.base_layers import Fit, LayerNames, check_usable, released_names
+from lora_trainer.lora_file.embedding import embedding_path, trained_words
 from lora_trainer.lora_file.key_formats import (
     FormatRequest,
     format_for,
@@ -271,6 +272,15 @@ def carried(metadata: Mapping[str, str], *, resized: bool) -> dict[str, str]:
     return {key: value for key, value in metadata.items() if key not in left_out}
 
 
+def notes_on_new_tokens(file: Path, target: Path, metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note where an adapter's new tokens, which are a file of their own, do not come along."""
+    word, theirs, needed = trained_words(metadata), embedding_path(file), embedding_path(target)
+    if word is None or theirs.absolute() == needed.absolute():
+        return ()
+    where = f"{needed.parent.name}/{needed.name}"
+    return (f"it needs its new tokens for {word.text!r}: copy {theirs} to {where} beside it",)
+
+
 # ---- convert
 
 
@@ -288,10 +298,12 @@ def convert(file: Path, target: AdapterTarget, *, base: str | None = None) -> To
     """
     target.check()
     with open_source(file_of(file), base=base) as source:
-        return target.write(
+        metadata = source.contents.metadata
+        written = target.write(
             source,
             family=source.names.family,
             default=source.precision,
-            entries=carried(source.contents.metadata, resized=False),
+            entries=carried(metadata, resized=False),
             exact=True,
         )
+        return written.with_more(notes=notes_on_new_tokens(file, target.path, metadata))

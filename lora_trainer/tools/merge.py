@@ -43,6 +43,7 @@ from lora_trainer.tools.adapters import (
     Weighted,
     WeightedSources,
     carried,
+    notes_on_new_tokens,
     open_weighted,
 )
 from lora_trainer.tools.base_weights import open_base
@@ -382,7 +383,8 @@ def resize(
     if cutter.cuts:  # none where all modules are norms
         ranks = f"rank {cutter.ranks('old_rank')} -> {cutter.ranks()}"
         facts = [ranks, cutter.text("the energy")]
-    return written.with_more(*facts, cuts=cutter.cuts, energy=cutter.energy)
+    notes = notes_on_new_tokens(file, target.path, source.contents.metadata)
+    return written.with_more(*facts, notes=notes, cuts=cutter.cuts, energy=cutter.energy)
 
 
 def _weight_of(base: str | None, stack: ExitStack) -> WeightOf:
