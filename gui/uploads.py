@@ -14,6 +14,7 @@ import asyncio
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -26,7 +27,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
-from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open
+from lora_trainer.common.files import (
+    TEMPORARY_PREFIX,
+    disk_error,
+    json_bytes,
+    read_json_object,
+    retry_while_open,
+    write_atomic,
+)
 
 from .archives import Received, unpack
 from .asset_files import EXAMPLE
@@ -41,6 +49,7 @@ MAX_LEFT_OUT_NAMED = 5
 _NAME_MAX_BYTES = 150
 _BATCH = re.compile(r"[0-9a-f]{16}")
 _NUMBER = re.compile(r"[0-9]{1,5}")
+_RECEIVING = threading.Lock()
 
 
 def routes(work: Workplace) -> list[BaseRoute]:
@@ -103,11 +112,26 @@ def batch_folder(work: Workplace, batch: str) -> Path:
 
 
 def receive(work: Workplace, batch: str, posted: Posted) -> dict[str, Any]:
-    """Make a folder of the files of a batch, or of its one zip.
+    """Make a folder of the files of a batch, or of its one zip; asked again, return the answer of before.
 
     Raises RequestError, InputError, MachineError.
     """
     folder = batch_folder(work, batch)
+    answer = folder / "answer.json"
+    with (
+        _RECEIVING
+    ):  # a browser whose connection broke asks again, maybe while the first is under way
+        if answer.is_file():
+            return read_json_object(answer)
+        received = _received(work, folder, posted)
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # else only a second question finds nothing
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(answer, json_bytes(received), durable=False)
+        return received
+
+
+def _received(work: Workplace, folder: Path, posted: Posted) -> dict[str, Any]:
     names = posted.values.get("files")
     if not isinstance(names, list) or not 0 < len(names) <= MAX_FILES:
         raise RequestError(
@@ -128,7 +152,6 @@ def receive(work: Workplace, batch: str, posted: Posted) -> dict[str, Any]:
     else:
         name = posted.text("name", at_most=200)
         received = save_files(work, files, into=upload_folder(work, name))
-    shutil.rmtree(folder, ignore_errors=True)
     return {"received": str(received.folder), "said": sentence(received)}
 
 

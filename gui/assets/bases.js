@@ -35,7 +35,7 @@ export async function mount(place, server, act) {
     if (!shown) cards.get("").querySelector(".fits").textContent = source;
     say();
   };
-  const pick = (source) => { choose(source); act({ source }); };
+  const pick = (source) => { choose(source); place.chosen = source; act(); };
   const cards = new Map(list.map((row) => [row.source, card(row, () => (row.source ? pick(row.source) : browse(server, "base", pick)))]));
   place.replaceChildren(...cards.values());
   const all = make("button", { type: "button", className: "all-bases", textContent: "Show all base models" });

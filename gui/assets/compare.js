@@ -40,16 +40,18 @@ class Side {
   }
 
   async load() {
-    if (await this.read()) this.fill();
+    await this.read();
+    this.fill();
   }
 
-  /** Ask for the sheet; false where another training was chosen meanwhile. */
+  /** Ask for the sheet, again where another training was chosen meanwhile. */
   async read() {
-    const name = this.run.value;
-    const sheet = (await this.server.compare_sheet({ run: name })) ?? { error: "The program does not answer; is it still running?" };
-    if (name !== this.run.value) return false;
-    this.sheet = sheet;
-    return true;
+    let name, sheet;
+    do {
+      name = this.run.value;
+      sheet = await this.server.compare_sheet({ run: name });
+    } while (name !== this.run.value);
+    this.sheet = sheet ?? { error: "The program does not answer; is it still running?" };
   }
 
   /** Return the steps at which the first prompt was drawn. */

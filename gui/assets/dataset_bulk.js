@@ -50,6 +50,7 @@ class BulkBar {
   aim(text) { this.target.textContent = text; }
 
   close() {
+    this.turn = (this.turn ?? 0) + 1;
     this.preview.hidden = true;
     this.said.textContent = "";
   }
@@ -57,15 +58,16 @@ class BulkBar {
   async look() {
     await this.desk.flush();
     this.close();
-    const asked = { ...this.values, files: this.desk.targets() };
-    const answer = await this.desk.ask("dataset_preview", asked);
+    const { turn, values } = this;
+    const answer = await this.desk.ask("dataset_preview", { ...values, files: this.desk.targets() });
+    if (turn !== this.turn) return; // other words or images were chosen meanwhile: this preview is not of them
     if (answer.error) { this.said.textContent = answer.error; return; }
-    this.shown = { ...this.values, rows: answer.rows };
+    this.shown = { ...values, rows: answer.rows };
     if (answer.rows.length === 0) { this.said.textContent = "No caption would change."; return; }
     this.rows.replaceChildren(...answer.rows.map(previewRow));
     this.apply.textContent = answer.rows.length === 1 ? "Apply to 1 caption" : `Apply to ${answer.rows.length} captions`;
     this.preview.hidden = false;
-    this.apply.focus();
+    if (this.node.contains(document.activeElement)) this.apply.focus(); // else somebody types in a caption
   }
 
   async commit() {

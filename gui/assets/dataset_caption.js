@@ -32,7 +32,12 @@ class Captioner {
   }
 
   show(answer) {
-    if (answer.error) { this.said.textContent = answer.error; return; }
+    clearTimeout(this.timer);
+    if (answer.error) {
+      this.said.textContent = answer.error;
+      if (this.running) this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS); // it goes on, whoever answers
+      return;
+    }
     if (answer.models && !this.models.input.options.length) {
       this.known = new Map(answer.models);
       this.models.input.append(...[...this.known.keys()].map((value) => make("option", { value }, value)));

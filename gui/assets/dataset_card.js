@@ -10,6 +10,7 @@ class Card {
   /** `desk` asks the server and hears of what was saved; `picture` is the server's row. */
   constructor(desk, picture, excluded) {
     this.desk = desk;
+    this.folder = desk.folder; // another may be opened while something typed here waits
     this.excluded = excluded;
     this.saving = null;
     this.failed = false;
@@ -62,6 +63,8 @@ class Card {
       this.area, this.size, this.badges, make("div", { class: "ds-foot" }, this.state, closer, act));
   }
 
+  ask(name, values) { return this.desk.ask(name, { folder: this.folder, ...values }); }
+
   get dirty() { return !this.excluded && this.area.value !== this.seen; }
 
   /** Show a row of the server; a caption that is being edited stays as it is typed. */
@@ -95,11 +98,11 @@ class Card {
   async closer() {
     const file = this.picture.file;
     const { paint } = await import("/ui/mask.js");
-    const answer = await this.desk.ask("dataset_closer", { file });
+    const answer = await this.ask("dataset_closer", { file });
     if (answer.error) { this.say(answer.error, "error"); return; }
-    const src = "/media/thumb?" + new URLSearchParams({ folder: this.desk.folder, file, size: 768 });
+    const src = "/media/thumb?" + new URLSearchParams({ folder: this.folder, file, size: 768 });
     paint(file, src, answer, async (mask) => {
-      const done = await this.desk.ask("dataset_mask", { file, mask });
+      const done = await this.ask("dataset_mask", { file, mask });
       if (!done.error) this.desk.changed(done, done.step);
       return done;
     });
@@ -117,7 +120,7 @@ class Card {
 
   async send(text) {
     this.say("Saving \u2026");
-    const answer = await this.desk.ask("dataset_save", {
+    const answer = await this.ask("dataset_save", {
       file: this.picture.file, text, seen: this.seen, group: this.group,
     });
     this.failed = Boolean(answer.error);
@@ -129,7 +132,7 @@ class Card {
     } else {
       this.seen = text;
       this.say(`Saved in ${this.picture.where}`, "good");
-      this.desk.saved(answer, `Caption of ${this.picture.file} saved`);
+      if (this.folder === this.desk.folder) this.desk.saved(answer, `Caption of ${this.picture.file} saved`);
     }
   }
 

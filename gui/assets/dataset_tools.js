@@ -48,8 +48,9 @@ class Opener {
 
   /** Say that a folder is being opened, which takes a while on a slow disk; return what ends that. */
   waiting() {
-    const before = this.said.textContent;
-    this.said.textContent = before || "Opening the folder \u2026";
+    const opening = "Opening the folder \u2026";
+    const before = this.said.textContent.replace(opening, ""); // of one that is being opened already
+    this.said.textContent = before || opening;
     return () => { this.said.textContent = before; };
   }
 
@@ -172,8 +173,8 @@ class Tools {
   }
 
   async remember() {
-    await this.desk.flush();
     const values = { trigger: this.trigger.input.value, resolution: this.size.input.value };
+    await this.desk.flush(); // its answers show the trigger word and size of before
     this.desk.changed(await this.desk.ask("dataset_look", values), "");
   }
 

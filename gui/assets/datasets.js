@@ -75,16 +75,12 @@ class Desk {
   announce(text) { this.live.textContent = text; }
 
   async open(folder) {
-    await this.flush();
-    const unsaved = [...this.cards.values()].find((card) => card.dirty);
-    if (unsaved) {
-      this.opener.refuse(`The caption of ${unsaved.picture.file} is not saved yet: see its card.`);
-      return;
-    }
+    if (!await this.allSaved()) return;
     const done = this.opener.waiting();
     const answer = await this.ask("dataset_look", { folder });
     done();
     if (answer.error) { this.opener.refuse(answer.error); return; }
+    if (!await this.allSaved()) return; // what was typed while the folder was opened
     const address = new URL(location.href);
     address.searchParams.set("folder", answer.folder);
     history.replaceState(history.state, "", address);
@@ -97,6 +93,14 @@ class Desk {
     this.opener.opened(answer);
     this.captioner.look();
     this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
+  }
+
+  /** Save all that is typed; false where a caption could not be saved. */
+  async allSaved() {
+    await this.flush();
+    const unsaved = [...this.cards.values()].find((card) => card.dirty);
+    if (unsaved) this.opener.refuse(`The caption of ${unsaved.picture.file} is not saved yet: see its card.`);
+    return !unsaved;
   }
 
   async reload() {

@@ -39,6 +39,8 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
     else shown.done(answer);
   });
   node.addEventListener("close", () => node.remove());
+  // Pressed again before the answer that it waited for: one is enough.
+  if ([...document.querySelectorAll("dialog.ask[open]")].some((other) => other.ariaLabel === title)) return shown;
   // In the frame, whose style sheet gives buttons and fields their look.
   const frame = document.querySelector(".gradio-container main") ?? document.body;
   frame.append(make("div", { className: "html-container" }, node));

@@ -149,12 +149,16 @@ class Field {
 
   async reset() {
     clearTimeout(this.timer);
+    const text = this.read();
+    this.control.focus(); // the button goes; by the time of the answer somebody may type elsewhere
     const answer = await ask("reset", { key: this.info.key });
     if (answer.error) return this.refuse(answer.error);
-    this.dirty = false;
-    this.refuse("");
+    this.taken = null;
+    if (this.read() === text) {
+      this.dirty = false;
+      this.refuse("");
+    } // else typed on meanwhile
     remember();
-    this.control.focus();
     accept(answer);
   }
 

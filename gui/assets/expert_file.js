@@ -20,6 +20,7 @@ const json = {
     clearTimeout(this.timer);
     if (!this.dirty) return;
     const text = this.area.value;
+    const before = texts();
     const answer = await ask("replace", { text, name: "settings.json", stamp: this.basis });
     this.basis = answer.stamp || shown.stamp; // who types on has read that it was changed elsewhere
     if (this.area.value !== text) return;
@@ -27,7 +28,7 @@ const json = {
     this.area.setAttribute("aria-invalid", String(Boolean(answer.error)));
     if (answer.error) return;
     this.dirty = document.activeElement === this.area; // not laid out anew under the cursor
-    taken(answer);
+    taken(answer, before);
     remember();
   },
   /** Give up what is typed and show what is in force. */
@@ -48,9 +49,13 @@ const json = {
   },
 };
 
-/** Show a draft whose settings came all at once: what was typed in single fields is over. */
-function taken(state) {
-  for (const field of fields.values()) {
+/** Return the text in each field. */
+function texts() { return new Map([...fields.values()].map((field) => [field, field.read()])); }
+
+/** Show a draft whose settings came all at once: what was typed in single fields before they were asked for is over. */
+function taken(state, before) {
+  for (const [field, text] of before) {
+    if (field.read() !== text) continue; // typed since then
     field.dirty = false;
     field.refuse("");
   }
@@ -61,14 +66,16 @@ let earlier = null; // the settings before the last change of all at once
 
 async function replaceAll(name, more) {
   const before = shown.json;
+  const typed = texts();
+  const jsonText = json.area.value;
   const answer = await ask(name, more);
   put(json.error, answer.error || "");
   put(json.note, answer.note || "");
   if (answer.error) return;
-  json.dirty = false;
+  if (json.area.value === jsonText) json.dirty = false;
   earlier = before;
   undo.hidden = false;
-  taken(answer);
+  taken(answer, typed);
 }
 
 function download() {

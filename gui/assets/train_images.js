@@ -23,10 +23,11 @@ class TrainImages {
 
   async reload() {
     const answer = await this.ask("dataset_look", {});
-    if (answer.error) this.said.textContent = answer.error; else this.draw(answer);
+    if (answer.error) this.said.textContent = answer.error; else if (answer.folder === this.folder) this.draw(answer);
   }
 
-  draw({ pictures }) {
+  draw({ pictures, excluded = [] }) {
+    this.away = new Set(excluded.map((row) => row.file));
     const rows = pictures.slice(0, SHOWN);
     const names = new Set(rows.map((row) => row.file));
     for (const name of this.cards.keys()) if (!names.has(name)) this.cards.delete(name);
@@ -42,14 +43,18 @@ class TrainImages {
   async exclude(files) {
     const answer = await this.ask("dataset_exclude", { files });
     if (answer.error) { this.said.textContent = answer.error; return; }
+    const before = this.away;
     this.changed(answer, "");
-    const back = button("Undo", async () => { this.said.replaceChildren(); this.changed(await this.ask("dataset_undo", {}), ""); });
+    // Not the last step of the folder: that may be a caption by then.
+    const gone = [...this.away].filter((name) => !before.has(name));
+    const back = button("Undo", async () => { this.said.replaceChildren(); this.changed(await this.ask("dataset_put_back", { files: gone }), ""); });
     this.said.replaceChildren(make("span", {}, "Left out of the training; the file is in the folder _excluded."), " ", back);
   }
 
   /** Take over a whole view, and let the page look at the folder again. */
   changed(answer) {
     if (answer.error) { this.said.textContent = answer.error; return; }
+    if (answer.folder !== this.folder) return;
     this.draw(answer);
     trigger("click");
   }

@@ -11,7 +11,7 @@ export function mount(element, server) {
   if (away) toast(place, `${away.name} is in the trash.`, () => back(server, place, away.id));
   document.addEventListener("click", async (event) => {
     const button = event.target.closest?.("[data-trash], [data-back], [data-empty]");
-    if (!button || !element.isConnected) return;
+    if (!button || !element.isConnected || event.detail > 1) return; // a double click is one press
     if (button.dataset.sure && !button.dataset.asked) { // the second press counts
       button.dataset.asked = "yes";
       button.lastChild.textContent = button.dataset.sure;

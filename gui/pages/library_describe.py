@@ -99,7 +99,8 @@ def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
         return [note_html("Noted."), library.head(file, read_header(file))]
 
     gr.on([rename.click, file_name.submit], renamed, [ref, file_name], [named, go], **QUIET)
-    note.blur(noted, [ref, note], [named, head], **QUIET)
+    # Left again before it is answered, it counts too.
+    note.blur(noted, [ref, note], [named, head], trigger_mode="always_last", **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         texts = description_of(header.metadata)

@@ -208,17 +208,6 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
     return [bases_list, base_fits, answering(hub_sign_in), *browsing(work)]
 
 
-def choosing(work: Workplace) -> Callable[..., list[Any]]:
-    """Return the handler of a card: its base is chosen, and planned with."""
-
-    def choose(event: gr.EventData, *fields: Any) -> list[Any]:
-        draft_id, dataset, _, *rest = fields
-        source = str(event.source)
-        return [source, *replanning(work)(draft_id, dataset, source, *rest)]
-
-    return choose
-
-
 def stepping(work: Workplace, step: int) -> Callable[[str], Any]:
     """Return the handler of a button that leads to another step."""
 

@@ -25,7 +25,6 @@ from .train_handlers import (
     IMAGES,
     STARTED,
     base_cards,
-    choosing,
     following,
     keeping,
     looking,
@@ -48,8 +47,9 @@ _BROWSE = module(
 )
 _BASES = module(
     "bases.js",
-    'module.mount(element.querySelector(".bases"), server, (asked) => trigger("click", asked));',
+    'module.mount(element.querySelector(".bases"), server, () => trigger("click"));',
 )
+_CHOSEN = '() => document.querySelector(".bases").chosen'
 _COURSE = module(
     "course.js",
     'module.mount(element.querySelector(".course"), {'
@@ -58,7 +58,7 @@ _COURSE = module(
 )
 _IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_ask.js", "dataset_card.js", "train_images.js")
 # What the cards of the images ask of the desk of a dataset, there as dataset_NAME.
-_IMAGES_ASK = ("closer", "exclude", "look", "mask", "save", "undo")
+_IMAGES_ASK = ("closer", "exclude", "look", "mask", "put_back", "save")
 _WITH_UNSENT = """(...fields) => {
   const unsent = document.querySelector(".course")?.unsent ?? {};
   return [...fields.slice(0, -1), { ...fields.at(-1), changed: { ...unsent } }];
@@ -292,9 +292,18 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
         recalling(work), widgets.draft, [*seen, *planned], show_progress="hidden", **PRIVATE
     )
     looked = [widgets.said, *seen]
+    # The last one asked for is the last one shown; pressed while one is under way, each counts for something.
+    last = {"trigger_mode": "always_last", **PRIVATE}
     for event in (look.click, widgets.dataset.submit):
-        event(looking(work), widgets.fields, looked, **PRIVATE)
-    widgets.images.click(looking(work), widgets.fields, looked, show_progress="hidden", **PRIVATE)
+        event(looking(work), widgets.fields, looked, concurrency_id="look", **last)
+    widgets.images.click(
+        looking(work),
+        widgets.fields,
+        looked,
+        show_progress="hidden",
+        concurrency_id="look",
+        **last,
+    )
     widgets.good.click(
         planning(work), widgets.fields, [widgets.walk, widgets.said, *planned], **PRIVATE
     )
@@ -309,12 +318,20 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
         replanning(work),
         widgets.fields,
         [widgets.said, *planned],
-        trigger_mode="always_last",  # else a choice made while a plan is computed counts for nothing
-        **PRIVATE,
+        concurrency_id="plan",
+        **last,
     )
-    cards.click(choosing(work), widgets.fields, [widgets.base, widgets.said, *planned], **PRIVATE)
-    widgets.name.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
-    widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
+    # At once, so that whatever is pressed next takes the base along.
+    picked = cards.click(None, None, widgets.base, js=_CHOSEN, **PRIVATE)
+    picked.then(
+        replanning(work),
+        widgets.fields,
+        [widgets.said, *planned],
+        concurrency_id="plan",
+        **last,
+    )
+    for left in (widgets.name.blur, widgets.dataset.blur):
+        left(keeping(work), widgets.fields, widgets.said, **last)
     back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **PRIVATE)
     widgets.train.click(
         starting(work),

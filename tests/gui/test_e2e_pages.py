@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -220,7 +223,7 @@ def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, pla
 
 
 def test_folder_and_model_are_chosen_by_clicks_and_keys(
-    page: Any, server: GuiServer, tmp_path: Path, expected: list[str]
+    page: Any, server: GuiServer, place: Path, tmp_path: Path, expected: list[str]
 ) -> None:
     from playwright.sync_api import expect  # the tests are skipped where it is not installed
 
@@ -245,17 +248,30 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     with page.context.expect_page() as large:
         page.get_by_role("link", name="Enlarge p1.png").click()
     large.value.close()
-    page.get_by_label("Caption of p1.png", exact=True).fill("a toy on a shelf")
-    page.get_by_label("Caption of p0.png", exact=True).click()
-    page.locator(".ds-card", has_text="p1.png").get_by_text("Saved in p1.txt").wait_for()
-    assert (images / "p1.txt").read_text() == "a toy on a shelf"
     page.get_by_role("button", name="Exclude p2.png").click()
     page.get_by_role("heading", name="2 images").wait_for()
     assert not (images / "p2.png").exists()
+    page.get_by_label("Caption of p1.png", exact=True).fill("a toy on a shelf")
+    page.get_by_label("Caption of p0.png", exact=True).click()
+    page.locator(".ds-card", has_text="p1.png").get_by_text("Saved in p1.txt").wait_for()
     page.get_by_role("button", name="Undo").click()
     page.get_by_role("heading", name="3 images").wait_for()
     assert (images / "p2.png").is_file()
+    assert (images / "p1.txt").read_text() == "a toy on a shelf", "Undo is of the exclusion"
+    write_dataset(tmp_path / "other", images=5)
+    page.get_by_role("button", name="Images that are already").click()
+    with late(page, str(tmp_path / "other"), 2) as wait:
+        for chosen in (tmp_path / "other", images):
+            page.get_by_label("Folder with your images").fill(str(chosen))
+            press(page, "Look at the images")
+        wait()
+    page.get_by_role("heading", name="3 images").wait_for()
     page.get_by_role("button", name=re.compile("Looks good|Continue anyway")).click()
+    page.locator(".plan-line").wait_for()
+    page.locator(".base-card[data-source=auto]").click()
+    page.locator(".base-card[data-source^=stabilityai]:visible").first.click()
+    draft = page.evaluate("new URL(location.href).searchParams.get('draft')")
+    until(lambda: drafts.read(Workplace(runs=place / "runs"), draft).base.startswith("stab"))
     page.locator(".base-card", has_text="Your own model").click()
     dialog.get_by_role("button", name="Choose", exact=True).click()
     dialog.get_by_text("Choose one of the model files").wait_for()
@@ -374,26 +390,77 @@ def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Pat
     until(lambda: (folder / "a.txt").read_text() == "mine")
 
 
-def test_a_check_that_answers_late_puts_no_old_caption_back(
-    page: Any, server: GuiServer, folder: Path
-) -> None:
-    late: list[tuple[Any, Any]] = []
+@contextmanager
+def late(page: Any, word: str, count: int = 1, *, answers: bool = False) -> Iterator[Any]:
+    """Hold the next requests with a word in them, or their answers, to the end; yield what waits for them."""
+    held: list[tuple[Any, Any]] = []
 
     def hold(route: Any) -> None:
-        if "dataset_check" in (route.request.post_data or ""):
-            late.append((route, route.fetch()))
+        if len(held) < count and word in (route.request.post_data or ""):
+            held.append((route, route.fetch() if answers else None))
         else:
-            route.continue_()
+            route.fallback()
 
-    page.route("**/component_server*/**", hold)
-    open_folder(page, server, folder)
-    until(lambda: bool(page.wait_for_timeout(50) or late))
-    caption(page, "c.png").fill("a bird")
-    page.locator(".ds-state", has_text="Saved in").wait_for()
-    for route, response in late:
-        route.fulfill(response=response)
+    asked = re.compile("component_server|queue/join")
+    page.route(asked, hold)
+    yield lambda: until(lambda: bool(page.wait_for_timeout(20) or len(held) == count))
+    for route, answer in held:
+        route.fulfill(response=answer) if answer else route.continue_()
+    page.unroute(asked, hold)
+
+
+def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
+    page: Any, server: GuiServer, folder: Path, tmp_path: Path
+) -> None:
+    job = {"said": "done", "done": 4, "count": 4, "problems": [], "models": []}
+    captioning = [
+        {**job, "state": state} if state else None for state in ("running", "", "finished")
+    ]
+
+    def state_of_captioning(route: Any) -> None:
+        if "caption_state" in route.request.post_data and captioning:
+            route.fulfill(json=captioning.pop(0))  # none: the answer is lost
+        else:
+            route.fallback()
+
+    page.route("**/component_server*/**", state_of_captioning)
+    with late(page, "dataset_check", answers=True) as wait:
+        open_folder(page, server, folder)
+        wait()
+        caption(page, "c.png").fill("a bird")
+        page.locator(".ds-state", has_text="Saved in").wait_for()
     page.locator(".ds-size", has_text="goes to").first.wait_for()
     assert caption(page, "c.png").input_value() == "a bird"
+    until(lambda: bool(page.wait_for_timeout(20) or not captioning))
+    trigger = page.get_by_label("Trigger word for the check")
+    with late(page, "dataset_save") as wait:
+        caption(page, "c.png").fill("birds")
+        trigger.fill("zibbo")
+        wait()
+        trigger.press("Tab")
+    page.get_by_text("Change many captions").click()
+    words = page.get_by_label("Words", exact=True)
+    words.fill("first")
+    with late(page, "dataset_preview") as wait:
+        press(page, "Preview")
+        wait()
+        words.fill("second")
+    press(page, "Preview")
+    press(page, "Apply to 4 captions")
+    shows(page, "c.png", "second, birds")
+    assert trigger.input_value() == "zibbo"
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    with late(page, str(other)) as wait:
+        page.get_by_label("Folder on this machine").fill(str(other))
+        page.keyboard.press("Enter")
+        page.keyboard.press("Enter")
+        wait()
+        caption(page, "c.png").fill("typed here")
+    page.locator(f".ds-card img[src*='{quote(str(other), safe='')}']").first.wait_for()
+    until(lambda: (folder / "c.txt").read_text() == "typed here")
+    page.get_by_text("Opening the folder").wait_for(state="hidden")
+    assert (other / "c.txt").read_text() == "second, birds"
 
 
 def test_ten_thousand_images_are_a_few_cards_at_a_time(
@@ -431,7 +498,7 @@ def scroll_to(page: Any, share: float) -> None:
 def test_a_mask_is_painted_saved_and_undone(page: Any, server: GuiServer, folder: Path) -> None:
     open_folder(page, server, folder)
     mask = folder / "a-masklabel.png"
-    press(page, "Mask and crop of a.png")
+    page.get_by_role("button", name="Mask and crop of a.png").dblclick()
     dialog = page.get_by_role("dialog")
     canvas = dialog.get_by_role("img", name="Mask of a.png")
     canvas.focus()
@@ -524,7 +591,19 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     row(settings, "adapter.rank").get_by_text("\u201cRank\u201d = 'many'").wait_for()
     saved(settings, work, draft, {"adapter.rank": 8})
 
-    row(settings, "adapter.rank").get_by_role("button").click()
+    seed = field(settings, "train.seed")
+    for pressed, word, typed in (
+        (row(settings, "adapter.rank").get_by_role("button"), "reset", 427),
+        (settings.get_by_role("button", name="Reset all"), "replace", 4277),
+    ):
+        with late(settings, f'"{word}"') as wait:
+            pressed.click()
+            wait()
+            seed.press("End")
+            seed.press("7")
+        saved(settings, work, draft, {"train.seed": typed})
+        assert settings.evaluate("document.activeElement.id") == "set-train.seed"
+    row(settings, "train.seed").get_by_role("button").click()
     saved(settings, work, draft, {})
     settings.wait_for_function("() => document.getElementById('set-adapter.rank').value === '16'")
     settings.reload()

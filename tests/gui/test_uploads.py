@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import stat
 import struct
 import time
@@ -44,8 +45,11 @@ def uploaded(work: Workplace, name: str, files: dict[str, bytes]) -> tuple[dict[
     folder.mkdir(parents=True, exist_ok=True)
     for number, content in enumerate(files.values()):
         (folder / str(number)).write_bytes(content)
-    answer = uploads.receive(work, BATCH, Posted.of({"name": name, "files": list(files)}))
-    assert not folder.exists()
+    posted = Posted.of({"name": name, "files": list(files)})
+    answer = uploads.receive(work, BATCH, posted)
+    assert uploads.receive(work, BATCH, posted) == answer, "asked again: the answer was lost"
+    assert [path.name for path in folder.iterdir()] == ["answer.json"]
+    shutil.rmtree(folder)
     return tree(Path(answer["received"])), answer["said"]
 
 
