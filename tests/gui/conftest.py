@@ -41,12 +41,7 @@ BROWSER_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-NO_SERVER = (
-    "net::ERR_",
-    "503 (Service Unavailable)",
-    "Unable to preload CSS",
-    "Failed to fetch",
-)
+NO_SERVER = ("net::ERR_", "503 (Service Unavailable)", "Unable to preload CSS", "Failed to fetch")
 """What the console says of each request, and of each part of Gradio's page that is loaded only when needed,
 while a server is away or opens its pages: a test ended it, or cut the connection."""
 PORT = 7860
@@ -191,10 +186,7 @@ def profile(open_profile: NewPage) -> Any:
 
 @pytest.fixture
 def new_page(
-    open_profile: NewPage,
-    offences: list[str],
-    expected: list[str],
-    request: pytest.FixtureRequest,
+    open_profile: NewPage, offences: list[str], expected: list[str], request: pytest.FixtureRequest
 ) -> Iterator[NewPage]:
     """Return a function that opens a tab, in a new profile unless one is given; fails the test for what tabs did."""
     offences.clear()

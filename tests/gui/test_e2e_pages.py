@@ -549,7 +549,7 @@ def saved(page: Any, work: Workplace, draft: drafts.Draft, settings: dict[str, A
     shown = json.dumps(json.dumps(settings))
     page.wait_for_function(
         "() => JSON.stringify(JSON.parse(document.getElementById('expert-json').value || 'null'))"
-        f" === JSON.stringify(JSON.parse({shown}))",
+        f" === JSON.stringify(JSON.parse({shown}))"
     )
     assert drafts.read(work, draft.id).settings == settings
 

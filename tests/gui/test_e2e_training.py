@@ -136,6 +136,7 @@ def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed
 def type_length_and_samples(page: Any) -> None:
     """Look at the proposed steps and prompts, go back to them, and type others."""
     steps, prompts = page.get_by_label("Steps", exact=True), page.get_by_label("What the samples")
+    steps.wait_for()  # it is filled in after the plan is shown
     proposed = steps.input_value()
     assert int(proposed) > 4
     assert len(prompts.input_value().splitlines()) == 4
@@ -148,7 +149,7 @@ def type_length_and_samples(page: Any) -> None:
     page.locator(".plan-line").get_by_text(", 4 steps").wait_for()
     page.get_by_role("button", name="Choose for me").first.click()
     page.locator(".plan-line").get_by_text(f", {int(proposed):,} steps").wait_for()
-    assert steps.input_value() == proposed
+    until(lambda: steps.input_value() == proposed)
     page.get_by_label("Rank", exact=False).fill("4")
     prompts.fill("zibbo, on a <b> moon")
     steps.fill("5")  # and the button takes it along, without a wait for the plan
@@ -191,10 +192,10 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     assert TOKEN not in place.server.said()
     go = page.get_by_role("button", name="Train", exact=True)
     page.get_by_text("Train waits for a plan that works: ").wait_for()
-    assert go.is_disabled()
+    until(go.is_disabled)
     page.get_by_role("button", name="Choose a base for this machine").click()
     page.locator("button:enabled", has_text="Train a try-out").wait_for()
-    assert page.get_by_text("Train waits for a plan").count() == 0
+    page.get_by_text("Train waits for a plan").wait_for(state="detached")
     bar = page.locator(".go-on")
     bar.get_by_text("Only a try-out, in 64 px: its file is not for ComfyUI.").wait_for()
     bar.get_by_role("button", name="Take Stable Diffusion XL base 1.0").click()
