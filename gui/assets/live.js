@@ -3,7 +3,7 @@
 // again when somebody comes back to it. Other scripts listen to the event "live" of the document.
 
 const AGAIN_MS = 2000;
-const state = { timer: 0, bar: null, said: "", home: null, before: new Map(), title: "" };
+const state = { timer: 0, turn: 0, bar: null, said: "", home: null, before: new Map(), title: "" };
 
 export function start(bar) {
   state.bar = bar;
@@ -30,6 +30,7 @@ export function followHome(stamp) {
 /** Ask now, and go on asking while there is something to follow. */
 export async function look() {
   clearTimeout(state.timer);
+  const turn = state.turn += 1;
   const asked = new URLSearchParams(state.home === null ? {} : { home: state.home });
   let now;
   try {
@@ -37,10 +38,13 @@ export async function look() {
     if (!answer.ok) throw new Error(answer.statusText);
     now = await answer.json();
   } catch {
-    state.timer = setTimeout(look, 5 * AGAIN_MS); // the server was ended, or starts anew
+    now = null; // the server was ended, or starts anew
+  }
+  if (turn !== state.turn) return; // asked again meanwhile: that answer is newer
+  if (!now) {
+    state.timer = setTimeout(look, 5 * AGAIN_MS);
     return;
   }
-  clearTimeout(state.timer); // two may have asked at once
   if (now.stamp !== undefined) state.home = now.stamp;
   show(now);
   document.dispatchEvent(new CustomEvent("live", { detail: now }));

@@ -65,10 +65,14 @@ function publishForm(server, ref, typed) {
   });
   shown.done = async () => {
     shown.say("Sending it …");
+    let lost = false;
     for (;;) {
       await new Promise((resolve) => setTimeout(resolve, LOOK_EVERY_MS));
       if (!shown.node.open) return; // it goes on; opened again, the newest answer is shown
-      const seen = (await server.share_published({ ref })) ?? { state: "failed", said: "The program does not answer; is it still running?" };
+      const seen = await server.share_published({ ref });
+      if (lost !== !seen) shown.say(seen ? "Sending it …" : "The program does not answer; is it still running?");
+      lost = !seen;
+      if (lost) continue; // it is sent meanwhile
       if (seen.only_reads) {
         shown.node.close();
         const why = "The token that is signed in may only read, or may not write there. Publishing needs one that may write.";

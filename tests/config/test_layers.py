@@ -180,10 +180,7 @@ def test_every_way_to_write_settings_means_the_same(tmp_path: Path) -> None:
         ),
         ("dotted.toml", "train.steps = 7\noptimizer.learning_rate = 0.5"),
         ("quoted.toml", '"train.steps" = 7\n"optimizer.learning_rate" = 0.5'),
-        (
-            "wrapped.TOML",
-            "[settings.train]\nsteps = 7\n[settings.optimizer]\nlearning_rate = 0.5",
-        ),
+        ("wrapped.TOML", "[settings.train]\nsteps = 7\n[settings.optimizer]\nlearning_rate = 0.5"),
     ):
         read = layers.read_settings_file(written(tmp_path, name, text))
         assert read.values == {"train.steps": 7, "optimizer.learning_rate": 0.5}, name

@@ -46,12 +46,7 @@ class PinningDriver:
         self.bytes -= size
 
     def empty(
-        self,
-        shape: Sequence[int],
-        strides: Sequence[int] | None,
-        dtype: torch.dtype,
-        *,
-        pin: bool,
+        self, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, *, pin: bool
     ) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         if pin and not self.takes(size):

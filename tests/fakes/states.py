@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from lora_trainer.checkpoint.states import (
-    TrainingState,
-    freeze,
-    load_newest,
-    write_state,
-)
+from lora_trainer.checkpoint.states import TrainingState, freeze, load_newest, write_state
 
 
 def state_at(step: int, *, seed: int | None = None) -> TrainingState:

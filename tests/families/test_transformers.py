@@ -12,9 +12,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from diffusers.pipelines.flux2.pipeline_flux2_klein import (
-    Flux2KleinPipeline,
-)
+from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -413,13 +413,12 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     page: Any, server: GuiServer, folder: Path, tmp_path: Path
 ) -> None:
     job = {"said": "done", "done": 4, "count": 4, "problems": [], "models": []}
-    captioning = [
-        {**job, "state": state} if state else None for state in ("running", "", "finished")
-    ]
+    states = ["running", "", "finished"]
 
     def state_of_captioning(route: Any) -> None:
-        if "caption_state" in route.request.post_data and captioning:
-            route.fulfill(json=captioning.pop(0))  # none: the answer is lost
+        if "caption_state" in route.request.post_data and states:
+            state = states.pop(0)  # "": the answer is lost
+            route.fulfill(json={**job, "state": state} if state else None)
         else:
             route.fallback()
 
@@ -431,7 +430,7 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
         page.locator(".ds-state", has_text="Saved in").wait_for()
     page.locator(".ds-size", has_text="goes to").first.wait_for()
     assert caption(page, "c.png").input_value() == "a bird"
-    until(lambda: bool(page.wait_for_timeout(20) or not captioning))
+    until(lambda: bool(page.wait_for_timeout(20) or not states))
     trigger = page.get_by_label("Trigger word for the check")
     with late(page, "dataset_save") as wait:
         caption(page, "c.png").fill("birds")
