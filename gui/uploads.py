@@ -3,9 +3,9 @@
     PUT  /upload/BATCH/NUMBER   one file, as its bytes; sent again, it replaces what was there
     POST /upload/BATCH          {name, files: [name of file 0, of file 1, ...]}: make the folder
 
-A batch is 16 hex digits of the page's choice, its files wait in `<runs>/.gui/incoming/BATCH/`. Output: where the
-folder is with the pictures and captions, each whole, and a sentence that says what was left out; a refusal is its
-sentence, status 400.
+A batch is 16 hex digits of the page's choice, its files wait in `<runs>/.gui/incoming/BATCH/`, where the answer is
+kept for a day, for who asks again. Output: where the folder is with the pictures and captions, each whole, and a
+sentence that says what was left out; a refusal is its sentence, status 400.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_LEFT_OUT_NAMED = 5
 _NAME_MAX_BYTES = 150
 _BATCH = re.compile(r"[0-9a-f]{16}")
 _NUMBER = re.compile(r"[0-9]{1,5}")
-_RECEIVING = threading.Lock()
+_RECEIVING: dict[str, threading.Lock] = {}
 
 
 def routes(work: Workplace) -> list[BaseRoute]:
@@ -118,14 +118,13 @@ def receive(work: Workplace, batch: str, posted: Posted) -> dict[str, Any]:
     """
     folder = batch_folder(work, batch)
     answer = folder / "answer.json"
-    with (
-        _RECEIVING
-    ):  # a browser whose connection broke asks again, maybe while the first is under way
+    # A browser whose connection broke asks again, maybe while the first is under way.
+    with _RECEIVING.setdefault(batch, threading.Lock()):
         if answer.is_file():
             return read_json_object(answer)
         received = _received(work, folder, posted)
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # else only a second question finds nothing
+        with suppress(OSError, LoraTrainError):  # else only a second question finds nothing
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(answer, json_bytes(received), durable=False)
         return received

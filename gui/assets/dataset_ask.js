@@ -1,5 +1,6 @@
 // Asking the desk of a dataset (gui/dataset_desk.py), for the pages that show its cards.
 
+const PATIENCE_MS = 30_000;
 let line = Promise.resolve();
 
 /** Ask at once; a failure of any kind comes back as {error}. */
@@ -17,6 +18,9 @@ async function ask(name, values) {
 /** Ask after everything that was asked before is answered: no answer then shows cards as they were before a change
  * that is answered already, which would put old captions back on the page. */
 function askInTurn(name, values) {
-  line = line.then(() => ask(name, values));
-  return line;
+  const answer = line.then(() => ask(name, values));
+  // One that no answer comes to, of a folder on a disk that hangs, keeps the others waiting no longer than this.
+  const patience = line.then(() => new Promise((resolve) => setTimeout(resolve, PATIENCE_MS)));
+  line = Promise.race([answer, patience]);
+  return answer;
 }

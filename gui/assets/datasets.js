@@ -75,12 +75,14 @@ class Desk {
   announce(text) { this.live.textContent = text; }
 
   async open(folder) {
-    if (!await this.allSaved()) return;
-    const done = this.opener.waiting();
-    const answer = await this.ask("dataset_look", { folder });
-    done();
-    if (answer.error) { this.opener.refuse(answer.error); return; }
-    if (!await this.allSaved()) return; // what was typed while the folder was opened
+    let answer;
+    do {
+      if (!await this.allSaved()) return;
+      const done = this.opener.waiting();
+      answer = await this.ask("dataset_look", { folder });
+      done();
+      if (answer.error) { this.opener.refuse(answer.error); return; }
+    } while (this.unsaved); // typed while the folder was opened
     const address = new URL(location.href);
     address.searchParams.set("folder", answer.folder);
     history.replaceState(history.state, "", address);
@@ -95,10 +97,12 @@ class Desk {
     this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
   }
 
+  get unsaved() { return [...this.cards.values()].find((card) => card.dirty); }
+
   /** Save all that is typed; false where a caption could not be saved. */
   async allSaved() {
     await this.flush();
-    const unsaved = [...this.cards.values()].find((card) => card.dirty);
+    const { unsaved } = this;
     if (unsaved) this.opener.refuse(`The caption of ${unsaved.picture.file} is not saved yet: see its card.`);
     return !unsaved;
   }
@@ -136,16 +140,18 @@ class Desk {
   }
 
   async examine() {
-    if (this.examining) return;
+    this.asked = true;
+    if (this.examining) return; // once more when that check is done
     this.examining = true;
     this.tools.busy(true);
     let folder, answer;
     do {
       folder = this.folder;
+      this.asked = false;
       // Out of turn: it takes seconds, and captions are saved meanwhile.
       answer = await ask("dataset_check", { folder });
       if (!answer.error) answer = await this.ask("dataset_look", {});
-    } while (folder !== this.folder); // another was opened meanwhile
+    } while (folder !== this.folder || this.asked); // another was opened meanwhile, or the images have changed
     this.examining = false;
     this.tools.busy(false);
     if (answer.error) this.tools.say(`The images could not be checked: ${answer.error}`, true);

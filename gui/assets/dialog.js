@@ -15,6 +15,7 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
   const form = make("form", { method: "dialog" }, make("h2", { textContent: title }), ...fields,
     make("p", { className: "quiet", textContent: note }), said, make("p", { className: "actions" }, go, leave));
   const node = make("dialog", { className: "ask panel", ariaLabel: title }, form);
+  node.dataset.title = title; // the label is translated
   const shown = {
     node,
     done: () => node.close(),
@@ -40,7 +41,7 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
   });
   node.addEventListener("close", () => node.remove());
   // Pressed again before the answer that it waited for: one is enough.
-  if ([...document.querySelectorAll("dialog.ask[open]")].some((other) => other.ariaLabel === title)) return shown;
+  if ([...document.querySelectorAll("dialog.ask[open]")].some((other) => other.dataset.title === title)) return shown;
   // In the frame, whose style sheet gives buttons and fields their look.
   const frame = document.querySelector(".gradio-container main") ?? document.body;
   frame.append(make("div", { className: "html-container" }, node));

@@ -16,7 +16,10 @@ class TrainImages {
   ask(name, values) { return askInTurn(name, { folder: this.folder, ...values }); }
 
   async open(folder) {
-    if (folder !== this.folder) this.cards.clear();
+    if (folder !== this.folder) {
+      this.cards.clear();
+      this.said.replaceChildren();
+    }
     this.folder = folder;
     if (folder) await this.reload(); else this.draw({ pictures: [] });
   }
@@ -43,11 +46,15 @@ class TrainImages {
   async exclude(files) {
     const answer = await this.ask("dataset_exclude", { files });
     if (answer.error) { this.said.textContent = answer.error; return; }
-    const before = this.away;
-    this.changed(answer, "");
+    const { folder, away: before } = this;
+    if (answer.folder !== folder) return; // another is shown by now
+    this.changed(answer);
     // Not the last step of the folder: that may be a caption by then.
     const gone = [...this.away].filter((name) => !before.has(name));
-    const back = button("Undo", async () => { this.said.replaceChildren(); this.changed(await this.ask("dataset_put_back", { files: gone }), ""); });
+    const back = button("Undo", async () => {
+      this.said.replaceChildren();
+      this.changed(await this.ask("dataset_put_back", { folder, files: gone }));
+    });
     this.said.replaceChildren(make("span", {}, "Left out of the training; the file is in the folder _excluded."), " ", back);
   }
 

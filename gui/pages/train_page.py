@@ -305,7 +305,11 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
         **last,
     )
     widgets.good.click(
-        planning(work), widgets.fields, [widgets.walk, widgets.said, *planned], **PRIVATE
+        planning(work),
+        widgets.fields,
+        [widgets.walk, widgets.said, *planned],
+        concurrency_id="plan",
+        **PRIVATE,
     )
     gr.on(
         [
@@ -330,8 +334,8 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
         concurrency_id="plan",
         **last,
     )
-    for left in (widgets.name.blur, widgets.dataset.blur):
-        left(keeping(work), widgets.fields, widgets.said, **last)
+    for event in (widgets.name.blur, widgets.dataset.blur):
+        event(keeping(work), widgets.fields, widgets.said, **last)
     back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **PRIVATE)
     widgets.train.click(
         starting(work),

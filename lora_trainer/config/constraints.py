@@ -55,7 +55,8 @@ def _broken_by_learning(config: Config) -> Iterator[str]:
     if (weight := objective.preservation_weight) and not (data.class_word and data.triggers):
         words = "replaces data.trigger by data.class_word in captions: give both"
         yield f"objective.preservation_weight={weight:g} {words}"
-    if weight and data.class_word in data.triggers:
+    class_word = (data.class_word or "").strip().casefold()
+    if weight and class_word in (trigger.casefold() for trigger in data.triggers):
         words = (
             f"keeps what the base makes of {data.class_word!r}, which is also a trigger to learn"
         )

@@ -98,7 +98,7 @@ def _flat(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
         values |= pairs
     if mistakes:
         # Every setting here has a section; the settings of most other trainers have none.
-        is_ours = any("." in key for key in values)
+        is_ours = all("." in key for key in values)
         fix = SEE_ALL_SETTINGS if is_ours else f"{SEE_ALL_SETTINGS}; {_IMPORT}"
         raise RequestError(" ".join(mistakes), fix=fix)
     return values

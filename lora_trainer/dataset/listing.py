@@ -254,7 +254,11 @@ class _Walk:
             if kind not in ("control", "class"):
                 is_beside = is_project and last.casefold() != PROJECT_FOLDER
                 kind = "project" if is_beside else None
-                if (Path(file.entry.path) / "run.json").is_file():
+                # `isfile` answers False where a folder may not be entered.
+                files_of_run = (
+                    f"{file.entry.path}/{name}" for name in ("run.json", "events.jsonl")
+                )
+                if all(map(os.path.isfile, files_of_run)):
                     kind = "run"
             # A folder that `data.folders` names is read, whatever its name.
             if kind and not any(f"{name}/".startswith(f"{file.name}/") for name in names):

@@ -274,11 +274,12 @@ def carried(metadata: Mapping[str, str], *, resized: bool) -> dict[str, str]:
 
 def notes_on_new_tokens(file: Path, target: Path, metadata: Mapping[str, str]) -> tuple[str, ...]:
     """Return a note where an adapter's new tokens, which are a file of their own, do not come along."""
-    word, theirs, needed = trained_words(metadata), embedding_path(file), embedding_path(target)
-    if word is None or theirs.absolute() == needed.absolute():
+    word, source, place = trained_words(metadata), embedding_path(file), embedding_path(target)
+    if word is None or place.is_file():
         return ()
-    where = f"{needed.parent.name}/{needed.name}"
-    return (f"it needs its new tokens for {word.text!r}: copy {theirs} to {where} beside it",)
+    where = f"{place.parent.name}/{place.name}"
+    copied = source if source.is_file() else "the file that came with the adapter"
+    return (f"it needs its new tokens for {word.text!r}: copy {copied} to {where} beside it",)
 
 
 # ---- convert

@@ -212,6 +212,7 @@ def test_a_mistake_is_named_with_its_file_and_all_unknown_keys_at_once(tmp_path:
             layers.read_settings_file(file)
     for name, text in (
         ("kohya.json", '{"network_dim": 8, "seed": 1}'),
+        ("onetrainer.json", '{"network_dim": 8, "optimizer": {"beta": 1}}'),
         ("ai-toolkit.yaml", "a: 1"),
     ):
         with pytest.raises(RequestError, match="YAML|'network_dim'") as caught:

@@ -88,7 +88,7 @@ BROKEN: list[dict[str, Any]] = [
     {"data.resolution": 64, "data.more_resolutions": [32, 64]},
     {"objective.prior": "base"},
     {"objective.preservation_weight": 1.0, "data.class_word": "toy"},
-    {"objective.preservation_weight": 1.0, "data.class_word": "toy", "data.trigger": "toy"},
+    {"objective.preservation_weight": 1.0, "data.class_word": " Toy", "data.trigger": "toy"},
     {"adapter.new_tokens": 2, "data.trigger": " "},
     {"adapter.new_tokens": 2, "train.init_from": "a.safetensors", "data.trigger": "toy"},
     {"optimizer.name": "prodigy", "optimizer.learning_rate_pattern": {"ff": 0.5}},
