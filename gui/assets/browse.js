@@ -15,10 +15,12 @@ export async function browse(server, kind, pick) {
   let chosen = "";
   let folder = "";
   let asked = 0; // an answer that comes after a newer question is not shown
+  let opening = null;
   const shown = dialog(WORDS[kind].title, {
     fields: [make("div", { className: "browse-path" }, above, path), rows, here],
     ...WORDS[kind],
     submit: async () => {
+      await opening; // else its answer would take away what is said here
       const fileChosen = chosen !== "" && chosen !== folder;
       if (path.value.trim() !== folder && !fileChosen) { await open(path.value); return { stay: true }; }
       return chosen ? { path: chosen } : { error: "Choose one of the model files, or open a folder that holds a whole model." };
@@ -45,7 +47,12 @@ export async function browse(server, kind, pick) {
     return make("li", {}, button);
   }
 
-  async function open(target) {
+  function open(target) {
+    opening = list(target);
+    return opening;
+  }
+
+  async function list(target) {
     const number = (asked += 1);
     const typed = path.value;
     const answer = (await server.browse_folder({ kind, path: target })) ?? { error: "The program does not answer; is it still running?" };

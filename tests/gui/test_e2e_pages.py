@@ -272,8 +272,11 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     page.locator(".base-card[data-source^=stabilityai]:visible").first.click()
     draft = page.evaluate("new URL(location.href).searchParams.get('draft')")
     until(lambda: drafts.read(Workplace(runs=place / "runs"), draft).base.startswith("stab"))
-    page.locator(".base-card", has_text="Your own model").click()
-    dialog.get_by_role("button", name="Choose", exact=True).click()
+    with late(page, "browse_folder") as wait:
+        page.locator(".base-card", has_text="Your own model").click()
+        wait()
+        dialog.get_by_role("button", name="Choose", exact=True).click()
+    expect(dialog.get_by_label("Folder")).not_to_have_value("")
     dialog.get_by_text("Choose one of the model files").wait_for()
     dialog.get_by_label("Folder").fill(str(model.parent))
     page.keyboard.press("Enter")
