@@ -5,14 +5,16 @@ const AT_ONCE = 4;
 const TRIES = 3;
 
 // A page that lost its server asks for `app_id` every two seconds and reloads itself once that is answered.
-// An upload goes on by itself, and would be lost: until it has ended no answer comes.
+// An upload goes on by itself, and would be lost; so would the way to the page that trains on it. Until both have
+// ended no answer comes.
 let uploads = () => false;
 const plainFetch = window.fetch;
 window.fetch = async (address, options) => {
+  const answer = await plainFetch(address, options);
   if (uploads() && new URL(address.url ?? address, location.href).pathname.endsWith("/app_id")) {
     throw new TypeError("images are being sent: ask again");
   }
-  return plainFetch(address, options);
+  return answer;
 };
 
 /** Open the page Train with the folder that was received, in the draft of this page if it has one. */
@@ -21,6 +23,7 @@ export function trainOn(answer) {
   const draft = new URL(location.href).searchParams.get("draft");
   if (draft) asked.set("draft", draft);
   sessionStorage.setItem("uploaded", answer.said);
+  uploads = () => true;
   location.assign(`/train?${asked}`);
 }
 

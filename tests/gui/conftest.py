@@ -70,6 +70,7 @@ MARKUP = tuple((ROOT / "tests" / "fakes" / "markup.txt").read_text(encoding="utf
 """Texts that run a script, or ask another host for something, where they are taken for markup."""
 
 _PAGES = pytest.StashKey[list[Any]]()
+_SERVERS = pytest.StashKey[list[GuiServer]]()
 
 StartGui = Callable[..., GuiServer]
 NewPage = Callable[..., Any]
@@ -91,10 +92,10 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gui_server() -> Iterator[StartGui]:
+def gui_server(request: pytest.FixtureRequest) -> Iterator[StartGui]:
     """Return a function that starts the interface on a runs folder; all are stopped at the end."""
     pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
-    started: list[GuiServer] = []
+    started = request.config.stash.setdefault(_SERVERS, [])
 
     def start(runs: Path, *options: str, **more: Any) -> GuiServer:
         started.append(start_gui(runs, *options, **more))
@@ -103,7 +104,9 @@ def gui_server() -> Iterator[StartGui]:
     yield start
     for server in started:
         server.stop()
+        print(server.said())  # of a failing teardown
         server.log.unlink(missing_ok=True)
+    started.clear()
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +124,18 @@ def browser() -> Iterator[Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Add to the report of a failed test what its pages showed."""
+    """Add to the report of a failed test what its pages showed and the servers printed."""
     report = yield
+    if report.failed:
+        servers = item.config.stash.get(_SERVERS, [])
+        report.sections += [(f"server {server.port}", server.said()) for server in servers]
     if report.when == "call" and report.failed:
         tabs = [tab for page in item.stash.get(_PAGES, []) for tab in page.context.pages]
         for number, page in enumerate(tabs, 1):
             with contextlib.suppress(Exception):  # a page that is gone must not hide the failure
-                report.sections.append((f"page {number}: {page.url}", page.inner_text("body")))
+                report.sections.append(
+                    (f"page {number}: {page.url}", page.inner_text("body", timeout=9000))
+                )
     return report
 
 

@@ -18,11 +18,7 @@ from transformers import T5Config, T5EncoderModel
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import declare
-from lora_trainer.network.block_swap import (
-    offload,
-    repeated_blocks,
-    stream_blocks,
-)
+from lora_trainer.network.block_swap import offload, repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing, storage_key
 from tests.fakes.family_bases import CPU
 from tests.fakes.trainee import Trainee, block_sizes, same, trainee
@@ -118,11 +114,7 @@ def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.M
     assert same(at.gradients(), expected)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"dora": True}, {"kind": "lokr"}, {"kind": "oft"}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"dora": True}, {"kind": "lokr"}, {"kind": "oft"}], ids=str)
 def test_every_kind_of_adapter_trains_the_same(settings: dict[str, Any]) -> None:
     at = trainee("flux2", **settings)
     expected = at.gradients()

@@ -89,11 +89,7 @@ def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
     optimizer = build_optimizer(adapter.groups(settings), settings)
     writer = StateWriter(folder=tmp_path, keep=2, events=EventStream())
     state = TrainingState(
-        step=1,
-        images_seen=1,
-        adapter=adapter.state(),
-        optimizer=optimizer.state_dict(),
-        guard={},
+        step=1, images_seen=1, adapter=adapter.state(), optimizer=optimizer.state_dict(), guard={}
     )
 
     def exported(copy: Any) -> Any:

@@ -16,11 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.common.errors import InputError
-from tests.fakes.studio import (
-    PROMPT,
-    Studio,
-    draw,
-)
+from tests.fakes.studio import PROMPT, Studio, draw
 
 Figure = Callable[..., None]
 VAE_FILE, TEXT_FILE = "diffusion_pytorch_model.safetensors", "model.safetensors"

@@ -126,11 +126,7 @@ def test_cap_04_hostile_texts_are_kept_as_text_and_shown_escaped(
     draw(place.dataset / "<img src=x onerror=alert(2)>\x1b[31m.png", 9)
     draw(place.dataset / "2_x" / "a.png", 10)
     capsys.readouterr()
-    settings = {
-        "logging__trackers": [],
-        "sampling__prompts": [],
-        "data__validation_fraction": 0.0,
-    }
+    settings = {"logging__trackers": [], "sampling__prompts": [], "data__validation_fraction": 0.0}
     assert place.train(**settings) == 0
     shown = capsys.readouterr()
     for raw in ("\x1b", "\a", "\u202e"):
