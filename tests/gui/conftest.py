@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def gui_server(request: pytest.FixtureRequest) -> Iterator[StartGui]:
     yield start
     for server in started:
         server.stop()
-        print(server.said())  # of a failing teardown
+        sys.stdout.write(server.said())  # shown where the teardown fails
         server.log.unlink(missing_ok=True)
     started.clear()
 
