@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import gradio as gr
-
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.charts import Html
 
@@ -20,7 +18,7 @@ from ..posted import Posted
 from ..workplace import Workplace
 from .gradio_events import QUIET, answering, html, module
 
-_MOUNT = module("trash.js", "module.mount(element, server);")
+_MOUNT = module("trash.js", "module.mount(element, server); trigger('click');")
 _KINDS = {
     "run": "Training with its LoRAs and samples, deleted {when}",
     "lora": "LoRA file, deleted {when}",
@@ -28,8 +26,8 @@ _KINDS = {
 }
 
 
-def attach(work: Workplace) -> None:
-    """Give a page the deeds of the buttons that delete."""
+def attach(work: Workplace) -> Any:
+    """Give a page the deeds of the buttons that delete; return an element whose click comes once they count."""
 
     def trash_put(posted: Posted) -> dict[str, Any]:
         kind = posted.choice("kind", trash.KINDS)
@@ -43,7 +41,7 @@ def attach(work: Workplace) -> None:
         trash.empty(work)
         return {}
 
-    html(
+    return html(
         html_template=tag("p", class_="trash"),
         js_on_load=_MOUNT,
         server_functions=[answering(act) for act in (trash_put, trash_back, trash_empty)],
@@ -52,11 +50,9 @@ def attach(work: Workplace) -> None:
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    page: Any = gr.context.Context.root_block
     html("<h1>Trash</h1>")
     shown = html()
-    attach(work)
-    page.load(lambda: listed(work), None, shown, **QUIET)
+    attach(work).click(lambda: listed(work), None, shown, **QUIET)
 
 
 def listed(work: Workplace) -> Html:
