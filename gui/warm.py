@@ -44,7 +44,7 @@ class WarmProcess:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, words: Sequence[str]) -> Done:
-        """Run a command; raises OSError when the process ended instead of answering."""
+        """Run a command; raises OSError when the process did not answer."""
         with self._lock:
             process = self._alive()
             # A command that does not end takes its process with it, and the next one gets another.
@@ -77,10 +77,12 @@ def _asked(process: subprocess.Popen[bytes], words: Sequence[str]) -> Done:
         raise AssertionError("the process was started with pipes")
     process.stdin.write(json.dumps(list(words)).encode() + b"\n")
     process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise OSError("the command ended without an answer")
-    answer = json.loads(line)
+    try:
+        answer = json.loads(process.stdout.readline())
+    except ValueError:  # nothing, or a line that is none of ours or cut short
+        process.kill()  # else its next line would be taken for the answer to another command
+        process.wait()
+        raise OSError("the command ended without an answer") from None
     return Done(
         returncode=answer["code"],
         stdout=answer["out"].encode("utf-8", "replace"),
@@ -90,11 +92,11 @@ def _asked(process: subprocess.Popen[bytes], words: Sequence[str]) -> Done:
 
 def serve() -> None:
     """Answer the commands of the input until it ends."""
-    from lora_trainer.cli import main
-
-    # What a library prints by itself must not stand between the answers.
+    # What a library prints by itself, be it while it is imported, must not stand between the answers.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
+    from lora_trainer.cli import main
+
     for line in sys.stdin.buffer:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

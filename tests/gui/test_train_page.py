@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, launch, plan_view
+from lora_trainer.gui import drafts, launch, plan_view, warm
 from lora_trainer.gui.pages import train_handlers as handlers
 from lora_trainer.gui.workplace import Workplace
 
@@ -25,6 +26,14 @@ from lora_trainer.config.config import parse_assignment
 from lora_trainer.queue import commands
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+
+
+def test_a_process_that_answers_half_a_line_answers_nothing_more() -> None:
+    command = [sys.executable, "-c", "input(); print('{', flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as half:
+        with pytest.raises(OSError, match="ended without an answer"):
+            warm.WarmProcess(within_s=90, _process=half).run(warm.BASES)
+        assert half.returncode
 
 
 def test_another_folder_begins_another_draft_unless_its_images_were_sent_from_one(

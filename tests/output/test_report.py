@@ -150,10 +150,7 @@ def plain_tags(template: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 @example(hostile="{{ 7 * 7 }}{% raw %}")
 @example(hostile="\ud800<s>")
 def test_no_text_changes_the_structure(
-    hostile: str,
-    template: Path,
-    plain_tags: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
+    hostile: str, template: Path, plain_tags: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assert tags_with(f"a{hostile}", template, tmp_path_factory.mktemp("x")) == plain_tags
 

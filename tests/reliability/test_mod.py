@@ -52,10 +52,7 @@ def write_payload(file: Path, marker: Path, *, zipped: bool) -> None:
         file.write_bytes(pickle.dumps(Payload(marker)))
 
 
-@pytest.mark.parametrize(
-    ("name", "zipped"),
-    [("model.ckpt", True), ("model.safetensors", False)],
-)
+@pytest.mark.parametrize(("name", "zipped"), [("model.ckpt", True), ("model.safetensors", False)])
 def test_mod_01_a_pickle_is_refused_wherever_it_is_given_and_never_run(
     name: str, zipped: bool, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,10 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 def test_sec_03_04_no_name_is_a_command_and_no_secret_reaches_any_output_of_a_whole_training(
-    place: Toy,
-    figure: Figure,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: Toy, figure: Figure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Logs, run.json, states, exports, TensorBoard, report, sample images, console."""
     for name, value in ENVIRONMENT.items():
