@@ -382,8 +382,10 @@ def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Pat
         press(page, "Undo")
         said(page, f"Undone: {step}")
     shows(page, "c.png", "a bird")
-    (folder / "a.txt").write_text("theirs")
-    caption(page, "a.png").fill("mine")
+    with late(page, "dataset_save") as wait:  # else the look after Undo may show their text before mine is typed
+        caption(page, "a.png").fill("mine")
+        wait()
+        (folder / "a.txt").write_text("theirs")
     page.locator(".ds-state", has_text="Changed on the disk meanwhile").wait_for()
     page.locator("blockquote", has_text="theirs").wait_for()
     assert (folder / "a.txt").read_text() == "theirs"
