@@ -382,7 +382,7 @@ def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Pat
         press(page, "Undo")
         said(page, f"Undone: {step}")
     shows(page, "c.png", "a bird")
-    with late(page, "dataset_save") as wait:  # else the look after Undo may show their text before mine is typed
+    with late(page, "dataset_save") as wait:  # the look after Undo may not show theirs
         caption(page, "a.png").fill("mine")
         wait()
         (folder / "a.txt").write_text("theirs")
