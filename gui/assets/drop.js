@@ -7,11 +7,11 @@ const TRIES = 3;
 // A page that lost its server asks for `app_id` every two seconds and reloads itself once that is answered.
 // An upload goes on by itself, and would be lost; so would the way to the page that trains on it. Until both have
 // ended no answer comes.
-let uploads = () => false;
+let mustStay = () => false;
 const plainFetch = window.fetch;
 window.fetch = async (address, options) => {
   const answer = await plainFetch(address, options);
-  if (uploads() && new URL(address.url ?? address, location.href).pathname.endsWith("/app_id")) {
+  if (mustStay() && new URL(address.url ?? address, location.href).pathname.endsWith("/app_id")) {
     throw new TypeError("images are being sent: ask again");
   }
   return answer;
@@ -23,7 +23,7 @@ export function trainOn(answer) {
   const draft = new URL(location.href).searchParams.get("draft");
   if (draft) asked.set("draft", draft);
   sessionStorage.setItem("uploaded", answer.said);
-  uploads = () => true;
+  mustStay = () => true;
   location.assign(`/train?${asked}`);
 }
 
@@ -32,7 +32,7 @@ export function dropZone(zone, done) {
   const said = zone.querySelector(".said");
   const bar = zone.querySelector("progress");
   let busy = false;
-  uploads = () => busy;
+  mustStay = () => busy;
   said.textContent = sessionStorage.getItem("uploaded") ?? "";
   sessionStorage.removeItem("uploaded");
 
