@@ -103,11 +103,11 @@ def gui_server(request: pytest.FixtureRequest) -> Iterator[StartGui]:
         return started[-1]
 
     yield start
-    for server in started:
+    while started:
+        server = started.pop()
         server.stop()
         sys.stdout.write(server.said())  # shown where the teardown fails
         server.log.unlink(missing_ok=True)
-    started.clear()
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +134,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         tabs = [tab for page in item.stash.get(_PAGES, []) for tab in page.context.pages]
         for number, page in enumerate(tabs, 1):
             with contextlib.suppress(Exception):  # a page that is gone must not hide the failure
-                report.sections.append(
-                    (f"page {number}: {page.url}", page.inner_text("body", timeout=9000))
-                )
+                text = page.inner_text("body", timeout=9000)
+                report.sections.append((f"page {number}: {page.url}", text))
     return report
 
 

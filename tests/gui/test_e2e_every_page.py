@@ -104,10 +104,7 @@ def opened(page: Any, shown: Shown, server: GuiServer) -> None:
 
 
 def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
-    """Open a page and return what it asks in the last ten seconds of its clock: it gets five times ten seconds.
-
-    What a page is made of may lead to a further question, on a busy machine long after the answer.
-    """
+    """Open a page and return what it asks in ten seconds of its clock; it has five tries to ask nothing."""
     under_way: set[Any] = set()
     asked: list[str] = []
 
@@ -129,7 +126,7 @@ def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
         page.on(event, listener)
     opened(page, shown, server)
     page.wait_for_function("document.title.endsWith('lora-train')")  # what all pages ask is here
-    for _ in range(5):
+    for _ in range(5):  # an answer may lead to a further question, on a busy machine long after it
         asked.clear()
         pass_s(10)
         if not asked:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, launch, plan_view, warm
+from lora_trainer.gui import drafts, launch, plan_view
 from lora_trainer.gui.pages import train_handlers as handlers
 from lora_trainer.gui.workplace import Workplace
 
@@ -28,11 +28,13 @@ from lora_trainer.queue import commands
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
 
 
-def test_a_process_that_answers_half_a_line_answers_nothing_more() -> None:
+def test_a_process_that_answers_half_a_line_says_so_and_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     command = [sys.executable, "-c", "input(); print('{', flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as half:
-        with pytest.raises(OSError, match="ended without an answer"):
-            warm.WarmProcess(within_s=90, _process=half).run(warm.BASES)
+        monkeypatch.setattr(launch._PLANS, "_process", half)
+        assert launch.ask(("plan",)).error == "the command ended without an answer"
         assert half.returncode
 
 

@@ -91,10 +91,7 @@ ATEN = torch.ops.aten
 
 @pytest.mark.parametrize(
     ("kind", "kept"),
-    [
-        ("light", {"narrow", "wide", "square", "attention"}),
-        ("selective", {"wide", "attention"}),
-    ],
+    [("light", {"narrow", "wide", "square", "attention"}), ("selective", {"wide", "attention"})],
 )
 def test_what_each_kind_keeps(kind: Any, kept: set[str]) -> None:
     worth = partial(gradient_checkpointing.is_worth_saving, kind, 4)

@@ -162,10 +162,7 @@ MARGIN = spill_margin_bytes(24 * GIB)
     ],
 )
 def test_the_bound_on_the_allocator(
-    spills: bool,
-    limit_gib: int | None,
-    allowed: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    spills: bool, limit_gib: int | None, allowed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fractions: list[float] = []
 

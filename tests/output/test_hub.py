@@ -174,10 +174,7 @@ def test_a_base_that_is_not_on_the_hub_is_not_linked(
 
 
 def test_an_upload_that_fails_is_one_line_that_says_what_to_do(
-    run: Path,
-    hub: HubServer,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for a sample that is removed meanwhile, and a card that is refused."""
     sample = run / "samples" / "step-00000200" / "01.png"
