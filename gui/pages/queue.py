@@ -18,7 +18,11 @@ from ..asset_files import asset
 from ..markup import error_html
 from ..state import Stamp
 from ..workplace import Workplace
-from .gradio_events import PRIVATE, QUIET, TICK_S, html, looked_at
+from .gradio_events import QUIET, TICK_S, html, looked_at
+
+# Handlers that show the queue run one at a time: a look that began before a button was pressed and ended
+# after the button's own would show the old order again, until the next look.
+_IN_TURN = {**QUIET, "concurrency_id": "queue", "concurrency_limit": 1}
 
 
 def build(work: Workplace) -> None:
@@ -43,11 +47,10 @@ def build(work: Workplace) -> None:
         act,
         None,
         [said, *outputs],
-        show_progress="hidden",
         trigger_mode="multiple",  # else a second key press is lost while the first is under way
-        **PRIVATE,
+        **_IN_TURN,
     )
-    gr.on([page.load, timer.tick, back.click], tick, seen, outputs, **QUIET)
+    gr.on([page.load, timer.tick, back.click], tick, seen, outputs, **_IN_TURN)
 
 
 def shown(work: Workplace, stamp: Stamp) -> Any:
