@@ -150,8 +150,7 @@ def test_an_export_that_fails_leaves_a_state_that_counts(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
-    [(FULL, "0 bytes free"), (MemoryError(), "not enough memory to write")],
+    ("error", "message"), [(FULL, "0 bytes free"), (MemoryError(), "not enough memory to write")]
 )
 def test_a_refused_save_is_a_problem_and_the_next_one_tries_again(
     place: Place, error: BaseException, message: str

@@ -140,8 +140,7 @@ def _unasked() -> tuple[Any, ...]:
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[DEC]")
     words = [*special, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     tokenizer = BertTokenizer(
-        vocab={word: index for index, word in enumerate(words)},
-        additional_special_tokens=["[DEC]"],
+        vocab={word: index for index, word in enumerate(words)}, additional_special_tokens=["[DEC]"]
     )
     eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "projection_dim": 16}
     config = BlipConfig(

@@ -65,10 +65,7 @@ class Trainee:
 
 
 def trainee(
-    name: str,
-    *,
-    prepare: Callable[[nn.Module], None] = lambda denoiser: None,
-    **settings: Any,
+    name: str, *, prepare: Callable[[nn.Module], None] = lambda denoiser: None, **settings: Any
 ) -> Trainee:
     """Build one; equal calls give equal bits. `prepare` works on the denoiser before the adapter."""
     family, facts = families.family(name), facts_of(name)

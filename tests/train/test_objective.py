@@ -62,9 +62,7 @@ def samples(latents: Tensor, noise: Tensor, levels: Sequence[Level], **more: Any
 
 
 def losses(
-    batch: Sequence[Sample],
-    answer: Callable[[Tensor], Tensor],
-    prediction: Prediction = "epsilon",
+    batch: Sequence[Sample], answer: Callable[[Tensor], Tensor], prediction: Prediction = "epsilon"
 ) -> Tensor:
     """Return the unweighted losses where a denoiser answers so for its input."""
     model = Model(
