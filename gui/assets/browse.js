@@ -61,7 +61,10 @@ export async function browse(server, kind, pick) {
     shown.say("");
     const inside = rows.contains(document.activeElement);
     folder = answer.folder;
-    if (path.value === typed) path.value = folder; // else somebody types meanwhile
+    if (path.value === typed) { // else somebody types meanwhile
+      path.value = folder;
+      if (!typed && document.activeElement === path) path.select(); // who is about to type a path means a whole one
+    }
     chosen = answer.can ? answer.folder : "";
     above.disabled = !answer.above;
     above.onclick = () => open(answer.above);
