@@ -29,6 +29,15 @@ window.addEventListener("focus", back);
 """
 
 
+def in_turn(name: str) -> Mapping[str, Any]:
+    """Return the options of quiet handlers that show the same: one at a time, in the order they were asked.
+
+    A look that began before a button was pressed, and ended after the button's own, would show the old
+    state again, and stop a timer that the button had started.
+    """
+    return {**QUIET, "concurrency_id": name, "concurrency_limit": 1}
+
+
 def looked_at() -> Any:
     """Return an element whose click comes when somebody comes back to the page."""
     return html(js_on_load=_LOOKED_AT)

@@ -13,7 +13,7 @@ from .. import jobs, lora_files, lora_tools
 from ..lora_files import Header, LoraFile, find
 from ..markup import error_html
 from ..workplace import Workplace
-from .gradio_events import QUIET, html
+from .gradio_events import html, in_turn
 from .library_parts import LibraryTab
 
 _NAME_HELP = "empty: a name is made; a file that exists is never replaced"
@@ -99,11 +99,12 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
             ),
         )
 
-    convert.click(converted, [ref, format_, name], outputs, **QUIET)
-    cut.click(resized, [ref, rank, energy, cut_name], outputs, **QUIET)
+    shows = in_turn("tools")
+    convert.click(converted, [ref, format_, name], outputs, **shows)
+    cut.click(resized, [ref, rank, energy, cut_name], outputs, **shows)
     inputs = [ref, weight, merged_rank, merged_name, *others]
-    merge.click(merged, inputs, outputs, **QUIET)
-    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs[1:], **QUIET)
+    merge.click(merged, inputs, outputs, **shows)
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs[1:], **shows)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         names = _others(work, file, header)

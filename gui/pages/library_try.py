@@ -12,7 +12,7 @@ from .. import jobs, tries
 from ..lora_files import Header, LoraFile, find
 from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .gradio_events import QUIET, html
+from .gradio_events import QUIET, html, in_turn
 from .library_parts import LibraryTab
 
 _BASE_HELP = (
@@ -65,9 +65,10 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
         return ""
 
     outputs = [shown, seen, stop, timer]
-    draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **QUIET)
+    shows = in_turn("tries")
+    draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **shows)
     stop.click(stopped, ref, said, **QUIET)
-    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **QUIET)
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **shows)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         first = tries.example_prompt(file, header)

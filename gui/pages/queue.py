@@ -18,11 +18,7 @@ from ..asset_files import asset
 from ..markup import error_html
 from ..state import Stamp
 from ..workplace import Workplace
-from .gradio_events import QUIET, TICK_S, html, looked_at
-
-# Handlers that show the queue run one at a time: a look that began before a button was pressed and ended
-# after the button's own would show the old order again, until the next look.
-_IN_TURN = {**QUIET, "concurrency_id": "queue", "concurrency_limit": 1}
+from .gradio_events import TICK_S, html, in_turn, looked_at
 
 
 def build(work: Workplace) -> None:
@@ -48,9 +44,9 @@ def build(work: Workplace) -> None:
         None,
         [said, *outputs],
         trigger_mode="multiple",  # else a second key press is lost while the first is under way
-        **_IN_TURN,
+        **in_turn("queue"),
     )
-    gr.on([page.load, timer.tick, back.click], tick, seen, outputs, **_IN_TURN)
+    gr.on([page.load, timer.tick, back.click], tick, seen, outputs, **in_turn("queue"))
 
 
 def shown(work: Workplace, stamp: Stamp) -> Any:

@@ -102,7 +102,7 @@ outer = server.pages(work)
 blocks = mount.app.get_blocks()
 print(json.dumps({
     "pages": [path for path, *_ in blocks.config["pages"]],
-    "queue": [[fn.concurrency_id, fn.concurrency_limit] for fn in blocks.fns.values() if fn.page == "queue" and fn.fn],
+    "turns": sorted(fn.concurrency_id for fn in blocks.fns.values() if fn.concurrency_limit == 1 and fn.fn),
     "loaded": [name for name in ("torch", "diffusers", "transformers") if name in sys.modules],
     "before": before,
     "routes": [route.path for route in front.own.routes],
@@ -138,7 +138,7 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
         "/media/own/tries/{folder}/{name}",
         "/media/thumb",
     ]
-    assert served["queue"] == [["queue", 1]] * 2, "a late look would show the old order again"
+    assert served["turns"] == ["queue"] * 2 + ["tools"] * 4 + ["tries"] * 2  # each one at a time
     assert served["allowed_paths"] == [] and served["off"] == [False] * 4
     assert served["uploads"] == f"{runs}/.gui/incoming"
 
