@@ -6,6 +6,7 @@ After a change of what is read: `python -m tests.importing.test_corpus` writes `
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config import layers
-from lora_trainer.config.config import build_config
+from lora_trainer.config.config import build_config, setting_keys
 from lora_trainer.importing import reading
+from lora_trainer.importing.foreign import Foreign
+from lora_trainer.importing.words import settings_called
 from scripts.trainers.measured import FILE, Numbers, add_images, different, explained, ours
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import run_cli, write_dataset
@@ -48,6 +51,29 @@ def difference(row: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, An
     """Return what another reading has otherwise; None: it lacks that."""
     changes = {key: value for key, value in row.items() if usual.get(key, ...) != value}
     return changes | dict.fromkeys(sorted(usual.keys() - row.keys()))
+
+
+SAID_BESIDE = {
+    "optimizer.weight_decay": ["optimizer", "optimizer_type", "type"],
+    "optimizer.text_encoder_learning_rate": ["learning_rate", "lr"],
+    "data.regularisation_dir": ["image_dir"],
+    "output.keep_last": ["save_every_n_epochs"],
+    "objective.prior": ["type"],
+    "base.model": ["diffusers_path"],
+}
+"""Keys that say this only beside what they are for: nobody searches for it by that word."""
+
+
+def keys_not_found(imported: Foreign) -> set[tuple[str, str]]:
+    """Return keys of a file by which a search does not find the setting that they are read as."""
+    keys = {*imported.values, *imported.called.values()}
+    missing = set()
+    for setting, source in imported.sources.items():
+        for key in keys.intersection(source.split()) if setting in setting_keys() else ():
+            word = re.sub(r"\[\d+\]", "", key).rpartition(".")[2]
+            if setting not in settings_called(word) and word not in SAID_BESIDE.get(setting, ()):
+                missing.add((setting, word))
+    return missing
 
 
 NUMBERS: dict[str, Numbers] = {
@@ -82,6 +108,7 @@ def test_a_file_reads_as_expected(case: Case, tmp_path: Path) -> None:
         nested = isinstance(value, dict) and any(f"{key}.{name}" in said for name in value)
         plain = key.removeprefix("dataset.")
         assert nested or f" {key} " in said or f" {plain} " in said or f" {key}." in said, key
+    assert not keys_not_found(imported), "a search for the key finds what it is read as"
     # What is written loads again.
     build_config(imported.settings)
     text = reading.settings_toml(imported)
