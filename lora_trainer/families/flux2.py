@@ -58,6 +58,9 @@ class SquareLatents(VaeLatents):
     """Squares of latents folded into channels, normalised by the mean and deviation of the VAE's batch norm."""
 
     native_side = 64
+    # The release's own autoencoder keeps the mean alone; diffusers' training scripts take `latent_dist.mode()`,
+    # its pipelines "argmax".
+    are_drawn = False
 
     def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
         return False  # its statistics are in no file that others write

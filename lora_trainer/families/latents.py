@@ -36,6 +36,12 @@ class VaeLatents:
 
     native_side = 128
     """Side of an image of the native resolution, in latents: 128 for 1024 px at 8 px per latent."""
+    are_drawn = True
+    """Whether each epoch draws an image's latents from the VAE's posterior, as the family's references do.
+
+    A draw in the training of SD 1, 2 and 3, SDXL, FLUX.1 and Lumina 2 (diffusers' training scripts, sd-scripts, and
+    FLUX.1's own autoencoder, which Chroma and Lumina 2 share); the mean where a family says so.
+    """
 
     def encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
         """Load the VAE in float32, frozen; in fp16 some overflow."""
@@ -66,6 +72,15 @@ class VaeLatents:
         scaled = latents.float() / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         pixels: Tensor = vae.decode(scaled, return_dict=False)[0]
         return pixels
+
+
+class MeanLatents(VaeLatents):
+    """Latents that are the mean of the posterior and no draw.
+
+    Z-Image: `latent_dist.mode()` in diffusers' train_dreambooth_lora_z_image.py and musubi-tuner's cache.
+    """
+
+    are_drawn = False
 
 
 class PackedLatents(VaeLatents):

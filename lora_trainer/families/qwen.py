@@ -73,6 +73,10 @@ class QwenVLEncoder(MaskedEncoder):
 class FrameLatents(PackedLatents):
     """Latents of a video VAE, standardised by channel; an image is a video of one frame, [B, C, 1, H, W]."""
 
+    # As the editing pipelines encode an image ("argmax"), musubi-tuner and sd-scripts a dataset (`mode()`).
+    # diffusers' training script and ai-toolkit draw.
+    are_drawn = False
+
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         # diffusers spells the key so. It has an entry for each halving of the image's
         # sides, True where the number of frames is halved too.

@@ -29,6 +29,7 @@ from lora_trainer.families.flow import (
     target_endings,
     text_lengths,
 )
+from lora_trainer.families.latents import MeanLatents
 from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
@@ -85,6 +86,7 @@ class ZImage(FlowFamily):
         ],
         scale_offset=1.0,  # prompt + scale (prompt - negative)
     )
+    latents = MeanLatents()
     formats = TransformerFormats(
         names=AdapterNames(kohya="zimage", modelspec="Z-Image/lora"),
         comfyui_prefix="diffusion_model.",

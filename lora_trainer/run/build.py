@@ -299,6 +299,7 @@ def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
         levels=levels_of(facts, objective),
         prediction=facts.prediction,
         shared_conditioning=facts.guidance.conditioning(objective.guidance_scale),
+        draws_latents=prepared.family.latents.are_drawn,
         data=config.data,
         objective=objective,
         batch_size=config.train.batch_size,

@@ -84,7 +84,8 @@ class TrainingDataLoader:
     all samples share.
 
     Of several processes each prepares its share of a step, `dist_env` says which. `regularisation` are the
-    samples of which an epoch takes only so many.
+    samples of which an epoch takes only so many. `draws_latents`: an epoch draws latents from the cached posterior,
+    else it takes the mean.
     """
 
     sources: Mapping[str, SampleSource]
@@ -97,6 +98,7 @@ class TrainingDataLoader:
     objective: ObjectiveSettings
     batch_size: int
     seed: int
+    draws_latents: bool
     regularisation: Sequence[str] = ()
     regularisation_per_epoch: int = 0
     dist_env: DistEnv = field(default_factory=DistEnv)
@@ -172,7 +174,9 @@ class TrainingDataLoader:
         entry = self.entries.read(view.latents)
         mean, std = entry["mean"], entry["std"]
         # The cache holds the VAE's distribution, not a draw: each epoch sees another latent of the image.
-        latents = mean + std * self._randn(mean, Stream.LATENT, *here)
+        latents = mean
+        if self.draws_latents:
+            latents = mean + std * self._randn(mean, Stream.LATENT, *here)
         noise = draw_noise(mean.shape, self._generator(Stream.NOISE, *here), objective)
         # The input may have more noise than is to be predicted.
         perturbation, input_noise = objective.input_perturbation, None

@@ -151,6 +151,17 @@ def nearest(sample: Sample, feeder: TrainingDataLoader) -> str:
     return "plain" if closer else "mirrored"
 
 
+def test_latents_are_the_mean_where_the_family_s_references_take_it() -> None:
+    """Everything else of a sample is the same: its noise, its level, its text."""
+    feeder = build_feeder(batch_size=1, seed=5, data=DataSettings(), objective=ObjectiveSettings())
+    taken = TrainingDataLoader(**{**vars(feeder), "draws_latents": False, "_orders": {}})
+    for name in feeder.sources:
+        mean = feeder.entries.read(feeder.sources[name].views[0].latents)["mean"]
+        drawn, sample = (each.prepare_sample(0, name) for each in (feeder, taken))
+        assert torch.equal(sample.latents, mean) and not torch.equal(drawn.latents, mean)
+        assert same(replace(drawn, latents=mean), sample)
+
+
 def test_half_of_the_samples_are_mirrored_with_their_own_crop_and_mask() -> None:
     feeder = build_feeder([SQUARE], batch_size=400, data=EVERYTHING)
     (source,), views = feeder.sources.values(), []

@@ -115,6 +115,7 @@ def build_feeder(
         objective=objective,
         batch_size=batch_size,
         seed=seed,
+        draws_latents=True,
     )
 
 

@@ -350,3 +350,9 @@ def test_a_config_that_is_missing_not_json_or_hostile_is_named(
     (base / file).unlink()
     with pytest.raises(InputError, match=file.split("/")[0]):
         facts_at(base)
+
+
+def test_latents_are_means_in_the_families_whose_references_take_them() -> None:
+    """klein and Qwen-Image were drawn from the posterior, Z-Image too; see `VaeLatents.are_drawn` for the sources."""
+    means = {name for name in families.MODULES if not families.family(name).latents.are_drawn}
+    assert means == {"flux2", "qwen", "zimage"}
