@@ -11,9 +11,9 @@ datasets stay.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -21,28 +21,32 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def _builds_of_torch() -> ModuleType:
+    """Load the table of PyTorch's builds from the checkout, without the package, which needs packages."""
+    file = CHECKOUT / "lora_trainer" / "hardware" / "torch_builds.py"
+    if not file.exists():
+        raise SystemExit(f"install: {file} is missing; download the whole folder of lora-train")
+    spec = importlib.util.spec_from_file_location("torch_builds_of_lora_train", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+builds = _builds_of_torch()
 GIB = 2**30
 WINDOWS = os.name == "nt"
 PYTHONS = ((3, 11), (3, 13))
 """The oldest and the newest Python that lora-train is tested with."""
-TORCH = "torch==2.13.0"
-INDEXES = "https://download.pytorch.org/whl"
-"""PyTorch's own builds, one folder for each toolkit; LORA_TRAIN_TORCH_INDEXES names a mirror."""
-FOLDERS = {
-    "cuda": ("cu128",),
-    "cuda-old": ("cu126",),
-    "rocm": ("rocm6.4", "rocm7.0", "rocm7.1", "rocm7.2"),
-    "xpu": ("xpu",),
-    "cpu": ("cpu",),
-    "mps": (),
-}
-"""Folders of each build, the first that has this torch is taken; Apple's GPUs are in the ordinary macOS build."""
-CUDA_13, CUDA_13_DRIVER = "cu130", 580
-OLDEST_DRIVER = 525
-"""The first NVIDIA driver that runs CUDA 12 (CUDA's minor version compatibility)."""
-TURING = 7.5
-"""Compute capability from which on builds for CUDA 12.8 have kernels; older GPUs take those for 12.6."""
+OLD_CUDA = "cu126"
+"""The build for `--gpu cuda-old`: it has kernels for all GPUs from Maxwell to Hopper."""
+CHOICES = ("cuda", "cuda-old", *builds.FOLDERS)
 NEEDED_BYTES = {"cuda": 9 * GIB, "cuda-old": 9 * GIB, "rocm": 22 * GIB, "xpu": 8 * GIB}
 NEEDED_WITHOUT_GPU_BYTES = 3 * GIB
 EXTRAS = {"cuda": "cuda,gui,log", "cuda-old": "cuda,gui,log"}
@@ -63,13 +67,8 @@ class Gpu:
 
     build: str
     reason: str
-    driver: float = 0.0  # NVIDIA's; 0: not known
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders of PyTorch's indexes that may have the build, the best first."""
-        newer = (CUDA_13,) if self.build == "cuda" and self.driver >= CUDA_13_DRIVER else ()
-        return (*FOLDERS[self.build], *newer)
+    folders: tuple[str, ...] = ()
+    """The folders of PyTorch's indexes that may have the build, the best first."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
 def install(options: argparse.Namespace, paths: Paths) -> int:
     """Say what will be done, ask, and do it; returns the exit code."""
     _refuse_python()
-    gpu = find_gpu() if options.gpu == "auto" else Gpu(options.gpu, "chosen with --gpu")
+    gpu = find_gpu() if options.gpu == "auto" else chosen_gpu(options.gpu)
     refuse_small_disk(paths.environment, gpu.build)
     _refuse_foreign(paths)
     torch, trainer = torch_commands(gpu, paths), trainer_command(gpu, paths, source=options.source)
@@ -122,7 +121,7 @@ def install(options: argparse.Namespace, paths: Paths) -> int:
     print(f"  1. make a Python environment in {paths.environment}")
     print(f"  2. run {_words(torch[0])}")
     for other in torch[1:]:
-        print(f"     or, where that has no {TORCH}, {_words(other)}")
+        print(f"     or, where that has no {builds.TORCH}, {_words(other)}")
     print(f"  3. run {_words(trainer)}")
     print(f"  4. put the command lora-train at {paths.command}")
     if paths.path_home:
@@ -189,9 +188,10 @@ def uninstall(paths: Paths, *, yes: bool) -> int:
 
 def torch_commands(gpu: Gpu, paths: Paths) -> list[list[str]]:
     """Return the pip commands that install PyTorch, one for each index that may have the build, the best first."""
-    indexes = os.environ.get("LORA_TRAIN_TORCH_INDEXES", INDEXES).rstrip("/")
+    # PyTorch's own builds, one folder for each toolkit, or a mirror of them.
+    indexes = os.environ.get("LORA_TRAIN_TORCH_INDEXES", builds.INDEXES).rstrip("/")
     sources = [["--index-url", f"{indexes}/{folder}"] for folder in gpu.folders]
-    return [[*_pip(paths), TORCH, *source] for source in sources or [[]]]
+    return [[*_pip(paths), builds.TORCH, *source] for source in sources or [[]]]
 
 
 def trainer_command(gpu: Gpu, paths: Paths, *, source: str) -> list[str]:
@@ -214,28 +214,51 @@ def _succeeds(command: list[str]) -> bool:
 # ---- the machine
 
 
+def chosen_gpu(build: str) -> Gpu:
+    """Return the build that the user names; `cuda` is the best that the driver here runs."""
+    if build == "cuda" and shutil.which("nvidia-smi"):
+        return _nvidia(_nvidia_answers())
+    reason = "chosen with --gpu"
+    if build == "cuda":
+        return Gpu(build, reason, (builds.cuda_builds()[0].folder,))
+    if build == "cuda-old":
+        return Gpu(build, reason, (OLD_CUDA,))
+    return Gpu(build, reason, builds.FOLDERS[build])
+
+
 def find_gpu() -> Gpu:
     """Return the build for the GPU of this machine, judged by drivers and without any package."""
     if sys.platform == "darwin":
         if platform.machine() == "arm64":
-            return Gpu("mps", "an Apple GPU")
-        return Gpu(
+            return _other("mps", "an Apple GPU")
+        return _other(
             "cpu", "none that PyTorch can use on an Intel Mac; training runs on the processor"
         )
     if shutil.which("nvidia-smi"):
-        fields = "name,driver_version"
-        # Old drivers do not know the field compute_cap, and then answer nothing at all.
-        return _nvidia(_nvidia_table(f"{fields},compute_cap") or _nvidia_table(fields))
+        return _nvidia(_nvidia_answers())
     if sys.platform == "linux":
         if Path("/dev/kfd").exists() and "gfx" in _ask("rocminfo"):
-            return Gpu("rocm", "an AMD GPU with the ROCm driver")
+            return _other("rocm", "an AMD GPU with the ROCm driver")
         if Path("/dev/kfd").exists():
             raise Refused(
                 "an AMD GPU was found, but not rocminfo; install AMD's ROCm packages, or use --gpu rocm or --gpu cpu"
             )
     if "Device Name" in _ask("xpu-smi", "discovery"):
-        return Gpu("xpu", "an Intel GPU (xpu-smi)")
-    return Gpu("cpu", "none found (no nvidia-smi, ROCm or xpu-smi); training runs on the processor")
+        return _other("xpu", "an Intel GPU (xpu-smi)")
+    return _other(
+        "cpu", "none found (no nvidia-smi, ROCm or xpu-smi); training runs on the processor"
+    )
+
+
+def _other(build: str, reason: str) -> Gpu:
+    return Gpu(build, reason, builds.FOLDERS[build])
+
+
+def _nvidia_answers() -> str:
+    """Return a line for each GPU of NVIDIA: name, driver, and the compute capability where it is told."""
+    fields = "name,driver_version"
+    # Old drivers do not know the field compute_cap, and then answer nothing at all.
+    return _nvidia_table(f"{fields},compute_cap") or _nvidia_table(fields)
 
 
 def _nvidia_table(fields: str) -> str:
@@ -243,22 +266,22 @@ def _nvidia_table(fields: str) -> str:
 
 
 def _nvidia(table: str) -> Gpu:
-    """Choose by the oldest GPU and the driver; `table` has a line `name, driver, compute capability` for each."""
+    """Choose by the GPUs and the driver; `table` has a line `name, driver, compute capability` for each."""
     rows = [[field.strip() for field in line.split(",")] for line in table.splitlines()]
     rows = [row for row in rows if len(row) >= 2]
     if not rows:
         raise Refused(
             "nvidia-smi is here, but names no GPU; reinstall NVIDIA's driver, or use --gpu cpu"
         )
-    name, driver, capability = rows[0][0], rows[0][1], min(_number(row[-1]) for row in rows)
-    if _number(driver) < OLDEST_DRIVER:
-        raise Refused(
-            f"{name} has driver {driver}, PyTorch needs {OLDEST_DRIVER} or newer; "
-            "update NVIDIA's driver, or use --gpu cpu"
-        )
-    build = "cuda" if capability >= TURING else "cuda-old"
-    reason = f"{name}, driver {driver}, compute capability {capability}"
-    return Gpu(build, reason, _number(driver))
+    name, driver = rows[0][0], rows[0][1]
+    known = [row[2].split(".") for row in rows if len(row) > 2 and row[2][:1].isdigit()]
+    capabilities = [(int(major), int(minor)) for major, minor in known]
+    build, problem = builds.choose_cuda(capabilities, driver)
+    if build is None:
+        raise Refused(f"{name}: {problem}; update NVIDIA's driver, or use --gpu cpu")
+    told = ", ".join(sorted({"{}.{}".format(*each) for each in capabilities})) or "not told"
+    reason = f"{name}, driver {driver}, compute capability {told}"
+    return Gpu("cuda", f"{reason}: PyTorch for CUDA {build.toolkit}", (build.folder,))
 
 
 def refuse_small_disk(environment: Path, build: str) -> None:
@@ -467,24 +490,18 @@ def _ask(*command: str) -> str:
     return answer.stdout if answer.returncode == 0 else ""
 
 
-def _number(text: str) -> float:
-    """Return the number that a version begins with; 0 where it begins with none ("[N/A]")."""
-    match = re.match(r"\d+(\.\d+)?", text)
-    return float(match.group()) if match else 0.0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="install", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--gpu",
-        choices=("auto", *FOLDERS),
+        choices=("auto", *CHOICES),
         default="auto",
         help="build of PyTorch; auto: by what is found",
     )
     parser.add_argument("--prefix", type=Path, help="folder for the environment and the command")
     parser.add_argument(
         "--source",
-        default=_own_source(),
+        default=str(CHECKOUT),
         help="what pip installs: a folder, a wheel or `lora-train`",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -493,12 +510,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--uninstall", action="store_true", help="remove what this installer made")
     return parser
-
-
-def _own_source() -> str:
-    """Return the checkout that this file lies in, or the name on PyPI where it lies alone."""
-    checkout = Path(__file__).resolve().parent.parent
-    return str(checkout) if (checkout / "pyproject.toml").exists() else "lora-train"
 
 
 if __name__ == "__main__":

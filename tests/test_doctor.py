@@ -69,7 +69,9 @@ BOUND = replace(
 )
 T4 = FakeCard(name="Tesla T4", total_bytes=16 * GIB, capability=(7, 5))
 GTX = FakeCard(name="GTX 1650", total_bytes=4 * GIB, capability=(7, 5))
-WHEEL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+WHEEL = (
+    "pip install torch==2.13.0 --force-reinstall --index-url https://download.pytorch.org/whl/cu126"
+)
 
 
 CHECKS = [

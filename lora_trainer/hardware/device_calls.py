@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lora_trainer.hardware.devices import KINDS, TURING, DeviceKind, KindName, reinstall
+from lora_trainer.hardware.devices import KINDS, DeviceKind, KindName
+from lora_trainer.hardware.torch_builds import other_build
 
 # cudaHostRegisterPortable: pinned for every device of the process.
 _PORTABLE = 1
@@ -148,8 +149,10 @@ def found_by_torch(*, torch: Any = torch) -> list[dict[str, Any]]:
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
-def require_kernels(device: torch.device, *, torch: Any = torch) -> str:
+def require_kernels(device: torch.device, *, driver: str = "", torch: Any = torch) -> str:
     """Return why torch cannot compute on a GPU that it lists, "" if it can; opens the GPU's context.
+
+    `driver` is its version, which decides what build is advised instead.
 
     By CUDA's rules machine code (sm_) runs on the same major version from its minor version on, and with suffix
     "a" on its exact version only; PTX (compute_) is compiled for all later versions.
@@ -173,8 +176,7 @@ def require_kernels(device: torch.device, *, torch: Any = torch) -> str:
     if not archs:
         return ""
     name = torch.cuda.get_device_name(device)
-    index = "cu126" if capability < TURING else "cu128"
     return (
         f"{name} has compute capability {major}.{minor}, and torch {torch.__version__} has kernels for "
-        f"{', '.join(archs)} only: {reinstall(index)}"
+        f"{', '.join(archs)} only: {other_build([capability], driver)}"
     )

@@ -39,7 +39,6 @@ class DeviceKind:
     blocks_convolutions: a convolution copies its input and its output into another layout.
     runtime_gib: memory of a process before its first tensor.
     collectives: the backend of torch.distributed.
-    install: the command that installs a torch for this kind.
     lacks: unsupported settings, "key=value" -> reason.
     """
 
@@ -48,7 +47,6 @@ class DeviceKind:
     torch_type: TorchType
     runtime_gib: float
     collectives: str
-    install: str
     own_memory: bool = True
     pins: bool = True
     pins_in_place: bool = True
@@ -112,16 +110,6 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return TorchBuild(version=version, kind="mps")
     return TorchBuild(version=version, kind="cpu")
-
-
-TURING = (7, 5)
-
-
-def reinstall(index: str) -> str:
-    """Return the command that installs another build of torch."""
-    return (
-        f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}"
-    )
 
 
 def is_under_windows(root: Path = Path("/")) -> bool:

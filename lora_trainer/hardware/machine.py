@@ -28,17 +28,22 @@ from packaging.version import InvalidVersion, Version
 
 from lora_trainer.common.wording import GIB as GIB
 from lora_trainer.hardware.devices import (
-    KINDS,
     SEGMENTS,
-    TURING,
     TorchBuild,
     allocator_settings,
     grows_segments,
     is_under_windows,
-    reinstall,
     torch_build,
 )
 from lora_trainer.hardware.nvml import BY_BUS, CUDA_ORDER, Gpu, Nvml, find_gpus
+from lora_trainer.hardware.torch_builds import (
+    FOLDERS,
+    TORCH,
+    is_too_old,
+    needed_driver,
+    other_build,
+    reinstall,
+)
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 # Package -> its purpose, for `doctor`.
@@ -48,7 +53,7 @@ PURPOSES: Mapping[str, str] = tomllib.loads(
 PACKAGES = tuple(PURPOSES)
 # An assumed GPU (`plan --vram`) is Ampere, which has bf16.
 ASSUMED_CAPABILITY = (8, 6)
-MAXWELL, BLACKWELL = (5, 0), (10, 0)
+MAXWELL, VOLTA, TURING, BLACKWELL = (5, 0), (7, 0), (7, 5), (10, 0)
 # CUDA builds since 12.8 support Turing (Volta until torch 2.10) to Blackwell; builds of 12.6 support Maxwell to Hopper
 # (pytorch's RELEASE.md, "CUDA Support Matrix"; pytorch#157517, #172352).
 BLACKWELL_TOOLKIT = (12, 8)
@@ -103,7 +108,7 @@ class Hardware:
             return None, self.gpu_reason
         usable = self.usable(sharing=sharing)
         if not usable:
-            return None, self.against(self.gpus[0])
+            return None, ": ".join(self.against(self.gpus[0]))
         taking_part = usable[:sharing]
         gpu = min(taking_part, key=lambda gpu: gpu.free_bytes)
         reason = f"{gpu.name}, {self.gpu_reason}"
@@ -130,37 +135,32 @@ class Hardware:
             # Whole GiB: a few MiB in use must not put the second of two equal GPUs first.
             return gpu.has_bf16, size // GIB, -gpu.index
 
-        gpus = [gpu for gpu in self.gpus if not self.against(gpu)]
+        gpus = [gpu for gpu in self.gpus if not any(self.against(gpu))]
         return tuple(sorted(gpus, key=rank, reverse=True))
 
-    def against(self, gpu: Gpu) -> str:
-        """Return why the installed torch cannot use a GPU, with the command that fixes it; "" if it can."""
+    def against(self, gpu: Gpu) -> tuple[str, str]:
+        """Return why the installed torch cannot use a GPU, and what helps; two empty texts if it can."""
         build = self.torch
         if build is None or gpu.assumed:
-            return ""
+            return "", ""
         if build.kind != gpu.kind:
             missing = {"cuda": "CUDA", "rocm": "ROCm"}.get(gpu.kind, gpu.kind.upper())
-            return (
-                f"torch {build.version} is built without {missing}, so {gpu.name} cannot be used; "
-                f"{gpu.can.install}"
+            found = (
+                f"torch {build.version} is built without {missing}, so {gpu.name} cannot be used"
             )
-        capability = gpu.compute_capability
-        if build.kind != "cuda" or capability is None or not build.toolkit:
-            return ""
-        here = f"{gpu.name} has {gpu.capability}"
-        if capability < MAXWELL:
-            return f"{here}, which no build of torch supports any more"
-        try:
-            toolkit = Version(build.toolkit).release
-        except InvalidVersion:  # of a build of one's own
-            return ""
-        recent = toolkit >= BLACKWELL_TOOLKIT
-        # Some CUDA 12.8 and 12.9 builds still have kernels for Volta: `require_kernels` asks torch itself.
-        if recent and capability < (TURING if toolkit >= (13, 0) else (7, 0)):
-            return f"{here}, for which {build}, has no kernels: {reinstall('cu126')}"
-        if not recent and capability >= BLACKWELL:
-            return f"{here}, for which {build}, has no kernels: {reinstall('cu128')}"
-        return ""
+            return found, torch_for(gpu)
+        if build.kind != "cuda" or not build.toolkit:
+            return "", ""
+        if gpu.compute_capability and _lacks_kernels(gpu.compute_capability, build.toolkit):
+            found = f"{gpu.name} has {gpu.capability}, for which {build}, has no kernels"
+            return found, torch_for(gpu)
+        needed = needed_driver(build.toolkit)
+        if is_too_old(gpu.driver, needed=needed):
+            found = f"{gpu.name} has driver {gpu.driver}, and {build}, needs {needed} or newer"
+            other = torch_for(gpu)
+            cure = "update NVIDIA's driver"
+            return found, f"{cure}, or {other}" if other.startswith("pip ") else cure
+        return "", ""
 
     def disk_free_bytes(self, path: Path) -> int:
         """Return the free bytes of the disk on which `path` is or will be created; raises OSError."""
@@ -168,6 +168,27 @@ class Hardware:
             folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
         )
         return shutil.disk_usage(existing).free
+
+
+def torch_for(gpu: Gpu) -> str:
+    """Return the command that installs a torch for a GPU, else a sentence on why there is none."""
+    if gpu.kind == "cuda":
+        known = [] if gpu.compute_capability is None else [gpu.compute_capability]
+        return other_build(known, gpu.driver)
+    folder = next(iter(FOLDERS[gpu.kind]), "")
+    return reinstall(folder) if folder else f"pip install {TORCH}"
+
+
+def _lacks_kernels(capability: tuple[int, int], toolkit: str) -> bool:
+    """Return whether a build for this CUDA, of any torch that is accepted, lacks a GPU's kernels."""
+    try:
+        release = Version(toolkit).release
+    except InvalidVersion:  # of a build of one's own
+        return False
+    if release < BLACKWELL_TOOLKIT:
+        return capability < MAXWELL or capability >= BLACKWELL
+    # Some CUDA 12.8 and 12.9 builds still have kernels for Volta: `require_kernels` asks torch itself.
+    return capability < (TURING if release >= (13, 0) else VOLTA)
 
 
 def detect(
@@ -241,7 +262,7 @@ def _of_other_makers(
         return gpus, f"{many} found by {build}"
     vendors = map(_read, (root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
     if _AMD in vendors:
-        needs = f"which needs another build of torch: {KINDS['rocm'].install}"
+        needs = f"which needs another build of torch: {reinstall(FOLDERS['rocm'][0])}"
         return (), f"there is a GPU of AMD, {needs}"
     return (), reason
 

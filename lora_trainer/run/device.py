@@ -158,15 +158,28 @@ def planned_device(prepared: Prepared) -> torch.device:
             fix="use --set hardware.device=cpu",
         )
     card = cards[read_dist_env().local_rank % len(cards)]
-    if not torch.get_device_module(kind).is_available():
+    if problem := _start_problem(kind):
         raise MachineError(
-            f"the machine has {card.name} but torch {torch.__version__} cannot use it",
-            fix=f"{card.can.install}, or use --set hardware.device=cpu",
+            f"the machine has {card.name} but torch {torch.__version__} cannot use it: {problem}",
+            fix="restart the machine after an update of the driver (a container needs "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility), or use --set hardware.device=cpu",
         )
     device = torch.device(kind, card.index)
-    if problem := require_kernels(device):
+    if problem := require_kernels(device, driver=card.driver):
         raise MachineError(problem, fix="install that build, or use --set hardware.device=cpu")
     return device
+
+
+def _start_problem(kind: str) -> str:
+    """Return why torch cannot start a kind of GPU, in its own words; "" where it can."""
+    api = torch.get_device_module(kind)
+    if api.is_available():
+        return ""
+    try:
+        getattr(api, "init", lambda: None)()
+    except (RuntimeError, AssertionError) as error:  # "driver too old", "no driver", "not compiled"
+        return first_line(error)
+    return "it finds no GPU"
 
 
 def oom_fallbacks(

@@ -74,7 +74,7 @@ class FakeNvml:
     """Answers like the driver for `cards`; `refuses` makes calls without a handle fail."""
 
     cards: tuple[FakeCard, ...] = ()
-    driver: str = "570.86.15"
+    driver: str = "580.95.05"
     refuses: dict[str, str] = field(default_factory=dict)
     NVMLError: type[Exception] = FakeNvmlError
     sessions: int = 0

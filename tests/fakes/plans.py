@@ -28,7 +28,7 @@ CARD = Gpu(
     total_bytes=12 * GIB,
     free_bytes=12 * GIB,
     compute_capability=(8, 6),
-    driver="570",
+    driver="580",
 )
 LIBRARIES = dict.fromkeys(("bitsandbytes", "prodigyopt", "pytorch-optimizer", "schedulefree"), "1")
 MACHINE = Hardware(

@@ -168,8 +168,8 @@ def test_the_best_card_is_taken_and_not_the_first() -> None:
     ("card", "build", "index"),
     [
         (OLD, CU130, "cu126"),
-        (replace(LARGE, name="RTX 5090", capability=(12, 0)), replace(CU130, toolkit="12.6"), "cu128"),
-        (CARD, ROCM_BUILD, "cu128"),
+        (replace(LARGE, name="RTX 5090", capability=(12, 0)), replace(CU130, toolkit="12.6"), "cu130"),
+        (CARD, ROCM_BUILD, "cu130"),
     ],
     ids=["pascal on cu130", "blackwell on cu126", "rocm"],
 )  # fmt: skip

@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -71,8 +72,12 @@ def dry_run(
     patch: pytest.MonkeyPatch, folder: Path, programs: Mapping[str, str], *, system: str = "linux"
 ) -> int:
     """Say what would be installed on a machine whose drivers' programs give these answers."""
-    patch.setattr(installer.sys, "platform", system)
-    patch.setattr(installer.platform, "machine", lambda: "arm64")
+    # `shutil.which` looks for other names where the system is Windows, so only the choice of the build knows it.
+    patch.setattr(installer.sys, "platform", "linux" if system == "win32" else system)
+    arm = "arm64" if system == "darwin" else "x86_64"
+    patch.setattr(installer.platform, "machine", lambda: arm)
+    choose = partial(installer.builds.choose_cuda, system=system)
+    patch.setattr(installer.builds, "choose_cuda", choose)
     is_amd, exists = "rocminfo" in programs, Path.exists
     patch.setattr(Path, "exists", lambda path: is_amd if path == KFD else exists(path))
     for name, answer in programs.items():
@@ -86,15 +91,17 @@ def dry_run(
 @pytest.mark.parametrize(
     ("programs", "system", "builds"),
     [
-        ({NVIDIA: "NVIDIA GeForce RTX 4060, 560.94, 8.9"}, "linux", ["cu128"]),
-        ({NVIDIA: "NVIDIA GeForce RTX 5090, 580.65, 12.0"}, "linux", ["cu128", "cu130"]),
+        ({NVIDIA: "NVIDIA GeForce RTX 4060, 560.94, 8.9"}, "linux", ["cu129"]),
+        ({NVIDIA: "NVIDIA GeForce RTX 4060, 560.94, 8.9"}, "win32", ["cu126"]),
+        ({NVIDIA: "NVIDIA GeForce RTX 5090, 580.65, 12.0"}, "linux", ["cu130"]),
+        ({NVIDIA: "NVIDIA GeForce RTX 5090, [N/A], [N/A]"}, "linux", ["cu130"]),
         ({NVIDIA: "NVIDIA RTX A6000, 535.1, 8.6\nTesla P40, 535.1, 6.1"}, "linux", ["cu126"]),
-        ({"rocminfo": "  Name: gfx1100"}, "linux", ["rocm6.4", "rocm7.0", "rocm7.1", "rocm7.2"]),
+        ({"rocminfo": "  Name: gfx1100"}, "linux", ["rocm7.2", "rocm7.1"]),
         ({"xpu-smi": "Device Name: Intel(R) Arc(TM) A770"}, "linux", ["xpu"]),
         ({}, "linux", ["cpu"]),
         ({}, "darwin", []),  # the ordinary torch is Apple's
     ],
-    ids=["new", "newest", "oldest of two", "amd", "intel", "none", "apple"],
+    ids=["new", "windows", "newest", "not told", "oldest of two", "amd", "intel", "none", "apple"],
 )
 def test_each_gpu_gets_the_builds_of_torch_that_have_its_kernels(
     programs: Mapping[str, str],
@@ -115,7 +122,14 @@ def test_a_driver_that_cannot_work_a_small_disk_root_and_an_old_python_are_refus
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for answer, sentence in (
-        ("NVIDIA GeForce GTX 970, 470.82, 5.2", "driver 470.82, PyTorch needs 525 or newer"),
+        (
+            "NVIDIA GeForce GTX 970, 470.82, 5.2",
+            "driver 470.82 is too old: torch==2.13.0 for this GPU needs 525",
+        ),
+        (
+            "Tesla K80, 470.82, 3.7",
+            "no build of torch==2.13.0 has kernels for compute capability 3.7",
+        ),
         ("no devices", "names no GPU"),
     ):
         assert dry_run(monkeypatch, tmp_path, {NVIDIA: answer}) == 1
