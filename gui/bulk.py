@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.whole_words import replaced, same_word, tags_of
 from lora_trainer.dataset.caption_rules import with_trigger
 
 Kind = Literal["prepend", "append", "replace", "remove_tag", "trigger"]
@@ -38,7 +39,7 @@ class BulkEdit:
             case "append":
                 return self.joint.join(part for part in (caption, self.text) if part)
             case "replace":
-                return caption.replace(self.text, self.replacement)
+                return replaced(caption, self.text, self.replacement)
             case "remove_tag":
                 return without_tag(caption, self.text)
             case "trigger":
@@ -56,14 +57,9 @@ class BulkEdit:
         }[self.kind]
 
 
-def tags_of(caption: str) -> list[str]:
-    """Return the tags of a caption, in order."""
-    return [tag for tag in (part.strip() for part in caption.split(",")) if tag]
-
-
 def without_tag(caption: str, tag: str) -> str:
     """Return a caption without a tag, in any case; one that lacks it stays as it is to the letter."""
-    unwanted = tag.strip().casefold()
+    unwanted = same_word(tag)
     tags = tags_of(caption)
-    kept = [found for found in tags if found.casefold() != unwanted]
+    kept = [found for found in tags if same_word(found) != unwanted]
     return caption if len(kept) == len(tags) else ", ".join(kept)

@@ -268,7 +268,7 @@ class Desk {
 }
 
 function tagsOf(caption) {
-  return caption.split(",").map((tag) => tag.trim()).filter(Boolean);
+  return caption.split(/[,\uff0c\u3001\u060c]/).map((tag) => tag.trim()).filter(Boolean);
 }
 
 const desk = new Desk();

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from lora_trainer.common.whole_words import COMMAS, whole_word
+
 # Factor of a pair of round brackets on a weight; square brackets divide by it.
 STRONGER = 1.1
 MAX_WEIGHT = 100.0
@@ -121,9 +123,9 @@ def words_of(parts: Iterable[Weighted]) -> str:
 
 
 def split_at_commas(text: str, *, whole_brackets: bool) -> list[str]:
-    """Split at commas; with `whole_brackets` not at commas inside brackets of `weighted_parts`."""
+    """Split at commas of any script; with `whole_brackets` not at those inside brackets of `weighted_parts`."""
     if not whole_brackets:
-        return text.split(",")
+        return re.split(f"[{COMMAS}]", text)
     partners = _partners(text, _EMPHASIS)
     parts, first, closed = list[str](), 0, -1
     for index, mark in enumerate(text):
@@ -131,7 +133,7 @@ def split_at_commas(text: str, *, whole_brackets: bool) -> list[str]:
             continue
         if index in partners:
             closed = partners[index]
-        elif mark == ",":
+        elif mark in COMMAS:
             parts.append(text[first:index])
             first = index + 1
     return [*parts, text[first:]]
@@ -166,9 +168,16 @@ class NewWord:
     text: str
     tokens: int
 
+    def pieces(self, text: str) -> list[tuple[int, int]]:
+        """Return start and end of the pieces of a text between the places where it has the word, if empty ones too."""
+        found = [match.span() for match in whole_word(self.text).finditer(text)]
+        starts = [0, *(end for _, end in found)]
+        ends = [*(start for start, _ in found), len(text)]
+        return list(zip(starts, ends, strict=True))
+
     def split(self, text: str) -> list[str]:
-        """Split a text at whole-word occurrences of the word, upper or lower case."""
-        return re.split(rf"(?<!\w){re.escape(self.text)}(?!\w)", text, flags=re.IGNORECASE)
+        """Split a text where it has the word, in any case, as a word of its own."""
+        return [text[start:end] for start, end in self.pieces(text)]
 
     @property
     def numbers(self) -> list[int]:

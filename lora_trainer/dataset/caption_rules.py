@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from lora_trainer.common.events import Finding
 from lora_trainer.common.files import sha256_bytes, sha256_file
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, shuffled
+from lora_trainer.common.whole_words import holds_word, same_word, whole_word
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.declare import CHUNK_TOKENS, concepts
 from lora_trainer.config.inputs import DataSettings
@@ -75,7 +75,7 @@ def sample_prompts(captions: Iterable[str], config: Config[Any]) -> tuple[str, .
         return sampling.prompts
     subject = (data.trigger or data.class_word or "").strip()
     written: Iterable[str] = dict.fromkeys(filter(None, captions))
-    if subject and set(written) <= {subject}:
+    if subject and set(map(same_word, written)) <= {same_word(subject)}:
         written = [prompt.format(subject) for prompt in concepts()[config.train.concept]["prompts"]]
     # Prompts appear in reports and image files, so secrets are removed; training uses captions unchanged.
     # Only as far as prompts are needed: 100,000 captions would take six seconds.
@@ -108,8 +108,8 @@ def max_texts(written: Sequence[str], *, settings: DataSettings) -> int:
 
 
 def has_trigger(caption: str, trigger: str) -> bool:
-    """Say whether `trigger` stands in `caption` as a word of its own, in any case."""
-    return _as_word(trigger.strip()).search(caption) is not None
+    """Say whether `trigger` stands in `caption` as a word of its own, in any case and script."""
+    return holds_word(caption, trigger)
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
@@ -124,10 +124,6 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     return f"{word}, {caption}" if caption else word
 
 
-def _as_word(word: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
-
-
 def class_texts(texts: Iterable[str], *, settings: DataSettings) -> list[str | None]:
     """Return each text with the class word in place of the trigger, None for one without the trigger.
 
@@ -136,10 +132,10 @@ def class_texts(texts: Iterable[str], *, settings: DataSettings) -> list[str | N
     word, trigger = settings.class_word, settings.trigger
     if word is None or trigger is None:
         return []
-    in_place, pattern = word.strip(), _as_word(trigger.strip())
-    replaced = (pattern.subn(lambda _: in_place, text) for text in texts)
+    in_place, pattern = word.strip(), whole_word(trigger)
     # An empty trigger, that of a folder without one, stands nowhere.
-    return [text if count and trigger.strip() else None for text, count in replaced]
+    replaced = (pattern.subn(lambda _: in_place, text) for text in texts)
+    return [text if count else None for text, count in replaced]
 
 
 def _drawn(written: Sequence[str], settings: DataSettings) -> int:

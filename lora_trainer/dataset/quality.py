@@ -9,7 +9,6 @@ images makes up for half of them being copies. Nothing here changes a run.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import numpy as np
 from lora_trainer.common.caption_markup import has_choice
 from lora_trainer.common.events import Finding, by_severity
 from lora_trainer.common.processes import gc_disabled
+from lora_trainer.common.whole_words import words_in
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import FILE_NAME, FOLDER_NAME, IMAGE_TEXT, caption_of_name
 from lora_trainer.dataset.images import (
@@ -293,9 +293,7 @@ def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> fl
     if any(settings.of_folder(record.folder).trigger for record in records):
         return 1.0  # captions that lack it get it
     words = Counter(
-        word
-        for record in records
-        for word in set(re.findall(r"\w+", record.caption.casefold())) - _COMMON_WORDS
+        word for record in records for word in set(words_in(record.caption)) - _COMMON_WORDS
     )
     return max(words.values(), default=0) / len(records)
 

@@ -22,6 +22,7 @@ from typing import Any
 from lora_trainer import __version__
 from lora_trainer.common.files import sha256_bytes
 from lora_trainer.common.memo import HashMemo
+from lora_trainer.common.whole_words import same_word, tags_of
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.families.facts import Prediction
@@ -290,14 +291,11 @@ def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
     """Count comma-separated tags per folder; the trigger leads, as browsers show the first tag."""
     limit = max(1, MAX_TAGS // max(1, len(info.subsets)))
     frequencies: dict[str, dict[str, int]] = {}
+    trigger = same_word(info.trigger or "")
     for subset in info.subsets:
-        tags = (
-            tag.strip()[:MAX_TAG_CHARACTERS]
-            for caption in subset.captions
-            for tag in caption.split(",")
-        )
-        counts = Counter(tag for tag in tags if tag)
-        ordered = sorted(counts, key=lambda tag: (tag != info.trigger, -counts[tag], tag))
+        tags = (tag[:MAX_TAG_CHARACTERS] for caption in subset.captions for tag in tags_of(caption))
+        counts = Counter(tags)
+        ordered = sorted(counts, key=lambda tag: (same_word(tag) != trigger, -counts[tag], tag))
         frequencies[subset.folder] = {tag: counts[tag] for tag in ordered[:limit]}
     return frequencies
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from typing import Any
 
@@ -80,6 +81,32 @@ def test_the_class_takes_the_place_of_the_trigger() -> None:
     assert replaced() == ["a photo of woman, smiling", None]
     assert replaced(trigger="") == [None, None], "as a folder without a trigger has it"
     assert replaced(trigger=None) == replaced(class_word=None) == []
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize(
+    ("trigger", "class_word", "caption", "of_class"),
+    [
+        ("小明", "男孩", "照片里的小明在跑步", "照片里的男孩在跑步"),
+        ("ミナ", "女の子", "公園のミナが走る", "公園の女の子が走る"),
+        ("미나", "여자", "공원에서 미나가 웃는다", "공원에서 여자가 웃는다"),
+        ("มานี", "เด็ก", "รูปมานีกำลังวิ่ง", "รูปเด็กกำลังวิ่ง"),
+        ("zib", "猫", "一张zib的照片", "一张猫的照片"),
+        ("žib", "cat", "a ŽIB in hats", "a cat in hats"),
+    ],
+)
+def test_a_trigger_is_found_in_text_without_blanks(
+    trigger: str, class_word: str, caption: str, of_class: str, form: Any
+) -> None:
+    written = unicodedata.normalize(form, caption)
+    assert plain(written, trigger=trigger) == written, "it is not put in twice"
+    settings = DataSettings(trigger=trigger, class_word=class_word)
+    (replaced,) = caption_rules.class_texts([written], settings=settings)
+    assert replaced is not None
+    assert unicodedata.normalize("NFC", replaced) == of_class
+    # The tag with the trigger is a fixed one, and commas of these scripts part tags.
+    shuffling = SHUFFLING.model_copy(update={"trigger": trigger, "tag_dropout": 1.0})
+    assert set(drawn(f"红衣，公园、{written}، x", shuffling)) == {written}
 
 
 def test_all_but_the_kept_tags_are_shuffled() -> None:

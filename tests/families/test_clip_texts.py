@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -206,13 +207,18 @@ def test_words_are_weighed_in_every_chunk_by_itself(name: str) -> None:
     assert "pooled" not in plain or torch.equal(found["pooled"], plain["pooled"])
 
 
+@pytest.mark.parametrize("written", ["zibbo", "zi\u0301bbo"])
 @pytest.mark.parametrize("name", CHUNKED)
-def test_a_new_word_has_its_place_and_weight_also_where_chunks_meet(name: str) -> None:
+def test_a_new_word_has_its_place_and_weight_also_where_chunks_meet(
+    name: str, written: str
+) -> None:
     encoder = encoder_of(name, chunks=2)
     alone = encoder.count_tokens("a")
-    encoder.learn(NewWord(text="zibbo", tokens=4))
+    encoder.learn(NewWord(text=unicodedata.normalize("NFC", written), tokens=4))
     tokens = encoder.tokenize_weighted(
-        caption_markup.weighted_parts("a " * (73 // alone) + "(Zibbo fox:1.5) by zibbo")
+        caption_markup.weighted_parts(
+            "a " * (73 // alone) + f"({written.title()} fox:1.5) by {written}"
+        )
     )
     for component in encoder.networks:
         first, second = tokens[component].reshape(2, 77).tolist()

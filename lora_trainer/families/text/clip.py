@@ -147,17 +147,18 @@ class ClipEncoder(TextEncoder):
         """Return number and weight of each token; a token has the weight of its last letter."""
         text, letters = words_of(parts), [weight for words, weight in parts for _ in words]
         tokens, first = list[tuple[int, float]](), 0
-        for index, piece in enumerate([text] if self.word is None else self.word.split(text)):
+        pieces = [(0, len(text))] if self.word is None else self.word.pieces(text)
+        for index, (start, end_of_piece) in enumerate(pieces):
             if self.word is not None and index > 0:
                 tokens += [(number, letters[first]) for number in self.word.numbers]
-                first += len(self.word.text)
+            first, piece = start, text[start:end_of_piece]
             # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
             read = tokenizer(
                 piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
             for number, (_, end) in zip(read.input_ids, read["offset_mapping"], strict=True):
                 tokens.append((number, letters[first + end - 1]))
-            first += len(piece)
+            first = end_of_piece
         return tokens
 
     def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
