@@ -59,7 +59,8 @@ def named_file(
         return None
     path = path_of(file_name)
     beside = foreign.beside
-    for file in (beside / path, beside / path.name, beside.parent / path):
+    places = (beside / path, beside / path.name, beside.parent / path) if beside else ()
+    for file in places:
         try:
             content = parse(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
@@ -72,6 +73,8 @@ def named_file(
                 read(foreign)
             return content
     why = "no such file here that fits: put it beside this one, or import it by itself"
+    if beside is None:
+        why = "is another file, which is not read with this one: import it by itself"
     foreign.lacks(option, str(file_name), why)
     return None
 
@@ -244,7 +247,7 @@ def set_length(foreign: Foreign, epochs: float | None, key: str, *, whole: bool 
         return
     data = {name: value for name, value in foreign.settings.items() if name.startswith("data.")}
     samples = None
-    if foreign.dataset is not None:
+    if foreign.dataset is not None and foreign.beside is not None:
         with suppress(InputError, RequestError, OSError, ValueError):
             root = foreign.beside / Path(foreign.dataset)
             pictures = list_dataset(root, settings=build_config(data).data).pictures

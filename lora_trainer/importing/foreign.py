@@ -50,8 +50,9 @@ class Foreign:
     """A foreign file, and what becomes of its keys: `settings` by key, and for each the `sources` it is from.
 
     `values` are the file's by flat key and those of further files that it names, `data` its tables, `beside`
-    the folder it lies in, `called` what the file calls a key that is read under another name. `trainer` is the
-    program whose file it is, `table` its tables as one. `is_flow` says whether the base is trained by flow
+    the folder it lies in (None: nothing beside it may be read), `called` what the file calls a key that is read
+    under another name. `trainer` is the program whose file it is, `table` its tables as one. `is_flow` says
+    whether the base is trained by flow
     matching, `trains_text` whether its text encoders can be trained here; None: the file does not say which base
     it is. `is_schedule_free`: its optimizer has no schedule. `untrained` has what stands before the keys of folders
     without a path, `named` the keys of which something is said: `nearest` how they are approximated, the others
@@ -63,7 +64,7 @@ class Foreign:
     table: Mapping[str, Any]
     values: dict[str, Any]
     data: Mapping[str, Any]
-    beside: Path
+    beside: Path | None
     called: dict[str, str] = field(default_factory=dict)
     is_flow: bool | None = None
     trains_text: bool | None = None

@@ -11,7 +11,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -37,15 +37,32 @@ MAX_BYTES = 4 << 20
 
 
 def import_file(file: Path) -> Foreign:
-    """Read a settings file of another trainer.
+    """Read a settings file of another trainer, and the further files beside it that it names.
 
-    Raises InputError for one that cannot be read or is no known trainer's, RequestError for what it says
+    Raises InputError for one that cannot be read or is not a known trainer's, RequestError for what it says
     and cannot be done here.
     """
-    data = read_tables(file)
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error}", fix="give a readable UTF-8 file") from None
+    return _imported(raw, str(file), beside=file.parent)
+
+
+def import_bytes(raw: bytes, name: str) -> Foreign:
+    """Read the bytes of a settings file called `name`, as a page uploads it; opens no file. Raises as `import_file`.
+
+    Further files that it names, and images that would have to be counted, are not there; that is said.
+    """
+    return _imported(raw, name, beside=None)
+
+
+def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
+    data = read_tables(raw, file)
     trainer, values = recognised(data, file)
     foreign = Foreign(
-        trainer=trainer.name, table=trainer.table, values=values, data=data, beside=file.parent
+        trainer=trainer.name, table=trainer.table, values=values, data=data, beside=beside
     )
     try:
         apply(trainer, foreign)
@@ -77,19 +94,17 @@ def import_file(file: Path) -> Foreign:
     return foreign
 
 
-def read_tables(file: Path) -> Mapping[str, Any]:
-    """Return the values of a TOML, JSON or YAML file; raises InputError."""
+def read_tables(raw: bytes, file: str) -> Mapping[str, Any]:
+    """Return the values in the bytes of a TOML, JSON or YAML file called `file`; raises InputError."""
     try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
         text = raw.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise InputError(f"cannot read {file}: {error}", fix="give a readable UTF-8 file") from None
     if len(raw) > MAX_BYTES:
         raise InputError(
             f"{file} is larger than a settings file can be", fix="give a settings file"
         )
-    kind, parse = _PARSERS.get(file.suffix.lower(), ("TOML", tomllib.loads))
+    kind, parse = _PARSERS.get(PurePath(file).suffix.lower(), ("TOML", tomllib.loads))
     try:
         data = parse(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -104,7 +119,7 @@ def read_tables(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def recognised(data: Mapping[str, Any], file: Path) -> tuple[Trainer, dict[str, Any]]:
+def recognised(data: Mapping[str, Any], file: str) -> tuple[Trainer, dict[str, Any]]:
     """Return whose file it is, and its values by flat key; raises InputError."""
     for trainer in TRAINERS:
         values = trainer.flat(data)

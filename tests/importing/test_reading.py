@@ -228,3 +228,25 @@ def test_the_command_prints_and_writes_settings_with_all_that_was_found(
     assert run_cli(["import", str(file), "--output", str(ours)]) == 2, "it exists"
     assert run_cli(["import", str(file), "--output", str(ours), "--force"]) == 0
     assert run_cli(["import", str(file), "--output", str(tmp_path / "a.txt")]) == 2
+
+
+@pytest.mark.parametrize("name", ["usual.toml", r"C:\fakepath\usual.toml"])
+def test_the_bytes_of_a_file_are_read_without_opening_any(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = tmp_path / "dataset.toml"
+    dataset.write_text(
+        '[[datasets]]\n[[datasets.subsets]]\nimage_dir = "images"\nnum_repeats = 7\n'
+    )
+    values = {"pretrained_model_name_or_path": "a.safetensors", "network_module": "networks.lora"}
+    values |= {"network_dim": 12, "max_train_epochs": 3, "dataset_config": str(dataset)}
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    (tmp_path / "usual.toml").write_text(text)
+    assert reading.import_file(tmp_path / "usual.toml").dataset == "images"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "open", None)
+    imported = reading.import_bytes(text.encode(), name)
+    assert imported.settings["adapter.rank"] == 12 and imported.dataset is None
+    assert "import it by itself" in imported.without_equivalent["dataset_config"]
+    assert "max_train_epochs" in imported.without_equivalent
+    assert any("adapter.rank" in line for line in reading.report(imported).splitlines())
