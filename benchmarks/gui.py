@@ -174,7 +174,7 @@ def browser_ms(*, steps: int, samples: int, images: int, rounds: int) -> dict[st
         )
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 800})
-            page.goto(server.link)
+            server.open(page, "/")
             found: dict[str, list[float]] = {}
             for _ in range(rounds):
                 for kind, (address, painted) in pages.items():

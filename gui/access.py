@@ -1,8 +1,9 @@
 """Who may use the interface: the user of this machine by a key, others by a password.
 
 The key is a file that only its user can read, `<runs>/.gui/key`; the link that is printed carries it
-into a cookie, so that another user of the machine, or a page that guesses the port, has nothing to
-show. Outputs: for each request None, or what to answer instead; see `guard.Access`.
+into a cookie of a host name that nobody else knows (door.py), so that another user of the machine, his
+server on another port, or a page that guesses the port, has nothing to show. Outputs: for each request
+None, or what to answer instead; see `guard.Access`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import hmac
 import os
 import secrets
@@ -18,7 +20,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
@@ -28,7 +29,10 @@ import psutil
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, open_binary, retry_while_open
 
+from .cookies import cookies
+from .door import NO_KEY, door, own_host
 from .guard import Asked, GuardResponse, hostname
+from .guesses import GuessLimit
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 PASSWORD_VARIABLE = "LORA_TRAIN_GUI_PASSWORD"
@@ -38,24 +42,26 @@ KEY_PARAMETER = "key"
 COOKIE = "lora_train_key"
 _KEY_BYTES = 32
 _COOKIE_MAX_AGE_S = 30 * 24 * 3600
-_GUESS_EVERY_S = 1.0
-_HELD_BACK_MAX_S = 5.0
-_ADDRESSES_MAX = 1000
-_NO_KEY = "Open the link that lora-train-gui printed: it carries the key to this page."
 _NO_PASSWORD = f"This server asks for the password in {PASSWORD_VARIABLE}; any user name will do."
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyAccess:
-    """For the user of this machine: the key, or once a ticket, in the link; then the cookie.
+    """For the user of this machine: the key, or once a ticket, in the link; then a cookie.
 
     The link that a browser is started with stands in the list of processes, which all users of the
-    machine can read; so it carries a ticket that is worth nothing once it was used.
+    machine can read; so it carries a ticket that is worth nothing once it was used. The cookie is one
+    of `own_host` alone, see door.py, and its value opens this port alone.
     """
 
     key: str
     tickets: set[str] = field(default_factory=set)
-    hosts: frozenset[str] = LOOPBACK
+    hosts: frozenset[str]
+
+    @classmethod
+    def of(cls, key: str, *, hosts: frozenset[str] = LOOPBACK) -> KeyAccess:
+        """Return who may come in with a key, under its own host name beside those of the loopback."""
+        return cls(key=key, hosts=hosts | {own_host(key)})
 
     def ticket(self) -> str:
         """Return a key that opens the page once."""
@@ -63,19 +69,38 @@ class KeyAccess:
         self.tickets.add(ticket)
         return ticket
 
+    def cookie(self, port: int) -> tuple[str, str]:
+        """Return name and value of the cookie for a port: two servers need two, each worth nothing elsewhere."""
+        value = hmac.new(self.key.encode(), f"port {port}".encode(), hashlib.sha256).hexdigest()
+        return f"{COOKIE}_{port}", value
+
     async def answer(self, asked: Asked) -> GuardResponse | None:
         """Ask for the key; take it out of the address where it stands in there."""
-        # A browser sends the cookies of a host to all of its ports: two servers need two names.
-        cookie = f"{COOKIE}_{asked.port}"
-        known = same(_cookie(asked.headers.get("cookie", ""), cookie), self.key)
+        host = asked.headers.get("host", "")
+        is_own = hostname(host) == own_host(self.key)
+        known = is_own and self._is_known(asked)
         query = parse_qsl(asked.query, keep_blank_values=True)
         shown = [value for name, value in query if name == KEY_PARAMETER]
+        rest = [pair for pair in query if pair[0] != KEY_PARAMETER]
         if asked.path != "/" or asked.method != "GET" or not shown:
-            return None if known else GuardResponse(status=403, sentence=_NO_KEY)
+            return None if known else _without_key(asked, is_own=is_own)
         if not known and not self._opens(shown[0]):
-            return GuardResponse(status=403, sentence=_NO_KEY)
-        rest = urlencode([pair for pair in query if pair[0] != KEY_PARAMETER])
-        return _enter(f"/?{rest}" if rest else "/", asked, cookie=f"{cookie}={self.key}")
+            return _without_key(asked, is_own=is_own)
+        if not is_own:
+            return door(target=self._own_address(host, rest))
+        return _enter(
+            f"/?{urlencode(rest)}" if rest else "/", asked, cookie=self.cookie(asked.port)
+        )
+
+    def _is_known(self, asked: Asked) -> bool:
+        name, wanted = self.cookie(asked.port)
+        return any(same(value, wanted) for value in cookies(asked.headers.get("cookie", ""), name))
+
+    def _own_address(self, host: str, query: list[tuple[str, str]]) -> str:
+        """Return where the page is, at the port that this browser asks: a tunnel may have its own."""
+        port = host.rpartition(":")[2]
+        place = own_host(self.key) + (f":{port}" if port.isdecimal() else "")
+        return f"http://{place}/?{urlencode([(KEY_PARAMETER, self.ticket()), *query])}"
 
     def _opens(self, shown: str) -> bool:
         for ticket in self.tickets:
@@ -85,8 +110,16 @@ class KeyAccess:
         return same(shown, self.key)
 
 
-def _enter(target: str, asked: Asked, *, cookie: str) -> GuardResponse:
-    setting = f"{cookie}; Path=/; Max-Age={_COOKIE_MAX_AGE_S}; HttpOnly; SameSite=Strict"
+def _without_key(asked: Asked, *, is_own: bool) -> GuardResponse:
+    """Return what somebody gets who has no key here: a browser may know the own name from before."""
+    if not is_own and asked.method == "GET" and "text/html" in asked.headers.get("accept", ""):
+        return door()
+    return GuardResponse(status=403, sentence=NO_KEY)
+
+
+def _enter(target: str, asked: Asked, *, cookie: tuple[str, str]) -> GuardResponse:
+    name, value = cookie
+    setting = f"{name}={value}; Path=/; Max-Age={_COOKIE_MAX_AGE_S}; HttpOnly; SameSite=Strict"
     headers = {"set-cookie": setting}
     if asked.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
         return GuardResponse(status=303, sentence="", headers={**headers, "location": target})
@@ -95,14 +128,6 @@ def _enter(target: str, asked: Asked, *, cookie: str) -> GuardResponse:
     return GuardResponse(
         status=200, sentence="<!doctype html><title>lora-train</title>", headers=headers
     )
-
-
-def _cookie(header: str, name: str) -> str:
-    try:
-        found = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return found.value if found is not None else ""
 
 
 def same(given: str, wanted: str) -> bool:
@@ -151,7 +176,7 @@ class PasswordAccess:
 
     password: str
     hosts: frozenset[str]
-    held_back: GuessLimit = field(default_factory=lambda: GuessLimit())
+    held_back: GuessLimit = field(default_factory=GuessLimit)
 
     async def answer(self, asked: Asked) -> GuardResponse | None:
         """Ask for the password; who got it wrong may try again a second later."""
@@ -179,37 +204,6 @@ _UNAUTHORIZED = GuardResponse(
     sentence=_NO_PASSWORD,
     headers={"www-authenticate": 'Basic realm="lora-train", charset="UTF-8"'},
 )
-
-
-@dataclass(kw_only=True)
-class GuessLimit:
-    """Lets an address that got the password wrong guess once a second; the others never wait.
-
-    A guess is held back before it is looked at, and only some seconds: what comes faster is refused,
-    so that neither the time nor the number of waiting requests grows.
-    """
-
-    next_s: dict[str, float] = field(default_factory=dict)
-
-    def wait_s(self, address: str, *, now_s: float) -> float | None:
-        """Return how long this guess has to wait, None for one too many."""
-        if address not in self.next_s:
-            return 0.0
-        wait_s = max(0.0, self.next_s[address] - now_s)
-        if wait_s > _HELD_BACK_MAX_S:
-            return None
-        self.next_s[address] = now_s + wait_s + _GUESS_EVERY_S
-        return wait_s
-
-    def wrong(self, address: str, *, now_s: float) -> None:
-        """Remember the address; the one that came first is forgotten when there are many."""
-        if address not in self.next_s and len(self.next_s) >= _ADDRESSES_MAX:
-            del self.next_s[next(iter(self.next_s))]
-        self.next_s.setdefault(address, now_s + _GUESS_EVERY_S)
-
-    def right(self, address: str) -> None:
-        """Forget the address."""
-        self.next_s.pop(address, None)
 
 
 def _basic_password(header: str) -> str | None:

@@ -38,6 +38,7 @@ from .guard import Access
 from .workplace import Workplace
 
 ADDRESS = "127.0.0.1"
+LOOPBACK_ADDRESSES = (ADDRESS, "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -73,8 +74,10 @@ def serve(options: Options) -> None:
     access = access_for(options, work)
     server.quiet_gradio(work)
     pages = server.application(work, access=access)
-    listening = server.listen(options.listen, options.port)
-    home = address_of(options.listen, listening.getsockname()[1])
+    # The host name of the pages leads to either loopback address: nobody else may listen on the other.
+    others = LOOPBACK_ADDRESSES if isinstance(access, KeyAccess) else ()
+    listening = server.listen((options.listen, *others), options.port)
+    home = address_of(options.listen, listening[0].getsockname()[1])
     key = f"?{KEY_PARAMETER}={access.key}" if isinstance(access, KeyAccess) else ""
     sys.stdout.write(f"lora-train: {home}{key} (Ctrl-C ends these pages, not the trainings)\n")
     sys.stdout.flush()
@@ -112,7 +115,7 @@ def access_for(options: Options, work: Workplace) -> Access:
                 "--host-name is for a server that others reach", fix="add --listen, or leave it out"
             )
         hosts = LOOPBACK | {options.listen}
-        return KeyAccess(key=read_key(work.own), hosts=hosts)
+        return KeyAccess.of(read_key(work.own), hosts=hosts)
     return PasswordAccess(
         password=listening_password(),
         hosts=hosts_of_this_machine(options.listen, options.host_names),

@@ -54,7 +54,7 @@ class Received:
 
 
 def unpack(archive: Path, *, into: Path, limits: Limits = Limits()) -> Received:
-    """Unpack pictures and captions of a zip into the new folder `into`, all of them or nothing.
+    """Unpack pictures and captions of a zip into the new or empty folder `into`, all of them or nothing.
 
     Raises InputError for an archive that is damaged, leads out of its folder or is too large,
     MachineError when the disk refuses.
@@ -202,7 +202,7 @@ def _chunks(content: zipfile.ZipFile, info: zipfile.ZipInfo, *, name: str) -> It
 
 @contextmanager
 def _new_folder(into: Path, *, need_bytes: int) -> Iterator[Path]:
-    """Yield a folder that becomes `into` in the end, and is removed should anything go wrong."""
+    """Yield a folder that takes the place of the empty `into` in the end, and goes should anything go wrong."""
     try:
         into.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(into.parent).free < need_bytes + _FREE_AFTERWARDS_BYTES:
@@ -216,13 +216,21 @@ def _new_folder(into: Path, *, need_bytes: int) -> Iterator[Path]:
     try:
         yield folder
         folder.chmod(0o755)
-        retry_while_open(lambda: folder.rename(into))
+        retry_while_open(lambda: _take_place(folder, into))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise disk_error(into, error) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _take_place(folder: Path, empty: Path) -> None:
+    try:
+        folder.rename(empty)
+    except FileExistsError:  # Windows replaces no folder
+        empty.rmdir()
+        folder.rename(empty)
 
 
 def _refused(name: str, found: str) -> InputError:

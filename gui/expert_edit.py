@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
@@ -25,9 +24,9 @@ from lora_trainer.config.config import (
 )
 from lora_trainer.config.layers import read_settings_text
 
-from .bases import EMBEDDED
 from .drafts import Draft
 from .expert_text import value_of
+from .fence import fenced
 from .launch import run_name
 from .workplace import Workplace
 
@@ -89,19 +88,8 @@ def replaced(draft: Draft, *, text: str, name: str = _PASTED) -> Edited:
 
 
 def check_paths(draft: Draft, work: Workplace) -> None:
-    """Raise InputError for a file or folder outside of what this server may name.
-
-    `owner/name` is one on the Hub where no such folder is here.
-    """
-    values = given(draft)
-    for info in all_settings():
-        text = values.get(info.key) if info.path else None
-        if isinstance(text, str) and text not in (*_AUTO, EMBEDDED) and _names_a_file(text):
-            work.path(text, what=f"a file or folder for {info.key}")
-
-
-def _names_a_file(text: str) -> bool:
-    return text.startswith((".", "~", "/")) or text.count("/") != 1 or Path(text).exists()
+    """Raise InputError for a file or folder outside of what this server may name."""
+    fenced(given(draft), work)
 
 
 def as_json(values: Mapping[str, Any]) -> str:

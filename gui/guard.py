@@ -24,6 +24,7 @@ Headers = Mapping[str, str]
 
 # Of gradio's own form; the pages send files to `/upload/BATCH/NUMBER`, see uploads.py.
 UPLOAD_PATH = "/gradio_api/upload"
+KNOCK_PATH = "/here"
 BODY_MAX_BYTES = 16 * 2**20
 _OWN_UPLOAD = re.compile(r"/upload/[^/]+/[^/]+")
 # A folder of some hundred photographs is one upload.
@@ -83,7 +84,8 @@ class Asked:
         for raw_name, raw_value in scope["headers"]:
             name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
             # A header sent twice must not be read once here and once differently behind.
-            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+            joint = "; " if name == "cookie" else ", "
+            headers[name] = f"{headers[name]}{joint}{value}" if name in headers else value
         return cls(
             method=scope["method"],
             path=scope["path"],
@@ -124,13 +126,27 @@ class Guard:
 
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         asked = Asked.of(scope)
-        said = refusal(asked, hosts=self.access.hosts) or await self.access.answer(asked)
+        said = (
+            _knocked(asked, hosts=self.access.hosts)
+            or refusal(asked, hosts=self.access.hosts)
+            or await self.access.answer(asked)
+            or _too_large(asked)
+        )
         guarded = _with_headers(send)
         if said is not None:
             await tell(guarded, said)
             return
         body = LimitedBody(receive, guarded, limit_bytes=_limit_bytes(asked.path))
         await body.serve(self.app, scope)
+
+
+def _knocked(asked: Asked, *, hosts: frozenset[str]) -> GuardResponse | None:
+    """Return the answer to a page that asks under 127.0.0.1 whether a browser finds this host, see door.py."""
+    if asked.path != KNOCK_PATH or hostname(asked.headers.get("host", "")) not in hosts:
+        return None
+    return GuardResponse(
+        status=200, sentence="", headers={"cross-origin-resource-policy": "cross-origin"}
+    )
 
 
 def refusal(asked: Asked, *, hosts: frozenset[str]) -> GuardResponse | None:
@@ -147,6 +163,10 @@ def refusal(asked: Asked, *, hosts: frozenset[str]) -> GuardResponse | None:
         return _OTHER_PAGE
     if _is_closed(asked.path):
         return GuardResponse(status=404, sentence="There is nothing at this address.")
+    return None
+
+
+def _too_large(asked: Asked) -> GuardResponse | None:
     declared = asked.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > _limit_bytes(asked.path):
         return _TOO_LARGE
@@ -239,8 +259,10 @@ def _with_headers(send: Send) -> Send:
 
 
 async def tell(send: Send, said: GuardResponse) -> None:
-    """Send an answer of the guard's own."""
+    """Send an answer of the guard's own; who may not come in keeps no connection open."""
     fields = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
+    if said.status >= 400 and said is not _TOO_LARGE:  # a browser hears that once it has sent all
+        fields["connection"] = "close"
     headers = [
         (name.encode(), value.encode("latin-1"))
         for name, value in {**fields, **said.headers}.items()

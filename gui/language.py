@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 
+from .cookies import cookies
 from .guard import Application, Message, Receive, Send
 
 ENGLISH = "en"
@@ -44,12 +44,9 @@ def script(code: str) -> str:
 
 def wanted(headers: Headers) -> str:
     """Return the language of a request: the chosen one, else the first that the browser asks for."""
-    try:
-        chosen = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:  # another program's cookie on the same host
-        chosen = None
-    if chosen is not None and chosen.value in languages():
-        return chosen.value
+    chosen = next(cookies(headers.get("cookie", ""), COOKIE), "")
+    if chosen in languages():
+        return chosen
     return next((code for code in _accepted(headers) if code in languages()), ENGLISH)
 
 

@@ -28,6 +28,7 @@ from lora_trainer.reporting.history import mapping, sequence
 from .asset_files import EXAMPLE
 from .bases import EMBEDDED
 from .drafts import Draft
+from .fence import fenced
 from .warm import BASES, Done, WarmProcess
 from .workplace import Workplace
 
@@ -36,6 +37,7 @@ Words = tuple[str, ...]
 TRAINER: Words = (sys.executable, "-m", "lora_trainer")
 _ANSWER_WITHIN_S = 900
 _NAME_MAX_LENGTH = 100
+_BASE = "base.model"
 _KEPT_PLANS = 64
 _PLAN_FRESH_S = 60.0
 # Two, so that a look at ten thousand images keeps no plan waiting.
@@ -49,7 +51,7 @@ def check_words(draft: Draft, work: Workplace) -> Words:
         "check",
         str(work.folder(draft.dataset)),
         *base_words(draft.base, work),
-        *_sets(draft),
+        *_sets(draft, work),
         "--json",
     )
 
@@ -120,12 +122,12 @@ def run_name(text: str) -> str:
 
 
 def _choices(draft: Draft, work: Workplace) -> Words:
-    return (f"--priority={draft.priority}", *base_words(draft.base, work), *_sets(draft))
+    return (f"--priority={draft.priority}", *base_words(draft.base, work), *_sets(draft, work))
 
 
 def base_words(text: str, work: Workplace) -> Words:
     """Return the base model that was typed; raises InputError for a path that may not be named."""
-    base = text.strip()
+    base = str(fenced({_BASE: text.strip()}, work)[_BASE])
     if base in ("", "auto"):
         return ()
     if base != EMBEDDED and _is_path(base):
@@ -141,9 +143,10 @@ def _is_path(base: str) -> bool:
         return True
 
 
-def _sets(draft: Draft) -> Words:
+def _sets(draft: Draft, work: Workplace) -> Words:
     build_config(draft.settings)
-    return tuple(f"--set={key}={_word(value)}" for key, value in draft.settings.items())
+    settings = fenced(draft.settings, work)
+    return tuple(f"--set={key}={_word(value)}" for key, value in settings.items())
 
 
 def _word(value: Any) -> str:

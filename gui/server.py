@@ -6,9 +6,11 @@ interrupted. It asks nobody: no analytics, no tunnel, no check whether it can be
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from lora_trainer.common.errors import MachineError
@@ -26,6 +28,7 @@ TEXT_FONTS = ("system-ui", "sans-serif")
 CODE_FONTS = ("ui-monospace", "monospace")
 _KEPT_S = 24 * 3600
 _END_WITHIN_S = 2
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def quiet_gradio(work: Workplace) -> None:
@@ -142,34 +145,57 @@ def _theme() -> dict[str, Any]:
     return {**values, **{f"{name}_dark": value for name, value in values.items()}, **sizes}
 
 
-def listen(address: str, port: int | None) -> socket.socket:
-    """Return a socket that listens, on the first free port where none is given.
+def listen(addresses: Sequence[str], port: int | None) -> list[socket.socket]:
+    """Return sockets that listen on all the addresses, on the first port that is free on each of them.
 
-    Raises MachineError.
+    An address that this machine does not have is left out, but not the first. Raises MachineError.
     """
     ports = range(FIRST_PORT, LAST_PORT + 1) if port is None else (port,)
     problem: OSError | None = None
     for candidate in ports:
         try:
-            family, _, _, _, place = socket.getaddrinfo(
-                address, candidate, type=socket.SOCK_STREAM
-            )[0]
-            return socket.create_server(place[:2], family=family)
+            return _listening(addresses, candidate)
         except OSError as error:
             problem = error
     raise MachineError(
-        f"cannot serve on {address}: {problem}",
+        f"cannot serve on {addresses[0]}: {problem}",
         fix="give a free port with --port, and with --listen an address of this machine",
     )
 
 
-def run(app: Application, listening: socket.socket) -> None:
+def _listening(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    """Return a socket for each address; raises OSError where the port is taken on one."""
+    sockets: list[socket.socket] = []
+    seen: set[str] = set()
+    try:
+        for address in addresses:
+            found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            place = found[4][:2]
+            if str(place[0]) in seen:
+                continue
+            seen.add(str(place[0]))
+            try:
+                sockets.append(socket.create_server(place, family=found[0]))
+            except OSError as error:
+                if not sockets or error.errno not in _NO_SUCH_ADDRESS:
+                    raise
+            port = sockets[0].getsockname()[1]  # where 0 was asked for
+    except OSError:
+        for opened in sockets:
+            opened.close()
+        raise
+    return sockets
+
+
+def run(app: Application, listening: list[socket.socket]) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     import uvicorn
 
+    from .heads import BoundedHeads
+
     config = uvicorn.Config(
         app,
-        http="h11",  # the stricter of its two parsers
+        http=BoundedHeads,  # made of h11, the stricter of its two parsers
         ws="none",
         log_level="warning",
         access_log=False,  # it would hold the key
@@ -177,4 +203,4 @@ def run(app: Application, listening: socket.socket) -> None:
         proxy_headers=False,  # else a client says itself which address it comes from
         timeout_graceful_shutdown=_END_WITHIN_S,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    uvicorn.Server(config).run(sockets=listening)

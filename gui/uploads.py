@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,12 @@ async def _body(request: Request) -> object:
 
 
 async def _write(request: Request, file: Path) -> None:
-    """Write a body to a file; one that breaks off leaves nothing. Raises MachineError."""
-    partial = file.with_name(f"{file.name}.part")
+    """Write a body to a file; one that breaks off leaves nothing. Raises MachineError.
+
+    A browser whose connection broke sends a file again while the first request is still read: each
+    writes a file of its own, and the whole ones replace each other.
+    """
+    partial = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as out:
@@ -99,9 +104,12 @@ async def _write(request: Request, file: Path) -> None:
                 out.write(chunk)
         partial.replace(file)
     except ClientDisconnect:
-        partial.unlink(missing_ok=True)
+        pass  # nobody is there for an answer
     except OSError as error:
         raise disk_error(file, error) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def batch_folder(work: Workplace, batch: str) -> Path:
@@ -147,10 +155,11 @@ def _received(work: Workplace, folder: Path, posted: Posted) -> dict[str, Any]:
         raise InputError("a zip came with other files", fix="upload the zip alone")
     if archives:
         stem = Path(archives[0].name).stem
-        received = unpack(archives[0].path, into=upload_folder(work, stem))
+        with _new_folder(work, stem) as into:
+            received = unpack(archives[0].path, into=into)
     else:
-        name = posted.text("name", at_most=200)
-        received = save_files(work, files, into=upload_folder(work, name))
+        with _new_folder(work, posted.text("name", at_most=200)) as into:
+            received = save_files(work, files, into=into)
     return {"received": str(received.folder), "said": sentence(received)}
 
 
@@ -175,14 +184,36 @@ class Upload:
 
 
 def upload_folder(work: Workplace, name: str) -> Path:
-    """Return a free place for a new dataset of that name."""
-    wanted = safe_name(name) or "dataset"
+    """Make an empty folder for a new dataset of that name, with a number where the name is taken.
+
+    Making it decides whose it is: two uploads at once never share one. Raises MachineError.
+    """
     parent = work.own / FOLDER
-    return next(parent / free for free in numbered(wanted) if not (parent / free).exists())
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for free in numbered(safe_name(name) or "dataset"):
+            with suppress(FileExistsError):
+                (parent / free).mkdir()
+                return parent / free
+    except OSError as error:
+        raise disk_error(parent, error) from error
+    raise AssertionError("numbers do not end")
+
+
+@contextmanager
+def _new_folder(work: Workplace, name: str) -> Iterator[Path]:
+    """Yield a folder as `upload_folder` does; one that nothing came into is removed with the error."""
+    into = upload_folder(work, name)
+    try:
+        yield into
+    except BaseException:
+        with suppress(OSError):
+            into.rmdir()
+        raise
 
 
 def save_files(work: Workplace, files: Iterable[Upload], *, into: Path) -> Received:
-    """Put uploaded pictures and captions into a folder of `work.own`, new or not.
+    """Put uploaded pictures and captions into a folder of `work.own` that nobody else writes to.
 
     Names are made safe and unique, picture and caption of one name alike. Raises InputError for
     files that were not uploaded here, MachineError when the disk refuses.

@@ -278,7 +278,7 @@ def take(browser: Any, server: GuiServer, pictures: Sequence[Picture], images: P
             )
             context.set_default_timeout(WITHIN_MS)
             page = context.new_page()
-            page.goto(server.link)
+            server.open(page, "/")
             for picture in pictures:
                 mixed = images.with_name("mixed")
                 page.goto(server.url(picture.path.format(images=images, mixed=mixed)))

@@ -88,6 +88,7 @@ class SettingInfo:
     idle_with: Needs = field(default_factory=dict)
     enforced: bool = False
     path: bool = False
+    hub: bool = False
     headline: bool = False
 
     @property

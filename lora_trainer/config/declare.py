@@ -108,6 +108,7 @@ def setting(
     idle_with: Needs = MappingProxyType({}),
     enforced: bool = False,
     path: bool = False,
+    hub: bool = False,
     headline: bool = False,
     **constraints: Any,
 ) -> Any:
@@ -116,14 +117,15 @@ def setting(
     The setting has an effect only while each setting in `only_for` has one of its listed values, no setting
     in `not_for` has, and not all settings in `idle_with` have; otherwise it changes nothing, or is refused
     (tests/config/test_unused_settings.py): `enforced` refuses every value but the default where it has no effect.
-    `path`: the value may name a file or folder of this machine. `headline`: a plan shows the setting even
+    `path`: the value, or each of its parts, names a file or folder of this machine; with `hub` it may be
+    a repository on the Hub instead. `headline`: a plan shows the setting even
     when it is asked for the important settings only.
     """
     extra: dict[str, Any] = {"unit": unit}
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
         if needs:
             extra[name] = {key: list(values) for key, values in needs.items()}
-    marks = {"enforced": enforced, "path": path, "headline": headline}
+    marks = {"enforced": enforced, "path": path, "hub": hub, "headline": headline}
     extra |= {name: True for name, is_set in marks.items() if is_set}
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 

@@ -43,6 +43,7 @@ class BaseSettings(Section):
         "auto",
         "base model: `embedded`, a checkpoint file, a diffusers folder or a Hub id; auto: by hardware",
         path=True,
+        hub=True,
     )
     revision: str | None = setting(
         None, "Hub branch, tag or commit of the base model", not_for=NOT_EMBEDDED
@@ -51,13 +52,16 @@ class BaseSettings(Section):
         None, "another VAE: a .safetensors file or a folder with config.json", path=True
     )
     text_encoders: tuple[str, ...] = setting(
-        (), "files of single text encoders, in any order; their tensors say which is which"
+        (),
+        "files of single text encoders, in any order; their tensors say which is which",
+        path=True,
     )
     companion: str = setting(
         "auto",
         "diffusers folder or Hub id with the parts that a checkpoint lacks; auto: the family's release",
         not_for=NOT_EMBEDDED,
         path=True,
+        hub=True,
     )
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
         "auto", "prediction type of the base; auto: read from its files"

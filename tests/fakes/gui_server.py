@@ -15,9 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
-from urllib.request import HTTPCookieProcessor, build_opener
+from urllib.parse import parse_qsl, urljoin, urlsplit
 from urllib.request import Request as UrlRequest
+from urllib.request import urlopen
+
+from lora_trainer.gui.access import KeyAccess
+from lora_trainer.gui.door import own_host
 
 from scripts.reliability.kill import free_port
 
@@ -35,14 +38,30 @@ class GuiServer:
     link: str
     log: Path
 
+    @property
+    def access(self) -> KeyAccess:
+        """Who may come in, as the server knows it."""
+        return KeyAccess.of(dict(parse_qsl(urlsplit(self.link).query))["key"])
+
+    @property
+    def host(self) -> str:
+        """The Host header of the pages."""
+        return f"{own_host(self.access.key)}:{self.port}"
+
+    @property
+    def cookie(self) -> str:
+        """The Cookie header of a browser that has opened `link`."""
+        return "=".join(self.access.cookie(self.port))
+
     def url(self, path: str = "/") -> str:
         """Return the link to a page; the browser has to have opened `link` before."""
-        return urljoin(self.link, path)
+        return urljoin(f"http://{self.host}", path)
 
     def open(self, page: Any, path: str, ready: str = "body") -> Any:
         """Open a page in a tab of a browser profile that may not have the key yet; return it once `ready` is there."""
         if not any(cookie["name"].endswith(f"_{self.port}") for cookie in page.context.cookies()):
-            page.context.request.get(self.link)  # for the cookie: no page has to be drawn for it
+            name, value = self.access.cookie(self.port)  # no page has to be drawn for it
+            page.context.add_cookies([{"name": name, "value": value, "url": self.url()}])
         page.goto(self.url(path))
         page.locator(ready).first.wait_for()
         return page
@@ -108,12 +127,11 @@ def start_gui(
 
 def is_opened(server: GuiServer) -> bool:
     """Whether Gradio's pages are there, asked as a browser would that has the link."""
-    opener = build_opener(HTTPCookieProcessor())
+    headers = {"Accept": "text/html", "Host": server.host, "Cookie": server.cookie}
     try:
-        for address in (server.link, server.url("/ready")):  # the first for its cookie
-            asked = UrlRequest(address, headers={"Accept": "text/html"})
-            with opener.open(asked, timeout=30) as answer:
-                status = answer.status
+        asked = UrlRequest(urljoin(server.link, "/ready"), headers=headers)
+        with urlopen(asked, timeout=30) as answer:
+            status = answer.status
     except OSError:  # refused, or ended
         return False
     return bool(status == 200)

@@ -14,14 +14,17 @@ import stat
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from lora_trainer.gui import app
 from lora_trainer.gui.guard import Guard
+from lora_trainer.gui.guesses import BURST, GUESS_EVERY_S, GuessLimit, network_of
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cache.store import in_use
@@ -75,14 +78,14 @@ def test_a_server_for_others_is_behind_the_password_and_prints_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
-    served: list[tuple[Any, socket.socket]] = []
+    served: list[tuple[Any, list[socket.socket]]] = []
     monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", "correct horse")
     monkeypatch.setattr("lora_trainer.gui.server.quiet_gradio", lambda _: None)
     monkeypatch.setattr("lora_trainer.gui.server.run", lambda *both: served.append(both))
     app.main([f"--runs={tmp_path / 'runs'}", f"--datasets={tmp_path}", "--listen=0.0.0.0"])
     ((pages, listening),) = served
-    with listening:
-        assert listening.getsockname()[0] == "0.0.0.0"
+    with listening[0]:
+        assert listening[0].getsockname()[0] == "0.0.0.0"
     assert answered(pages, "/config")[0] == 401
     printed = capsys.readouterr().out
     assert "http://" in printed and "correct horse" not in printed and "key=" not in printed
@@ -95,7 +98,7 @@ from lora_trainer.gui import access, server
 from lora_trainer.gui.workplace import Workplace
 work = Workplace(runs=Path(sys.argv[1]))
 server.quiet_gradio(work)
-front = server.application(work, access=access.KeyAccess(key="k" * 43)).app
+front = server.application(work, access=access.KeyAccess.of("k" * 43)).app
 before = [name for name in ("gradio", "torch") if name in sys.modules]
 outer = server.pages(work)
 (mount,) = [route for route in outer.routes if route.path == ""]
@@ -216,23 +219,31 @@ def local(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def cookie(local: Any) -> str:
-    return f"other=1; lora_train_key_{PORT}={local.key}"
+    return f"other=1; {'='.join(local.cookie(PORT))}"
+
+
+@pytest.fixture
+def own(local: Any) -> str:
+    """Return the host name of the pages."""
+    (name,) = local.hosts - app.LOOPBACK
+    return str(name)
 
 
 def test_a_body_that_is_too_large_is_not_read_one_without_end_is_cut_and_a_websocket_closed(
-    local: Any, cookie: str, monkeypatch: pytest.MonkeyPatch
+    local: Any, cookie: str, own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    entered = {"cookie": cookie, "host": own}
     monkeypatch.setattr("lora_trainer.gui.guard.BODY_MAX_BYTES", 10)
     monkeypatch.setattr("lora_trainer.gui.guard.UPLOAD_MAX_BYTES", 12)
     for declared in ("11", "999999999999", "-1", "x"):
-        status, _, _, read = through(local, body=(b"x",), cookie=cookie, content_length=declared)
+        status, _, _, read = through(local, body=(b"x",), content_length=declared, **entered)
         assert (status, read) == (413, [])
     parts = (b"12345", b"67890", b"1", b"2")
-    status, _, said, read = through(local, body=parts, cookie=cookie)
+    status, _, said, read = through(local, body=parts, **entered)
     assert (status, read) == (413, [b"12345", b"67890"]) and PAGE not in said
-    assert through(local, body=parts[:2], cookie=cookie)[0] == 200
+    assert through(local, body=parts[:2], **entered)[0] == 200
     for path in ("/gradio_api/upload", "/upload/a/0"):
-        assert through(local, path, body=parts[:3], cookie=cookie)[0] == 200
+        assert through(local, path, body=parts[:3], **entered)[0] == 200
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -243,33 +254,99 @@ def test_a_body_that_is_too_large_is_not_read_one_without_end_is_cut_and_a_webso
     assert sent[0]["type"] == "websocket.close"
 
 
-def test_the_link_sets_the_cookie_and_leaves_the_address_and_a_ticket_does_once(
-    local: Any, cookie: str
+OPENED = {"sec_fetch_mode": "navigate", "sec_fetch_dest": "document", "accept": "text/html"}
+
+
+def test_the_link_leads_to_a_name_of_its_own_whose_cookie_opens_that_name_and_port_alone(
+    local: Any, cookie: str, own: str, tmp_path: Path
 ) -> None:
-    status, headers, _, _ = through(local, query=f"run=a%26b&key={local.key}")
-    assert (status, headers["location"]) == (303, "/?run=a%26b")
-    name, *attributes = headers["set-cookie"].split("; ")
-    assert name == f"lora_train_key_{PORT}={local.key}"
-    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
-    assert through(local, cookie=cookie)[0] == 200
-    assert through(local, "/gradio_api/queue/join", method="POST", cookie=cookie)[0] == 200
+    for host in ("127.0.0.1:9000", "localhost:9000", "[::1]:9000"):  # 9000: through a tunnel
+        shown = {"host": host, "query": f"run=a%26b&key={local.key}", **OPENED}
+        status, headers, said, _ = through(local, **shown)
+        assert (status, headers.get("set-cookie")) == (200, None)
+        (address,) = re.findall(rb'given = "([^"]+)"', said)
+        found = urlsplit(address.decode())
+        assert (found.hostname, found.port) == (own, 9000)
+        assert local.key.encode() not in said, "one ticket, not the key"
+        asked = {"host": f"{own}:9000", "query": found.query, **OPENED}
+        status, headers, said, _ = through(local, sec_fetch_site="cross-site", **asked)
+        assert (status, headers["refresh"]) == (200, "0;url=/?run=a%26b"), "no redirection"
+        name, *attributes = headers["set-cookie"].split("; ")
+        assert name == "=".join(local.cookie(PORT)) and local.key not in name
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+        assert through(local, **asked)[0] == 403, "a ticket does once"
+    # The cookie of that name alone; who has caught it elsewhere does not know the name.
+    assert through(local, cookie=cookie, host=own)[0] == 200
+    assert (
+        through(local, "/gradio_api/queue/join", method="POST", cookie=cookie, host=own)[0] == 200
+    )
+    for host in ("127.0.0.1", "localhost", f"localhost:{PORT}", "[::1]"):
+        for path in ("/", "/live", "/media/thumb"):
+            status, _, said, _ = through(local, path, cookie=cookie, host=host, **OPENED)
+            assert status == 403 and own.encode() not in said and b"Open the link" in said
+    other = opened(f"--runs={tmp_path / 'other'}")
+    assert through(other, cookie=cookie, host=own)[0] == 400
+    for name in (
+        f"lora_train_key_7861={local.cookie(7861)[1]}",
+        f"lora_train_key_{PORT}={local.key}",
+    ):
+        assert through(local, cookie=name, host=own)[0] == 403
+    assert local.cookie(7861)[1] != local.cookie(PORT)[1]
     for path, method in (("/media/thumb", "GET"), ("/", "POST"), ("/config", "GET")):
-        assert through(local, path, query=f"key={local.key}", method=method)[0] == 403
-    clicked = {
-        "sec_fetch_site": "cross-site",
-        "sec_fetch_mode": "navigate",
-        "sec_fetch_dest": "document",
-    }
-    status, headers, said, _ = through(local, query=f"key={local.key}", **clicked)
-    assert (status, headers["refresh"]) == (200, "0;url=/"), "a redirection would have no cookie"
-    assert local.key.encode() not in said
-    for other in (f"lora_train_key_7861={local.key}; lora_train_key={local.key}", '"\x00[=;;x'):
-        assert through(local, cookie=other)[0] == 403
+        assert through(local, path, query=f"key={local.key}", method=method, host=own)[0] == 403
     ticket = local.ticket()
-    _, headers, _, _ = through(local, query=f"key={ticket}")
-    assert headers["set-cookie"].startswith(f"lora_train_key_{PORT}={local.key};")
-    assert through(local, query=f"key={ticket}")[0] == 403
-    assert through(local, query=f"key={ticket}", cookie=cookie)[0] == 303
+    assert through(local, query=f"key={ticket}", host="127.0.0.1")[0] == 200
+    assert through(local, query=f"key={ticket}", host="127.0.0.1")[0] == 403
+    assert through(local, query=f"key={ticket}", cookie=cookie, host=own)[0] == 303
+    again = opened(f"--runs={tmp_path}")
+    assert through(again, cookie=cookie, host=own)[0] == 200, "after a restart"
+
+
+def test_a_page_may_ask_whether_its_browser_finds_the_name_and_nothing_more(
+    local: Any, own: str
+) -> None:
+    elsewhere = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors"}
+    status, headers, said, _ = through(local, "/here", host=own, **elsewhere)
+    assert (status, said, headers["cross-origin-resource-policy"]) == (200, b"", "cross-origin")
+    assert through(local, "/here/x", host=own, **elsewhere)[0] == 403
+    assert through(local, "/here", host="evil.example")[0] == 400
+
+
+@pytest.mark.parametrize(
+    "others",
+    ["a b=1", "x@y=1", '"\x00[=', "bad={1:2}", "=", ";;", "lora_train_key_7861=1", "k\xe4se=1", ""],
+)
+def test_no_cookie_of_another_program_locks_out(
+    local: Any, cookie: str, own: str, others: str
+) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui import language
+    from starlette.datastructures import Headers
+
+    name = local.cookie(PORT)[0]
+    for header in (f"{others}; {cookie}", f"{cookie}; {others}", f"{name}=old; {others}; {cookie}"):
+        assert through(local, cookie=header, host=own)[0] == 200
+        chosen = Headers({"accept-language": "en", "cookie": f"{others}; {language.COOKIE}=de"})
+        assert language.wanted(chosen) == "de"
+    assert through(local, cookie=f"{others}; {name}=x", host=own)[0] == 403
+
+
+def test_nobody_else_can_listen_on_the_other_loopback_address(tmp_path: Path) -> None:
+    pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+    from lora_trainer.gui import server
+
+    addresses = ("127.0.0.1", "127.0.0.1", "127.0.0.2")  # not each machine has ::1
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(MachineError, match="cannot serve"):
+            server.listen(addresses, port)
+    listening = server.listen(addresses, 0)
+    assert len({place.getsockname()[1] for place in listening}) == 1 and len(listening) == 2
+    for place in listening:
+        place.close()
+    assert "::1" in app.LOOPBACK_ADDRESSES
+    (alone,) = server.listen(("127.0.0.1", "2001:db8::1"), 0)  # an address it does not have
+    alone.close()
 
 
 def test_the_key_stays_and_only_its_user_reads_it(
@@ -319,8 +396,9 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
     assert {"10.1.2.3", "studio.lan", "localhost", "127.0.0.1"} <= who.hosts
     for user in ("", "me"):
         assert through(who, "/config", authorization=basic(right, user))[0] == 200
-    key = opened(f"--runs={tmp_path}").key
-    assert through(who, query=f"key={key}", cookie=f"lora_train_key_{PORT}={key}")[0] == 401
+    local = opened(f"--runs={tmp_path}")
+    its_cookie = "=".join(local.cookie(PORT))
+    assert through(who, query=f"key={local.key}", cookie=its_cookie)[0] == 401
     for host, origin, status in (
         ("studio.lan", "", 200),
         ("evil.example", "", 400),
@@ -342,12 +420,36 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
     assert waits_s == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert through(who, authorization=basic(right))[0] == 429, "not even looked at"
     assert through(who, client="10.0.0.2", authorization=basic(right))[0] == 200
-    monkeypatch.setattr("lora_trainer.gui.access._ADDRESSES_MAX", 3)
+    monkeypatch.setattr("lora_trainer.gui.guesses.NETWORKS_MAX", 3)
     for client in "abcde":
-        through(who, client=client, authorization=basic("wrong"))
+        assert through(who, client=client, authorization=basic("wrong"))[0] == 401
     assert list(who.held_back.next_s) == ["c", "d", "e"]
     through(who, client="d", authorization=basic(right))
     assert list(who.held_back.next_s) == ["c", "e"]
+
+
+def test_guesses_count_by_network_and_together_and_who_knows_the_password_does_not_wait() -> None:
+    assert network_of("2001:db8:1:2:3::4") == network_of("2001:db8:1:2:ffff::%eth0")
+    assert network_of("2001:db8:1:2::") != network_of("2001:db8:1:3::")
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") != network_of("10.0.0.2")
+
+    def looked_at(clients: Iterable[str], *, each_s: float) -> int:
+        limit, number = GuessLimit(), 0
+        limit.right("10.1.1.1")
+        for index, client in enumerate(clients):
+            if (wait_s := limit.wait_s(client, now_s=1e3 + index * each_s)) is not None:
+                number += 1
+                limit.wrong(client, now_s=1e3 + index * each_s + wait_s)
+        now_s = 1e3 + index * each_s
+        assert limit.wait_s("10.1.1.1", now_s=now_s) == 0.0
+        limit.wrong("10.1.1.1", now_s=now_s)
+        assert limit.wait_s("10.1.1.1", now_s=now_s) in (None, 1.0), "a wrong one ends the trust"
+        return number
+
+    one = (f"2001:db8::{n >> 16:x}:{n & 0xFFFF:x}" for n in range(100_000))
+    assert looked_at(one, each_s=0.001) <= 100 / GUESS_EVERY_S + 10
+    many = (f"2001:db8:{n >> 16:x}:{n & 0xFFFF:x}::1" for n in range(100_000))
+    assert looked_at(many, each_s=0.001) <= BURST + 100 / GUESS_EVERY_S + 10
 
 
 def test_a_server_for_others_needs_a_good_password_and_folders(

@@ -78,7 +78,7 @@ class Attacker:
     ) -> Reply:
         """Send one request as it stands; a header of the value "" is left out."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
-        fields = {"Host": f"127.0.0.1:{self.server.port}", "Cookie": self.cookie, **(headers or {})}
+        fields = {"Host": self.server.host, "Cookie": self.cookie, **(headers or {})}
         if body or method == "POST":
             fields.setdefault("Content-Length", str(len(body)))
         with closing(connection):
@@ -202,6 +202,7 @@ def attacker(place: Place, gui_server: StartGui) -> Iterator[Attacker]:
     server = gui_server(place.runs, f"--datasets={place.datasets}")
     client = Attacker(server=server)
     reply = client.get(f"/?{urlsplit(server.link).query}")
+    assert reply.headers["set-cookie"].startswith(server.cookie)
     client.cookie = reply.headers["set-cookie"].partition(";")[0]
     yield client
     assert client.escapes == []
@@ -362,9 +363,12 @@ def test_uploads_stay_where_uploads_wait_and_are_no_pages(attacker: Attacker, pl
 
 
 def test_other_names_and_other_pages_are_refused(attacker: Attacker) -> None:
-    here = f"127.0.0.1:{attacker.server.port}"
-    for host in (here, "127.0.0.1", "LOCALHOST:1", "[::1]:9"):
+    here = attacker.server.host
+    for host in (here, here.upper(), here.partition(":")[0]):
         assert attacker.get("/", Host=host).status == 200
+    for host in ("127.0.0.1", "LOCALHOST:1", "[::1]:9", f"127.0.0.1:{attacker.server.port}"):
+        for path in ("/", "/live", "/config", SAMPLE):  # what a server on another port has caught
+            assert attacker.get(path, Host=host).status == 403
     names = ("evil.example", "127.0.0.1.evil.example", "localhost@evil.example")
     for host in (*names, "0.0.0.0", "127.1"):
         for path in ("/", "/config", SAMPLE, "/gradio_api/queue/data"):
@@ -419,7 +423,7 @@ def test_without_the_key_nothing_is_told_and_no_answer_leaves_the_browser(
                 assert b"Open the link that lora-train-gui printed" in reply.body
     assert attacker.upload("a.png", Cookie="").status == 403
     for path in (*paths, "/none", "/media/x"):
-        for host in (f"127.0.0.1:{attacker.server.port}", "evil.example"):
+        for host in (attacker.server.host, f"127.0.0.1:{attacker.server.port}", "evil.example"):
             headers = attacker.get(path, Host=host).headers
             policy = headers["content-security-policy"]
             assert policy.startswith("default-src")

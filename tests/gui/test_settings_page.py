@@ -21,7 +21,7 @@ from lora_trainer.gui.pages import expert
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
 from lora_trainer.config.layers import resolve
 from lora_trainer.run import prepare
@@ -325,11 +325,25 @@ def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
     draft = drafts.new(bounded, dataset=str(inside))
     call = caller(bounded, draft)
     for key in [info.key for info in INFOS.values() if info.path and info.key != "output.folder"]:
-        for fine in (f"{inside}/x.safetensors", "someone/model", "auto"):
-            assert "error" not in call("change", key=key, text=fine)
-        for outside in ("/etc/passwd", "../secret", "~/x", f"{inside}/../y", "passwd"):
+        repository = ("someone/model",) if INFOS[key].hub else ()
+        for fine in (f"{inside}/x.safetensors", "auto", *repository):
+            assert "error" not in call("change", key=key, text=fine), (key, fine)
+        for outside in (
+            *("/etc/passwd", "../secret", "~/x", f"{inside}/../y", "passwd", "pwned/../../cache"),
+            *(() if repository else ("someone/model", "pwned/cache")),
+        ):
             assert "outside" in call("change", key=key, text=outside)["error"], (key, outside)
         call("reset", key=key)
+    # Drafts from elsewhere, such as those of a run that is trained again, meet the same fence.
+    typed = {"data.cache_dir": "pwned/cache", "base.text_encoders": ["a.safetensors"]}
+    for key, value in typed.items():
+        copied = replace(draft, base="embedded", settings={key: value})
+        for words in (launch.plan_words, launch.train_words, launch.check_words):
+            with pytest.raises(InputError, match="outside of the folders"):
+                words(copied, bounded)
+            assert words(copied, Workplace(runs=tmp_path / "runs"))
+    cached = replace(draft, base="embedded", settings={"data.cache_dir": f"{inside}/x/../cache"})
+    assert f'--set=data.cache_dir="{inside}/cache"' in launch.train_words(cached, bounded)
 
 
 def test_messages_name_settings_by_their_labels_and_show_code_as_code() -> None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
 import shutil
 import stat
 import struct
+import threading
 import time
 import zipfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import archives, browse, uploads
+from lora_trainer.gui import archives, browse, upload_names, uploads
 from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
 
@@ -51,6 +54,78 @@ def uploaded(work: Workplace, name: str, files: dict[str, bytes]) -> tuple[dict[
     assert [path.name for path in folder.iterdir()] == ["answer.json"]
     shutil.rmtree(folder)
     return tree(Path(answer["received"])), answer["said"]
+
+
+def sent(name: str, content: bytes, batch: str, work: Workplace) -> dict[str, Any]:
+    """Send one file under its own number of a batch; return the answer."""
+    (work.own / "incoming" / batch).mkdir(parents=True)
+    (work.own / "incoming" / batch / "0").write_bytes(content)
+    return uploads.receive(work, batch, Posted.of({"name": "cats", "files": [name]}))
+
+
+def test_uploads_of_one_name_at_once_are_folders_of_their_own(
+    work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(6)
+
+    def numbered(name: str) -> Iterator[str]:
+        together.wait(timeout=60)  # all see the name as free
+        yield from upload_names.numbered(name)
+
+    monkeypatch.setattr(uploads, "numbered", numbered)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("a.png", b"zip")
+
+    def send(number: int) -> dict[str, bytes]:
+        batch = f"{number:016x}"
+        if number < 3:
+            answer = sent("cats.zip", packed.getvalue(), batch, work)
+        else:
+            answer = sent("a.png", b"%d" % number, batch, work)
+        return tree(Path(answer["received"]))
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(send, range(6)))
+    assert found == [{"a.png": b"zip"}] * 3 + [{"a.png": b"%d" % number} for number in (3, 4, 5)]
+    names = sorted(path.name for path in (work.own / "uploads").iterdir())
+    assert names == ["cats", *(f"cats-{number}" for number in range(2, 7))]
+
+
+def test_a_file_that_is_sent_again_while_the_first_is_read_is_whole(work: Workplace) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from starlette.routing import Router
+
+    router = Router(routes=uploads.routes(work))
+    folder = work.own / "incoming" / BATCH
+    statuses: list[int] = []
+
+    async def put(parts: list[bytes], wait: asyncio.Event, done: asyncio.Event) -> None:
+        async def receive() -> Any:
+            if len(parts) == 1:
+                await wait.wait()
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        path = f"/upload/{BATCH}/0"
+        scope = {"type": "http", "method": "PUT", "path": path, "headers": [], "query_string": b""}
+        await router(scope, receive, send)
+        done.set()
+
+    async def both() -> None:
+        at_once, second_done, first_done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        at_once.set()
+        first = asyncio.create_task(put([b"first, ", b"whole"], second_done, first_done))
+        await asyncio.sleep(0)  # it has written its first part and waits
+        await put([b"second, ", b"whole"], at_once, second_done)
+        assert (folder / "0").read_bytes() == b"second, whole"
+        await first
+
+    asyncio.run(both())
+    assert [status for status in statuses if status] == [204, 204]
+    assert tree(folder) == {"0": b"first, whole"}
 
 
 def test_names_are_made_safe_and_their_own_in_a_new_folder(work: Workplace) -> None:
@@ -105,7 +180,7 @@ def test_files_that_did_not_arrive_make_no_folder(work: Workplace) -> None:
     (waiting / "1").write_bytes(PICTURE)
     with pytest.raises(InputError, match="a zip came with other files"):
         uploads.receive(work, BATCH, Posted.of({"name": "n", "files": ["a.zip", "a.png"]}))
-    assert not (work.own / "uploads").exists()
+    assert not list((work.own / "uploads").iterdir())
     os.utime(waiting, (time.time() - 1000,) * 2)
     (work.own / "incoming" / "new").mkdir()
     uploads.forget_old(work.own / "incoming", kept_s=500)
