@@ -34,7 +34,7 @@ from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Batch, Model, collate
 from lora_trainer.training.noise import levels_of
-from lora_trainer.training.optimizers import learning_rate
+from lora_trainer.training.schedules import learning_rate
 from lora_trainer.training.step import Training
 
 IMAGES = 16

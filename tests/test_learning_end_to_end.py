@@ -153,6 +153,8 @@ BEST: dict[str, Any] = {
     "output__keep_last": 30,
     "output__precision": "fp32",
     "train__stop_after_validations": 2,
+    "train__lower_after_validations": 1,
+    "train__lower_to": 0.25,
     "train__validate_every_steps": 2,
     "train__ema_decay": 0.9,
     "optimizer__learning_rate": 0.1,
@@ -194,6 +196,17 @@ def test_the_best_step_is_kept_as_it_was_and_training_ends_once_the_loss_stops_f
     assert "ended early" in (run / "report.html").read_text(encoding="utf-8")
 
 
+def test_the_rate_is_lowered_where_the_loss_stops_falling(ended_early: Toy) -> None:
+    best = min(losses(ended_early.run), key=lambda step: losses(ended_early.run)[step])
+    lowered = [row for row in events(ended_early.run, "change") if "factor" in row["key"]]
+    assert [(row["step"], row["old"], row["new"]) for row in lowered][-2:] == [
+        (best + 2, 4 * lowered[-2]["new"], lowered[-2]["new"]),
+        (best + 4, lowered[-2]["new"], lowered[-2]["new"] / 4),
+    ]
+    rates = {row["step"]: row["lr"] for row in events(ended_early.run, "step")}
+    assert rates[best + 2] == pytest.approx(4 * rates[best + 3])
+
+
 def test_a_resume_agrees_that_it_has_ended(ended_early: Toy, tmp_path: Path) -> None:
     copied = ended_early.copy(tmp_path / "runs")
     newest, before = last_state(copied.run), contents(last_state(copied.run))
@@ -214,7 +227,11 @@ def test_the_plan_refuses_it_without_held_out_pictures_and_counts_the_kept_weigh
     ended_early: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["plan", str(ended_early.dataset), "--base", "embedded", "--json", "--set"]
-    for setting in ("output.keep_best=true", "train.stop_after_validations=2"):
+    for setting in (
+        "output.keep_best=true",
+        "train.stop_after_validations=2",
+        "train.lower_after_validations=2",
+    ):
         # Too few are held out, as by 0.
         assert run_cli([*line, setting, "--set", "data.validation_fraction=0.1"]) == 2
         assert setting.partition("=")[0] in capsys.readouterr().err

@@ -18,12 +18,15 @@ from lora_trainer.run import run_folder
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
 PATIENCE = "train.stop_after_validations"
 """Free by itself, but with it the validations decide something."""
-BEFORE |= {"output.keep_best": False, PATIENCE: None}
+LOWER = "train.lower_after_validations"
+"""Changes the learning rate, and so makes validations decide something too."""
+BEFORE |= {"output.keep_best": False, PATIENCE: None, LOWER: None}
 FREE, ROUNDING, FORBIDDEN, OTHERS = (
     [key for key in setting_keys() if run_folder.EFFECTS.get(key, "changed") == effect]
     for effect in ("free", "rounding", "forbidden", "changed")
 )
 FREE.remove(PATIENCE)
+OTHERS.remove(LOWER)
 MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 
 
@@ -135,7 +138,7 @@ def test_a_device_that_is_not_deterministic_never_promises_the_bits() -> None:
     )
 
 
-@pytest.mark.parametrize("watching", ["output.keep_best", PATIENCE])
+@pytest.mark.parametrize("watching", ["output.keep_best", PATIENCE, LOWER])
 def test_when_and_what_is_validated_matters_where_it_decides_something(watching: str) -> None:
     before = BEFORE | {watching: 3}
     for key in ("train.validate_every_steps", "output.weights"):

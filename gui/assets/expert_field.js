@@ -68,7 +68,7 @@ class Field {
       return make("textarea", { rows: 3, spellcheck: "false", ...shared });
     }
     const text = { type: "text", autocomplete: "off", spellcheck: "false" };
-    if (kind === "number" && words.length) {
+    if (words.length) {
       this.place.append(
         make("datalist", { id: `${id}-words` }, ...words.map((word) => make("option", { value: word.text }))),
       );

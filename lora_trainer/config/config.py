@@ -71,6 +71,8 @@ class Form:
             ]
             noun = "a whole number" if self.whole else "a number"
             parts = ["".join([noun, *figures]), *map(str, self.words)]
+        elif self.kind == "text":
+            parts = [", ".join(map(str, self.words))] if self.words else []
         return " or ".join([*parts, *(["empty: none"] if self.nullable else [])])
 
 

@@ -92,6 +92,18 @@ OptimizerName = Literal[
     "schedulefree_adamw",
 ]
 SCHEDULE_FREE: OptimizerName = "schedulefree_adamw"
+# A class or function of an installed package, `package.module:Name`.
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+ScheduleName = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "one_cycle",
+    "warmup_stable_decay",
+]
+Schedule = ScheduleName | ImportPath
 
 
 # `section.name` of other settings -> the values that the condition lists.

@@ -24,6 +24,7 @@ from lora_trainer.config.declare import (
     OptimizerName,
     Portion,
     Precision,
+    Schedule,
     Section,
     Seed,
     Share,
@@ -47,6 +48,7 @@ NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
 CONVOLUTIONS = {"adapter.targets": ("all",)}
 NOT_OFT = {"adapter.kind": ("oft",)}
 OF = "optimizer.name"
+SCHEDULE = "optimizer.schedule"
 NOT_SCHEDULE_FREE = {OF: (SCHEDULE_FREE,)}
 WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 
@@ -186,6 +188,16 @@ class TrainSettings(Section, Generic[A_co]):
         None,
         "stop after this many validations in a row without a lower loss; none: train all steps",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
+    lower_after_validations: Annotated[int, Field(ge=1, le=1000)] | None = enforced_setting(
+        None,
+        "lower the rate after this many validations in a row without a clearly lower loss; none: never",
+        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+    )
+    lower_to: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
+        0.5,
+        "factor on the learning rate each time it is lowered",
+        not_for={"train.lower_after_validations": (None,)},
     )
     deterministic: bool = setting(
         False,
@@ -357,11 +369,32 @@ class OptimizerSettings(Section):
             "adapter.dora": (True,),
         },
     )
-    schedule: Literal["constant", "linear", "cosine"] = setting(
-        "cosine", "shape of the learning rate after warm-up", not_for=NOT_SCHEDULE_FREE
+    schedule: Schedule = setting(
+        "cosine",
+        "shape of the learning rate after warm-up, by name or as module:Class",
+        not_for=NOT_SCHEDULE_FREE,
+    )
+    schedule_options: dict[str, bool | int | float | str | list[float] | None] = setting(
+        {},
+        "arguments of a schedule given as module:Class; the number of steps is filled in where it needs it",
     )
     warmup_fraction: BelowAll = setting(
-        0.05, "fraction of the steps in which the learning rate rises"
+        0.05, "fraction of the steps in which the learning rate rises; 0.3 is usual with one_cycle"
+    )
+    schedule_cycles: Annotated[int, Field(ge=1, le=1000)] = setting(
+        1,
+        "number of falls of cosine_with_restarts",
+        only_for={SCHEDULE: ("cosine_with_restarts",)},
+    )
+    schedule_power: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
+        1.0,
+        "power of polynomial: 1 falls straight, 2 fast at first, 0.5 fast at the end",
+        only_for={SCHEDULE: ("polynomial",)},
+    )
+    decay_fraction: Portion = setting(
+        0.2,
+        "fraction of the steps at the end in which warmup_stable_decay falls",
+        only_for={SCHEDULE: ("warmup_stable_decay",)},
     )
 
     @property

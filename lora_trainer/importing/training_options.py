@@ -381,17 +381,19 @@ def read_schedule(
     power = foreign.nonzero(spec.get("power", ""), spec.get("default_power", 1))
     name = foreign.word(key, spec["default"])
     word = name.lower().rpartition(".")[2].replace("-", "_")
-    another = ("constant", "schedules here are constant, linear and cosine")
+    another = ("constant", "optimizer.schedule lists the schedules here, and takes module:Class")
     shape, why = _TABLE["schedules"].get(word, another)
     if foreign.is_schedule_free:  # there it takes the place of any schedule
         shape, why = "constant", ""
-    if word.startswith("cosine_with") and "restarts" in word and cycles <= 1:
-        why = ""
-    if word == "polynomial":
-        why = "" if power == 1 else f"a straight fall in place of power {power:g}"
+    if shape == "cosine_with_restarts" and cycles <= 1:
+        shape = "cosine"
     foreign.set("optimizer.schedule", shape, key)
+    if shape == "cosine_with_restarts":
+        foreign.set("optimizer.schedule_cycles", round(cycles), spec["cycles"])
+    if shape == "polynomial":
+        foreign.set("optimizer.schedule_power", power, spec.get("power", key))
     if why:
-        text = f"{name}: {shape}, {why.format(cycles=f'{cycles:g}', name=name)}"
+        text = f"{name}: {shape}, {why.format(name=name)}"
         foreign.is_nearest(key if key in foreign.values else THERE, text)
     if foreign.is_schedule_free and foreign.settings["optimizer.name"] != SCHEDULE_FREE:
         warmup = 0

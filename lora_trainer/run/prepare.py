@@ -372,7 +372,12 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
         # `check` lists them, but a training would learn from them.
         bad = "; ".join(f"{shown(finding.file or '')} {finding.what}" for finding in masks)
         raise InputError(f"masks cannot be used: {bad}", fix=masks[0].advice)
-    values, watching = flatten(settings), ("output.keep_best", "train.stop_after_validations")
+    values = flatten(settings)
+    watching = (
+        "output.keep_best",
+        "train.stop_after_validations",
+        "train.lower_after_validations",
+    )
     keys = " and ".join(key for key in watching if values[key])
     if keys and not held_out:
         raise RequestError(

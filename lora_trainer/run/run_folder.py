@@ -61,7 +61,11 @@ EFFECTS: Mapping[str, str] = {
     for key in fnmatch.filter(setting_keys(), pattern)
 }
 # With one of the first settings, validations influence training; then the second may not change either.
-_WATCHING = ("train.stop_after_validations", "output.keep_best")
+_WATCHING = (
+    "train.stop_after_validations",
+    "train.lower_after_validations",
+    "output.keep_best",
+)
 _WATCHED = {"train.validate_every_steps": "changed", "output.weights": "changed"}
 # A setting of earlier versions that had no effect in a run without validations.
 _BY_VALIDATIONS = "train.lower_on_plateau"

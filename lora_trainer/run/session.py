@@ -56,7 +56,7 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import BASE_STEP, GuardState, look_step
 from lora_trainer.training.loop import run
-from lora_trainer.training.optimizers import learning_rate
+from lora_trainer.training.schedules import LearningRate, learning_rate
 from lora_trainer.training.step import OomFallback, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
@@ -71,6 +71,8 @@ def train_job(job: TrainingJob) -> Path:
     """
     prepared, config, events, ranks = job.prepared, job.prepared.config, job.events, job.ranks
     leads = ranks.dist_env.is_main
+    # Made before anything is encoded: a schedule that cannot be made is refused at once.
+    rate = learning_rate(config.optimizer, steps=config.train.steps)
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = open_cache(prepared, events)
@@ -112,13 +114,13 @@ def train_job(job: TrainingJob) -> Path:
         _shared(ranks, writer.newest())
     # Those that every process runs; the leader's own stand around them.
     actions: list[Action] = [
-        *fixed_loss_actions(job, feeder, parts),
+        *fixed_loss_actions(job, feeder, parts, rate),
         CompareAction(saves=saves, ranks=ranks),
     ]
     if leads:
         samples = SampleAction(job=job, parts=parts, entries=feeder.entries)
         actions = [*job.watchers, *actions[:-1], samples, actions[-1], saves]
-    training = _training(job, parts, feeder, start, actions=actions, restore=restore)
+    training = _training(job, parts, feeder, start, rate=rate, actions=actions, restore=restore)
     events.emit(
         "phase", phase="train", message="training", done=start.step, total=config.train.steps
     )
@@ -193,6 +195,7 @@ def _training(
     feeder: TrainingDataLoader,
     start: Progress,
     *,
+    rate: LearningRate,
     actions: Sequence[Action],
     restore: Callable[[], Progress],
 ) -> Training:
@@ -233,7 +236,7 @@ def _training(
         model=parts.model,
         parameters=parts.parameters,
         optimizer=parts.optimizer,
-        learning_rate=learning_rate(config.optimizer, steps=config.train.steps),
+        learning_rate=rate,
         scaler=parts.scaler,
         feeder=feeder,
         micro_batch=config.memory.micro_batch,
@@ -254,7 +257,7 @@ def _training(
 
 
 def fixed_loss_actions(
-    job: TrainingJob, feeder: TrainingDataLoader, parts: TrainComponents
+    job: TrainingJob, feeder: TrainingDataLoader, parts: TrainComponents, rate: LearningRate
 ) -> tuple[ValidateAction, LearningAction]:
     """Return the action that validates on the held-out images, and the one that detects a run that learns nothing.
 
@@ -274,6 +277,8 @@ def fixed_loss_actions(
         chosen=parts.chosen,
         every_steps=config.train.validate_every_steps,
         events=job.events,
+        patience=config.train.lower_after_validations,
+        lower_to=config.train.lower_to,
         watch_best=config.output.keep_best or config.train.stop_after_validations is not None,
         on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
     )
@@ -281,9 +286,8 @@ def fixed_loss_actions(
     # Some optimizers find their rate themselves, at an unknown step.
     if OPTIMIZERS[settings.name].rate is None:
         step = look_step(steps=steps, batch_size=config.train.batch_size)
-    rates = learning_rate(settings, steps=steps)
     between = range(BASE_STEP, step or BASE_STEP)
-    rate_sums = [sum(map(rates, indexes)) for indexes in (between, range(steps))]
+    rate_sums = [sum(map(rate, indexes)) for indexes in (between, range(steps))]
     looked_at = job.prepared.trained[:LEARNING_PICTURES] if step is not None else ()
     learning = LearningAction(
         fixed=losses(looked_at, LEARNING_QUANTILES),

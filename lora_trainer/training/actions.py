@@ -95,13 +95,16 @@ class ValidateAction:
 
     Step 0 is the untouched base, so the gain of the adapter can be read off. `chosen()` puts the weights to
     measure (averaged weights, say) in place while a block runs; `on_best` is called inside it whenever the
-    loss is the lowest so far, and keeps a copy of those weights.
+    loss is the lowest so far, and keeps a copy of those weights. After `patience` validations without a clearly
+    lower loss the learning rate is multiplied by `lower_to`; None: never.
     """
 
     what: ClassVar = "the validation"
     fixed: FixedLosses
     every_steps: int
     events: EventStream
+    patience: int | None = None
+    lower_to: float = 1.0
     watch_best: bool = False
     on_best: Callable[[], None] = lambda: None
     chosen: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -127,10 +130,22 @@ class ValidateAction:
             images=len(self.fixed.batches[0]),
             seconds=time.monotonic() - began_s,
         )
+        # What follows is the same on all processes, as all have the same losses.
+        guard = progress.guard
+        if self.patience is not None:
+            guard = guard.after_validation(mean, patience=self.patience, lower_to=self.lower_to)
+            if guard.lr_scale != progress.guard.lr_scale:
+                self.events.emit(
+                    "change",
+                    step=progress.step,
+                    key="optimizer.learning_rate factor",
+                    old=progress.guard.lr_scale,
+                    new=guard.lr_scale,
+                    reason=f"{self.patience} validations in a row without a clearly lower loss",
+                )
         if not self.watch_best:
-            return progress.guard
-        # The same on all processes, as all have the same losses.
-        guard = progress.guard.with_best(mean, step=progress.step)
+            return guard
+        guard = guard.with_best(mean, step=progress.step)
         if guard.best.step == progress.step > 0:
             with self.chosen():
                 self.on_best()

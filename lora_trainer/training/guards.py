@@ -1,9 +1,10 @@
-"""The guards of a training as a pure state machine: out of memory, bad gradients, no learning.
+"""The guards of a training as a pure state machine: out of memory, bad gradients, plateaus, no learning.
 
 No torch, no clock, no files: the loop reports an event and gets the next state back. The state is part of
 the resume state, so a resumed run decides as the uninterrupted run would have. Steps with non-finite
 gradients are skipped; after five in a row training goes back to the last good state at half the learning
-rate; after three such rollbacks it stops.
+rate; after three such rollbacks it stops. A validation loss that has stopped falling lowers the learning rate
+where the settings ask for it.
 
 Three checks say whether the run learns at all: a gradient norm that is exactly zero, weights that are still
 exactly zero, and losses of the same images with the same noise that have not changed. None can be fooled by
@@ -26,6 +27,21 @@ class BestValidation:
 
     loss: float | None = None
     step: int = 0
+    stale: int = 0
+
+
+# A validation loss is clearly lower than another if it is below it by more than this share: validations use the same
+# images, timesteps and noise each time, so smaller differences are not chance, but they are not worth waiting for.
+CLEARLY_LOWER = 0.002
+# The learning rate is not lowered for a plateau below this share of the schedule's rate.
+LOWEST_SCALE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau:
+    """The validation loss to improve on, and the number of validations since that were not clearly lower."""
+
+    best: float | None = None
     stale: int = 0
 
 
@@ -81,6 +97,7 @@ class GuardState:
     skipped_in_row: int = 0
     rollbacks: int = 0
     lr_scale: float = 1.0
+    plateau: Plateau = Plateau()
     best: BestValidation = BestValidation()
     learning: Learning = Learning()
 
@@ -88,9 +105,10 @@ class GuardState:
     def from_plain(cls, values: Mapping[str, Any]) -> GuardState:
         """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
 
-        Values that only older versions had (`ungraphed`, `trend`, `plateau`, `skipped`) are ignored.
+        Values that only older versions had (`ungraphed`, `trend`, `skipped`) are ignored.
         """
         current = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        current["plateau"] = Plateau(**values.get("plateau", {}))
         current["best"] = BestValidation(**values.get("best", {}))
         return cls(**current | {"learning": Learning(**values.get("learning", {}))})
 
@@ -116,6 +134,23 @@ class GuardState:
             return replace(self, best=BestValidation(loss=loss, step=step))
         return replace(self, best=replace(best, stale=best.stale + 1))
 
+    def after_validation(self, loss: float, *, patience: int, lower_to: float) -> GuardState:
+        """Return the state after a validation loss; a plateau of `patience` validations lowers the learning rate.
+
+        The factor on the rate is then multiplied by `lower_to`, and counting begins again.
+        """
+        # A loss that is not finite is not a plateau; the guard of the gradients answers to it.
+        if not math.isfinite(loss):
+            return self
+        best, stale = self.plateau.best, self.plateau.stale + 1
+        if best is None or loss < best * (1 - CLEARLY_LOWER):
+            return replace(self, plateau=Plateau(best=loss))
+        if stale < patience:
+            return replace(self, plateau=replace(self.plateau, stale=stale))
+        # A rollback may have lowered the factor further than a plateau would: that is kept.
+        lowered = max(self.lr_scale * lower_to, min(self.lr_scale, LOWEST_SCALE))
+        return replace(self, plateau=replace(self.plateau, stale=0), lr_scale=lowered)
+
     def after_going_back(self, failed: GuardState) -> GuardState:
         """Return the state to continue with from this one, the last whose weights are whole."""
         # Facts about the machine stay: going back undoes the weights, but the same micro-batch would not fit this
@@ -126,6 +161,7 @@ class GuardState:
             skipped_in_row=self.skipped_in_row,
             rollbacks=self.rollbacks,
             lr_scale=self.lr_scale,
+            plateau=self.plateau,
             best=self.best,
         )
 

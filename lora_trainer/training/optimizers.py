@@ -1,25 +1,22 @@
-"""Optimizers by name, each from its library, and the learning rate as a function of the step.
+"""Optimizers by name, each from its library.
 
 Input is parameter groups and the settings; output is an optimizer whose state is allocated before step 1, so
 that a step cannot run out of memory because the state does not fit. All use the same hyperparameters where
 they have them. torch's own Adafactor and Muon are not used: the first scales each step by the norm of the
 tensor, which is zero for a LoRA's `up`, and the second refuses tensors that are no matrices.
 
-Groups have a factor on the learning rate (`lr_scale`) for text encoders, layer patterns and LoRA+. The
-learning rate is a pure function of the step (diffusers' schedule formulas), so a resume needs no scheduler
-state.
+Groups have a factor on the learning rate (`lr_scale`) for text encoders, layer patterns and LoRA+;
+schedules.py has the learning rate as a function of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import torch
-from diffusers.optimization import get_scheduler
-from torch import nn
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
 from lora_trainer.config.constraints import NEEDS
@@ -108,9 +105,6 @@ def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
     )
 
 
-LearningRate = Callable[[int], float]
-
-
 def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
     rated = [{**group, "lr": settings.learning_rate * group["lr_scale"]} for group in groups]
@@ -154,21 +148,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     for parameter, name, tensor in paged:
         tensor.copy_(optimizer.state[parameter][name])
         optimizer.state[parameter][name] = tensor
-
-
-def learning_rate(settings: OptimizerSettings, *, steps: int) -> LearningRate:
-    """Return step (0-based) -> learning rate, by diffusers' formula of that name."""
-    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
-    warmup = min(round(settings.warmup_fraction * steps), steps - 1)
-    # Constant with a warm-up has a name of its own in diffusers; `constant` ignores warm-up steps.
-    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
-    # diffusers' formulas are zero at the first step of a warm-up and after the last step: both would
-    # train nothing, so the formula is stretched by one step at each end and asked one step ahead.
-    scheduler = get_scheduler(
-        name, probe, num_warmup_steps=warmup + 1, num_training_steps=steps + 1
-    )
-    formula = scheduler.lr_lambdas[0]
-    return lambda step: settings.learning_rate * float(formula(step + 1))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

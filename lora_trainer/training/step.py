@@ -41,7 +41,7 @@ from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, NoFallbackLeft, Unstable
 from lora_trainer.training.loss import Batch, Model
-from lora_trainer.training.optimizers import LearningRate
+from lora_trainer.training.schedules import LearningRate
 
 # Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the `except`
 # block, whose traceback keeps alive the tensors that have to be freed.

@@ -39,7 +39,7 @@ from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.reading import import_file
 from lora_trainer.training.loss import ERRORS
 from lora_trainer.training.noise import levels_of, loss_delta, loss_weight
-from lora_trainer.training.optimizers import learning_rate
+from lora_trainer.training.schedules import learning_rate
 from tests.importing.corpus import CASES
 
 Numbers = dict[str, Any]

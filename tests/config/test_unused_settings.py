@@ -27,6 +27,7 @@ OTHER = {
     "base.revision": "refs/pr/1",
     "base.companion": "someone/something",
     "data.class_word": "toy",
+    "optimizer.schedule": "linear",
     "optimizer.text_encoder_learning_rate": 1e-3,
     "adapter.new_tokens_from": "toy",
     "memory.attention": "xformers",

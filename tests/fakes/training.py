@@ -28,7 +28,7 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.facts import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
-from lora_trainer.training import optimizers
+from lora_trainer.training import optimizers, schedules
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader
 from lora_trainer.training.guards import GuardState
@@ -195,7 +195,7 @@ def build_training(
         model=adapt(model),
         parameters=adapter.parameters(),
         optimizer=optimizers.build_optimizer(adapter.groups(settings), settings),
-        learning_rate=optimizers.learning_rate(settings, steps=steps),
+        learning_rate=schedules.learning_rate(settings, steps=steps),
         scaler=torch.amp.GradScaler("cpu", enabled=precision == torch.float16),
         feeder=feeder,
         micro_batch=feeder.batch_size,

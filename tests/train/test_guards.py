@@ -15,6 +15,7 @@ from lora_trainer.training import guards
 
 START = guards.GuardState(micro_batch=8)
 SPOILT = {
+    "plateau": {"best": 0.3, "stale": 1},
     "best": {"loss": 0.25, "step": 4, "stale": 1},
     "learning": {"zero_gradients": 3, "base": [0.1, 1 / 3]},
 }
@@ -62,7 +63,7 @@ def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> N
 def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
     values = {**asdict(START), **SPOILT, "micro_batch": 3, "skipped_in_row": 1, "lr_scale": 0.5}
     assert json.loads(json.dumps(asdict(guards.GuardState.from_plain(values)))) == values
-    older = {"micro_batch": 4, "lr_scale": 0.5, "plateau": {"best": 0.1, "stale": 2}, "trend": {}}
+    older = {"micro_batch": 4, "lr_scale": 0.5, "trend": {}}
     assert guards.GuardState.from_plain(older) == guards.GuardState(micro_batch=4, lr_scale=0.5)
 
 
@@ -72,6 +73,22 @@ def test_the_best_is_the_lowest_loss_of_a_trained_adapter() -> None:
     for loss, step in ((0.5, 2), (float("nan"), 4), (0.4, 6), (0.4, 8), (0.6, 10)):
         state = state.with_best(loss, step=step)
     assert (state.best.loss, state.best.step, state.best.stale) == (0.4, 6, 2)
+
+
+def test_a_plateau_lowers_the_rate_and_a_way_back_forgets_it() -> None:
+    state, scales = START, []
+    for loss in (0.5, 0.4, 0.4, 0.3999, float("nan"), 0.41, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3):
+        state = state.after_validation(loss, patience=3, lower_to=0.5)
+        scales.append(state.lr_scale)
+    # A loss that is not a number does not count, 0.3999 is not clearly below 0.4, and counting begins again.
+    assert scales == [1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+    assert state.plateau == guards.Plateau(best=0.3, stale=2)
+    assert START.after_going_back(state).plateau == guards.Plateau()
+    for _ in range(60):
+        state = state.after_validation(0.3, patience=1, lower_to=0.5)
+    assert state.lr_scale == guards.LOWEST_SCALE
+    slow = replace(state, lr_scale=1e-3).after_validation(0.3, patience=1, lower_to=0.5)
+    assert slow.lr_scale == 1e-3, "what a rollback lowered further stays"
 
 
 # ---- memory

@@ -1,4 +1,4 @@
-"""Every optimizer: the one asked for, learns, begins as new, comes back from a state; and the schedules."""
+"""Every optimizer: the one asked for, learns, begins as new, comes back from a state."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import copy
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import nn
 
 from lora_trainer.common.errors import MachineError, RequestError
@@ -20,7 +17,7 @@ from lora_trainer.config.config import all_settings
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, needed_otherwise
-from lora_trainer.training import optimizers
+from lora_trainer.training import optimizers, schedules
 from tests.fakes.states import bits
 
 NAMES = tuple(OPTIMIZERS)
@@ -112,7 +109,7 @@ def test_it_lowers_a_loss_at_the_rate_it_is_given(name: Any) -> None:
     chosen = OptimizerSettings.model_validate({"name": name, "learning_rate": 1e-2, **given})
     optimizer = optimizers.build_optimizer(groups([down, up]), chosen)
     steps = 400 if name in ("lion", "lion8bit", "prodigy") else 150
-    rate = optimizers.learning_rate(chosen, steps=steps)
+    rate = schedules.learning_rate(chosen, steps=steps)
     for step in range(steps):
         optimizers.set_learning_rate(optimizer, rate(step))
         inputs = torch.randn(32, 16, generator=generator)
@@ -310,47 +307,3 @@ def test_a_resume_takes_the_factors_of_its_own_settings_and_refuses_other_groups
     merged = optimizers.build_optimizer(groups(parameters()), settings("adamw"))
     with pytest.raises(RequestError, match="groups the layers by learning rate otherwise"):
         optimizers.restore_optimizer(merged, state)
-
-
-# ---- schedules
-
-
-def rates(schedule: str, steps: int, warmup: float, rate: float = 2e-4) -> list[float]:
-    chosen = OptimizerSettings.model_validate(
-        {"learning_rate": rate, "schedule": schedule, "warmup_fraction": warmup}
-    )
-    formula = optimizers.learning_rate(chosen, steps=steps)
-    found = [formula(step) for step in range(steps)]
-    # A resumed run asks for step k without having asked for the steps before.
-    assert [formula(step) for step in reversed(range(steps))] == found[::-1]
-    return found
-
-
-@example(schedule="cosine", steps=1, warmup=0.9, rate=1.0)
-@example(schedule="linear", steps=4, warmup=0.9, rate=1.0)
-@given(
-    schedule=st.sampled_from(["constant", "linear", "cosine"]),
-    steps=st.integers(1, 400),
-    warmup=st.floats(0.0, 0.9),
-    rate=st.floats(1e-6, 1.0),
-)
-def test_every_step_trains_and_the_peak_is_the_setting(
-    schedule: str, steps: int, warmup: float, rate: float
-) -> None:
-    found = rates(schedule, steps, warmup, rate)
-    peak = found.index(max(found))
-    assert min(found) > 0
-    assert max(found) == pytest.approx(rate, rel=1e-9)
-    assert all(a < b for a, b in pairwise(found[: peak + 1])), "it rises to the peak"
-    assert all(a >= b for a, b in pairwise(found[peak:])), "and never again after it"
-
-
-def test_each_schedule_has_its_own_course() -> None:
-    for schedule in ("linear", "cosine"):
-        found = rates(schedule, 200, 0.1)
-        assert found[20] == pytest.approx(2e-4) and found[-1] < 0.02 * 2e-4
-        assert found[20 + 90] / 2e-4 == pytest.approx(0.5, abs=0.01)
-    linear, cosine = rates("linear", 100, 0.0), rates("cosine", 100, 0.0)
-    assert cosine[25] > 1.1 * linear[25] and cosine[75] < 0.7 * linear[75]
-    constant = rates("constant", 100, 0.1)
-    assert constant == pytest.approx([2e-4 * min(1, (step + 1) / 11) for step in range(100)])
