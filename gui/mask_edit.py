@@ -24,6 +24,7 @@ from lora_trainer.dataset.buckets import Bucket, cut, place
 from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.listing import MASK_SUFFIX, ImageFile
+from lora_trainer.dataset.masks import read_mask
 
 from .changes import Change, FileChange, inside, read_content
 
@@ -102,8 +103,7 @@ class MaskEdit:
         mask = self.picture.mask
         if mask is None:
             return None
-        on_black = self.settings.model_copy(update={"alpha_background": "black"})
-        pixels = decode(mask, settings=on_black).image.convert("L")
+        pixels = read_mask(mask, settings=self.settings)[0]
         return _DATA + base64.b64encode(_png_bytes(pixels.resize(size_px))).decode()
 
     def _seen(self, image: Image.Image, bucket: str) -> Iterator[dict[str, str]]:

@@ -274,7 +274,7 @@ def _image_keys(
         yield CacheKey.of(
             "masks",
             mask=record.mask.content_hash,
-            channel="alpha" if record.mask.of_alpha else "brightness",
+            channel=record.mask.channel,
             factor=facts.vae_factor,
             **place,
         )

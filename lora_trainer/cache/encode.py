@@ -27,7 +27,8 @@ from lora_trainer.common.errors import RESUME, InputError, MachineError, Stopped
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut, mask_values
-from lora_trainer.dataset.images import decode, decode_mask
+from lora_trainer.dataset.images import decode
+from lora_trainer.dataset.masks import decode_mask
 from lora_trainer.families.latents import ImageEncoder
 from lora_trainer.families.texts import TextEncoder
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory

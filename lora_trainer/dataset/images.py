@@ -6,8 +6,7 @@ colour profile; RGB and gray stay as they are, whatever profile they carry. Each
 Crispness, brightness and a perceptual hash are measured once, when an image is decoded for the check, and
 remembered, so that a second quality report opens no file.
 
-Which part of an image counts is in a mask: a file of its own, or the opaque part of the image. White counts,
-black does not. A caption can lie inside the image: the first text that describes it, that of generators cut to
+A caption can lie inside the image: the first text that describes it, that of generators cut to
 its prompt; a workflow in JSON is no caption. Sources: PNG specification 11.3.3 (keywords), EXIF 2.32
 (UserComment), and the "parameters" text of AUTOMATIC1111's web UI.
 """
@@ -118,7 +117,7 @@ _REFUSED_MODES = {"F": "floating-point", "I": "32-bit integer", "LAB": "Lab"}
 Rgb = tuple[int, int, int]
 
 
-def _to_rgb(
+def to_rgb(
     image: Image.Image, path: Path, *, raw_mode: str, background: Rgb, notes: list[str]
 ) -> tuple[Image.Image, Image.Image | None]:
     """Return a loaded image as RGB, and how opaque it is as L where some of it is not.
@@ -270,33 +269,11 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
     background = background_rgb(settings)
     notes: list[str] = []
     with loaded(path, settings, content_hash, notes) as (image, raw_mode):
-        rgb, alpha = _to_rgb(image, path, raw_mode=raw_mode, background=background, notes=notes)
-        turn = _upright_turn(image, settings, notes)
+        rgb, alpha = to_rgb(image, path, raw_mode=raw_mode, background=background, notes=notes)
+        turn = upright_turn(image, settings, notes)
         if turn is not None:
             rgb, alpha = rgb.transpose(turn), alpha and alpha.transpose(turn)
     return DecodedImage(image=rgb, notes=tuple(notes), alpha=alpha)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mask:
-    """A mask that was checked; `of_alpha`: the image itself is the file, its transparency the mask."""
-
-    path: Path
-    content_hash: str
-    of_alpha: bool
-
-
-def decode_mask(mask: Mask, *, settings: DataSettings) -> Image.Image:
-    """Return a mask upright, mode L; raises ImageDecodeError, also for a file that has changed.
-
-    Transparent parts of a mask file are black: only its drawn parts count.
-    """
-    if mask.of_alpha:
-        alpha = decode(mask.path, settings=settings, content_hash=mask.content_hash).alpha
-        assert alpha is not None, "only transparent images have such a mask"
-        return alpha
-    on_black = settings.model_copy(update={"alpha_background": "black"})
-    return decode(mask.path, settings=on_black, content_hash=mask.content_hash).image.convert("L")
 
 
 @contextmanager
@@ -369,9 +346,10 @@ def _process_wide_switches(settings: DataSettings, notes: list[str]) -> Iterator
         ]
 
 
-def _upright_turn(
+def upright_turn(
     image: Image.Image, settings: DataSettings, notes: list[str]
 ) -> Image.Transpose | None:
+    """Return how a loaded image must be turned to stand upright, None where it does."""
     # Asked after loading: PNG has EXIF data at its end, and TIFF is already turned by then.
     try:
         with _process_wide_switches(settings, notes):

@@ -30,6 +30,8 @@ from lora_trainer.dataset.images import (
     Measures,
     read_image_text,
 )
+from lora_trainer.dataset.masks import DARK_BELOW as DARK_MASK_BELOW
+from lora_trainer.dataset.masks import WHITE
 from lora_trainer.dataset.records import (
     REGULARISATION,
     Dataset,
@@ -341,6 +343,23 @@ def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Itera
         names = [record.name for record in learned if record.mask is None]
         lack = "no mask" if settings.masks == "files" else "no transparent part"
         yield from finding_of_all("no-mask", names, all=len(learned), lack=lack)
+    yield from _findings_about_masks(records)
+
+
+def _findings_about_masks(records: Sequence[ImageRecord]) -> Iterator[Finding]:
+    """Yield how masks are read that are not black and white, and which seem to say another thing than is meant."""
+    masked = [(one.name, one.mask) for one in records if one.mask is not None]
+    for meaning in ("labels", "colours", "drawn", "8 of 16 bits"):
+        names = [name for name, mask in masked if mask.meaning == meaning]
+        kind = f"mask-read.{meaning.replace(' ', '-')}"
+        yield from finding_of_all(kind, names, all=len(masked))
+    dark = [(mask.brightest, name) for name, mask in masked if mask.brightest < DARK_MASK_BELOW]
+    names = [name for _, name in dark]
+    brightest = max(dark)[0] if dark else 0
+    share = f"{brightest / WHITE:.0%}"
+    yield from finding_of_all("dark-mask", names, brightest=brightest, share=share)
+    names = [name for name, mask in masked if mask.is_framed]
+    yield from finding_of_all("framed-mask", names, all=len(masked))
 
 
 def _other_captions(records: Sequence[ImageRecord], settings: DataSettings) -> str:

@@ -23,7 +23,8 @@ from lora_trainer.common.events import Finding, named
 from lora_trainer.common.randomness import Stream, shuffled
 from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
-from lora_trainer.dataset.images import Mask, Measures
+from lora_trainer.dataset.images import Measures
+from lora_trainer.dataset.masks import Mask
 
 # Begins the names of images in a folder of their own, so that none is like one of the dataset.
 REGULARISATION = "regularisation:"

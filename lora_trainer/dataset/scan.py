@@ -17,13 +17,12 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
 import PIL
 from pydantic import TypeAdapter
 
@@ -45,16 +44,15 @@ from lora_trainer.dataset.captions import (
 )
 from lora_trainer.dataset.images import (
     ImageDecodeError,
-    Mask,
     Measures,
     background_rgb,
     decode,
-    decode_mask,
     max_pixels,
     measure,
     read_image_text,
 )
 from lora_trainer.dataset.listing import ImageFile, list_dataset
+from lora_trainer.dataset.masks import Mask, MaskFacts, facts_of
 from lora_trainer.dataset.quality import findings_of
 from lora_trainer.dataset.records import REGULARISATION, Dataset, ImageRecord, finding
 from lora_trainer.families.facts import BaseFacts
@@ -64,7 +62,7 @@ MAX_REASONS = 100
 # What sides rounded to pixels make of a ratio, at most.
 MASK_ASPECT_TOLERANCE = 0.02
 # Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
-_MEMO_VERSION = f"4, Pillow {PIL.__version__}"
+_MEMO_VERSION = f"5, Pillow {PIL.__version__}"
 Value = TypeVar("Value")
 
 
@@ -76,10 +74,6 @@ class VerifiedImage(NamedTuple):
     notes: tuple[str, ...]
     measures: Measures
     background: str
-
-
-# Width and height in pixels, and the brightest value.
-MaskSize = tuple[int, int, int]
 
 
 class Remembered(Generic[Value]):
@@ -110,7 +104,7 @@ class DatasetMemo:
         self.hashes = HashMemo(folder)
         self.images = Remembered[VerifiedImage](VerifiedImage, folder, "images")
         self.captions = Remembered[CaptionText](CaptionText, folder, "caption files")
-        self.masks = Remembered[MaskSize](MaskSize, folder, "masks")
+        self.masks = Remembered[MaskFacts](MaskFacts, folder, "masks")
 
     def save(self) -> None:
         """Write the new rows; raises MachineError."""
@@ -220,12 +214,11 @@ class Inspector:
         else:
             return None
         key = content_hash + " alpha" if mask.of_alpha else mask.content_hash
-        size = self.memo.masks.get(key)
-        if size is None:
-            pixels = decode_mask(mask, settings=self.settings)
-            size = (*pixels.size, int(np.asarray(pixels).max()))
-            self.memo.masks.put(key, size)
-        width_px, height_px, brightest = size
+        facts_of_mask = self.memo.masks.get(key)
+        if facts_of_mask is None:
+            facts_of_mask = facts_of(mask, settings=self.settings)
+            self.memo.masks.put(key, facts_of_mask)
+        width_px, height_px, brightest, meaning, is_framed = facts_of_mask
         allowed = MASK_ASPECT_TOLERANCE + 1 / min(width_px, height_px)
         if brightest == 0:
             where = "is transparent" if mask.of_alpha else "is black"
@@ -236,7 +229,7 @@ class Inspector:
             reason = f"is {width_px}x{height_px}, not of the shape of its image, {shape}"
             fix = "make it of the image as it is"
         else:
-            return mask
+            return replace(mask, meaning=meaning, brightest=brightest, is_framed=is_framed)
         raise ImageDecodeError(mask.path, reason, code="IMG-04", fix=fix)
 
     def _sidecar(self, image: ImageFile) -> CaptionText:
@@ -378,7 +371,7 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
             *(record.content_hash, record.copy_index, record.caption, record.repeats),
             # A caption's text beyond the plain one: other lines, other alternatives, marks.
             *record.written,
-            *([record.mask.content_hash] if record.mask else ()),
+            *(_name_of_mask(record.mask) if record.mask else ()),
         )
         for record in records
     )
@@ -390,6 +383,13 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
         digest.update(f"{',' if index else '['}\n  [\n    {lines}\n  ]".encode())
     digest.update(b"\n]\n")
     return digest.hexdigest()
+
+
+def _name_of_mask(mask: Mask) -> Iterator[str]:
+    """Yield what names a mask and, where that is not its brightness, how it is read."""
+    yield mask.content_hash
+    if mask.channel not in ("alpha", "brightness"):
+        yield mask.channel
 
 
 def cache_folder(data: DataSettings) -> Path:

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.scan import scan
 from tests.fakes.studio import Studio, draw, studio_in
 
 FILES, ALPHA = DataSettings(masks="files", flip=True), DataSettings(masks="alpha", flip=True)
@@ -75,6 +77,99 @@ def test_values_are_means_over_the_pixels_of_each_latent(alone: Studio) -> None:
     expected = np.zeros((8, 8))
     expected[:4, :2], expected[:4, 2], expected[4:] = 1.0, 0.5, 0.2
     assert values == pytest.approx(expected)
+
+
+BOX = np.zeros((16, 16), np.uint8)
+BOX[2:12, 3:9] = 1
+
+
+def _palette(*colours: tuple[int, int, int]) -> Image.Image:
+    """Return the box as an image of labels with these colours."""
+    image = Image.fromarray(BOX).convert("P")
+    image.putdata(BOX.ravel().tolist())
+    image.putpalette([channel for colour in colours for channel in colour])
+    return image
+
+
+def _drawn(colour: tuple[int, int, int]) -> Image.Image:
+    image = Image.new("RGBA", (16, 16))
+    image.putalpha(Image.fromarray(BOX * 255))
+    image.paste((*colour, 255), mask=Image.fromarray(BOX * 255))
+    return image
+
+
+def _several() -> NDArray[np.uint8]:
+    labels = BOX.copy()
+    labels[5:9, 4:7] = 7
+    return labels
+
+
+# The same box as programs write it, and how that is told; its channel in the names of cache entries.
+LABELS, DRAWN = "mask-read labels", "mask-read drawn"
+WRITTEN: dict[str, tuple[Image.Image, str]] = {
+    "0 and 255": (Image.fromarray(BOX * 255), ""),
+    "0 and 1": (Image.fromarray(BOX), LABELS),
+    "0 to 7": (Image.fromarray(_several()), LABELS),
+    "labels with borders of 255": (Image.fromarray(np.where(_several() == 7, 255, BOX)), LABELS),
+    "one bit": (Image.fromarray(BOX * 255).convert("1"), ""),
+    "16 bits": (Image.fromarray(BOX.astype(np.uint16) * 65535), ""),
+    "16 bits, 0 and 1": (Image.fromarray(BOX.astype(np.uint16)), LABELS),
+    "16 bits, 0 and 255": (Image.fromarray(BOX.astype(np.uint16) * 255), "mask-read 8 of 16 bits"),
+    "RGB, 0 and 1": (Image.fromarray(np.stack([BOX] * 3, axis=-1)), LABELS),
+    "palette of black and white": (_palette((0, 0, 0), (255, 255, 255)), ""),
+    "palette of greys 0 and 1": (_palette((0, 0, 0), (1, 1, 1)), LABELS),
+    "palette of VOC": (_palette((0, 0, 0), (128, 0, 0)), LABELS),
+    "palette whose first is not black": (_palette((120, 0, 90), (4, 40, 3)), LABELS),
+    "palette of nothing but black": (_palette((0, 0, 0), (0, 0, 0)), LABELS),
+    "colours of VOC": (_palette((0, 0, 0), (0, 64, 0)).convert("RGB"), LABELS),
+    "drawn in white on nothing": (_drawn((255, 255, 255)), ""),
+    "drawn in black on nothing": (_drawn((0, 0, 0)), DRAWN),
+    "drawn in red on nothing": (_drawn((200, 20, 20)), DRAWN),
+    "black and white, opaque": (Image.fromarray(BOX * 255).convert("RGBA"), ""),
+    "floating point": (Image.fromarray(BOX.astype(np.float32)), ""),
+    "32 bits, 0 and 1": (Image.fromarray(BOX.astype(np.int32)), LABELS),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_mask_is_the_same_however_a_program_writes_it(written: str, alone: Studio) -> None:
+    mask, told = WRITTEN[written]
+    suffix = ".tif" if mask.mode in ("F", "I") else ".png"
+    mask.save(alone.folder / f"p0-masklabel{suffix}")
+    values, _ = entries(alone)
+    assert values == pytest.approx(BOX.reshape(8, 2, 8, 2).mean(axis=(1, 3)))
+    (key,) = {
+        json.loads(job.key.fields)["channel"]
+        for job in alone.needs().images.values()
+        if job.key.kind == "masks"
+    }
+    assert f"mask-read {key}" == told or (key, told) == ("brightness", "")
+    findings = scan(alone.folder, settings=alone.settings).findings
+    kinds = [finding.kind for finding in findings if "mask" in finding.kind]
+    assert kinds == (["mask-read"] if told else [])
+
+
+def _spoken(alone: Studio, mask: NDArray[np.uint8]) -> list[str]:
+    Image.fromarray(mask).save(alone.folder / "p0-masklabel.png")
+    findings = scan(alone.folder, settings=alone.settings).findings
+    return [finding.what for finding in findings if "mask" in finding.kind]
+
+
+def test_a_mask_that_may_mean_another_thing_is_named(alone: Studio) -> None:
+    assert _spoken(alone, BOX * 90) == [
+        "1 masks are dark where they are brightest (at most 90 of 255): p0.png"
+    ]
+    swapped = np.full((16, 16), 255, np.uint8)
+    swapped[4:12, 4:12] = 0
+    assert _spoken(alone, swapped) == [
+        "1 of 1 masks are white at all edges and black in the middle: p0.png"
+    ]
+    photo = np.random.default_rng(1).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    assert _spoken(alone, photo) == [
+        "1 of 1 masks have many colours, of which the brightest channel counts: p0.png"
+    ]
+    soft = np.linspace(0, 255, 256).astype(np.uint8).reshape(16, 16)
+    assert _spoken(alone, soft) == []
 
 
 def test_a_mask_is_placed_as_its_image(alone: Studio) -> None:
