@@ -51,11 +51,12 @@ def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
         from bitsandbytes import optim
 
         if name in ("lion", "lion8bit"):
-            return (optim.Lion8bit if name == "lion8bit" else optim.Lion)(groups, **rated)
+            kind = optim.Lion8bit if name == "lion8bit" else optim.Lion
+            return _queued(kind)(groups, **rated)
         # Paging moves state between device and host memory. A device that has no memory of its own keeps all
         # state in host memory anyway, and the unpaged optimizer computes the same numbers.
         is_paged = name == "paged_adamw8bit" and device.own_memory
-        return (optim.PagedAdamW8bit if is_paged else optim.AdamW8bit)(groups, **like_adam)
+        return _queued(optim.PagedAdamW8bit if is_paged else optim.AdamW8bit)(groups, **like_adam)
     if name == "schedulefree_adamw":  # Defazio et al. 2024, arXiv 2405.15682
         from schedulefree import AdamWScheduleFree
 
@@ -103,6 +104,39 @@ def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
         adamw_eps=settings.epsilon,
         adamw_wd=decay,
     )
+
+
+def _queued(kind: type[Any]) -> type[Any]:
+    """Return an optimizer class of bitsandbytes whose step queues its work and goes on.
+
+    The library waits for the device after each tensor (0.50, `sync_gpu` in `Optimizer8bit.step`): 836 waits a step
+    for FLUX.1, in which the device has nothing to do. Kernels of one stream run in their order without that. A
+    paged optimizer waits once at the end, as the library does, because prefetches run beside the stream.
+    """
+    from bitsandbytes.utils import sync_gpu
+
+    class Queued(kind):  # type: ignore[misc]  # the library has no types
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            assert closure is None
+            if not self.initialized:
+                self.check_overrides()
+                self.to_gpu()
+                self.initialized = True
+            parameter = None
+            for group_index, group in enumerate(self.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    if parameter.grad is None:
+                        continue
+                    if not self.state[parameter]:
+                        self.init_state(group, parameter, group_index, index)
+                    self.prefetch_state(parameter)
+                    self.update_step(group, parameter, group_index, index)
+            if self.is_paged and parameter is not None:
+                sync_gpu(parameter)
+
+    Queued.__name__ = Queued.__qualname__ = kind.__name__
+    return Queued
 
 
 def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:

@@ -267,13 +267,35 @@ def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
     own = groups(parameters())
-    assert type(optimizers.build_optimizer(own, settings("paged_adamw8bit"))) is AdamW8bit
+    unpaged = optimizers.build_optimizer(own, settings("paged_adamw8bit"))
+    assert isinstance(unpaged, AdamW8bit) and not unpaged.is_paged
     monkeypatch.setattr("lora_trainer.training.optimizers.kind_of", lambda _: KINDS["cuda"])
     made: list[torch.optim.Optimizer] = []
     monkeypatch.setattr("lora_trainer.training.optimizers._allocate", made.append)
     optimizers.build_optimizer(own, settings("paged_adamw8bit"))
     optimizers.build_optimizer(own, settings("adamw8bit"))
-    assert [type(optimizer) for optimizer in made] == [PagedAdamW8bit, AdamW8bit]
+    assert [type(optimizer).__base__ for optimizer in made] == [PagedAdamW8bit, AdamW8bit]
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [("adamw8bit", 0), ("lion8bit", 0), ("lion", 0), ("paged_adamw8bit", 1)],
+)
+def test_a_step_of_bitsandbytes_does_not_wait_for_the_device_after_each_tensor(
+    name: str, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bitsandbytes.optim.optimizer
+    import bitsandbytes.utils
+
+    waited: list[object] = []
+    for module in (bitsandbytes.optim.optimizer, bitsandbytes.utils):
+        monkeypatch.setattr(module, "sync_gpu", waited.append)
+    own = parameters()
+    optimizer: Any = optimizers.build_optimizer(groups(own), settings(name))
+    optimizer.is_paged = name.startswith("paged")
+    waited.clear()
+    walk(optimizer, own, [7])
+    assert len(own) > 1 and len(waited) == waits
 
 
 def test_paged_state_is_filled_where_it_is_and_not_replaced() -> None:
