@@ -84,10 +84,14 @@ def fill(
             if settings.caption_tokens in (75, 150):
                 fix += ", or raise data.caption_tokens"
             with _encoding(load_text_encoder, devices, events) as do:
-                for text, key in texts:
+                waiting = texts
+                while waiting:
                     work.obey()
-                    do(partial(_say_if_cut, texts_as.words(text), events=events, fix=fix))
-                    work.add(key, do(partial(texts_as.encode, text)), message="captions")
+                    entries = do(partial(_encode_texts, [text for text, _ in waiting], texts_as))
+                    for (text, key), entry in zip(waiting, entries, strict=False):
+                        do(partial(_say_if_cut, texts_as.words(text), events=events, fix=fix))
+                        work.add(key, entry, message="captions")
+                    waiting = waiting[len(entries) :]
     counts = {"latents": len(latents), "texts": len(texts), "masks": len(masks)}
     return {**counts, "found": cached_count}
 
@@ -216,6 +220,13 @@ def _encode_image(job: ImageJob, pixels: NDArray[np.float32], encoder: ImageEnco
     except InputError as error:
         raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
     return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
+
+
+def _encode_texts(
+    texts: Sequence[str], texts_as: TextEntries, encoder: TextEncoder
+) -> Sequence[Entry]:
+    """Return the entries of the first texts, of as many as the encoder takes at once."""
+    return encoder.together([partial(texts_as.encode, text, encoder) for text in texts])
 
 
 def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream, fix: str) -> None:

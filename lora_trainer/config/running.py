@@ -69,7 +69,7 @@ class MemorySettings(Section, Generic[A_co]):
     )
     text_encoder_offload: bool | A_co = setting(
         "auto",
-        "while caching, keep the text encoders in host memory and copy one layer at a time to the GPU",
+        "while caching, keep the text encoders in host memory and copy one block at a time to the GPU, for many texts",
         only_for={**CARD, "adapter.text_encoder": (False,)},
     )
 

@@ -96,16 +96,23 @@ class TextInputs:
         return shapes
 
 
+def one_by_one(calls: Sequence[Callable[[], Any]]) -> Sequence[Any]:
+    """Return the result of the first call."""
+    return [calls[0]()]
+
+
 @dataclass(kw_only=True, eq=False)
 class TextEncoder(ABC):
     """Tokenizers and text networks on one device, for caching and for training the text encoders.
 
     `networks` and `tokenizers` are by component ("text_encoder", "text_encoder_2"), in the family's order.
+    `together` returns the results of the first of several calls of this encoder, of as many as run at once.
     """
 
     networks: Mapping[str, nn.Module]
     tokenizers: Mapping[str, Any]
     facts: BaseFacts
+    together: Callable[[Sequence[Callable[[], Any]]], Sequence[Any]] = one_by_one
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:

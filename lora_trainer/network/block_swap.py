@@ -11,7 +11,7 @@ Adapters inside the blocks are not packed. The memory of each block is pinned in
 all: torch's own pinned allocations are rounded up to a power of two, and a copy must not run past the end of a
 pinned range.
 
-`offload` is for networks that only run forward, such as text encoders during caching.
+Networks that only run forward, such as text encoders during caching: offload.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
-from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
@@ -265,21 +263,3 @@ class Streamed:
                 f"memory.streamed_blocks needs every block recomputed, and {self.names[index]} is not",
                 fix="use --set memory.gradient_checkpointing=full",
             )
-
-
-def offload(network: nn.Module, device: torch.device) -> None:
-    """Let a network on the CPU compute on `device`, one layer's weights at a time; it cannot be trained.
-
-    It stays on the CPU for its callers: inputs and outputs are there. The results are those of the device.
-    """
-    apply_group_offloading(
-        network,
-        onload_device=device,
-        offload_device=torch.device("cpu"),
-        offload_type="leaf_level",
-    )
-    # Code outside the layers, such as masks and positions, runs on the device of the inputs.
-    network.register_forward_pre_hook(
-        lambda _, args, kwargs: send_to_device((args, kwargs), device), with_kwargs=True
-    )
-    network.register_forward_hook(lambda _, args, output: send_to_device(output, "cpu"))

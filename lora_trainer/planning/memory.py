@@ -60,7 +60,8 @@ TEXT_KEPT_SHARE = 0.5
 # Temporaries and results of encoding one text, over the encoder's weights: T5-XXL holds its attention scores three
 # times, 64 heads of 512 by 512 in fp32 (2 %); Qwen encoders the hidden states of all layers (2 to 3 %).
 TEXT_RUN_SHARE = 1 / 24
-# Largest layer of a text encoder over the whole: word embeddings take 3 % (T5-XXL) to 10 % (Qwen3-4B).
+# Largest part of a text encoder that is on the GPU at once, over the whole: word embeddings take 3 % (T5-XXL) to 10 %
+# (Qwen3-4B), blocks 2 to 4 %. More texts than one pass it together where memory is free (network/offload.py).
 TEXT_LAYER_SHARE = 1 / 8
 # A checkpointed network has at least so many pieces of equal weights; one piece is alive at a time.
 REBUILT_PIECES = 8
@@ -349,8 +350,8 @@ def _texts(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield the text encoder while captions are cached: the VAE is freed, the denoiser not loaded yet."""
     weights = costs.parameters("text_encoder") * ELEMENT_BYTES[load.text_precision]
     if load.text_offload:
-        note = f"{load.text_precision}, the largest layer: layers are copied in one at a time"
-        yield MemoryItem("text encoder layer", int(weights * TEXT_LAYER_SHARE), note)
+        note = f"{load.text_precision}, the largest block: blocks are copied in one at a time"
+        yield MemoryItem("text encoder block", int(weights * TEXT_LAYER_SHARE), note)
     else:
         yield MemoryItem("text encoder weights", weights, load.text_precision)
     note = "activations of one text, estimate"

@@ -49,6 +49,8 @@ TRAFFIC_SHARE = (0.5, 0.9)
 KERNEL_START_S = (20e-6, 70e-6)
 # From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
 LINK_BYTES_PER_S = (6e9, 22e9)
+# Texts that pass an offloaded encoder together, at least, on the GPUs that it does not fit on (network/offload.py).
+TEXTS_TOGETHER = 16
 # From ordinary memory the driver copies twice, by way of a small pinned buffer: 2.2 of 5.7 GB/s on one
 # GPU (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), 0.3 to 0.6 on others.
 UNPINNED_BYTES_PER_S = (2.4e9, 8.8e9)
@@ -405,11 +407,13 @@ class RunTimeInputs(Evaluator):
         encoder, load = self.costs.parameters("text_encoder"), self.load
         flops = TEXT_FLOPS_PER_PARAMETER * encoder * inputs.facts.max_tokens
         text = self._plain(flops, load.text_precision)
+        copies = (0.0, 0.0)
         if load.text_offload:
             encoder_bytes = encoder * ELEMENT_BYTES[load.text_precision]
             slow, fast = LINK_BYTES_PER_S
-            # Every text copies the whole encoder again, layer by layer, beside the computation.
-            text = max(text[0], encoder_bytes / fast), max(text[1], encoder_bytes / slow)
+            # The encoder is copied block by block for many texts together, one copy after another.
+            sets = math.ceil((inputs.texts + EMPTY_TEXT) / TEXTS_TOGETHER)
+            copies = sets * encoder_bytes / fast, sets * encoder_bytes / slow
         picture = _sum(PICTURE_S, self._vae(ENCODE_FLOPS_PER_PX * math.prod(load.bucket_px)))
         validation = (0.0, 0.0)
         if train.validate_every_steps and inputs.held_out_count:
@@ -420,7 +424,8 @@ class RunTimeInputs(Evaluator):
             parts={
                 "start": (START_S[0] + size / fast_disk, START_S[1] + size / slow_disk),
                 "caching": _sum(
-                    _times(inputs.latents, picture), _times(inputs.texts + EMPTY_TEXT, text)
+                    _times(inputs.latents, picture),
+                    _sum(_times(inputs.texts + EMPTY_TEXT, text), copies),
                 ),
                 "steps": _times(train.steps, step.range_s),
                 "validation": validation,

@@ -33,9 +33,10 @@ from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
-from lora_trainer.network.block_swap import Streamed, offload, stream_blocks
+from lora_trainer.network.block_swap import Streamed, stream_blocks
 from lora_trainer.network.compiling import apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
+from lora_trainer.network.offload import Offloaded
 from lora_trainer.network.quantize import quantize
 from lora_trainer.run.device import CPU, oom_as_error, planned_device
 from lora_trainer.run.prepare import Prepared
@@ -89,11 +90,12 @@ def encoder_arguments(prepared: Prepared) -> dict[str, Any]:
     dtype = DTYPES[memory.text_encoder_precision]
 
     def load_text_encoder(device: torch.device) -> TextEncoder:
-        # Offloaded: in host memory, with layers copied to the device one at a time.
-        load_device = CPU if memory.text_encoder_offload else device
+        # Offloaded: in host memory, with blocks copied to the device one at a time for many texts.
+        is_offloaded = memory.text_encoder_offload and device != CPU
+        load_device = CPU if is_offloaded else device
         encoder = family.load_text_encoder(facts, dtype=dtype, device=load_device)
-        for network in encoder.networks.values() if memory.text_encoder_offload else ():
-            offload(network, device)
+        if is_offloaded:
+            encoder.together = Offloaded(tuple(encoder.networks.values()), device).together
         if (word := new_word(prepared.config)) and not memory.text_encoder_offload:
             encoder.learn(word)
         return encoder

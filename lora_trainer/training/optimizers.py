@@ -116,6 +116,8 @@ def _queued(kind: type[Any]) -> type[Any]:
     from bitsandbytes.utils import sync_gpu
 
     class Queued(kind):  # type: ignore[misc]  # the library has no types
+        initialized: bool
+
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             assert closure is None
