@@ -23,7 +23,8 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Bucket, cut, place
 from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.images import decode
-from lora_trainer.dataset.listing import MASK_SUFFIX, ImageFile
+from lora_trainer.dataset.listing import ImageFile
+from lora_trainer.dataset.mask_names import MASK_SUFFIX
 from lora_trainer.dataset.masks import read_mask
 
 from .changes import Change, FileChange, inside, read_content

@@ -268,6 +268,8 @@ def _image_keys(
         image=record.content_hash,
         encoder=facts.parts["vae"].identity,
         background=settings.alpha_background if record.transparent else "",
+        # Only where it matters, so that other images keep their entries.
+        **({"colours": "sRGB"} if record.recoloured else {}),
         **place,
     )
     if record.mask is not None:

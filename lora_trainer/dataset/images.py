@@ -1,8 +1,9 @@
 """Image files: decoded to upright 8-bit RGB and measured, or refused with the reason in one line.
 
-Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow. Size limits are checked from the header, and only
-regular files are opened. Transparent parts get a background colour, 16 bits are scaled to 8, CMYK goes through its
-colour profile; RGB and gray stay as they are, whatever profile they carry. Each of these changes is a note.
+Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow, HEIC where pillow-heif is installed. Size limits are
+checked from the header, and only regular files are opened. Transparent parts get a background colour, 16 bits are
+scaled to 8, CMYK goes through its colour profile, RGB and gray with a profile other than sRGB through theirs
+(`colours`). Each of these changes is a note.
 Crispness, brightness and a perceptual hash are measured once, when an image is decoded for the check, and
 remembered, so that a second quality report opens no file.
 
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import NAMES, CaptionText, caption_of, clean, decoded
+from lora_trainer.dataset.colours import Recolour, recolouring
 
 _MEASURED_SIDE_PX = 1024
 _LEAST_MEASURED_SIDE_PX = 48
@@ -42,6 +45,8 @@ _PRINT_SIDE = 8
 PRINT_LENGTH_BITS = 2 * _PRINT_SIDE**2
 _PRINT_MARGIN = 2
 _COLOUR_SIDE = 4
+_AREAS_SIDE = 64
+_AREAS_TOLERANCE = 16
 
 
 class Measures(NamedTuple):
@@ -50,6 +55,7 @@ class Measures(NamedTuple):
     `crispness` holds (side, value) pairs, largest first: value in [0, 1] after scaling the image
     to side squared pixels. `darkest` and `brightest` are the 1st and 99th percentile of luminance
     in [0, 1]. `structure` is a 128-bit difference hash, `colours` a 4x4 RGB miniature, both in hexadecimal.
+    `is_like_a_mask`: hardly more than areas of black and white.
     """
 
     crispness: tuple[tuple[int, float], ...]
@@ -57,6 +63,7 @@ class Measures(NamedTuple):
     brightest: float
     structure: str
     colours: str
+    is_like_a_mask: bool
 
 
 def measure(image: Image.Image) -> Measures:
@@ -90,6 +97,26 @@ def measure(image: Image.Image) -> Measures:
         colours=image.resize((_COLOUR_SIDE, _COLOUR_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
         .tobytes()
         .hex(),
+        is_like_a_mask=_is_like_a_mask(image),
+    )
+
+
+def _is_like_a_mask(image: Image.Image) -> bool:
+    """Say whether an image is little more than areas of black and white, with short borders, as masks are.
+
+    Line art and text are black and white too, but most of their pixels lie near a border.
+    """
+    side = _AREAS_SIDE
+    pixels = np.asarray(image.resize((side, side), Image.Resampling.NEAREST), dtype=np.int16)
+    if (pixels.max(axis=2) - pixels.min(axis=2)).max() > _AREAS_TOLERANCE:
+        return False
+    grey = pixels[..., 0]
+    is_white, is_black = grey >= 255 - _AREAS_TOLERANCE, grey <= _AREAS_TOLERANCE
+    borders = int(np.diff(is_white, axis=0).sum()) + int(np.diff(is_white, axis=1).sum())
+    return bool(
+        (is_white | is_black).mean() > 0.95
+        and min(is_white.mean(), is_black.mean()) > 0.005
+        and borders < 0.1 * side**2
     )
 
 
@@ -118,11 +145,18 @@ Rgb = tuple[int, int, int]
 
 
 def to_rgb(
-    image: Image.Image, path: Path, *, raw_mode: str, background: Rgb, notes: list[str]
+    image: Image.Image,
+    path: Path,
+    *,
+    raw_mode: str,
+    background: Rgb,
+    notes: list[str],
+    recolour: Recolour | None = None,
 ) -> tuple[Image.Image, Image.Image | None]:
     """Return a loaded image as RGB, and how opaque it is as L where some of it is not.
 
-    `raw_mode` is the format of the file's own pixels. Appends "kind: sentence" to `notes`; raises
+    `raw_mode` is the format of the file's own pixels, `recolour` changes colours before they are put on the
+    background. Appends "kind: sentence" to `notes`; raises
     ImageDecodeError for a pixel format that cannot be turned into RGB without guessing.
     """
     if ";16" in raw_mode:
@@ -149,13 +183,17 @@ def to_rgb(
         straight = image.convert("LA") if image.mode == "La" else image
         rgba = straight.convert("RGBA")
         alpha = rgba.getchannel("A")
+        if recolour is not None:
+            rgba = recolour(rgba.convert("RGB"))
+            rgba.putalpha(alpha)
         if alpha.getextrema() == (255, 255):
             return rgba.convert("RGB"), None
         notes.append("alpha: transparent parts are put on the colour data.alpha_background")
         canvas = Image.new("RGBA", rgba.size, (*background, 255))
         return Image.alpha_composite(canvas, rgba).convert("RGB"), alpha
     if image.mode in _OPAQUE_MODES:
-        return image.convert("RGB"), None
+        rgb = image.convert("RGB")
+        return (rgb if recolour is None else recolour(rgb)), None
     reason = f"has {_REFUSED_MODES.get(image.mode, image.mode)} pixels"
     fix = "save it as RGB or gray with 8 or 16 bits"
     raise ImageDecodeError(path, reason, code="IMG-05", fix=fix)
@@ -181,6 +219,26 @@ def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
 # Pillow's names of what is read: decoders that run no foreign program, as that of EPS would.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 HEAD_BYTES = 256
+# The beginning of HEIC files, read where the package for them is installed.
+_HEIC = re.compile(rb"....ftyp(hei|hev|mif1|msf1)", re.DOTALL)
+
+
+@cache
+def _reads_heic() -> bool:
+    """Say whether HEIC files are read: the first call makes Pillow read them, if pillow-heif is installed."""
+    try:
+        from pillow_heif import (  # noqa: PLC0415 - optional, and only such files need it
+            register_heif_opener,
+        )
+    except ImportError:
+        return False
+    register_heif_opener(thumbnails=False)
+    return True
+
+
+def _formats(head: bytes) -> tuple[str, ...]:
+    """Return the formats that a file which begins with `head` may have."""
+    return (*FORMATS, "HEIF") if _HEIC.match(head) and _reads_heic() else FORMATS
 
 
 class ImageDecodeError(InputError):
@@ -269,7 +327,14 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
     background = background_rgb(settings)
     notes: list[str] = []
     with loaded(path, settings, content_hash, notes) as (image, raw_mode):
-        rgb, alpha = to_rgb(image, path, raw_mode=raw_mode, background=background, notes=notes)
+        rgb, alpha = to_rgb(
+            image,
+            path,
+            raw_mode=raw_mode,
+            background=background,
+            notes=notes,
+            recolour=recolouring(image, notes),
+        )
         turn = upright_turn(image, settings, notes)
         if turn is not None:
             rgb, alpha = rgb.transpose(turn), alpha and alpha.transpose(turn)
@@ -300,8 +365,10 @@ def loaded(
                     path, "changed while in use", code="CAP-05", fix="start the run again"
                 )
             file.seek(0)
+            formats = _formats(file.read(16))
+            file.seek(0)
             with _process_wide_switches(settings, notes):
-                image = Image.open(file, formats=FORMATS)
+                image = Image.open(file, formats=formats)
                 longer_px, shorter_px = max(image.size), min(image.size)
                 size = f"{image.width}x{image.height}"
                 if shorter_px < MIN_SIDE_PX:
@@ -311,8 +378,8 @@ def loaded(
                     reason = f"is too long: {size}, one side may be {MAX_ASPECT} times the other"
                     raise ImageDecodeError(path, reason, code="IMG-07", fix="crop it or remove it")
                 raw_mode = str(image.tile[0].args) if image.tile else ""
-                # The further images of an MPO are previews and depth maps of the first.
-                frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+                # The further images of an MPO are previews and depth maps of the first, those of a HEIC others.
+                frames = 1 if image.format in ("MPO", "HEIF") else getattr(image, "n_frames", 1)
                 if image.format == "TIFF":  # checks its size again, and warns, while loading
                     image.load()
             if frames > 1:
@@ -357,7 +424,7 @@ def upright_turn(
     except Exception as error:  # noqa: BLE001 - as above
         notes.append(f"exif: unreadable EXIF data is ignored ({shown(str(error))})")
         return None
-    data = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    data = (image.info.get("exif") or b"").removeprefix(b"Exif\0\0")
     if data and not data.startswith((b"II", b"MM")):  # JPEG swallows the error while opening
         notes.append("exif: unreadable EXIF data is ignored")
     if not isinstance(orientation, int) or not 0 <= orientation <= 8:  # 0 is common for "unknown"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,12 +36,11 @@ from lora_trainer.dataset.captions import (
     split_name,
 )
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
+from lora_trainer.dataset.mask_names import MASK_SUFFIX, by_name, key_of_mask, masked_folder
 from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
 
 Entry = os.DirEntry[str]
 FolderKind = Literal["mask", "control", "class"]
-# End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks.
-MASK_SUFFIX = "-masklabel"
 # End of the name of a control image beside its image, as OneTrainer has it.
 CONTROL_SUFFIX = "-condlabel"
 
@@ -353,35 +352,47 @@ class _Walk:
         holds masks only if masks are asked for, or if one of its files has the name of an image: it may hold
         images of masks to learn.
         """
-        own_masks = _by_image(file for file in groups["picture"] if file.stem.endswith(MASK_SUFFIX))
-        groups["picture"] = [
-            file for file in groups["picture"] if not file.stem.endswith(MASK_SUFFIX)
+        beside = self._masks_beside(folder, groups)
+        own_masks = {key: mask for key, mask in reversed(beside)}
+        self.masks += [
+            (mask.name, folder.prefix + key) for key, mask in beside if own_masks[key] is not mask
         ]
-        own_images = {same_name(file.stem) for file in groups["picture"]}
-        mask_folders = [one for one in groups["folder"] if folder_kind(one.entry.name) == "mask"]
+        taken = {mask.name for _, mask in beside}
+        groups["picture"] = [file for file in groups["picture"] if file.name not in taken]
+        own_images = by_name(file.entry.name for file in groups["picture"])
+        names = {one.entry.name.casefold() for one in groups["folder"]}
+        mask_folders = [
+            one
+            for one in groups["folder"]
+            if folder_kind(one.entry.name) == "mask"
+            or (masked_folder(one.entry.name) or "").casefold() in names
+        ]
         others = [
             one
             for one in groups["folder"]
             if one not in mask_folders and one.entry.name.casefold() != EXCLUDED_FOLDER
         ]
-        inner_images = {
-            same_name(file.stem)
+        inner_images = by_name(
+            file.entry.name
             for one in others
             if mask_folders
             for file in _files(one.entry.path, "")
             if self._group(file) == "picture"
-        }
+        )
         inner_masks: Masks = {}
-        is_asked_for = self.settings.masks == "files"
         for inner in mask_folders:
+            is_asked_for = self.settings.masks == "files" and folder_kind(inner.entry.name)
             inside = _by_image(
-                file
-                for file in _files(inner.entry.path, f"{inner.name}/")
-                if self._group(file) == "picture" and self._is_usable(file, "picture")
+                (
+                    file
+                    for file in _files(inner.entry.path, f"{inner.name}/")
+                    if self._group(file) == "picture" and self._is_usable(file, "picture")
+                ),
+                {**inner_images, **own_images},
             )
-            if own_images & inside.keys() or (own_images and is_asked_for):
+            if own_images.keys() & inside.keys() or (own_images and is_asked_for):
                 own_masks = inside | own_masks
-            elif inner_images & inside.keys() or (others and is_asked_for):
+            elif inner_images.keys() & inside.keys() or (others and is_asked_for):
                 inner_masks |= inside
                 self.masks += [(file.name, folder.prefix + stem) for stem, file in inside.items()]
             else:
@@ -389,6 +400,27 @@ class _Walk:
             groups["folder"].remove(inner)
         self.masks += [(file.name, folder.prefix + stem) for stem, file in own_masks.items()]
         return own_masks, inner_masks
+
+    def _masks_beside(self, folder: _Folder, groups: Groups) -> list[tuple[str, _File]]:
+        """Return the masks among the pictures of a folder and which image each is of, which may be taken out.
+
+        Of several masks of an image the first counts: the one with the name that is written here.
+
+        A picture with a caption of its own is an image to learn, unless its name is the one that is written here.
+        """
+        captioned = {file.stem for file in groups["caption"]}
+        images = by_name(file.entry.name for file in groups["picture"])
+        prefix = same_name(folder.prefix)
+        taken_out = {
+            name.removeprefix(prefix) for name in self.taken_out if name.startswith(prefix)
+        }
+        images = {name: name for name in taken_out} | images
+        masks = []
+        for file in groups["picture"]:
+            if file.stem.endswith(MASK_SUFFIX) or not {file.stem, file.entry.name} & captioned:
+                key = key_of_mask(file.stem, images, in_mask_folder=False)
+                masks += [] if key is None else [(key, file)]
+        return sorted(masks, key=lambda pair: not pair[1].stem.endswith(MASK_SUFFIX))
 
     def _group(self, file: _File) -> Group:
         if file.extension in IMAGE_EXTENSIONS:
@@ -483,8 +515,10 @@ def _files(path: Path | str, prefix: str) -> Iterator[_File]:
         yield _File(entry, prefix + text_of(entry.name), *split_name(entry.name))
 
 
-def _by_image(masks: Iterable[_File]) -> Masks:
-    return {same_name(mask.stem.removesuffix(MASK_SUFFIX) or mask.stem): mask for mask in masks}
+def _by_image(masks: Iterable[_File], images: Mapping[str, str]) -> Masks:
+    """Return the files of a folder of masks by the image they are of."""
+    keys = ((key_of_mask(mask.stem, images, in_mask_folder=True), mask) for mask in masks)
+    return {key: mask for key, mask in keys if key is not None}
 
 
 def _by_picture(

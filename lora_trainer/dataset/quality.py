@@ -338,6 +338,10 @@ def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Itera
             if any(map(is_in, record.written)) and not is_read(settings.of_folder(record.folder))
         ]
         yield from finding_of_all("unread-marks", names, mark=mark, setting=setting)
+    # Where most are so, they are what is to be learned: silhouettes, signs.
+    names = [record.name for record in records if record.measures.is_like_a_mask]
+    if 2 * len(names) <= len(records):
+        yield from finding_of_all("looks-like-mask", names)
     if settings.masks != "none":
         learned = [one for one in records if not settings.is_regularisation(one.folder)]
         names = [record.name for record in learned if record.mask is None]

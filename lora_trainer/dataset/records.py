@@ -38,7 +38,8 @@ class ImageRecord:
 
     `folder` is the subfolder it lies in, `.` for none: `data.folders` may say more of it. `copy_index`
     numbers files with identical bytes by name, so that (content_hash, copy_index, repeat) names a
-    sample. `transparent`: its pixels depend on `data.alpha_background`. `placements`: where it goes at
+    sample. `transparent`: its pixels depend on `data.alpha_background`; `recoloured`: they are not those of its
+    file but of its colour profile in sRGB. `placements`: where it goes at
     `data.resolution`, then at each of `data.more_resolutions`; empty where no base is known.
     """
 
@@ -55,6 +56,7 @@ class ImageRecord:
     copy_index: int = 0
     folder: str = OWN_FOLDER
     transparent: bool = False
+    recoloured: bool = False
     mask: Mask | None = None
     regularisation: bool = False
     placements: tuple[Placement, ...] = ()

@@ -164,6 +164,7 @@ class Inspector:
             caption_source=caption.source or None,
             repeats=image.repeats,
             transparent=bool(facts.background),
+            recoloured=any(note.startswith("icc: ") for note in facts.notes),
             measures=facts.measures,
             mask=mask,
             placements=self.place_image(facts.width_px, facts.height_px),
