@@ -25,6 +25,9 @@ from .state import Stamp, page_url
 from .workplace import Workplace
 
 MAX_ENDED = 30
+# So long Undo is offered for what was removed, of the last few.
+_UNDO_WITHIN_S = 600.0
+_UNDO_MAX = 3
 _LOG_LINES = 20
 # As much of a card's UUID as tells the cards of a machine apart.
 _DEVICE_LENGTH = 12
@@ -35,6 +38,7 @@ _LABELS = {
     "Earlier": "Earlier {name}",
     "Later": "Later {name}",
     "Remove": "Remove {name}",
+    "Undo": "Put {name} back",
     "Resume": "Resume {name}",
     "Train again": "Train again {name}",
 }
@@ -49,7 +53,7 @@ def stamp(work: Workplace) -> Stamp:
     seen = [(run.step, run.message) for run in runs if run is not None]
     stopping = [item.id for item in found if _is_stopping(work, item)]
     downloads = [commands.download_of(work.runs, item) for item in found]
-    return (found, *seen, *stopping, *downloads, worker_line(work, found))
+    return (found, *seen, *stopping, *downloads, worker_line(work, found), _undone(work))
 
 
 def view(work: Workplace) -> Html:
@@ -57,7 +61,8 @@ def view(work: Workplace) -> Html:
     found = commands.items(work.runs)
     if not found:
         hint = tag("p", "Each training you start comes here, and begins by itself.", class_="quiet")
-        return tag("div", tag("p", "The queue is empty."), hint, class_="empty")
+        empty = tag("div", tag("p", "The queue is empty."), hint, class_="empty")
+        return tag("div", _removed(work), empty, class_="queue")
     running = [item for item in found if item.state == "running"]
     waiting = [item for item in found if item.state == "waiting"]
     ended = [item for item in found if item.has_ended]
@@ -65,6 +70,7 @@ def view(work: Workplace) -> Html:
     note = f"{left_out} older ones are not shown." if left_out > 0 else None
     return tag(
         "div",
+        _removed(work),
         tag("p", worker_line(work, found), class_="quiet", role="status"),
         _section("Training now", (_running(work, item) for item in running)),
         _section("Waiting, the next one first", _waiting(waiting), ordered=True),
@@ -73,6 +79,23 @@ def view(work: Workplace) -> Html:
         tag("p", _button("clear", "Clear what has finished", "")) if _finished(found) else None,
         class_="queue",
     )
+
+
+def _undone(work: Workplace) -> Sequence[Item]:
+    return commands.removed(work.runs, within_s=_UNDO_WITHIN_S)[:_UNDO_MAX]
+
+
+def _removed(work: Workplace) -> Html | None:
+    """Return what was removed a moment ago, each with its Undo."""
+    rows = [
+        tag(
+            "li",
+            tag("span", tag("b", _name(item), translate="no"), tag("span", " was removed.")),
+            _button("back", "Undo", item.id, of=_name(item)),
+        )
+        for item in _undone(work)
+    ]
+    return tag("ul", *rows, class_="removed", role="status") if rows else None
 
 
 def worker_line(work: Workplace, found: Sequence[Item]) -> str:
@@ -102,6 +125,8 @@ def asked(work: Workplace, *, action: str, id: str) -> str:
             return note_html(_stop(work, id))
         elif action == "remove":
             commands.remove(work.runs, id)
+        elif action == "back":
+            commands.put_back(work.runs, id)
         elif action == "clear":
             for item in _finished(commands.items(work.runs)):
                 commands.remove(work.runs, item.id)
@@ -185,7 +210,7 @@ def _waiting(waiting: Sequence[Item]) -> Iterable[Html]:
             buttons=(
                 _button("up", "Earlier", item.id, of=name, disabled=place == 0),
                 _button("down", "Later", item.id, of=name, disabled=last),
-                _button("remove", "Remove", item.id, of=name, sure="Really remove?"),
+                _button("remove", "Remove", item.id, of=name),
             ),
         )
 
@@ -244,16 +269,13 @@ def _details(kind: str, item: Item, title: str, content: Html) -> Html:
     return tag("details", tag("summary", title), content, data_key=f"{kind}-{item.id}")
 
 
-def _button(
-    action: str, label: str, id: str, *, of: str = "", disabled: bool = False, sure: str = ""
-) -> Html:
+def _button(action: str, label: str, id: str, *, of: str = "", disabled: bool = False) -> Html:
     return tag(
         "button",
         label,
         type="button",
         data_action=action,
         data_id=id,
-        data_sure=sure or None,
         aria_label=_LABELS[label].format(name=of) if of else label,
         disabled="" if disabled else None,
     )

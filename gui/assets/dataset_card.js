@@ -2,6 +2,7 @@
 // could not be saved stays in the field and says so.
 
 const SAVE_PAUSE_MS = 800;
+const SAVED_SHOWN_MS = 6000;
 const SAVES_ITSELF = "Saves itself";
 const THUMB_PX = 384;
 const LARGE_PX = 1536;
@@ -156,6 +157,8 @@ class Card {
   say(text, kind = "", ...more) {
     this.state.className = `ds-state ds-${kind || "plain"}`;
     this.state.replaceChildren(text, ...more);
+    clearTimeout(this.fading);
+    if (kind === "good") this.fading = setTimeout(() => this.say(""), SAVED_SHOWN_MS);
   }
 }
 

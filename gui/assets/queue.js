@@ -1,8 +1,8 @@
 // Buttons of the queue. gradio patches the lists in place, so that a button may become that of another
-// item: one listener serves all, and focus, open details and doubts follow the item, not the node.
+// item, and its words come back: one listener serves all, focus and open details follow the item, not the node,
+// and no button asks back; what it removed is put back by Undo.
 const opened = new Set();
 let focused = null; // action and item of the button that has the keyboard
-let doubted = null; // the button that asked whether it is meant, its item and its words
 
 const keyOf = (node) => {
   const button = node.closest("button[data-action]");
@@ -10,36 +10,14 @@ const keyOf = (node) => {
 };
 const same = (one, other) => one?.action === other?.action && one?.id === other?.id;
 
-const say = (button, before, words) => {
-  button.textContent = words;
-  button.setAttribute("aria-label", button.getAttribute("aria-label").replace(before, words));
-};
-
-const trust = () => {
-  if (!doubted) return;
-  const { button, words } = doubted;
-  doubted = null;
-  say(button, button.textContent, words);
-};
-
-const isDoubted = (button) => doubted?.button === button && same(doubted.key, keyOf(button));
-
 element.addEventListener("click", (event) => {
   const details = event.target.closest("summary")?.parentElement;
   if (details) opened[details.open ? "delete" : "add"](details.dataset.key); // as it was before
   const button = event.target.closest("button[data-action]");
   if (!button || event.detail > 1) return; // a double click's second one may meet another item
-  if (button.dataset.sure && !isDoubted(button)) {
-    trust();
-    doubted = { button, key: keyOf(button), words: button.textContent };
-    say(button, doubted.words, button.dataset.sure);
-    return;
-  }
-  trust();
   trigger("click", keyOf(button));
 });
 
-element.addEventListener("focusout", trust);
 document.addEventListener("focusin", (event) => {
   focused = element.contains(event.target) ? keyOf(event.target) : null;
 });
@@ -63,6 +41,5 @@ new MutationObserver(() => {
   for (const details of element.querySelectorAll("details[data-key]")) {
     if (details.open !== opened.has(details.dataset.key)) details.open = !details.open;
   }
-  if (doubted && !isDoubted(doubted.button)) doubted = null;
   focusAgain();
 }).observe(element, { attributes: true, characterData: true, childList: true, subtree: true });

@@ -12,8 +12,8 @@ export function mount(element, server) {
   document.addEventListener("click", async (event) => {
     const button = event.target.closest?.("[data-trash], [data-back], [data-empty]");
     if (!button || !element.isConnected || event.detail > 1) return; // a double click is one press
-    if (button.dataset.sure && !button.dataset.asked) { // the second press counts
-      button.dataset.asked = "yes";
+    // The press on the question counts: what may come between draws the first words again.
+    if (button.dataset.sure && button.lastChild.textContent !== button.dataset.sure) {
       button.lastChild.textContent = button.dataset.sure;
       return;
     }

@@ -8,6 +8,7 @@ process (`worker.py`) starts the items.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ FOLDER = ".queue"
 # Environment variable with a trainer's item, beside whose file it writes how far a download is.
 ITEM_VARIABLE = "LORA_TRAIN_QUEUE_ITEM"
 _LOCK_FILE = ".lock"
+_REMOVED = "removed"
+_REMOVED_KEPT_S = 24 * 3600.0
 _LAST_NUMBER_FILE = ".last-number"
 _LOCK_WITHIN_S = 10.0
 _SLUG_MAX_LENGTH = 40
@@ -326,9 +329,10 @@ def move(runs: Path, id: str, *, by: int) -> None:
 
 
 def remove(runs: Path, id: str) -> None:
-    """Delete a waiting or ended item and its log; its run folder stays.
+    """Take a waiting or ended item and its log out of the queue; its run folder stays.
 
-    Raises RequestError for a running item, MachineError if the disk refuses.
+    `put_back` takes it in again; of items removed long ago nothing stays. Raises RequestError for a
+    running item, MachineError if the disk refuses.
     """
     with changing(runs):
         item = _chosen(items(runs), id)
@@ -336,11 +340,59 @@ def remove(runs: Path, id: str) -> None:
             raise RequestError(f"{id} is running", fix="stop its training first, then remove it")
         file = item_file(runs, id)
         try:
-            file.unlink()
-            for kind in ("log", "download"):
-                item_file(runs, id, kind).unlink(missing_ok=True)
+            _forget_removed(runs)
+            (queue_folder(runs) / _REMOVED).mkdir(exist_ok=True)
+            os.utime(file)  # when it was removed
+            for path in (item_file(runs, id, "log"), file):  # the item last: it is what is put back
+                with suppress(FileNotFoundError):
+                    path.replace(_removed_file(path))
+            item_file(runs, id, "download").unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(file, error) from error
+
+
+def put_back(runs: Path, id: str) -> Item:
+    """Take a removed item into the queue again, where it was; raises RequestError, MachineError."""
+    with changing(runs):
+        item = next((item for item in removed(runs) if item.id == id), None)
+        if item is None:
+            raise RequestError(f"{id!r} is not among the removed items", fix="add it once more")
+        file = item_file(runs, id)
+        try:
+            for path in (item_file(runs, id, "log"), file):
+                with suppress(FileNotFoundError):
+                    _removed_file(path).replace(path)
+        except OSError as error:
+            raise disk_error(file, error) from error
+        return item
+
+
+def removed(runs: Path, *, within_s: float = _REMOVED_KEPT_S) -> tuple[Item, ...]:
+    """Return the items removed not long ago, the last one first."""
+    try:
+        paths = [(path.stat().st_mtime, path) for path in _removed_paths(runs)]
+    except OSError:  # put back, or forgotten, meanwhile
+        return ()
+    recent = sorted((pair for pair in paths if time.time() - pair[0] < within_s), reverse=True)
+    return tuple(item for _, path in recent if (item := _read(path)) is not None)
+
+
+def _removed_file(path: Path) -> Path:
+    return path.parent / _REMOVED / path.name
+
+
+def _removed_paths(runs: Path) -> list[Path]:
+    folder = queue_folder(runs) / _REMOVED
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if _ITEM_FILE.fullmatch(path.name)]
+    return []
+
+
+def _forget_removed(runs: Path) -> None:
+    for path in _removed_paths(runs):
+        if time.time() - path.stat().st_mtime > _REMOVED_KEPT_S:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".log").unlink(missing_ok=True)
 
 
 def end_download(item: Item) -> None:

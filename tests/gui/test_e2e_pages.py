@@ -342,12 +342,15 @@ def test_edit_undo_reload_bulk_exclude(
     page.locator(".ds-state", has_text="Saves itself").wait_for()
     # Saved after a pause, without a button and without leaving the field.
     caption(page, "c.png").fill("a bird")
-    page.locator(".ds-state", has_text="Saved in").wait_for()
+    saved = page.locator(".ds-state", has_text="Saved in")
+    saved.wait_for()
+    assert saved.bounding_box()["height"] < 40, "a line or two, not a letter a line"
     assert (folder / "c.txt").read_text() == "a bird"
     caption(page, "a.png").fill("a dog, big")
     caption(page, "a.png").press("Tab")  # or at once when the field is left
-    page.locator(".ds-state", has_text="Saved in").nth(1).wait_for()
+    page.locator(".ds-card", has_text="a.png").get_by_text("Saved in a.txt").wait_for()
     assert (folder / "a.txt").read_text() == "a dog, big"
+    saved.first.wait_for(state="detached")  # it fades, and the card is as high as before
     # The history is that of the folder: a page that is opened again goes on with it.
     open_folder(page, server, folder)
     page.locator("h1").click()

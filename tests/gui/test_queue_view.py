@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -107,9 +108,43 @@ def test_starting_again_is_called_what_it_does_and_a_damaged_item_can_only_be_re
     (place.runs / ".queue" / f"{item.id}.json").write_text("{")
     html = queue_view.view(work)
     assert "is damaged" in html
-    assert buttons(html) == [("remove", item.id)]
+    assert [pair for pair in buttons(html) if pair[0] != "back"] == [("remove", item.id)]
     queue_view.asked(work, action="remove", id=item.id)
     assert commands.items(place.runs) == ()
+
+
+def test_what_is_removed_goes_at_once_and_comes_back_where_it_was(
+    place: Place, work: Workplace
+) -> None:
+    a, b, c = (place.add(name).id for name in "abc")
+    failed = place.become(place.add("d"), state="failed", ended_s=2.0)
+    log = commands.item_file(place.runs, failed.id, "log")
+    log.write_text("why")
+    before, seen = commands.items(place.runs), queue_view.stamp(work)
+    for id in (b, failed.id):
+        assert queue_view.asked(work, action="remove", id=id) == ""
+    html = queue_view.view(work)
+    assert "sure" not in html, "no button asks back: what is drawn again would forget the question"
+    assert [item.id for item in commands.items(place.runs)] == [a, c] and not log.exists()
+    assert [pair for pair in buttons(html) if pair[0] == "back"] == [
+        ("back", failed.id),
+        ("back", b),
+    ]
+    assert queue_view.stamp(work) != seen
+    for id in (b, failed.id):
+        assert queue_view.asked(work, action="back", id=id) == ""
+    assert commands.items(place.runs) == before and log.read_text() == "why"
+    assert 'data-action="back"' not in queue_view.view(work)
+    assert "not among the removed" in queue_view.asked(work, action="back", id=b)
+    for id in (a, b, c, failed.id):
+        queue_view.asked(work, action="remove", id=id)
+    assert queue_view.view(work).count('data-action="back"') == 3, "of an empty queue too"
+    removed = place.runs / ".queue" / "removed"
+    for path in removed.iterdir():
+        os.utime(path, (time.time() - 90_000,) * 2)
+    assert 'data-action="back"' not in queue_view.view(work)
+    commands.remove(place.runs, place.add("e").id)
+    assert [path.stem for path in removed.iterdir()] == ["0005-e"], "no id comes twice"
 
 
 def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> None:
@@ -139,7 +174,7 @@ def test_the_buttons_do_what_they_say(place: Place, work: Workplace) -> None:
     failed = place.become(place.add("d"), state="failed", ended_s=2.0)
     queue_view.asked(work, action="clear", id="")
     assert [item.id for item in commands.items(place.runs)] == [b, failed.id]
-    for action in ("up", "down", "again", "stop", "remove", "delete", ""):
+    for action in ("up", "down", "again", "stop", "remove", "back", "delete", ""):
         for wrong in ("", "../x", "0009-none", "a\0"):
             refused = queue_view.asked(work, action=action, id=wrong)
             assert refused.startswith('<p class="error notice">')
