@@ -88,7 +88,8 @@ def machine(found: Hardware) -> Html:
     ]
     gpu, reason = found.accelerator()
     where = f"Trains on {gpu.name}." if gpu else "Trains on the processor: slow."
-    memory = f"{bytes_text(found.ram_free_bytes)} free of {bytes_text(found.ram_total_bytes)}"
+    free, total = bytes_text(found.ram_free_bytes), bytes_text(found.ram_total_bytes)
+    memory = f"{free} free of {total}, of which plans may use {bytes_text(found.usable_ram_bytes)}"
     cores = f"{found.cpu_threads} core{'' if found.cpu_threads == 1 else 's'} to use"
     return tag(
         "section",

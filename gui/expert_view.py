@@ -18,6 +18,7 @@ from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import SettingInfo, all_settings, flatten
 from lora_trainer.config.layers import CONCEPT, Resolved, resolve
 from lora_trainer.config.running import Config
+from lora_trainer.importing.words import words_of_settings
 from lora_trainer.reporting.history import mapping, number, sequence
 
 from . import setting_presets
@@ -67,6 +68,7 @@ def _field(info: SettingInfo) -> dict[str, Any]:
             for word in info.form.words
         ],
         "allowed": info.form.allowed,
+        "also": " ".join(words_of_settings().get(info.key, ())),
         "default": text_of(info, info.default),
         "fixed": info.key == FOLDER,
     }

@@ -103,6 +103,25 @@ def course(values: Values, draft: Draft, taken: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def course_without_plan(draft: Draft, taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Return as `course` what stands in the fields where there is no plan: what the draft sets, nothing else.
+
+    What another base's plan had chosen would be read as chosen for this one.
+    """
+    own = {name: key for name, key in COURSE.items() if key in draft.settings}
+    texts = {name: text_of(setting(key), draft.settings[key]) for name, key in own.items()}
+    return {
+        **dict.fromkeys(COURSE, ""),
+        **texts,
+        "epochs_per_step": 0,
+        "images": 0,
+        "held_out": 0,
+        "batch": 0,
+        "taken": dict(taken),
+        "own": list(own),
+    }
+
+
 def line(values: Values) -> Html:
     """Return in a line how long it takes and whether it fits."""
     memory = mapping(values, "memory")
@@ -110,6 +129,10 @@ def line(values: Values) -> Html:
     return tag(
         "p",
         tag("span", icon("clock"), duration(values)),
+        *(
+            tag("span", str(text), class_="quiet")
+            for text in sequence(mapping(values, "time"), "corrections")
+        ),
         tag(
             "span",
             icon("circle-check" if fits else "circle-alert"),
@@ -316,4 +339,4 @@ def fit_sentence(memory: Values) -> str:
     limit = bytes_text(number(memory, "limit_bytes"))
     if memory.get("fits"):
         return f"Fits: needs {peak} of {limit} at most, while {phase}."
-    return f"Does not fit: needs {peak}, and {limit} are free."
+    return f"Does not fit: needs {peak}, and {limit} may be used."

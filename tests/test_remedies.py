@@ -73,6 +73,30 @@ def problems_of_a_full_device(prepared: prepare.Prepared) -> list[Any]:
     return [event.fields for event in seen if event.kind == "problem"]
 
 
+def test_how_long_a_finished_run_took_corrects_the_next_plan(tmp_path: Path) -> None:
+    place = toy(tmp_path)
+    overrides = {"data.cache_dir": str(place.cache), "base.model": "embedded"}
+    request = prepare.Request(dataset=place.dataset, overrides=overrides)
+    planned = prepare.prepare(request)
+    step_s = planned.plan.idle_step_s
+
+    def trained(steps: int, end: str) -> tuple[str, ...]:
+        events = EventStream()
+        events.subscribe(run_device.pace_memo(planned, events))
+        for step in range(steps):
+            events.emit("step", step=step, seconds=7 * step_s)
+        events.emit(end, step=steps, exit_code=0)
+        return prepare.prepare(request).plan.time_corrections
+
+    hardware = replace(planned.hardware, busy_processors=0.0)
+    planned = replace(planned, hardware=hardware)
+    assert not [note for note in trained(19, "finished") if "finished runs" in note]
+    assert not [note for note in trained(40, "stopped") if "finished runs" in note]
+    assert "(finished runs on this machine took 7 times the estimate)" in trained(40, "finished")
+    low_s, high_s = prepare.prepare(request).plan.seconds_per_step
+    assert low_s < 7 * step_s < high_s
+
+
 def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_its_own(
     tmp_path: Path,
 ) -> None:

@@ -77,14 +77,14 @@ export function mount(place, { get, set, asked, onchange }) {
 
   function draw() {
     const value = get();
-    place.hidden = !value?.steps;
+    place.hidden = value?.steps === undefined;
     if (place.hidden || value.changed) return; // its answer is on the way
     for (const [name, text] of Object.entries(value.taken)) if (unsent[name] === text) delete unsent[name];
     // A plan that was asked for before the last text was typed.
     if (Object.keys(unsent).length) return send();
     if (![steps, epochs].includes(typing)) {
       steps.value = value.steps;
-      epochs.value = times(value.steps);
+      epochs.value = value.steps && ratio() ? times(value.steps) : "";
     }
     if (typing !== prompts) prompts.value = value.prompts;
     for (const [name, field] of Object.entries(sizes)) if (typing !== field) field.value = value[name];

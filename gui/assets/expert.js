@@ -46,8 +46,16 @@ const tools = make(
   undo,
 );
 
+// Where the search finds nothing.
+const nothing = make(
+  "div",
+  { class: "notice", role: "status", hidden: true },
+  make("p", {}, "No setting has all of these words, neither in its name nor in its help."),
+  make("p", {}, "Try one word alone, a part of it, or the name that another trainer has for it, such as network_dim or blocks_to_swap."),
+);
+
 function layOutSection({ name, label, doc, settings }) {
-  const section = { words: `${name} ${label} ${doc}`.toLowerCase() };
+  const section = { words: plainWords(`${name} ${label} ${doc}`) };
   section.body = make("div", { class: "expert-body" });
   section.unused = make("div", { class: "expert-body" });
   section.summary = make("summary");
@@ -81,11 +89,11 @@ json.area = make("textarea", {
   onblur: () => json.left(),
 });
 json.error = make("p", { class: "field-error", id: "expert-json-error", role: "alert", hidden: true });
-json.note = make("p", { class: "field-help", role: "status", hidden: true });
+json.note = make("p", { class: "field-help lines", role: "status", hidden: true });
 const chooser = make("input", {
   type: "file",
   id: "expert-file",
-  accept: ".json,.toml,application/json",
+  accept: ".json,.toml,.yaml,.yml,application/json", // of other trainers too
   class: "unseen",
   onchange: upload,
 });
@@ -149,7 +157,7 @@ function layOut() {
     summary,
     tools,
     make("nav", { class: "expert-jumps", "aria-label": "Sections" }, ...jumps),
-    make("div", { class: "expert-grid" }, make("div", { class: "expert-all" }, ...boxes), side),
+    make("div", { class: "expert-grid" }, make("div", { class: "expert-all" }, ...boxes, nothing), side),
   );
 }
 

@@ -40,7 +40,7 @@ class Field {
       this.place,
       make("div", { class: "field-about" }, this.help, this.origin, this.error),
     );
-    this.words = [info.label, info.key, info.doc, info.unit].join(" ").toLowerCase();
+    this.words = plainWords([info.label, info.key, info.doc, info.unit, info.also].join(" "));
   }
 
   helpText() {

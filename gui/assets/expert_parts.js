@@ -31,6 +31,9 @@ function make(name, attributes = {}, ...children) {
   return made;
 }
 
+/** Return words as they are searched: learning_rate, --learning-rate and Learning rate are the same. */
+function plainWords(text) { return ` ${text.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, " ").trim()}`; }
+
 /** Return a text of the server in parts: `code` as code, nothing as code with an odd backtick. */
 function inline(text) {
   const parts = text.split("`");

@@ -98,7 +98,8 @@ function sortUnused() {
 // ---- finding
 
 function filter() {
-  const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+  // Short words begin one: "lr" is not a part of "already".
+  const wanted = plainWords(search.value).split(" ").filter(Boolean).map((word) => (word.length < 4 ? ` ${word}` : word));
   let count = 0;
   for (const section of sections) {
     let visible = 0;
@@ -119,6 +120,7 @@ function filter() {
     if (!wanted.length && section.opened) section.opened = section.fold.open = false;
     count += visible;
   }
+  nothing.hidden = count > 0;
   const all = fields.size;
   put(counted, count === all ? `${all} settings` : `${count} of ${all} settings`);
   const set = Object.keys(shown.given).length;

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
@@ -18,6 +18,7 @@ from lora_trainer.common.files import disk_error
 from .. import drafts, expert_edit, expert_view, launch, setting_presets
 from ..asset_files import asset
 from ..drafts import Draft
+from ..foreign_settings import imported
 from ..launch import Plans
 from ..workplace import Workplace
 from .gradio_events import html
@@ -101,9 +102,8 @@ class ExpertDesk:
                     "these settings were changed elsewhere meanwhile",
                     fix="type on to replace them all the same, or press Escape to see them",
                 )
-            edited = expert_edit.replaced(
-                draft, text=_text(asked, "text"), name=_text(asked, "name")
-            )
+            text, name = _text(asked, "text"), _text(asked, "name")
+            edited = _replaced(draft, text=text, name=name)
             self._save(edited.draft)
         return {**self._state(edited.draft), "note": edited.note}
 
@@ -158,6 +158,18 @@ class ExpertDesk:
 
     def _state(self, draft: Draft) -> dict[str, Any]:
         return expert_view.state(self.work, draft)
+
+
+def _replaced(draft: Draft, *, text: str, name: str) -> expert_edit.Edited:
+    """Return the draft with the settings of a file of this program, or else of another trainer."""
+    try:
+        return expert_edit.replaced(draft, text=text, name=name)
+    except RequestError:
+        others = imported(text, name=name)
+        if others is None:
+            raise
+    ours = expert_edit.as_json(others.settings)
+    return replace(expert_edit.replaced(draft, text=ours), note=others.note)
 
 
 def _answering(work: Workplace, function: Callable[[Asked], Reply]) -> Callable[[Any], Reply]:

@@ -328,12 +328,12 @@ def _plan(work: Workplace, draft: Draft, course: Any) -> list[Any]:
     try:
         answer = launch.ask(launch.plan_words(draft, work))
     except LoraTrainError as error:
-        return _no_plan(draft, str(error))
+        return _no_plan(draft, str(error), course)
     if answer.values is None:
-        return _no_plan(draft, answer.error.removeprefix("error: "))
+        return _no_plan(draft, answer.error.removeprefix("error: "), course)
     return [
         plan_view.plan(answer.values),
-        plan_view.course(answer.values, draft, course.get("changed", {})),
+        plan_view.course(answer.values, draft, (course or {}).get("changed", {})),
         gr.Button(_train_label(work, answer.values), interactive=True),
         plan_view.brief(answer.values),
     ]
@@ -348,14 +348,16 @@ def _train_label(work: Workplace, values: Mapping[str, Any]) -> str:
     return "Train a try-out" if is_try_out else "Train"
 
 
-def _no_plan(draft: Draft, line: str) -> list[Any]:
+def _no_plan(draft: Draft, line: str, course: Any) -> list[Any]:
     """Return as `_plan` why there is no plan; a base of somebody's own choice can be left by a button."""
+    line = line[:1].upper() + line[1:]
     plan = error_html(line)
     if draft.base not in ("", "auto"):
         attributes: dict[str, str | float | None] = {"data-base": "auto"}
         plan = join([plan, button("Choose a base for this machine", attributes=attributes)])
     why = note_html(f"Train waits for a plan that works: {line.partition(' Fix: ')[0]}")
-    return [plan, gr.skip(), gr.Button("Train", interactive=False), why]
+    fields = plan_view.course_without_plan(draft, (course or {}).get("changed", {}))
+    return [plan, fields, gr.Button("Train", interactive=False), why]
 
 
 def _item(work: Workplace, draft: Draft) -> commands.Item | None:

@@ -97,6 +97,14 @@ class Hardware:
     expandable_segments: bool = False
     # Memory a process may pin; None: the system sets no limit.
     pinnable_bytes: int | None = None
+    # The logical processors that may be used, and how many of them programs used in the last minute.
+    processors: int = 0
+    busy_processors: float = 0.0
+
+    @property
+    def usable_ram_bytes(self) -> int:
+        """The free memory that a plan may use: less a margin, which plan, doctor and pages name alike."""
+        return usable_ram_bytes(total_bytes=self.ram_total_bytes, free_bytes=self.ram_free_bytes)
 
     def accelerator(self, *, sharing: int = 1) -> tuple[Gpu | None, str]:
         """Return the GPU to plan for, None for the processor, and the reason.
@@ -238,8 +246,18 @@ def detect(
         torch=build,
         cards_chosen="CUDA_VISIBLE_DEVICES" in environment,
         expandable_segments=grows_segments(build) and settings.get(SEGMENTS) == "True",
+        processors=len(usable_processors()),
+        busy_processors=busy_processors(),
         **{name: value for name, (value, _) in facts.items()},
     )
+
+
+def busy_processors() -> float:
+    """Return how many processors the programs of this machine kept busy in the last minute, 0 if unknown."""
+    try:
+        return float(psutil.getloadavg()[0])
+    except OSError:
+        return 0.0
 
 
 def _of_other_makers(

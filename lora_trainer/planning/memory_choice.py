@@ -311,22 +311,24 @@ class MemoryChooser(Evaluator):
             f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}, "
             f"but there are only {self.limit}"
         )
-        machine = "a GPU" if ideal_load.device != "cpu" else "a machine"
-        smallest = need.peak_bytes
+        # One number in both halves: what smaller settings would need, which do not fit either, is no help.
+        machine, needed_bytes = "a GPU", need.peak_bytes
+        beside = ""
+        if ideal_load.device == "cpu":
+            machine, beside = "a machine", " beside that margin"
         if need.fits and host is not None:
             shortage = (
                 f"this run needs at least {gib(host.peak_bytes)} of the machine's memory beside the GPU's, "
                 f"but only {gib(host.limit_bytes)} are free"
             )
-            machine, smallest = "a machine", host.peak_bytes
+            machine, needed_bytes = "a machine", host.peak_bytes
         for setting, load in self._smaller(ideal_load):
             # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
             if any(self._fitting(load, [(load.base_precision, self._checkpointing[-1])])):
                 return MachineError(shortage, fix=f"use --set {setting}, which fits")
-            if not need.fits:
-                smallest = min(smallest, self.predict(self._least(load)).peak_bytes)
         return MachineError(
-            shortage, fix=f"use {machine} with {gib(smallest)} free, or a smaller base model"
+            shortage,
+            fix=f"use {machine} with {gib(needed_bytes)} free{beside}, or a smaller base model",
         )
 
     def _smaller(self, ideal_load: Load) -> Iterator[tuple[str, Load]]:

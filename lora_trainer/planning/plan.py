@@ -25,7 +25,9 @@ from lora_trainer.config.declare import (
 )
 from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.running import Config, RunConfig
+from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.planning.known_pace import pace_here
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
@@ -43,7 +45,8 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 class Plan(MemoryChoice):
     """The settings of the run with the reason of every decision in their `origins`, and its costs.
 
-    `seconds_per_step` is (shortest, longest).
+    `seconds_per_step` is (shortest, longest) as this machine takes them, `idle_step_s` the estimate before it
+    was corrected by what is known of the machine.
     """
 
     config: RunConfig
@@ -51,8 +54,10 @@ class Plan(MemoryChoice):
     steps: int
     epochs: float
     seconds_per_step: tuple[float, float]
+    idle_step_s: float
     run_time: RunTime
     time_note: str
+    time_corrections: tuple[str, ...]
     disk_bytes: Mapping[str, int]
 
 
@@ -73,6 +78,11 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_optimizer()
     planner.decide_length()
     return planner.finish(planner.decide_memory())
+
+
+def device_of(config: Config | RunConfig, hardware: Hardware, *, sharing: int = 1) -> Gpu | None:
+    """Return the GPU that a run trains on, None for the processor."""
+    return hardware.accelerator(sharing=sharing)[0] if config.hardware.device != "cpu" else None
 
 
 @dataclass(kw_only=True)
@@ -106,7 +116,7 @@ class _Planner:
                 f"hardware.device={setting}, but {there}", fix=f"use --set hardware.device={here}"
             )
         self.decide_auto("hardware.device", here, reason)
-        self.gpu = gpu if self.config.hardware.device != "cpu" else None
+        self.gpu = device_of(self.config, hardware, sharing=sharing)
         threads, reason = hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
         # Processes on one machine compute at the same time, so they divide its cores among themselves.
         if sharing > 1:
@@ -326,15 +336,18 @@ class _Planner:
                 config = with_value(config, "sampling.every_steps", interval)
                 pace = replace(pace, config=config)
         step = pace.step()
+        here = pace_here(inputs.hardware, gpu=self.gpu, past=inputs.past_runs)
         return Plan(
             **vars(memory_choice),
             config=config,
             origins={**inputs.resolved.origins, **self.origins},
             steps=config.train.steps,
             epochs=config.train.steps * config.train.batch_size / inputs.epoch,
-            seconds_per_step=step.range_s,
-            run_time=pace.run_time(),
-            time_note=step.note,
+            seconds_per_step=here.of(step.range_s),
+            idle_step_s=step.seconds,
+            run_time=RunTime(parts=here.of_parts(pace.run_time().parts)),
+            time_note=" ".join((step.note, *here.notes)),
+            time_corrections=here.notes,
             disk_bytes=disk_bytes(inputs, config, load),
         )
 

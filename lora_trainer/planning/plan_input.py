@@ -20,7 +20,8 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts
-from lora_trainer.hardware.machine import Hardware, usable_ram_bytes
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.known_pace import PastRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class PlanInput:
     images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions, `prompts`
     those of the sample images. `full_card` is an out-of-memory record of this GPU. `processes` share each
     step, `sharing` of them one machine's memory. `kept_at_once` is the micro-batch by bucket of a resumed
-    run, which keeps its plan. `held_out_count` counts images held out for validation.
+    run, which keeps its plan. `held_out_count` counts images held out for validation. `past_runs` are finished
+    runs of this family on this device, which correct the predicted time.
     """
 
     resolved: Resolved
@@ -55,6 +57,7 @@ class PlanInput:
     kept_at_once: Mapping[tuple[int, int], int] | None = None
     regularisation_per_epoch: int = 0
     held_out_count: int = 0
+    past_runs: tuple[PastRun, ...] = ()
 
     @cached_property
     def costs(self) -> BaseCosts:
@@ -75,8 +78,7 @@ class PlanInput:
     @property
     def ram_bytes(self) -> int:
         """The machine's memory that each process may use."""
-        total_bytes, free_bytes = self.hardware.ram_total_bytes, self.hardware.ram_free_bytes
-        return usable_ram_bytes(total_bytes=total_bytes, free_bytes=free_bytes) // self.sharing
+        return self.hardware.usable_ram_bytes // self.sharing
 
 
 _TABLE = "out of memory"

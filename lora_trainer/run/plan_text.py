@@ -99,6 +99,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             "run_s": [plan.run_time.low_s, plan.run_time.high_s],
             "parts_s": {part: list(pair) for part, pair in plan.run_time.parts.items()},
             "note": plan.time_note,
+            "corrections": list(plan.time_corrections),
             "regularisation_per_epoch": prepared.regularisation_per_epoch,
         },
         "sampling": {"prompts": list(prepared.sample_prompts)},

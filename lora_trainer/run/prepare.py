@@ -47,7 +47,8 @@ from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.lora_file.key_formats import format_for, planned_contents
-from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.known_pace import known_runs
+from lora_trainer.planning.plan import Plan, device_of, plan
 from lora_trainer.planning.plan_input import PlanInput, known_oom
 
 if TYPE_CHECKING:  # it imports torch
@@ -202,6 +203,12 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         processes=request.processes,
         sharing=request.sharing,
         kept_at_once=_kept_at_once(request),
+        past_runs=known_runs(
+            cache_root,
+            basis.hardware,
+            gpu=device_of(settings, basis.hardware, sharing=request.sharing),
+            family=basis.family.name,
+        ),
     )
     return Prepared(
         **vars(plan_input),

@@ -40,6 +40,7 @@ from lora_trainer.reporting.trackers import start_trackers
 from lora_trainer.run.build import plan_cache, refuse_small_cache
 from lora_trainer.run.device import (
     oom_history_memo,
+    pace_memo,
     pinning,
     planned_device,
     setup_torch,
@@ -123,6 +124,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
         pinning(prepared, events),
     ):
         events.subscribe(oom_history_memo(prepared, events))
+        events.subscribe(pace_memo(prepared, events))
         with _end_recorded(folder, events):
             gather(ranks, prepared, folder, events)
         job = TrainingJob(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, launch, markup
+from lora_trainer.gui import drafts, expert_view, launch, markup
 from lora_trainer.gui.expert_text import text_of
 from lora_trainer.gui.pages import expert
 from lora_trainer.gui.workplace import Workplace
@@ -308,7 +308,7 @@ def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
         patch.setattr(expert, "html", lambda **keys: forms.append(keys["value"]))
         expert.build(work)
     text = json.dumps(forms[0])
-    assert len(text) < 60_000
+    assert len(text) < 75_000
     fields = [field for part in json.loads(text)["sections"] for field in part["settings"]]
     assert [field["key"] for field in fields] == list(INFOS)
     for field in fields:
@@ -344,6 +344,59 @@ def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
             assert words(copied, Workplace(runs=tmp_path / "runs"))
     cached = replace(draft, base="embedded", settings={"data.cache_dir": f"{inside}/x/../cache"})
     assert f'--set=data.cache_dir="{inside}/cache"' in launch.train_words(cached, bounded)
+
+
+CORPUS = Path(__file__).parents[1] / "importing" / "corpus"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        (
+            "kohya.toml",
+            'network_module = "networks.lora"\nnetwork_dim = 24\nunet_lr = 3e-4\nmax_train_steps = 900\n'
+            'pretrained_model_name_or_path = "someone/model"\nfp8_base = true\n',
+            {"adapter.rank": "24", "train.steps": "900", "base.model": "someone/model"},
+        ),
+        *(
+            (file.name, file.read_text(encoding="utf-8"), {})
+            for folder in ("OneTrainer", "ai-toolkit", "diffusion-pipe", "musubi-tuner")
+            for file in sorted((CORPUS / folder).rglob("*.*"))[:1]
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
+)
+def test_a_settings_file_of_another_trainer_is_imported_with_its_remarks(
+    call: Call, name: str, text: str, wanted: dict[str, str]
+) -> None:
+    answer = call("replace", text=text, name=name)
+    assert "error" not in answer, answer
+    assert answer["note"].startswith("A settings file of ")
+    given = answer["given"]
+    assert len(given) > 3 and wanted.items() <= given.items()
+    assert "output.folder" not in given
+    if name == "kohya.toml":
+        assert "fp8_base" in answer["note"] or "memory.base_precision" in given
+        broken = call("replace", text="network_dim = ", name=name)["error"]
+        assert "TOML" in broken
+        unknown = call("replace", text='{"adapter.ranks": 8}', name="x.json")["error"]
+        assert "adapter.rank" in unknown, "a mistake in a file of this program stays one"
+        assert call("look", stamp="")["given"] == given, "what is refused changes nothing"
+
+
+def test_the_search_knows_the_words_of_other_trainers(work: Workplace) -> None:
+    also = {
+        field["key"]: field["also"]
+        for section in expert_view.form()["sections"]
+        for field in section["settings"]
+    }
+    for word, key in (
+        ("network_dim", "adapter.rank"),
+        ("blocks_to_swap", "memory.streamed_blocks"),
+        ("fp8_base", "memory.base_precision"),
+        ("unet_lr", "optimizer.learning_rate"),
+    ):
+        assert word in also[key].split()
 
 
 def test_messages_name_settings_by_their_labels_and_show_code_as_code() -> None:

@@ -100,6 +100,30 @@ def test_typed_length_and_samples_are_settings_of_the_draft_until_they_are_clear
     assert drafts.read(work, draft.id).settings == {}
 
 
+def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_of_another_base(
+    work: Workplace, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+    from lora_trainer.gui.pages import train_handlers
+
+    draft = replace(drafts.new(work, dataset=str(root)), base="black-forest-labs/FLUX.1-dev")
+    draft = replace(draft, settings={"adapter.rank": 8, "sampling.prompts": ["a", "b"]})
+    refused = launch.Answer(values=None, error="error: this run needs at least 53.72 GiB. Fix: x.")
+    monkeypatch.setattr(launch, "ask", lambda _: refused)
+    course = {"resolution": "64", "learning_rate": "0.002", "steps": 300, "changed": {"rank": "8"}}
+    plan, fields, _, why = train_handlers._plan(work, draft, course)
+    shown = {name: fields[name] for name in plan_view.COURSE}
+    assert shown == {
+        "steps": "",
+        "resolution": "",
+        "learning_rate": "",
+        "rank": "8",
+        "prompts": "a\nb",
+    }
+    assert (fields["own"], fields["taken"]) == (["prompts", "rank"], {"rank": "8"})
+    assert "This run needs at least 53.72 GiB" in plan and "53.72 GiB" in why
+
+
 def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     memory = {"items": [{"name": "base", "bytes": 2**30, "note": "<n>"}], "peak_bytes": 2**31}
     plan = {
@@ -123,7 +147,7 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
         assert "not for ComfyUI" not in shown({**plan, "base": "owner/name"})
     assert "&lt;n&gt;" in html and "Train: Steps" in html and "Seed" not in html
     over = {**plan, "memory": {**memory, "limit_bytes": 2**30, "fits": False}}
-    assert "Does not fit: needs 2.0 GiB, and 1.0 GiB are free" in plan_view.plan(over)
+    assert "Does not fit: needs 2.0 GiB, and 1.0 GiB may be used" in plan_view.plan(over)
     unknown = {**plan, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}
     html = plan_view.plan(unknown)
     assert "no limit is known" in html and "unmeasured" in html

@@ -14,6 +14,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import build_config, flatten, parse_assignment
 from lora_trainer.config.declare import CHECKPOINTING, settled
 from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.known_pace import PastRun, known_runs, load_factor, remember_run
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan, pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
@@ -202,3 +203,41 @@ def test_the_next_plan_stays_below_those_that_did_not_fit_on_this_card_with_this
     ):
         assert known_oom(folder, other, "sdxl") is None
     assert known_oom(folder, MACHINE, "sd15") is None
+
+
+def test_time_follows_the_finished_runs_of_this_machine_and_what_else_it_does_now(
+    tmp_path: Path,
+) -> None:
+    idle = replace(WITHOUT_CARD, processors=6)
+    busy = replace(idle, busy_processors=12.0)
+    folder = tmp_path / "not made yet"
+    assert known_runs(folder, idle, gpu=None, family="sd15") == ()
+    first, beside = planned(hardware=idle), planned(hardware=busy)
+    assert first.time_corrections == () and load_factor(idle) == 1.0
+    # 6 threads beside 12 others get 2 of 6 processors; they may end, so the shortest time stays.
+    assert load_factor(busy) == 3.0
+    assert beside.seconds_per_step == pytest.approx(
+        (first.seconds_per_step[0], 3 * first.seconds_per_step[1])
+    )
+    assert beside.time_corrections == ("(other programs use 12.0 processors now)",)
+    assert beside.config == first.config, "a busy machine gets the same settings"
+    # That run took 12 times as long; alone it would have taken 4 times.
+    for slower in (12.0, 10.5):
+        run = PastRun(slower=slower, load=3.0)
+        remember_run(folder, busy, run, gpu=None, family="sd15")
+    past = known_runs(folder, idle, gpu=None, family="sd15")
+    again, still = (planned(hardware=each, past_runs=past) for each in (idle, busy))
+    low_s, high_s = again.seconds_per_step
+    assert low_s < 4 * first.idle_step_s < high_s and high_s / low_s < 2, "narrower than a guess"
+    assert still.seconds_per_step[0] < 12 * first.idle_step_s < still.seconds_per_step[1]
+    assert again.idle_step_s == first.idle_step_s, "what the next run is compared with"
+    assert again.run_time.parts["start"] == first.run_time.parts["start"]
+    assert again.time_corrections == ("(finished runs on this machine took 11 times the estimate)",)
+    assert again.config == first.config
+    for other in (replace(idle, cpu_threads=4), replace(idle, packages={"torch": "2.14"})):
+        assert known_runs(folder, other, gpu=None, family="sd15") == ()
+    assert known_runs(folder, idle, gpu=CARD, family="sd15") == ()
+    assert known_runs(folder, idle, gpu=None, family="sdxl") == ()
+    for _ in range(9):
+        remember_run(folder, idle, PastRun(slower=1.0, load=1.0), gpu=None, family="sd15")
+    assert [run.slower for run in known_runs(folder, idle, gpu=None, family="sd15")] == [1.0] * 5

@@ -1,0 +1,173 @@
+"""What plan, doctor and the pages say of one machine and one training is the same: 200 drafts, 0 contradictions.
+
+Each place that shows needed or free memory, time or a count of images is read as text, as a person reads it, and
+compared with the plan's own values.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lora_trainer.gui import doctor, plan_view
+from rich.console import Console
+
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.wording import bytes_text, duration_text, gib
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.plan import plan
+from lora_trainer.run.machine_report import checks, doctor_text
+from lora_trainer.run.plan_text import plan_json, plan_text
+from lora_trainer.run.prepare import Prepared
+from tests.fakes.nvml import GIB
+from tests.fakes.plans import FLUX, QWEN, SDXL, WITHOUT_CARD, machine, mini_facts, request
+
+BASES: tuple[Any, ...] = (None, SDXL, FLUX, QWEN, "Tongyi-MAI/Z-Image", mini_facts())
+MACHINES = {
+    **{f"{size} GiB GPU": machine(size) for size in (6, 8, 12, 24)},
+    "24 GiB GPU, little memory": machine(24, ram_gib=6),
+    "processor, 28 GiB": WITHOUT_CARD,
+    "processor, 8 GiB": replace(WITHOUT_CARD, ram_total_bytes=8 * GIB, ram_free_bytes=5 * GIB),
+    "busy processor": replace(WITHOUT_CARD, processors=6, busy_processors=9.0),
+}
+IMAGES = (3, 20, 60, 400)
+SIZE = r"(\d[\d,]*(?:\.\d+)? [KMG]iB)"
+
+
+def prepared(base: Any, hardware: Hardware, images: int) -> Prepared:
+    """Return a planned run over images that nobody has to read."""
+    held_out = images // 10
+    inputs = request(
+        base,
+        hardware,
+        images=images - held_out,
+        samples_per_epoch=images - held_out,
+        latents=images,
+        texts=images,
+        held_out_count=held_out,
+    )
+    record: Any = SimpleNamespace(caption="a cat")
+    return Prepared(
+        **vars(inputs),
+        plan=plan(inputs),
+        dataset=SimpleNamespace(regularisation=()),  # type: ignore[arg-type]
+        report=SimpleNamespace(buckets={"512x512": images}),  # type: ignore[arg-type]
+        trained=(record,) * (images - held_out),
+        held_out=(record,) * held_out,
+        cache_root=Path(),
+    )
+
+
+def printed(renderable: Any) -> str:
+    """Return what a terminal shows."""
+    console = Console(file=io.StringIO(), width=400)
+    console.print(renderable)
+    return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+
+
+def words(markup: str) -> str:
+    """Return what a page shows."""
+    return " ".join(re.sub(r"<[^>]*>", " ", markup).split())
+
+
+def usable(hardware: Hardware) -> int:
+    gpu, _ = hardware.accelerator()
+    return hardware.usable_ram_bytes if gpu is None else gpu.free_bytes
+
+
+def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
+    """Yield (place, what it says, what the plan says) where the two differ."""
+    values, text = plan_json(run), printed(plan_text(run))
+    memory, time = values["memory"], values["time"]
+    peak, limit = memory["peak_bytes"], memory["limit_bytes"]
+    whole = run.plan.run_time
+    page = words(str(plan_view.plan(values)))
+    course = plan_view.course(values, SimpleNamespace(settings={}), {})  # type: ignore[arg-type]
+
+    def said(
+        place: str, pattern: str, found_in: str, wanted: str
+    ) -> Iterator[tuple[str, str, str]]:
+        found = re.findall(pattern, found_in)
+        if not found or {found_one.replace(",", "") for found_one in found} != {wanted}:
+            yield place, str(found), wanted
+
+    yield from said("plan: peak", rf"predicted peak: {SIZE} of", text, gib(peak))
+    yield from said("plan: limit", rf"predicted peak: .*? of {SIZE}, while", text, gib(limit))
+    yield from said("page: peak", rf"needs {SIZE}", page, bytes_text(peak))
+    yield from said("page: limit", rf"needs {SIZE[1:-1]} of {SIZE}", page, bytes_text(limit))
+    yield from said("plan: images", r"(\d+) images trained", text, str(time["images"]))
+    yield from said("plan: held out", r"(\d+) held out", text, str(time["held_out"]))
+    yield from said("plan: steps", r"length ([\d,]+) steps", text, str(time["steps"]))
+    yield from said("page: steps", r", ([\d,]+) steps Fits", page, str(time["steps"]))
+    if (course["images"], course["held_out"], course["steps"]) != (
+        *(len(run.trained), len(run.held_out)),
+        time["steps"],
+    ):
+        yield "fields", str(course), str(time)
+    if course["resolution"] != str(run.config.data.resolution):
+        yield "fields: size", course["resolution"], str(run.config.data.resolution)
+    ends = f"({duration_text(whole.low_s)} to {duration_text(whole.high_s)})"
+    if ends not in text:
+        yield "plan: time", text, ends
+    if time["run_s"] != [whole.low_s, whole.high_s]:
+        yield "json: time", str(time["run_s"]), ends
+    parts = [sum(ends) for ends in zip(*time["parts_s"].values(), strict=True)]
+    if parts != pytest.approx(time["run_s"]):
+        yield "json: parts of the time", str(parts), str(time["run_s"])
+    pace, length = plan_view.pace(values)[1], words(str(plan_view.duration(values)))
+    if pace.lower().rpartition(": ")[2] not in length.lower():
+        yield "card: time", pace, length
+    for item in (*memory["items"], *(memory["host"] or {"items": ()})["items"]):
+        if gib(item["bytes"]) not in text:
+            yield "plan: item", item["name"], gib(item["bytes"])
+    if sum(item["bytes"] for item in memory["items"]) != peak:
+        yield "json: items", str(memory["items"]), str(peak)
+    if limit != usable(run.hardware):
+        yield "limit", str(limit), str(usable(run.hardware))
+
+
+def refusal_faults(error: MachineError, hardware: Hardware) -> Iterator[str]:
+    """Yield what a refusal says against itself or against doctor."""
+    need, free = re.findall(SIZE, error.found)[:2]
+    (cure,) = re.findall(SIZE, error.fix) or [need]
+    host = "beside the GPU's" in error.found
+    here = gib(hardware.usable_ram_bytes if host else usable(hardware))
+    if cure != need:
+        yield f"needs {need}, cured by {cure}"
+    if free != here:
+        yield f"{free} here, {here} of doctor"
+    if float(need.split()[0]) <= float(free.split()[0]):
+        yield f"needs {need} of {free}, which fits"
+
+
+def test_200_drafts_show_no_two_numbers_for_one_thing() -> None:
+    faults: list[Any] = []
+    refused = counted = 0
+    for name, hardware in MACHINES.items():
+        facts = printed(doctor_text(list(checks(hardware, cache=Path(), environment={}))))
+        page = words(str(doctor.machine(hardware)))
+        if gib(hardware.usable_ram_bytes) not in facts:
+            faults.append((name, "doctor: usable memory", facts))
+        if f"plans may use {bytes_text(hardware.usable_ram_bytes)}" not in page:
+            faults.append((name, "Machine: usable memory", page))
+        for gpu in hardware.gpus:
+            if gib(gpu.free_bytes) not in facts or bytes_text(gpu.free_bytes) not in page:
+                faults.append((name, "free memory of the GPU", gpu.free_bytes))
+        for base, images in product(BASES, IMAGES):
+            counted += 1
+            try:
+                run = prepared(base, hardware, images)
+            except MachineError as error:
+                refused += 1
+                faults += [(name, base, images, fault) for fault in refusal_faults(error, hardware)]
+            else:
+                faults += [(name, base, images, *fault) for fault in contradictions(run)]
+    assert counted >= 190 and 10 < refused < counted - 100
+    assert faults == []
