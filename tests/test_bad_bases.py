@@ -10,7 +10,7 @@ from tests.fakes.family_bases import base_of, copy_of, edit_json
 from tests.fakes.runs import Toy, run_cli, toy
 
 BAD: dict[str, tuple[str, str, int, str]] = {
-    "4-bit whole numbers": ("int4.safetensors", "", 3, "get a bf16, fp16 or fp8 version of this"),
+    "4-bit whole numbers": ("int4.safetensors", "", 3, "of a type that is not read; readable are fp32, bf16"),
     "another architecture": ("other", "", 3, "not a base model of a supported family"),
     "a preset of another family": (
         "sd15", "preset=sdxl/10-12", 2, "preset sdxl/10-12 is for sdxl, the base model is sd15"

@@ -66,6 +66,10 @@ class BaseSettings(Section):
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
         "auto", "prediction type of the base; auto: read from its files"
     )
+    distilled: bool | Auto = setting(
+        "auto",
+        "the base draws in few steps (Turbo, Lightning, LCM, DMD...); auto: by its files and its name",
+    )
     clip_skip: Annotated[int, Field(ge=1, le=12)] = setting(
         1,
         "text encoder layer, from the last, for Stable Diffusion 1 and 2; 2 is usual for anime bases",

@@ -149,9 +149,11 @@ class SamplingSettings(Section, Generic[A_co]):
     )
     negative_prompt: str = setting("", "negative prompt of the sample images")
     every_steps: Interval | A_co = setting("auto", "steps between sample images; 0: never")
-    steps: Annotated[int, Field(ge=1, le=1000)] = setting(25, "denoising steps per sample")
-    guidance_scale: Annotated[float, Field(ge=1.0, le=50.0)] = setting(
-        5.0, "classifier-free guidance; 1: none"
+    steps: Annotated[int, Field(ge=1, le=1000)] | A_co = setting(
+        "auto", "denoising steps per sample; auto: those that the base is published with"
+    )
+    guidance_scale: Annotated[float, Field(ge=1.0, le=50.0)] | A_co = setting(
+        "auto", "classifier-free guidance; 1: none; auto: the one that the base is published with"
     )
     seed: Seed = setting(1234, "seed of the first prompt's image; the next prompt adds 1")
 

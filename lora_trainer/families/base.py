@@ -6,18 +6,20 @@ family does not import torch: facts are plain data, and its methods import the h
 A new family is a module NAME.py with a `FAMILY`, of a subclass of `FlowFamily` (flow.py) or `UNetFamily`
 (unet.py) rather than of `Family`; its name in `MODULES` (__init__.py), how its files are told apart
 (signatures.toml), the names of its layers in others' files where they differ (transformer_names.toml), its
-releases and new kinds of text encoder (releases.toml), and presets/NAME.json at the top of the repository.
-scripts/write_layer_tables.py writes its rows in layer_tables.json, scripts/write_cost_tables.py those in
-costs/cost_tables.json. docs/adding-a-family.md goes through it with an example.
+releases and new kinds of text encoder (releases.toml), the words of its releases (stated.toml), and
+presets/NAME.json at the top of the repository. scripts/write_layer_tables.py writes its rows in
+layer_tables.json, scripts/write_cost_tables.py those in costs/cost_tables.json. docs/adding-a-family.md
+goes through it with an example.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Targets
@@ -50,7 +52,8 @@ from lora_trainer.families.facts import (
 )
 from lora_trainer.families.latents import VaeLatents
 from lora_trainer.families.recognise import fits, signature_tables
-from lora_trainer.families.releases import other_names, released
+from lora_trainer.families.releases import few_step_drawing, other_names, released
+from lora_trainer.families.stated import Stated, stated_by_name, stated_in
 from lora_trainer.families.text.transformers_encoder import load_tokenizer
 from lora_trainer.families.texts import TextEncoder, TextInputs
 
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+R = TypeVar("R", bound=BaseRelease)
 AdapterTargets = Targets | Literal["text_encoder"]
 # Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases.
 _TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
@@ -157,15 +161,55 @@ class Family(ABC):
             scheduler=base_parts.read_json(layout.folder / "scheduler" / "scheduler_config.json"),
             parameters={part: self._count(layout, part) for part in PARTS},
             max_tokens=self.published[0].max_tokens,
+            drawing=self.published[0].drawing,
         )
-        facts = self.facts_of(self._described(plain, layout), source=source, layout=layout)
-        if (single := layout.part_file("denoiser")) is not None:
+        single = layout.part_file("denoiser")
+        stated = stated_by_name(source) if single is None else stated_in(single)
+        described = self.as_stated(self._described(plain, layout), stated)
+        facts = self.facts_of(described, source=source, layout=layout)
+        if single is not None:
             base_parts.check_companion(single, facts, self.published)
         return facts
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release in a folder with the facts that files and names add; InputError for a relative."""
         return plain
+
+    def as_stated(self, release: R, stated: Stated) -> R:
+        """Return a release with what its name, its metadata and its markers state of it.
+
+        What a single file leaves open is assumed from the file alone, whatever its companion is.
+        """
+        kind = stated.distillation(self.name)
+        if kind is None and release.distilled:  # by its tensors, or by its folder's configurations
+            kind = "few-step"
+        is_file = stated.file is not None
+        told = self.as_distilled(release, kind or "", steps=stated.steps(), is_file=is_file)
+        if kind is not None or stated.file is None:
+            return told
+        return told.assuming(
+            "whether it was distilled to draw in few steps",
+            "that it was not",
+            key="base.distilled",
+            other="true",
+            name=stated.file.name,
+        )
+
+    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+        """Return a release as distilled to few steps in that way, or as undistilled with kind "".
+
+        `steps` are those that its name states. `is_file`: a single file has the scheduler of what it is; a folder
+        brings its own.
+        """
+        variant = release.variant.partition(" ")[0]
+        rows = [each for each in self.published if each.distilled == bool(kind)]
+        same = next((each.drawing for each in rows if each.variant == variant), None)
+        if kind:
+            drawing = same or few_step_drawing(self.name, kind)
+            drawing = replace(drawing, steps=steps or drawing.steps)
+        else:
+            drawing = same or self.published[0].drawing
+        return replace(release, distilled=bool(kind), distillation=kind, drawing=drawing)
 
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files of each of `PARTS`; their hash is the part's identity."""
@@ -196,7 +240,7 @@ class Family(ABC):
             folder = layout.part_folder(part, "vae" if part == "vae" else self.traits.folder)
             files = base_parts.weights(folder)
             for file in files:
-                refuse_quantised(file, read_header(file))
+                refuse_quantised(file)
             return count_parameters(files)
         header = read_header(single)
         names = (
@@ -210,7 +254,10 @@ class Family(ABC):
         """Count the used parameters of a text encoder; raises InputError for a file that lacks some."""
         unread = self.text.unread
         if (file := layout.text_file(component)) is None:
-            return count_parameters(base_parts.weights(layout.folder / component), unread=unread)
+            files = base_parts.weights(layout.folder / component)
+            for each in files:
+                refuse_quantised(each)
+            return count_parameters(files, unread=unread)
         header = read_header(file)
         names = base_parts.part_names(header, self.text.prefixes[component]).items()
         read = (full for name, full in names if not name.startswith(unread))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.declare import Precision, Targets
@@ -113,7 +113,8 @@ class PipelineTraits:
     pipeline's argument for it, of texts as `as_read` returns the prompt's and the negative prompt's.
     `scale_argument`: its guidance scale, which is `scale_offset` less than ours, prompt + (scale - 1) (prompt -
     negative). `takes_negative`: whether it takes a negative prompt, before which `negative_prefix` has to be put.
-    `guidance`: how a base of this architecture, distilled or not, follows a guidance scale.
+    `guidance`: how a base of this architecture, distilled or not, follows a guidance scale. `states`: arguments that
+    say what a base is; else a pipeline would take them from the folder that brings its other parts.
     `reads_vae`: it reads the VAE's statistics also for latents, and counts them before they are folded to squares.
     `mend` changes a whole pipeline.
     """
@@ -133,6 +134,7 @@ class PipelineTraits:
     guidance: Callable[[Mapping[str, Any], bool], Guidance] = lambda architecture, distilled: (
         BY_TWO_PASSES
     )
+    states: Callable[[BaseFacts], Mapping[str, Any]] = lambda facts: {}
     reads_vae: bool = False
     mend: Callable[[Any], None] = lambda pipeline: None
 
@@ -244,10 +246,23 @@ class PartFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """A fact that no file of a base contains: a sentence with the value assumed, and the setting that changes it."""
+    """A fact that no file of a base states: a sentence with the value assumed, and the advice that changes it.
+
+    `key` is the setting that decides it.
+    """
 
     sentence: str
-    setting: str
+    advice: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRecipe:
+    """How a release is drawn as it is published: steps, our guidance scale (1: none), changes of its scheduler."""
+
+    steps: int
+    guidance_scale: float
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,9 +298,9 @@ class BaseRelease:
     scheduler's, of a release those keys that `BaseFacts.flow_shift` reads, and `vae` those that
     `VaeLatents.shape` reads. Without a `licence` the release has one of its owner's own. `checkpoints` are
     well-known ones made from it, with which its LoRAs work too. `variant` names the release where a family has
-    several ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
-    `zero_terminal_snr`: the last training timestep is pure noise. `assumed`: a fact that no file contains,
-    None where all are read.
+    several ("medium", "schnell"); `distilled` bases lose their few-step ability in training, `distillation` is the
+    kind ("lightning"). `drawing`: how it is drawn. `zero_terminal_snr`: the last training timestep is pure noise.
+    `assumed`: the facts that no file states.
     """
 
     ids: Sequence[str]
@@ -298,10 +313,21 @@ class BaseRelease:
     licence: Licence | None = None
     checkpoints: Sequence[str] = ()
     variant: str = ""
+    drawing: SamplingRecipe
     distilled: bool = False
+    distillation: str = ""
     prediction: Prediction = "flow"
     zero_terminal_snr: bool = False
-    assumed: Assumption | None = None
+    assumed: Sequence[Assumption] = ()
+
+    def assuming(self, fact: str, value: str, *, key: str, other: str, name: str) -> Self:
+        """Return the release with one more assumption: nothing in the file of that name states `fact`."""
+        assumption = Assumption(
+            sentence=f"nothing in {name} states {fact}: {value} is assumed",
+            advice=f"if that is wrong, use --set {key}={other}",
+            key=key,
+        )
+        return replace(self, assumed=(*self.assumed, assumption))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,13 +424,12 @@ class BaseFacts(BaseRelease):
         """Return the base's own sampler, or DDIM where the base's sampler cannot start from pure noise."""
         import diffusers
 
+        own = {**self.scheduler, **self.drawing.scheduler}
         if self.prediction == "flow":
-            return getattr(diffusers, self.scheduler["_class_name"]).from_config(self.scheduler)
+            return getattr(diffusers, own["_class_name"]).from_config(own)
         # A base may name a scheduler that this diffusers does not have.
-        kind: Any = getattr(
-            diffusers, str(self.scheduler.get("_class_name", "")), diffusers.DDIMScheduler
-        )
-        config = self.scheduler_config()
+        kind: Any = getattr(diffusers, str(own.get("_class_name", "")), diffusers.DDIMScheduler)
+        config = {**self.scheduler_config(), **self.drawing.scheduler}
         if "rescale_betas_zero_snr" not in kind._get_init_keys(kind):
             # A class without the parameter (PNDM, Stable Diffusion 1's) would warn and start from a level with
             # signal in it. DDIM can, and is the sampler of Lin et al. 2023 (arXiv 2305.08891).

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.families.base import R
 from lora_trainer.families.base_files.base_parts import denoiser_names
 from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
@@ -115,6 +116,12 @@ class Flux(FlowFamily):
             variant=release.variant,
             distilled=release.distilled,
         )
+
+    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+        """Return it; schnell is distilled whatever its name says, as its tensors show."""
+        if release.variant == "schnell":
+            kind = "schnell"
+        return super().as_distilled(release, kind, steps=steps, is_file=is_file)
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.variant}/lora")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import R
 from lora_trainer.families.base_files.base_parts import read_json
 from lora_trainer.families.facts import (
     AdapterNames,
@@ -39,11 +40,6 @@ if TYPE_CHECKING:
 
 # Keys of the configuration that differ between the sizes of klein.
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
-
-
-def _is_distilled(file_name: str) -> bool:
-    name = file_name.lower()
-    return "klein" in name and "base" not in name
 
 
 class KleinEncoder(Qwen3Encoder):
@@ -117,6 +113,7 @@ class Flux2(FlowFamily):
         guidance=lambda architecture, distilled: Guidance(
             two_passes=not distilled, embedded=bool(architecture.get("guidance_embeds", True))
         ),
+        states=lambda facts: {"is_distilled": facts.distilled},
         reads_vae=True,
     )
     latents = SquareLatents()
@@ -129,9 +126,8 @@ class Flux2(FlowFamily):
         shape = header[full].shape if full else ()
         for release in self.published:
             sizes = release.architecture
-            heads, distilled = sizes["num_attention_heads"], _is_distilled(file.name)
-            expected = (heads * sizes["attention_head_dim"], sizes["joint_attention_dim"])
-            if shape == expected and release.distilled == distilled:
+            width = sizes["num_attention_heads"] * sizes["attention_head_dim"]
+            if shape == (width, sizes["joint_attention_dim"]) and not release.distilled:
                 return release
         raise InputError(
             f"{file.name} is a FLUX.2 with a text input of {list(shape)}, which no klein has",
@@ -139,10 +135,7 @@ class Flux2(FlowFamily):
         )
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
-        """Return variant and whether it is distilled, by the pipeline's index or by a single file's name.
-
-        A single file has no index: "klein" in its name without "base" means distilled.
-        """
+        """Return whether a folder is distilled, which the pipeline's index says; a single file has no index."""
         config, text = plain.architecture, qwen3_config(layout.folder)
         width = len(KleinEncoder.layers) * text["hidden_size"]
         if width != config["joint_attention_dim"]:
@@ -151,12 +144,15 @@ class Flux2(FlowFamily):
                 f"{config['joint_attention_dim']}",
                 fix="give denoiser and text encoder of one release",
             )
-        distilled = bool(read_json(layout.folder / "model_index.json").get("is_distilled", False))
-        single = layout.part_file("denoiser")
-        if single is not None and "klein" in single.name.lower():
-            distilled = _is_distilled(single.name)
-        words = ("klein", "" if distilled else "base", self._size(config))
-        return replace(plain, variant="-".join(filter(None, words)), distilled=distilled)
+        if layout.part_file("denoiser") is not None:
+            return plain
+        index = read_json(layout.folder / "model_index.json")
+        return replace(plain, distilled=bool(index.get("is_distilled", False)))
+
+    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+        words = ("klein", "" if kind else "base", self._size(release.architecture))
+        told = replace(release, variant="-".join(filter(None, words)))
+        return super().as_distilled(told, kind, steps=steps, is_file=is_file)
 
     def _size(self, architecture: Mapping[str, Any]) -> str:
         """Return "4b" or "9b", "" for another size."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,9 +26,23 @@ _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 _HALF = re.compile(r"\.fp16\.(?:.*\.)?safetensors$|\.safetensors\.index\.fp16\.(?:.*\.)?json$")
 
 
+# Ends of the names of weight files; `.sft` is safetensors under the name that FLUX.1's first release used.
+SAFETENSORS, GGUF = ".safetensors", ".gguf"
+SUFFIXES = frozenset({SAFETENSORS, ".sft", GGUF})
+_INDEX = "model_index.json"
+# One of the files that a network is cut into: none of them is a checkpoint.
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+# Folders of repositories that hold other things than checkpoints beside them.
+_OTHER_FOLDERS = re.compile(
+    r"vae|vae_approx|text_encoders?|clip\w*|loras?|controlnet\w*|embeddings?|upscale\w*"
+)
+_MOST_NAMES = 6
+
+
 def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
     """Return the folder of a repository in the Hub's local cache, None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.file_download import repo_folder_name
 
     # A repository of a VAE alone has no model_index.json.
     for name in ("model_index.json", "config.json"):
@@ -35,7 +50,76 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
         # None: never asked for. The Hub's library also returns an object for files known to be absent there.
         if isinstance(cached_path, str):
             return Path(cached_path).parent
-    return None
+    # Of a repository of a checkpoint alone `fetch` has left word that there is no index: without that word a checkpoint
+    # in the cache may lie beside a diffusers folder that was not fetched. `snapshot_download` without a network wants
+    # every file of the repository, and here one is enough.
+    if try_to_load_from_cache(source, _INDEX, revision=revision) is None:
+        return None
+    cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=source, repo_type="model")
+    commit = revision or constants.DEFAULT_REVISION
+    with suppress(OSError, ValueError):  # ValueError: a name with a null character
+        commit = (cache / "refs" / commit).read_text(encoding="utf-8").strip()
+    folder = cache / "snapshots" / commit
+    return folder if folder.is_dir() and checkpoints(_files_in(folder)) else None
+
+
+def _files_in(folder: Path) -> list[str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [path.relative_to(folder).as_posix() for path in files]
+
+
+def checkpoints(names: Iterable[str]) -> list[str]:
+    """Return the files of a folder or repository that may be a base in one file each."""
+    paths = map(PurePosixPath, sorted(names))
+    return [
+        str(path)
+        for path in paths
+        if path.suffix in SUFFIXES
+        and not _SHARD.search(path.stem)
+        and not any(_OTHER_FOLDERS.fullmatch(part.lower()) for part in path.parts[:-1])
+    ]
+
+
+def checkpoint_in(folder: Path) -> Path | None:
+    """Return the only checkpoint in a folder that is no diffusers folder, None for a diffusers folder.
+
+    Raises InputError that names them for several; a folder without any is left to who knows what it should be.
+    """
+    if (folder / _INDEX).is_file() or not folder.is_dir():
+        return None
+    found = checkpoints(_files_in(folder))
+    return folder / _only(found, where=str(folder)) if found else None
+
+
+def _only(found: Sequence[str], *, where: str) -> str:
+    """Return the one checkpoint; raises InputError for several, of which nobody said which is meant."""
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(found[:_MOST_NAMES]) + (", ..." if len(found) > _MOST_NAMES else "")
+    raise InputError(
+        f"{where} holds {len(found)} checkpoints and no diffusers folder: {listed}",
+        fix="download the one to train on (`hf download REPOSITORY FILE`) and give its path"
+        if "/" in where and not Path(where).is_dir()
+        else "give the path of the one to train on",
+    )
+
+
+def wanted_base(names: Iterable[str], *, source: str, without: frozenset[str]) -> list[str]:
+    """Choose the files of a base's repository to download: those of a diffusers folder, or its only checkpoint.
+
+    Raises InputError, before anything is downloaded, for several checkpoints and for none.
+    """
+    all_names = list(names)
+    if _INDEX in all_names:
+        return wanted(all_names, without=without)
+    if found := checkpoints(all_names):
+        return [_only(found, where=source)]
+    pickles = any(name.endswith((".ckpt", ".pt", ".pth", ".bin")) for name in all_names)
+    held = "pickles only, which can run code when opened" if pickles else "no weights of a base"
+    raise InputError(
+        f"{source} holds neither {_INDEX} nor a checkpoint ({', '.join(sorted(SUFFIXES))}), but {held}",
+        fix="give the repository of a diffusers folder or of a checkpoint",
+    )
 
 
 # Called while files come, from any thread: the repository, the bytes here of those it lacked, all of them.
@@ -54,15 +138,23 @@ def fetch(
     model_kind: str,
     instead: str,
     on_bytes: OnBytes = unheard,
+    check: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Return the local folder of a repository with the files that `choose` selects from its list.
 
+    `check` gets the folder with the configurations of a diffusers folder before its weights are downloaded.
     Raises MachineError when the Hub cannot be reached or requires a licence to be accepted, and InputError
     for a repository that does not exist. In messages `model_kind` names the model ("base model") and
     `instead` an alternative to the download.
     """
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import (
+        HfApi,
+        hf_hub_download,
+        snapshot_download,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
+        EntryNotFoundError,
         GatedRepoError,
         HTTPError,
         LocalEntryNotFoundError,
@@ -81,9 +173,15 @@ def fetch(
             if not isinstance(try_to_load_from_cache(source, name, revision=listed.sha), str)
         )
         bar = _counting_bar(partial(on_bytes, source), missing_bytes)
-        return Path(
-            snapshot_download(source, revision=revision, allow_patterns=files, tqdm_class=bar)
-        )
+        download = partial(snapshot_download, source, revision=revision, tqdm_class=bar)
+        if _INDEX in files:
+            texts = [name for name in files if PurePosixPath(name).suffix in TEXT_SUFFIXES]
+            check(Path(download(allow_patterns=texts)))
+        folder = Path(download(allow_patterns=files))
+        if _INDEX not in files and checkpoints(files):
+            with suppress(EntryNotFoundError):  # which the library remembers
+                hf_hub_download(source, _INDEX, revision=revision)
+        return folder
     # A subclass of RepositoryNotFoundError, so it has to come first.
     except GatedRepoError:
         raise MachineError(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError, first_line
@@ -19,15 +20,26 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import Family
+from lora_trainer.families.base_files.base_parts import read_json
 from lora_trainer.families.base_files.weight_files import (
     AGAIN,
-    GGUF,
-    SUFFIXES,
+    READABLE,
     read_header,
+    refuse_quantised,
     require_gguf,
 )
 from lora_trainer.families.facts import BaseFacts, Layout, Part
-from lora_trainer.families.hub_files import OnBytes, cached_snapshot, fetch, unheard, wanted
+from lora_trainer.families.hub_files import (
+    GGUF,
+    SUFFIXES,
+    OnBytes,
+    cached_snapshot,
+    checkpoint_in,
+    fetch,
+    unheard,
+    wanted,
+    wanted_base,
+)
 from lora_trainer.families.single_files import (
     Checkpoint,
     companion_table,
@@ -74,6 +86,8 @@ def locate(settings: BaseSettings, *, on_bytes: OnBytes = unheard) -> BaseFacts:
 def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
     """Return the facts of a base; raises InputError if a config lacks a value or has a wrong one."""
     try:
+        if layout.part_file("denoiser") is None:
+            _check_configurations(layout.folder, source=source)
         family = family or families.detect(layout.folder)
         return family.facts(layout, source=source)
     # A config.json may hold any JSON, and computing with its values can fail in any of these ways.
@@ -108,9 +122,21 @@ def with_choices(
             fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
         )
     facts = facts.with_clip_skip(settings.clip_skip)
-    is_chosen = settings.prediction != "auto" and prediction != "flow"
-    assumed = None if is_chosen else facts.assumed  # flow families assume other facts than this one
-    return replace(facts, prediction=prediction, zero_terminal_snr=zero, assumed=assumed)
+    family = families.family(facts.family)
+    if settings.distilled != "auto" and settings.distilled != facts.distilled:
+        is_file = facts.layout is None or facts.layout.part_file("denoiser") is not None
+        kind = "few-step" if settings.distilled else ""
+        facts = family.as_distilled(facts, kind, is_file=is_file)
+        guidance = family.pipeline.guidance(facts.architecture, facts.distilled)
+        facts = replace(facts, guidance=guidance)
+    chosen = {
+        "base.prediction": settings.prediction != "auto",
+        "base.distilled": settings.distilled != "auto",
+        "base.clip_skip": settings.clip_skip != 1,
+        "objective.zero_terminal_snr": zero_terminal_snr != "auto",
+    }
+    assumed = [each for each in facts.assumed if not chosen[each.key]]
+    return replace(facts, prediction=prediction, zero_terminal_snr=zero, assumed=tuple(assumed))
 
 
 def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFacts:
@@ -140,9 +166,12 @@ def _find(
     if path.is_file() and path.suffix not in _PICKLES:
         checkpoint = open_checkpoint(settings, path)
         return _find_beside(checkpoint, on_bytes=on_bytes), checkpoint.family, checkpoint
-    folder = _folder(source, revision=settings.revision, on_bytes=on_bytes)
+    folder = _folder(source, revision=settings.revision, on_bytes=on_bytes, kind="base")
     if folder is None:
         return None, None, None
+    if (only := checkpoint_in(folder)) is not None:
+        checkpoint = open_checkpoint(settings, only)
+        return _find_beside(checkpoint, on_bytes=on_bytes), checkpoint.family, checkpoint
     if settings.vae is None and not settings.text_encoders:
         return Layout(folder=folder), None, None
     family = families.detect(folder)
@@ -211,7 +240,9 @@ def _find_vae(settings: BaseSettings, family: Family, *, on_bytes: OnBytes | Non
     assert settings.vae is not None
     path = Path(settings.vae).expanduser()
     if path.is_file() and path.suffix in SUFFIXES:
-        if "vae" not in family.detect_file(read_header(path)):
+        header = read_header(path)
+        refuse_quantised(path)
+        if "vae" not in family.detect_file(header):
             raise InputError(
                 f"base.vae {path.name} holds no VAE of family {family.name}",
                 fix="give a VAE made for this base, as a folder if it is FLUX.2's, or leave base.vae out",
@@ -237,8 +268,12 @@ def _folder(
     revision: str | None,
     on_bytes: OnBytes | None,
     without: frozenset[str] = frozenset(),
+    kind: Literal["base", "part"] = "part",
 ) -> Path | None:
-    """Return the local folder of a source, None if it is not on this machine; with `on_bytes` download it."""
+    """Return the local folder of a source, None if it is not on this machine; with `on_bytes` download it.
+
+    A source of the kind "base" may hold a checkpoint alone, which is then all that is downloaded.
+    """
     if source == EMBEDDED:
         return EMBEDDED_FOLDER
     path = Path(source).expanduser()
@@ -258,12 +293,28 @@ def _folder(
         return fetch(
             source,
             revision=revision,
-            choose=partial(wanted, without=without),
+            choose=partial(wanted_base, source=source, without=without)
+            if kind == "base"
+            else partial(wanted, without=without),
             model_kind="base model",
             instead="give a local diffusers folder, or --base embedded",
             on_bytes=on_bytes,
+            check=partial(_check_configurations, source=source),
         )
     return cached_snapshot(source, revision=revision)
+
+
+def _check_configurations(folder: Path, *, source: str) -> None:
+    """Raise InputError for a diffusers folder whose configurations name another family or an unread quantisation."""
+    families.detect(folder)
+    for file in sorted(folder.glob("*/config.json")):
+        quantised = read_json(file).get("quantization_config")
+        if isinstance(quantised, dict):
+            method = str(quantised.get("quant_method", "unknown"))[:40]
+            raise InputError(
+                f"{source} is quantised as {method} ({file.parent.name}/config.json); readable are {READABLE}",
+                fix="use the release that it was made from; lora-train quantises it where memory asks for it",
+            )
 
 
 def _is_path(source: str) -> bool:

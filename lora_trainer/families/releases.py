@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.families.facts import PARTS, BaseRelease, Licence, OtherNames
+from lora_trainer.families.facts import PARTS, BaseRelease, Licence, OtherNames, SamplingRecipe
 
 RELEASES, FILE, NAMES = (
     Path(__file__).with_name(name)
@@ -44,6 +44,7 @@ def released(family: str) -> tuple[BaseRelease, ...]:
     """Return the public releases of a family, from releases.toml."""
     tables = release_tables()
     shared = dict(tables["families"][family])
+    shared.pop("drawn")
     releases = []
     for row in shared.pop("releases"):
         # Tables of the family and of the release are joined, plain values replaced.
@@ -61,10 +62,17 @@ def released(family: str) -> tuple[BaseRelease, ...]:
                 for key, value in values["architecture"].items()
             },
             "parameters": {part: sizes[part] for part in PARTS},
+            "drawing": SamplingRecipe(**values["drawing"]),
             "licence": Licence(**licence) if licence else None,
         }
         releases.append(BaseRelease(**values))
     return tuple(releases)
+
+
+def few_step_drawing(family: str, kind: str) -> SamplingRecipe:
+    """Return how a base of a family that was distilled in that way is drawn, as "any" where its kind has no row."""
+    rows = release_tables()["families"][family]["drawn"]
+    return SamplingRecipe(**(rows.get(kind) or rows["any"]))
 
 
 # ---- text encoders

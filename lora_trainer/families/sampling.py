@@ -106,6 +106,7 @@ def _pipeline(family: Family, facts: BaseFacts, **components: Any) -> Any:
         scheduler=facts.sampling_scheduler(),
         use_safetensors=True,
         **family.pipeline.absent,
+        **family.pipeline.states(facts),
         **components,
     )
 

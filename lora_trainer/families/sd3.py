@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_trainer.families.base import R
 from lora_trainer.families.base_files.base_parts import elements, encoders_in
 from lora_trainer.families.facts import (
     AdapterNames,
@@ -100,7 +101,6 @@ class StableDiffusion3(FlowFamily):
     # ---- facts
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
-        """Return the release; only its name marks a distilled one, so a renamed one counts as undistilled."""
         source, (channels, _) = plain.ids[0], self.latents.shape(plain.vae)
         single, architecture = layout.part_file("denoiser"), plain.architecture
         if single is not None:
@@ -114,24 +114,28 @@ class StableDiffusion3(FlowFamily):
         variant = "medium" if architecture.get("dual_attention_layers") else "large"
         if architecture.get("qk_norm") is None:
             variant = "3-medium"
-        turbo, with_t5 = "turbo" in Path(source).name.lower(), T5 in encoders_in(layout, self.text)
+        with_t5 = T5 in encoders_in(layout, self.text)
         return replace(
             plain,
             architecture=architecture,
             # The longest limit counts: each CLIP truncates the same prompt at its own 77 tokens.
             max_tokens=T5_TOKENS if with_t5 else CLIP_TOKENS,
-            variant=variant + ("-turbo" if turbo else "") + ("" if with_t5 else " without T5"),
-            distilled=turbo,
+            variant=variant + ("" if with_t5 else " without T5"),
         )
 
+    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+        size, blank, rest = release.variant.partition(" ")
+        turbo = "-turbo" if kind else ""
+        told = replace(release, variant=f"{size.removesuffix('-turbo')}{turbo}{blank}{rest}")
+        return super().as_distilled(told, kind, steps=steps, is_file=is_file)
+
     def _nearest(self, parameters: int) -> BaseRelease:
-        """Return the release whose denoiser has about as many parameters."""
-        return min(self.published, key=lambda each: abs(each.parameters["denoiser"] - parameters))
+        """Return the undistilled release whose denoiser has about as many parameters."""
+        undistilled = [each for each in self.published if not each.distilled]
+        return min(undistilled, key=lambda each: abs(each.parameters["denoiser"] - parameters))
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        variant = self._nearest(elements(header, self.denoiser_names(header).values())).variant
-        turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
-        return next(each for each in self.published if each.variant == variant + turbo)
+        return self._nearest(elements(header, self.denoiser_names(header).values()))
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         """Return `3-medium`, `3-5-medium` or `3-5-large` as kohya's name, as sd-scripts writes it."""

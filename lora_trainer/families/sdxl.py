@@ -40,6 +40,8 @@ class StableDiffusionXL(UNetFamily):
     pipeline = PipelineTraits(
         class_name="StableDiffusionXLPipeline",
         absent={"feature_extractor": None, "image_encoder": None, "add_watermarker": False},
+        # It counts only without a negative prompt, and ours pass one; stated, so that no folder decides.
+        states=lambda facts: {"force_zeros_for_empty_prompt": True},
     )
     formats = replace(
         UNetFamily.formats,

@@ -25,11 +25,12 @@ from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, user_cache_f
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import Family
 from lora_trainer.families.base_files.base_parts import elements, read_json, tokenizer_of
-from lora_trainer.families.base_files.weight_files import SUFFIXES, read_header, refuse_quantised
+from lora_trainer.families.base_files.weight_files import read_header, refuse_quantised
 from lora_trainer.families.facts import BaseFacts, Header, Part
-from lora_trainer.families.hub_files import TEXT_SUFFIXES, fetch
+from lora_trainer.families.hub_files import SUFFIXES, TEXT_SUFFIXES, fetch
 from lora_trainer.families.recognise import LORA, first_fit, other_model, text_encoder_in
 from lora_trainer.families.releases import BY_ROLE
+from lora_trainer.families.stated import stated_in
 
 # CLIP's vocabulary and merges twice, T5's SentencePiece model: the files from open repositories.
 TOKENIZER_BYTES = 3_700_000
@@ -48,7 +49,8 @@ class Checkpoint:
     @cached_property
     def own_facts(self) -> BaseFacts:
         """Facts of the release that the checkpoint is made like, with its own denoiser's size."""
-        release = self.family.file_release(self.file, self.header)
+        made_like = self.family.file_release(self.file, self.header)
+        release = self.family.as_stated(made_like, stated_in(self.file))
         count = elements(self.header, self.family.denoiser_names(self.header).values())
         sizes = {**release.parameters, "denoiser": count}
         return self.family.facts_of(replace(release, parameters=sizes), source=release.ids[0])
@@ -167,7 +169,7 @@ def encoder_files(
 def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     """Return the component that a text encoder's file is; raises InputError when it is none of the family."""
     header = read_header(file)
-    refuse_quantised(file, header)
+    refuse_quantised(file)
     encoder = text_encoder_in(header)
     # CLIP-L and bigG are both "clip" here; their widths tell them apart below.
     kinds = {component: BY_ROLE[role].kind for component, role in family.text.roles.items()}
@@ -221,7 +223,7 @@ def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
             f"{file.name} is {other}, not a base model that can be trained; {allowed}",
             fix="give the text-to-image base model that it belongs to or was made from",
         )
-    refuse_quantised(file, header)
+    refuse_quantised(file)
     if family_and_parts is not None:
         family, parts = family_and_parts
         return Checkpoint(settings=settings, file=file, header=header, family=family, parts=parts)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import AdapterTargets, Family
+from lora_trainer.families.base import AdapterTargets, Family, R
 from lora_trainer.families.base_files import base_parts, unet_file
-from lora_trainer.families.base_files.weight_files import read_header
 from lora_trainer.families.facts import (
     DEFAULTS,
     UNET_CLASS,
     AdapterFormats,
+    Assumption,
     BaseFacts,
     BaseRelease,
     Conditioning,
@@ -32,9 +32,11 @@ from lora_trainer.families.facts import (
     NetworkTraits,
     OtherNames,
     PipelineTraits,
+    Prediction,
     WeightPlace,
 )
 from lora_trainer.families.releases import text_layers
+from lora_trainer.families.stated import V_MARKER, Stated
 from lora_trainer.families.text import clip
 
 if TYPE_CHECKING:
@@ -117,15 +119,12 @@ class UNetFamily(Family):
             unet_file.check_unet_file(single, plain, self.published, folder=layout.folder)
         unet_file.check_vae(layout, plain.vae)
         text = base_parts.read_json(layout.folder / "text_encoder" / "config.json")
-        described = _as_marked(
-            replace(
-                plain,
-                max_tokens=base_parts.config_value(text, "max_position_embeddings", int),
-                # The key is absent in the oldest releases.
-                prediction=scheduler.get("prediction_type", "epsilon"),
-                zero_terminal_snr=bool(scheduler.get("rescale_betas_zero_snr", False)),
-            ),
-            single,
+        described = replace(
+            plain,
+            max_tokens=base_parts.config_value(text, "max_position_embeddings", int),
+            # The key is absent in the oldest releases.
+            prediction=scheduler.get("prediction_type", "epsilon"),
+            zero_terminal_snr=bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
         if described.prediction not in ("epsilon", "v_prediction"):
             raise InputError(
@@ -135,8 +134,67 @@ class UNetFamily(Family):
             )
         return described
 
-    def file_release(self, file: Path, header: Header) -> BaseRelease:
-        return _as_marked(self.published[0], file)
+    def as_stated(self, release: R, stated: Stated) -> R:
+        """Return it with the prediction type and the noise levels of a single file; a folder's scheduler has them."""
+        if stated.file is not None:
+            release = self._as_predicted(release, stated, stated.file)
+        return super().as_stated(release, stated)
+
+    def _as_predicted(self, release: R, stated: Stated, file: Path) -> R:
+        said, measured = stated.predictions(), self.measured_prediction(file)
+        prediction: Prediction = self.published[0].prediction
+        if measured is not None:
+            prediction = measured
+        elif said:
+            # Epsilon is the default that many programs write, velocity is written on purpose.
+            prediction = "v_prediction" if "v_prediction" in said else said[0]
+        told = replace(release, prediction=prediction, zero_terminal_snr=False)
+        other = "epsilon" if prediction == "v_prediction" else "v_prediction"
+        if prediction == "v_prediction" and stated.zero_terminal_snr():
+            told = replace(told, zero_terminal_snr=True)
+        if measured is None and len(said) > 1 and V_MARKER not in stated.markers:
+            assumption = Assumption(
+                sentence=f"name and metadata of {file.name} contradict each other about its prediction type: "
+                f"{prediction} is assumed",
+                advice=f"if that is wrong, use --set base.prediction={other}",
+                key="base.prediction",
+            )
+            told = replace(told, assumed=(*told.assumed, assumption))
+        if measured is None and not said and not stated.is_known(self.name):
+            told = told.assuming(
+                "its prediction type",
+                prediction,
+                key="base.prediction",
+                other=other,
+                name=file.name,
+            )
+        told = self._as_skipped(told, stated, file)
+        has_levels = told.zero_terminal_snr or V_MARKER in stated.markers or measured is not None
+        if prediction == "v_prediction" and said and not has_levels:
+            told = told.assuming(
+                "whether it has zero terminal SNR",
+                "that it has not",
+                key="objective.zero_terminal_snr",
+                other="true",
+                name=file.name,
+            )
+        return told
+
+    def _as_skipped(self, release: R, stated: Stated, file: Path) -> R:
+        """Say which clip skip a file states: `base.clip_skip` is the user's, and 1 where it is not set."""
+        skip = stated.clip_skip()
+        if skip == 1 or self.text.penultimate:
+            return release
+        assumption = Assumption(
+            sentence=f"the header of {file.name} states clip skip {skip}: 1 is used",
+            advice=f"to train as it was trained, use --set base.clip_skip={skip}",
+            key="base.clip_skip",
+        )
+        return replace(release, assumed=(*release.assumed, assumption))
+
+    def measured_prediction(self, file: Path) -> Prediction | None:
+        """Return the prediction type that a file's weights show, None where they show none."""
+        return None
 
     def _count_text(self, layout: Layout, component: str) -> int:
         single = layout.part_file("text_encoder")
@@ -202,16 +260,6 @@ class UNetFamily(Family):
         return OtherNames(
             layers=unet_file.checkpoint_names(shapes, architecture=self.published[0].architecture)
         )
-
-
-def _as_marked(release: BaseRelease, single: Path | None) -> BaseRelease:
-    """Return a release as a checkpoint's markers say: empty tensors whose names state how it was trained."""
-    names = read_header(single).keys() if single else ()
-    return replace(
-        release,
-        prediction="v_prediction" if "v_pred" in names else release.prediction,
-        zero_terminal_snr="ztsnr" in names or release.zero_terminal_snr,
-    )
 
 
 def _kind(architecture: Mapping[str, Any]) -> tuple[Any, ...]:

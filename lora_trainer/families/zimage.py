@@ -7,17 +7,14 @@ diffusers' network counts time from noise (0) to image (1) and predicts the velo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_trainer.families.base import R
 from lora_trainer.families.facts import (
     AdapterNames,
-    Assumption,
     BaseRelease,
     Conditioning,
-    Header,
     Layout,
     PipelineTraits,
 )
@@ -31,24 +28,14 @@ from lora_trainer.families.flow import (
 )
 from lora_trainer.families.latents import MeanLatents
 from lora_trainer.families.releases import BY_ROLE
+from lora_trainer.families.stated import Stated
 from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base.
-SHIFTS: Mapping[str, float] = {"base": 6.0, "turbo": 3.0, "de-turbo": 3.0}
-# File names of the base release; a fine-tune of either release may have any other name.
-RELEASED = re.compile(r"z[-_ ]?image([-_ ]?base)?([-_ ](bf16|fp16|fp32|fp8\w*))?")
-
-
-def _release_in_name(name: str) -> str | None:
-    """Return the release that a folder's or file's name contains, None where it contains none."""
-    # Publishers write de-turbo, De_Turbo and DeTurbo.
-    letters = re.sub(r"[^a-z]", "", name.lower())
-    if "turbo" in letters:
-        return "de-turbo" if "deturbo" in letters else "turbo"
-    return "base" if RELEASED.fullmatch(Path(name.lower()).stem) else None
+# A Turbo that was trained back to a base keeps its scheduler's shift; publishers write de-turbo, De_Turbo and DeTurbo.
+DE_TURBO = re.compile(r"de[-_ ]?turbo", re.IGNORECASE)
 
 
 class ZImageEncoder(Qwen3Encoder):
@@ -94,41 +81,31 @@ class ZImage(FlowFamily):
 
     # ---- facts
 
-    def file_release(self, file: Path, header: Header) -> BaseRelease:
-        named_release = _release_in_name(file.name)
-        # False is 0, the base; True is 1, the Turbo.
-        return self.published[named_release == "turbo"]
-
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
-        """Return the release; base and Turbo have equal tensors, so names and the scheduler's shift decide.
-
-        A folder is a Turbo by its name or by its scheduler's shift. A single file is the release in its
-        name and gets that release's shift; without a release in its name it counts as its companion's.
-        """
+        """Return the release; base and Turbo have equal tensors, and a Turbo's folder has its scheduler's shift."""
         qwen3_config(layout.folder)  # raises for another text encoder
-        single, assumed, scheduler = layout.part_file("denoiser"), None, plain.scheduler
-        named_release = _release_in_name((single or Path(plain.ids[0])).name)
-        companion_release = "turbo" if scheduler.get("shift") == SHIFTS["turbo"] else "base"
-        if single is None and named_release == "base":
-            # A folder named "Z-Image" still brings its own scheduler: trust that.
-            named_release = None
-        distilled = (named_release or companion_release) == "turbo"
-        if single is not None and named_release is not None:
-            scheduler = {**scheduler, "shift": SHIFTS[named_release]}
-        elif single is not None:
-            other = self.published[companion_release == "base"]
-            assumed = Assumption(
-                sentence=f"nothing in {single.name} tells Z-Image from Z-Image-Turbo: it is taken for "
-                f"{'a Turbo' if distilled else 'the base'}, as its companion is",
-                setting=f"if that is wrong, use --set base.companion={other.ids[0]}",
-            )
-        return replace(
-            plain,
-            scheduler=scheduler,
-            variant="turbo" if distilled else "base",
-            distilled=distilled,
-            assumed=assumed,
-        )
+        if layout.part_file("denoiser") is not None:
+            return plain
+        return replace(plain, distilled=plain.scheduler.get("shift") == self._shift("turbo"))
+
+    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+        """Return it with the variant's name, and a single file with the shift of its release."""
+        variant = "turbo" if kind else "base"
+        told = replace(release, variant=variant)
+        if is_file:
+            told = replace(told, scheduler={**told.scheduler, "shift": self._shift(variant)})
+        return super().as_distilled(told, kind, steps=steps, is_file=is_file)
+
+    def as_stated(self, release: R, stated: Stated) -> R:
+        told = super().as_stated(release, stated)
+        if stated.file is not None and DE_TURBO.search(stated.name):
+            return replace(told, scheduler={**told.scheduler, "shift": self._shift("turbo")})
+        return told
+
+    def _shift(self, variant: str) -> float:
+        """Return the scheduler's shift of a release."""
+        release = next(each for each in self.published if each.variant == variant)
+        return float(release.scheduler["shift"])
 
     # ---- training
 

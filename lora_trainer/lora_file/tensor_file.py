@@ -25,11 +25,8 @@ from safetensors import SafetensorError
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.files import disk_error, retry_while_open, sync_folder, temporary_beside
-from lora_trainer.families.base_files.weight_files import (
-    MAX_HEADER_BYTES,
-    check_limits,
-    safetensors_header,
-)
+from lora_trainer.families.base_files.foreign import ForeignFileError
+from lora_trainer.families.base_files.weight_files import check_limits, safetensors_header
 from lora_trainer.families.facts import Header, TensorInfo
 
 Array = np.ndarray[Any, Any]
@@ -117,12 +114,6 @@ def refuse(
 
 def _opened(path: Path, file: BinaryIO) -> Opened:
     """Read a header within the limits of this program, once safetensors itself finds the file whole."""
-    first = file.read(8)
-    is_pickle = first.startswith((b"PK", b"\x80"))
-    if is_pickle and int.from_bytes(first, "little") > MAX_HEADER_BYTES:
-        fault = "is a pickle, which can run code when opened"
-        refuse(path, fault, fix="convert it to safetensors where it was made")
-    file.seek(0)
     try:
         header, start = safetensors_header(file)
         metadata = header.pop("__metadata__", None) or {}
@@ -135,6 +126,8 @@ def _opened(path: Path, file: BinaryIO) -> Opened:
         ]
         entries.sort(key=lambda each: (each.begin, each.end))
         by_key = {entry.key: entry for entry in entries}
+    except ForeignFileError as error:
+        refuse(path, f"{error.fault}, no LoRA", fix=error.fix)
     except (SafetensorError, ValueError, RecursionError) as error:
         refuse(path, f"is not a safetensors file, or is cut off ({error})")
     try:

@@ -77,6 +77,7 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_objective()
     planner.decide_optimizer()
     planner.decide_length()
+    planner.decide_drawing()
     return planner.finish(planner.decide_memory())
 
 
@@ -201,6 +202,7 @@ class _Planner:
         zero_snr = facts.zero_terminal_snr
         self.decide_auto("objective.zero_terminal_snr", zero_snr, "as the base was trained")
         self.decide_auto("base.prediction", facts.prediction, "from the base's files")
+        self.decide_auto("base.distilled", facts.distilled, "by the base's files and its name")
         # Settings that this machine cannot follow: a preset's value is replaced, the user's refused.
         packages = self.inputs.hardware.packages
         for decision in unmet_needs(
@@ -292,6 +294,15 @@ class _Planner:
         self.decide_auto("sampling.every_steps", every, reason)
         tenth = max(1, steps // 10)
         self.decide_auto("train.validate_every_steps", tenth, f"a tenth of {steps} steps")
+
+    def decide_drawing(self) -> None:
+        """Draw samples as the base's release is drawn; people judge a training by them."""
+        facts = self.inputs.facts
+        drawing, reason = facts.drawing, "as the base is published"
+        if facts.distilled:
+            reason = f"the base is distilled ({facts.distillation})"
+        self.decide_auto("sampling.steps", drawing.steps, reason)
+        self.decide_auto("sampling.guidance_scale", drawing.guidance_scale, reason)
 
     def decide_memory(self) -> MemoryChoice:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
+from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt
 
 if TYPE_CHECKING:
@@ -115,6 +116,15 @@ def _sample_name(index: int) -> str:
     return f"samples/{index:02d}.png"
 
 
+def _drawn(texts: Mapping[str, str], family: str) -> dict[str, float]:
+    """Return the pipeline's arguments for the steps and guidance of the sample images, {} where no header has them."""
+    settings, traits = header_settings(texts), families.family(family).pipeline
+    steps, scale = (settings.get(f"sampling.{key}") for key in ("steps", "guidance_scale"))
+    if not isinstance(steps, int) or not isinstance(scale, int | float):
+        return {}
+    return {"num_inference_steps": steps, traits.scale_argument: scale - traits.scale_offset}
+
+
 def _model_card(
     file: Path,
     contents: Contents,
@@ -170,6 +180,7 @@ def _model_card(
             description=public_text(texts.get("modelspec.description", "")),
             trigger=trigger,
             prompt=public_text(prompts[0] if prompts else trigger or ""),
+            drawn=_drawn(texts, family),
             base=base,
             base_name=Path(source).name or family,
             repository=repository,

@@ -230,8 +230,8 @@ def _time_text(plan: Plan) -> str:
 def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     """Yield warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
     config, facts, processes = prepared.config, prepared.facts, prepared.processes
-    if facts.assumed is not None:
-        yield finding("release", what=facts.assumed.sentence, setting=facts.assumed.setting)
+    for assumed in facts.assumed:
+        yield finding("release", what=assumed.sentence, setting=assumed.advice)
     if facts.distilled and config.base.assistant is None:
         yield finding("distilled", source=facts.source)
     batch = config.train.batch_size

@@ -238,7 +238,9 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
     )
     memo = HashMemo(prepared.cache_root)
-    facts = identified(replace(facts, chunks=prepared.facts.chunks), memo)
+    # The plan's settings are decided, and what was assumed for them stays said.
+    facts = replace(facts, chunks=prepared.facts.chunks, assumed=prepared.facts.assumed)
+    facts = identified(facts, memo)
     memo.table.save()
     return replace(prepared, facts=facts)
 

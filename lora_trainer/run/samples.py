@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BytesIO
 from itertools import product
@@ -47,7 +47,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import Config, SamplingSettings
 from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Conditioning
+from lora_trainer.families.facts import BaseFacts, Conditioning, SamplingRecipe
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.families.sampling import (
     Sampler,
@@ -259,13 +259,15 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> None:
 class LoadedAdapter:
     """A LoRA in a plain diffusers pipeline on this machine's best device, as any other program would use it.
 
-    `side_px` is the resolution that it was trained at, else the base's.
+    `side_px` is the resolution that it was trained at, else the base's; `drawing` are the steps and the guidance of
+    its own sample images, on another base than its own those of that base.
     """
 
     file: Path
     pipeline: Any  # a diffusers pipeline; its class depends on the family
     side_px: int
-    sampling: SamplingSettings
+    negative_prompt: str
+    drawing: SamplingRecipe
     family: Family
     facts: BaseFacts
     word: NewWord | None
@@ -283,13 +285,13 @@ class LoadedAdapter:
             pipeline,
             self.facts,
             prompt if self.word is None else WORD_IN_PROMPTS.join(self.word.split(prompt)),
-            self.sampling.negative_prompt,
-            guidance_scale=self.sampling.guidance_scale,
+            self.negative_prompt,
+            guidance_scale=self.drawing.guidance_scale,
         )
         image: Image = pipeline(
             **arguments,
             generator=torch.Generator().manual_seed(seed),
-            num_inference_steps=self.sampling.steps,
+            num_inference_steps=self.drawing.steps,
             width=self.side_px,
             height=self.side_px,
         ).images[0]
@@ -304,7 +306,12 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
     file, source, config = file_and_base(run, base=base)
     config = config or Config()
     # Those of the adapter, without paths of other files.
-    settings = config.base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
+    is_own = Path(config.base.model).name == Path(source).name
+    # What was said of the base it was trained on says nothing of another one.
+    other = {} if is_own else {"distilled": "auto"}
+    settings = config.base.model_copy(
+        update={"model": source, "vae": None, "companion": "auto", **other}
+    )
     try:
         facts = locate(settings)
     except InputError as error:
@@ -342,10 +349,24 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         file=file,
         pipeline=pipeline,
         side_px=facts.resolution_px if trained_px == "auto" else trained_px,
-        sampling=config.sampling,
+        negative_prompt=config.sampling.negative_prompt,
+        drawing=recipe(config.sampling, facts, is_own=is_own),
         family=family,
         facts=facts,
         word=word,
+    )
+
+
+def recipe(sampling: SamplingSettings, facts: BaseFacts, *, is_own: bool) -> SamplingRecipe:
+    """Return how an adapter's images are drawn: as its own samples were, on another base as that one is published."""
+    published = facts.drawing
+    steps, scale = sampling.steps, sampling.guidance_scale
+    if not is_own:
+        return published
+    return replace(
+        published,
+        steps=published.steps if steps == "auto" else steps,
+        guidance_scale=published.guidance_scale if scale == "auto" else scale,
     )
 
 

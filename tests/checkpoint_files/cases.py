@@ -7,8 +7,8 @@ lacks, or refused with a sentence that says which model it is. Of signatures.tom
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.checkpoint_files import layouts as a
@@ -17,7 +17,10 @@ from tests.checkpoint_files.layouts import UNET, Shapes, network, prefixed, whol
 
 @dataclass(frozen=True)
 class Case:
-    """One file: `refused` is what the refusal says, "" for a base of `family`; `missing` parts are downloaded."""
+    """One file: `refused` is what the refusal says, "" for a base of `family`; `missing` parts are downloaded.
+
+    `beside` are tensors with a dtype and bytes of their own.
+    """
 
     name: str
     shapes: Shapes
@@ -29,6 +32,8 @@ class Case:
     dtype: str = "BF16"
     scales: str = ""
     file: str = "model.safetensors"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
 
 
 BOTH, NOTHING = "VAE, the text encoders", "configurations"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.checkpoint_files.cases import Case
 
-BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1}
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "F8_E8M0": 1}
 GGUF_TYPES = {
     "F32": (0, 1, 4), "BF16": (30, 1, 2), "Q5_0": (6, 32, 22), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
     "IQ2_XXS": (16, 256, 66),
@@ -22,13 +22,13 @@ def write(case: Case, folder: Path) -> Path:
     file = folder / case.file
     header, body_bytes = gguf(case) if file.suffix == ".gguf" else safetensors(case)
     with file.open("wb") as stream:
-        stream.write(header)
+        stream.write(header + b"".join(content for _, _, content in case.beside.values()))
         stream.truncate(len(header) + body_bytes)
     return file
 
 
 def safetensors(case: Case) -> tuple[bytes, int]:
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {"__metadata__": dict(case.metadata)} if case.metadata else {}
     at = 0
 
     def add(name: str, dtype: str, shape: tuple[int, ...]) -> None:
@@ -37,6 +37,9 @@ def safetensors(case: Case) -> tuple[bytes, int]:
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
 
+    for name, (dtype, shape, content) in case.beside.items():
+        assert len(content) == math.prod(shape) * BYTES[dtype]
+        add(name, dtype, shape)
     for name, shape in case.shapes.items():
         scaled = bool(case.scales) and len(shape) > 1
         add(name, case.dtype if not case.scales or scaled else "BF16", shape)
@@ -54,7 +57,9 @@ def gguf(case: Case) -> tuple[bytes, int]:
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
-    rows, values, at = [], [text("general.architecture") + struct.pack("<I", 8) + text("any")], 0
+    stated = {"general.architecture": "any", **case.metadata}
+    rows, at = [], 0
+    values = [text(key) + struct.pack("<I", 8) + text(value) for key, value in stated.items()]
     for name, shape in case.shapes.items():
         kind, count, size = GGUF_TYPES[case.dtype if len(shape) > 1 else "F32"]
         stored = shape

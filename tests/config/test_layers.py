@@ -68,7 +68,7 @@ def test_later_layers_win_and_a_cell_that_cannot_work_says_why(
         (103, "priority balanced", priority.clear),
         (102, "preset 10-12", tier.clear),
         (101, "family sd15", family.clear),
-        (25, "default", lambda: cell.update(unsupported="it would take days")),
+        ("auto", "default", lambda: cell.update(unsupported="it would take days")),
     ):
         result = resolved(**asked)
         assert (result.config.sampling.steps, result.origins[KEY].layer) == (value, layer)

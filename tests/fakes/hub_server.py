@@ -169,6 +169,7 @@ def hub_server() -> Iterator[HubServer]:
             self.send_header("content-type", "application/json")
             if code := code or "EntryNotFound" * (status == 404):
                 self.send_header("x-error-code", code)
+                self.send_header("x-repo-commit", REVISION)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -356,3 +358,18 @@ def test_latents_are_means_in_the_families_whose_references_take_them() -> None:
     """klein and Qwen-Image were drawn from the posterior, Z-Image too; see `VaeLatents.are_drawn` for the sources."""
     means = {name for name in families.MODULES if not families.family(name).latents.are_drawn}
     assert means == {"flux2", "qwen", "zimage"}
+
+
+# Components of pipelines: networks and what goes with them.
+COMPONENTS = ("vae", "scheduler", "unet", "transformer", "text_encoder", "tokenizer")
+
+
+@pytest.mark.parametrize("name", families.MODULES)
+def test_no_companion_decides_what_a_pipeline_is_told(name: str) -> None:
+    """A distilled klein in one file was drawn with guidance: `is_distilled` came from its companion's index."""
+    family = families.family(name)
+    taken = inspect.signature(getattr(diffusers, family.pipeline.class_name).__init__).parameters
+    left = [key for key in taken if key != "self" and not key.startswith(COMPONENTS)]
+    told = {**family.pipeline.absent, **family.pipeline.states(facts_of(name))}
+    # An image encoder is a component that the pipelines of text to image do without.
+    assert set(left) - {"image_encoder", "feature_extractor"} <= told.keys()

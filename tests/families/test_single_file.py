@@ -475,12 +475,14 @@ def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:
     case = Case("SD 2 GGUF", layouts.network("sd2"), "sd2", dtype="Q8_0", file="sd2.gguf")
     settings = BaseSettings(model=str(write(case, tmp_path)))
     facts = describe(settings)
-    assert facts.prediction == "v_prediction" and facts.assumed is not None
-    assert "taken for v_prediction" in facts.assumed.sentence
-    assert "base.prediction=epsilon" in facts.assumed.setting
+    assert facts.prediction == "v_prediction"
+    predicted = next(each for each in facts.assumed if each.key == "base.prediction")
+    assert "v_prediction is assumed" in predicted.sentence
+    assert "base.prediction=epsilon" in predicted.advice
     chosen = settings.model_copy(update={"prediction": "epsilon"})
     facts = with_choices(facts, chosen, zero_terminal_snr="auto")
-    assert (facts.prediction, facts.assumed) == ("epsilon", None)
+    assert facts.prediction == "epsilon"
+    assert [each.key for each in facts.assumed] == ["base.distilled"]
 
 
 # ---- what does not fit

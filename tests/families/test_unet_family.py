@@ -15,6 +15,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.facts import Geometry
 from lora_trainer.families.sampling import build_sampler
+from lora_trainer.families.stated import stated_in
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import (
     CPU,
@@ -106,8 +107,8 @@ def test_samplers_follow_the_facts(kind: str) -> None:
     ("dtype", "deviation", "prediction", "side_px"),
     [
         (torch.float16, 0.13, "v_prediction", 16),
-        (torch.bfloat16, 0.06, "epsilon", 512),
-        (torch.float32, 0.06, "epsilon", 512),
+        (torch.bfloat16, 0.06, "epsilon", 128),
+        (torch.float32, 0.06, "epsilon", 128),
         (torch.float64, 0.13, "v_prediction", 16),
         (None, None, "v_prediction", 16),
     ],
@@ -125,11 +126,12 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
     save_file(tensors, file)
     facts = facts_at(base_of("sd2"), denoiser=file)
     assert (facts.prediction, facts.resolution_px) == (prediction, side_px)
-    assert (facts.assumed is None) == (deviation is not None)
+    asked = [each.key for each in facts.assumed]
+    assert ("base.prediction" in asked) == (deviation is None)
     if deviation is not None:
         save_file({bare: tensors[TELLING_WEIGHT]}, file)
-        alone = family.file_release(file, {})
-        assert (alone.prediction, alone.assumed) == (prediction, None)
+        alone = family.as_stated(family.file_release(file, {}), stated_in(file))
+        assert (alone.prediction, [each.key for each in alone.assumed]) == (prediction, asked)
 
 
 # ---- conditioning and loss

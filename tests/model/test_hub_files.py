@@ -31,6 +31,7 @@ from tests.checkpoint_files.layouts import Shapes
 from tests.fakes.family_bases import (
     base_of,
     copy_of,
+    edit_json,
     encoder_of,
     facts_at,
     facts_of,
@@ -40,6 +41,7 @@ from tests.fakes.family_bases import (
     side_of,
 )
 from tests.fakes.hub_server import REVISION, HubServer, hub_in_process
+from tests.fakes.ldm_file import write_checkpoint
 from tests.fakes.runs import ROOT, run_cli, toy
 from tests.fakes.tiny_base import t5_tokenizer
 
@@ -200,6 +202,112 @@ def test_a_first_run_from_the_hub_trains(tmp_path: Path, hub: HubServer) -> None
     missing.unlink()  # as an earlier version left it, or a download that was cut
     assert locate(BaseSettings(model=own_name)).layout is not None
     assert missing.is_file()
+
+
+# ---- a repository without a diffusers folder
+
+
+def offer(hub: HubServer, source: str, place: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in {"README.md": b"a page", **files}.items():
+        file = place / source / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    hub.folders[source] = place / source
+
+
+def tiny_checkpoint(folder: Path) -> bytes:
+    file = folder / "tiny.safetensors"
+    return write_checkpoint(base_of("sd15"), file, families.family("sd15").text).read_bytes()
+
+
+def test_a_checkpoint_alone_is_downloaded_and_taken_as_a_file(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    """It was downloaded, and then refused as no diffusers folder. A VAE and a LoRA beside it are left."""
+    source, name = "somebody/mix", "checkpoints/myMix_vPredV2.safetensors"
+    others = {"vae/ae.safetensors": b"x", "loras/detail.safetensors": b"x", "old.ckpt": b"x"}
+    offer(hub, source, tmp_path, {name: tiny_checkpoint(tmp_path), **others})
+    settings = BaseSettings(model=source, companion=str(base_of("sd15")))
+    with pytest.raises(MachineError, match="not on this machine"):
+        describe(settings)
+    facts = locate(settings)
+    assert hub.fetched == [name]
+    assert facts.located.files["denoiser"] == snapshot(source, tmp_path) / name
+    assert (facts.source, facts.prediction) == (source, "v_prediction"), "as its name says"
+    assert describe(settings) == locate(settings) == facts and hub.fetched == [name]
+
+
+def test_a_checkpoint_that_another_program_fetched_is_not_the_base(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    """It lies in the cache beside a diffusers folder that nobody has fetched yet."""
+    source, name = "somebody/both", "both.safetensors"
+    publish(hub, KLEIN, base_of("flux2"), name=source)
+    hub.folders[source] = copy_into(hub.folders[source])
+    (hub.folders[source] / name).write_bytes(tiny_checkpoint(tmp_path))
+    hf_hub_download(source, name)
+    with pytest.raises(MachineError, match="not on this machine"):
+        describe(BaseSettings(model=source))
+    assert locate(BaseSettings(model=source)).family == "flux2"
+
+
+def test_of_several_checkpoints_none_is_guessed_and_none_downloaded(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    sizes = {f"mix-{kind}.safetensors": b"x" for kind in ("bf16", "fp8")} | {"mix-Q8_0.gguf": b"x"}
+    offer(hub, "somebody/sizes", tmp_path, sizes)
+    with pytest.raises(InputError, match="holds 3 checkpoints") as raised:
+        locate(BaseSettings(model="somebody/sizes"))
+    assert all(name in raised.value.found for name in sizes)
+    assert "hf download" in raised.value.fix
+    folder = hub.folders["somebody/sizes"]
+    for path in (folder, str(folder)):
+        with pytest.raises(InputError, match="holds 3 checkpoints") as raised:
+            describe(BaseSettings(model=str(path)))
+        assert "give the path of the one" in raised.value.fix
+    assert hub.fetched == []
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"model.ckpt": b"x"}, "pickles only"),
+        ({"config.json": b"{}", "model-00001-of-00002.safetensors": b"x"}, "no weights of a base"),
+        ({}, "no weights of a base"),
+    ],
+)
+def test_a_repository_without_a_base_is_refused_before_a_download(
+    files: Mapping[str, bytes], said: str, hub: HubServer, tmp_path: Path
+) -> None:
+    offer(hub, "somebody/else", tmp_path, files)
+    with pytest.raises(InputError, match=said):
+        locate(BaseSettings(model="somebody/else"))
+    assert hub.fetched == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"transformer/config.json": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "as bitsandbytes"),
+        ({"model_index.json": {"_class_name": "MochiPipeline", "transformer": ["diffusers", "X"]}}, "not a base model"),
+    ],
+)  # fmt: skip
+def test_what_configurations_tell_is_told_before_the_weights_come(
+    change: Mapping[str, Any], said: str, hub: HubServer
+) -> None:
+    name = f"somebody/{said.split()[-1]}"
+    publish(hub, KLEIN, base_of("flux2"), name=name)
+    folder = copy_into(hub.folders[name])
+    hub.folders[name] = folder
+    for file, values in change.items():
+        edit_json(folder / file, **values)
+    with pytest.raises(InputError, match=said):
+        locate(BaseSettings(model=name))
+    assert hub.fetched and not any(file.endswith(".safetensors") for file in hub.fetched)
+
+
+def copy_into(folder: Path) -> Path:
+    return Path(shutil.copytree(folder, folder.with_name(f"{folder.name} changed")))
 
 
 # ---- SentencePiece's own file

@@ -15,6 +15,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import save_file
 
+from lora_trainer.lora_file.metadata import SETTINGS_ENTRY
+from lora_trainer.run.hub_upload import _drawn
 from tests.fakes.hub_server import TOKEN, HubServer, hub_in_process
 from tests.fakes.runs import Toy, events, problems, run_cli, toy
 
@@ -140,6 +142,19 @@ def test_the_card_is_what_the_hub_reads(run: Path, hub: HubServer) -> None:
     compile(code, "snippet", "exec")
     assert '("jane/zibbo", weight_name="zibbo.safetensors")\n' in code
     assert '"zibbo in a hat"' in code and "jane/secret" not in text and "\n\n\n" not in text
+
+
+def test_the_card_draws_as_the_samples_were_drawn(run: Path, hub: HubServer) -> None:
+    """diffusers' own 50 steps at 7.5 burn a few-step base; Z-Image's pipeline counts guidance one less."""
+    settings = json.dumps({"sampling.steps": 8, "sampling.guidance_scale": 1.0})
+    headed = HEADER | {SETTINGS_ENTRY: settings}
+    tensors = {name: np.ones(shape, dtype=np.float32) for name, shape in LORA.items()}
+    save_file(tensors, run / "zibbo.safetensors", metadata=headed)
+    text, _ = card(run, hub)
+    assert '("zibbo in a hat", num_inference_steps=8, guidance_scale=1)' in text
+    assert _drawn(headed, "zimage") == {"num_inference_steps": 8, "guidance_scale": 0.0}
+    assert _drawn(headed, "qwen") == {"num_inference_steps": 8, "true_cfg_scale": 1.0}
+    assert _drawn({}, "zimage") == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

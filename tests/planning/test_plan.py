@@ -10,15 +10,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import build_config, flatten, parse_assignment
 from lora_trainer.config.declare import CHECKPOINTING, settled
+from lora_trainer.config.running import SamplingSettings
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.known_pace import PastRun, known_runs, load_factor, remember_run
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan, pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
 from lora_trainer.planning.run_time import run_length
+from lora_trainer.run.samples import recipe
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import CARD, FLUX, MACHINE, QWEN, WITHOUT_CARD, machine, planned, request
 
@@ -241,3 +244,41 @@ def test_time_follows_the_finished_runs_of_this_machine_and_what_else_it_does_no
     for _ in range(9):
         remember_run(folder, idle, PastRun(slower=1.0, load=1.0), gpu=None, family="sd15")
     assert [run.slower for run in known_runs(folder, idle, gpu=None, family="sd15")] == [1.0] * 5
+
+
+# ---- how samples are drawn
+
+
+PUBLISHED = {
+    "Tongyi-MAI/Z-Image-Turbo": (8, 1.0),
+    "Tongyi-MAI/Z-Image": (28, 5.0),
+    "stabilityai/stable-diffusion-3.5-large-turbo": (4, 1.0),
+    "stabilityai/stable-diffusion-3.5-large": (28, 3.5),
+    "black-forest-labs/FLUX.1-schnell": (4, 1.0),
+    "black-forest-labs/FLUX.2-klein-4B": (4, 1.0),
+}
+
+
+@pytest.mark.parametrize("base", PUBLISHED)
+def test_samples_are_drawn_as_the_release_is_published(base: str) -> None:
+    """Z-Image-Turbo was drawn in 28 steps at 5, two passes each: burned, and judged as the LoRA's work."""
+    made = plan(request(base))
+    sampling = made.config.sampling
+    assert (sampling.steps, sampling.guidance_scale) == PUBLISHED[base]
+    assert "distilled" in made.origins["sampling.steps"].reason or sampling.steps > 8
+    user = {"sampling.steps": 11, "sampling.guidance_scale": 2.5, "base.distilled": False}
+    chosen = plan(request(base, overrides=user)).config
+    assert (chosen.sampling.steps, chosen.sampling.guidance_scale) == (11, 2.5)
+    assert chosen.base.distilled is False
+
+
+def test_images_of_a_lora_are_drawn_as_its_samples_or_as_another_base_is() -> None:
+    """The `sample` command, and tries in the interface."""
+    turbo = families.known_base("Tongyi-MAI/Z-Image-Turbo")
+    assert turbo is not None
+    own = SamplingSettings(steps=28, guidance_scale=5.0)
+    drawn = [
+        recipe(settings, turbo, is_own=is_own)
+        for settings, is_own in ((own, True), (own, False), (SamplingSettings(), True))
+    ]
+    assert [(each.steps, each.guidance_scale) for each in drawn] == [(28, 5.0), (8, 1.0), (8, 1.0)]

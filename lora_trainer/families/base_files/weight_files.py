@@ -11,7 +11,8 @@ import json
 import math
 import struct
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -20,7 +21,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from lora_trainer.common.errors import InputError, MachineError
+from lora_trainer.families.base_files.foreign import (
+    FIRST_BYTES,
+    ForeignFileError,
+    check_first_bytes,
+)
 from lora_trainer.families.facts import Header, TensorInfo
+from lora_trainer.families.hub_files import GGUF
 
 if TYPE_CHECKING:
     import torch
@@ -36,20 +43,33 @@ MAX_KEY_LENGTH = 1_000
 READ_BYTES = 2**28
 AGAIN = "download the base model again"
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
-GGUF = ".gguf"
-# Suffixes of single files; `.sft` is safetensors under the name that FLUX.1's first release used.
-SUFFIXES = frozenset({".safetensors", ".sft", GGUF})
 # Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names).
 _WEIGHT_SCALES = ("scale_weight", "weight_scale")
 BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+# What is read, in the words of every message and page.
+READABLE = "fp32, bf16, fp16, fp8 plain or with a scale per tensor or row, and GGUF"
+_USE_READABLE = (
+    "use such a version of this model; lora-train quantises it again where memory asks for it"
+)
+# Layouts of ComfyUI's `comfy_quant` (JSON beside a weight) that are read: fp8 with a scale.
+_READ_LAYOUTS = frozenset({"float8_e4m3fn", "float8_e5m2"})
+_LAYOUT = "comfy_quant"
 # Kinds of quantisation that are not read -> endings of the tensors that give them away.
 _QUANTISED = (
-    ("bitsandbytes (NF4, INT8)", (".absmax", ".quant_map", ".SCB")),
+    (
+        "bitsandbytes (NF4, INT8)",
+        (".absmax", ".quant_map", ".SCB", ".quant_state.bitsandbytes__nf4"),
+    ),
     ("NVFP4", (".weight_scale_2",)),
     ("SVDQuant (Nunchaku) or GPTQ", (".qweight", ".wscales")),
     ("fp8 in blocks", (".weight_scale_inv",)),
+    ("torchao or quanto stores it", ("._data", ".weight_qdata", ":qdata")),
 )
+# Numbers of blocks' scales are powers of two of 8 bits: mxfp8 (OCP microscaling).
+_SCALE_EXPONENTS = frozenset({"U8", "F8_E8M0"})
+# Dtypes that no layer of an unquantised network has; I64 and I32 are positions.
+_PACKED = frozenset({"I8", "U8", "I4", "U4", "F4", "F8_E8M0", "F6_E2M3", "F6_E3M2"})
 
 
 def read_header(file: Path) -> Header:
@@ -57,10 +77,19 @@ def read_header(file: Path) -> Header:
 
     Raises InputError for a truncated or foreign file.
     """
-    is_gguf = file.suffix == GGUF
-    try:
-        if is_gguf:
-            tensors = _gguf_header(file)
+    return {
+        name: info
+        for name, info in _raw_header(file).items()
+        # Scales are no layers: they would count as parameters, and no network has them.
+        if name.rpartition(".")[2] not in BESIDE_WEIGHTS
+    }
+
+
+def _raw_header(file: Path) -> Header:
+    """Return all tensors of a weight file, scales too."""
+    with _as_input_error(file):
+        if file.suffix == GGUF:
+            tensors = _read_gguf(file)[0]
         else:
             with file.open("rb") as stream:
                 header, _ = safetensors_header(stream)
@@ -70,22 +99,39 @@ def read_header(file: Path) -> Header:
                 if name != "__metadata__"
             }
         check_limits(tensors)
+    return tensors
+
+
+@contextmanager
+def _as_input_error(file: Path) -> Iterator[None]:
+    """Turn what a truncated or foreign weight file raises into an InputError that names it."""
+    try:
+        yield
+    except ForeignFileError as error:
+        raise InputError(f"{file} {error.fault}, not weights", fix=error.fix) from None
     except (
         OSError, ValueError, SafetensorError, struct.error, MemoryError, OverflowError, AttributeError, KeyError,
         TypeError, IndexError, RecursionError,
     ) as error:  # fmt: skip
-        kind = "GGUF" if is_gguf else "safetensors"
+        kind = "GGUF" if file.suffix == GGUF else "safetensors"
         fault, fix = f"is not a whole {kind} file", AGAIN
         if "unknown variant" in str(error):  # a dtype that safetensors does not know
-            fault = "has numbers of a type that is not read"
-            fix = "get a bf16, fp16 or fp8 version of this model"
+            fault, fix = (
+                f"has numbers of a type that is not read; readable are {READABLE}",
+                _USE_READABLE,
+            )
         raise InputError(f"{file} {fault} ({error})", fix=fix) from None
-    return {
-        name: info
-        for name, info in tensors.items()
-        # Scales are no layers: they would count as parameters, and no network has them.
-        if name.rpartition(".")[2] not in BESIDE_WEIGHTS
-    }
+
+
+def read_metadata(file: Path) -> Mapping[str, str]:
+    """Return the texts that a weight file's header states beside its tensors; raises InputError as `read_header`."""
+    with _as_input_error(file):
+        if file.suffix == GGUF:
+            values = _read_gguf(file)[1]
+        else:
+            with file.open("rb") as stream:
+                values = safetensors_header(stream)[0].get("__metadata__") or {}
+        return {key: value for key, value in values.items() if isinstance(value, str)}
 
 
 def safetensors_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -93,6 +139,8 @@ def safetensors_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
 
     Raises ValueError, SafetensorError, RecursionError or OSError for any other file.
     """
+    check_first_bytes(stream.read(FIRST_BYTES), name=stream.name)
+    stream.seek(0)
     # The first 8 bytes are the header's length: any other file gives an absurd number here.
     length = int.from_bytes(stream.read(8), "little")
     if length > MAX_HEADER_BYTES:
@@ -103,8 +151,20 @@ def safetensors_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
     brackets = text.count(b"{") + text.count(b"[")
     if brackets > 4 * MAX_TENSORS or text.count(b",") > 20 * MAX_TENSORS:
         raise ValueError(_TOO_MANY)
-    with safe_open(stream.name, framework="numpy"):  # checks that the file is whole
-        header: dict[str, Any] = json.loads(text)
+    header: dict[str, Any] = json.loads(text)
+    try:
+        with safe_open(stream.name, framework="numpy"):  # checks that the file is whole
+            pass
+    except SafetensorError:
+        # Of a header that nobody has checked yet; a download that stopped early has a good one.
+        with suppress(AttributeError, LookupError, TypeError):
+            ends = [header[name]["data_offsets"][1] for name in header.keys() - {"__metadata__"}]
+            needed_bytes, here_bytes = 8 + length + max(ends, default=0), stream.seek(0, 2)
+            if here_bytes < needed_bytes:
+                raise ValueError(
+                    f"{here_bytes:,} bytes, its header says {needed_bytes:,}"
+                ) from None
+        raise
     # safetensors takes an entry as a list of its fields too.
     if not all(isinstance(each, dict) for each in header.values() if each is not None):
         raise ValueError("an entry that is no object")
@@ -123,27 +183,59 @@ def check_limits(tensors: Header) -> None:
         raise ValueError("a tensor of negative size")
 
 
-def refuse_quantised(file: Path, header: Header) -> None:
+def refuse_quantised(file: Path) -> None:
     """Raise InputError for weights in a quantisation that is not read: taken as numbers they are noise."""
-    if kind := unread_quantisation(file, header):
+    if kind := unread_quantisation(file, _raw_header(file)):
         raise InputError(
-            f"{file.name} is quantised {kind}; readable are fp32, bf16, fp16, fp8 plain or with a scale per "
-            "tensor or row, and GGUF",
-            fix="use such a version of this model; lora-train quantises it again where memory asks for it",
+            f"{file.name} is quantised {kind}; readable are {READABLE}", fix=_USE_READABLE
         )
 
 
-def unread_quantisation(file: Path, header: Header) -> str:
-    """Return the quantisation of weights that is not read, to follow "quantised"; empty if all are read."""
+def unread_quantisation(file: Path, tensors: Header) -> str:
+    """Return the quantisation that is not read, to follow "quantised"; empty if all of a file's tensors are read."""
+    for layout, name in _stated_layouts(file, tensors):
+        if layout not in _READ_LAYOUTS:
+            return f"as {layout} ({name})"
     for kind, endings in _QUANTISED:
-        if first := next((name for name in header if name.endswith(endings)), None):
+        if first := next((name for name in tensors if name.endswith(endings)), None):
             return f"as {kind} ({first})"
+    for name, info in tensors.items():
+        stem, _, ending = name.rpartition(".")
+        weight = tensors.get(f"{stem}.weight")
+        if ending not in _WEIGHT_SCALES or weight is None:
+            continue
+        if math.prod(info.shape) not in (1, *weight.shape[:1]):
+            kind = "mxfp8, fp8" if info.dtype in _SCALE_EXPONENTS else "fp8"
+            return f"as {kind} in blocks ({name} is {list(info.shape)})"
     readable = GGUF_TYPES if file.suffix == GGUF else _FLOATS
-    for name, info in header.items():
+    for name, info in tensors.items():
         # Norms, biases and buffers keep their type in quantised files and say nothing.
-        if len(info.shape) > 1 and name.endswith("weight") and info.dtype not in readable:
+        is_weight = name.endswith("weight") and info.dtype not in readable
+        if len(info.shape) > 1 and (is_weight or info.dtype in _PACKED):
             return f"({name} is {info.dtype})"
     return ""
+
+
+def _stated_layouts(file: Path, tensors: Header) -> Iterator[tuple[str, str]]:
+    """Yield (layout, tensor) of each different layout that ComfyUI's quantised files state beside their weights."""
+    names = [name for name in tensors if name.rpartition(".")[2] == _LAYOUT]
+    if not names or file.suffix == GGUF:
+        return
+    seen = set[bytes]()
+    with file.open("rb") as stream:
+        header, start = safetensors_header(stream)
+        for name in names:
+            begin, end = header[name]["data_offsets"]
+            stream.seek(start + begin)
+            text = stream.read(min(end - begin, MAX_KEY_LENGTH))
+            if text in seen:
+                continue
+            seen.add(text)
+            with suppress(ValueError, RecursionError):
+                stated = json.loads(text)
+                if isinstance(stated, dict):
+                    turned = " ConvRot" if stated.get("convrot") else ""
+                    yield f"{str(stated.get('format'))[:40]}{turned}", name
 
 
 def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -196,9 +288,8 @@ def _scaled(file: Path, name: str, stored: Tensor, scale: Tensor) -> Tensor:
     rows = scale.float().flatten()
     if len(rows) not in (1, len(stored)):
         raise InputError(
-            f"{file} has {len(rows):,} scales for the {len(stored):,} rows of {name}; readable is one "
-            "per tensor or row",
-            fix="use the bf16 or fp16 version of this model",
+            f"{file} has {len(rows):,} scales for the {len(stored):,} rows of {name}; readable are {READABLE}",
+            fix=_USE_READABLE,
         )
     return stored.float() * rows.reshape(-1, *[1] * (stored.dim() - 1))
 
@@ -226,6 +317,11 @@ _TYPES: Mapping[int, tuple[str, int, int]] = {
     20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
 }  # fmt: skip
 GGUF_TYPES = frozenset(name for name, _, _ in _TYPES.values())
+# Types of ggml that diffusers does not read.
+_UNREAD_TYPES: Mapping[int, str] = {
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
 # Number of each type of value -> its code in struct.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -272,16 +368,16 @@ class _Cursor:
         return [self.value(inner) for _ in range(self.count())]
 
 
-def _gguf_header(file: Path) -> dict[str, TensorInfo]:
-    """Return a GGUF file's tensors.
+def _read_gguf(file: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """Return a GGUF file's tensors and the other values of its header.
 
     Raises OSError, struct.error, KeyError or ValueError (UnicodeDecodeError too) for a broken file.
     """
     # Mapped, not read: nobody knows the length of the header before its end.
-    with (
-        file.open("rb") as stream,
-        mmap(stream.fileno(), 0, access=ACCESS_READ) as mapped,
-    ):
+    with file.open("rb") as stream:
+        check_first_bytes(stream.read(FIRST_BYTES), name=file.name)
+        mapped_file = mmap(stream.fileno(), 0, access=ACCESS_READ)
+    with mapped_file as mapped:
         cursor = _Cursor(mapped)
         if mapped[:4] != b"GGUF" or struct.unpack_from("<I", mapped, 4)[0] not in (2, 3):
             raise ValueError("it is no GGUF of version 2 or 3")
@@ -297,7 +393,8 @@ def _gguf_header(file: Path) -> dict[str, TensorInfo]:
             # ggml lists the fastest dimension first, torch last.
             shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))[::-1]
             kind, offset = int(cursor.number("I")), int(cursor.number("Q"))
-            dtype, numbers, size = _TYPES.get(kind, (f"type {kind}", 1, 0))
+            unread = _UNREAD_TYPES.get(kind, f"type {kind}")
+            dtype, numbers, size = _TYPES.get(kind, (unread, 1, 0))
             # Offsets count from the start of the tensors' data; a quantised tensor is whole blocks of numbers.
             end = max(end, offset + math.prod(shape) // numbers * size)
             original = values.get(f"comfy.gguf.orig_shape.{name}", shape)
@@ -310,7 +407,7 @@ def _gguf_header(file: Path) -> dict[str, TensorInfo]:
         # A download that stopped early has a whole header; the last tensor of a whole file may be padded.
         if len(mapped) < needed_bytes:
             raise ValueError(f"{len(mapped):,} bytes, its header says {needed_bytes:,}")
-        return tensors
+        return tensors, values
 
 
 def require_gguf(file: Path) -> None:

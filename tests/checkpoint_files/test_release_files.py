@@ -1,0 +1,104 @@
+"""Files under the names that people have: every fact of the release is read in them, or a remark names its setting."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.families.locate import describe, with_choices
+from tests.checkpoint_files.cases import Case
+from tests.checkpoint_files.files import write
+from tests.checkpoint_files.layouts import network
+
+TABLE = tomllib.loads(Path(__file__).with_name("release_files.toml").read_text(encoding="utf-8"))
+FILES: Mapping[str, Mapping[str, Any]] = TABLE["files"]
+READ = [name for name, row in FILES.items() if "refused" not in row]
+ASKED = [name for name in READ if "base.distilled" in FILES[name].get("asks", ())]
+
+
+def file_of(name: str, folder: Path) -> Path:
+    """Write the file of a row; its body is a hole."""
+    row = FILES[name]
+    family, _, number = row["network"].partition(" ")
+    adds = {key: tuple(shape) for key, shape in row.get("adds", {}).items()}
+    shapes = network(family, int(number or 0)) | adds
+    dtype = "Q8_0" if name.endswith(".gguf") else "BF16"
+    case = Case(name, shapes, dtype=dtype, file=name, metadata=row.get("metadata", {}))
+    return write(case, folder)
+
+
+def test_the_table_has_files_of_every_family() -> None:
+    assert len(FILES) >= 80
+    assert {row["network"].partition(" ")[0] for row in FILES.values()} == set(families.MODULES)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_release_is_read_in_a_file_or_asked_for(name: str, tmp_path: Path) -> None:
+    """Nothing but the file is on this machine, as before a download."""
+    row = FILES[name]
+    family = row["network"].partition(" ")[0]
+    wanted = {"prediction": "flow", **TABLE["defaults"][family], **row}
+    facts = describe(BaseSettings(model=str(file_of(name, tmp_path))))
+    assert facts.layout is None and facts.family == family
+    assert facts.variant == wanted.get("variant", "")
+    assert facts.prediction == wanted["prediction"]
+    assert facts.zero_terminal_snr == wanted.get("zero_snr", False)
+    assert (facts.distilled, facts.distillation) == ("kind" in row, row.get("kind", ""))
+    recipe = facts.drawing
+    assert [recipe.steps, recipe.guidance_scale] == wanted["recipe"]
+    if facts.prediction != "flow":
+        sampler = facts.sampling_scheduler()
+        assert sampler.config.prediction_type == facts.prediction
+        spacing = recipe.scheduler.get("timestep_spacing", sampler.config.timestep_spacing)
+        assert sampler.config.timestep_spacing == spacing
+    if facts.distilled and not facts.guidance.embedded:
+        assert recipe.guidance_scale == 1, "guidance is distilled away"
+    if "shift" in row:
+        assert facts.scheduler["shift"] == row["shift"]
+    assert [each.key for each in facts.assumed] == wanted.get("asks", [])
+    for each in facts.assumed:
+        assert name in each.sentence and f"--set {each.key}=" in each.advice
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in READ])
+def test_a_relative_is_refused_under_its_own_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=FILES[name]["refused"]):
+        describe(BaseSettings(model=str(file_of(name, tmp_path))))
+
+
+@pytest.mark.parametrize("name", ASKED[::3])
+def test_what_a_remark_names_decides(name: str, tmp_path: Path) -> None:
+    settings = BaseSettings(model=str(file_of(name, tmp_path)), distilled=True)
+    facts = with_choices(describe(settings), settings, zero_terminal_snr="auto")
+    assert facts.distilled and facts.drawing.steps <= 16
+    assert "base.distilled" not in [each.key for each in facts.assumed]
+    denied = settings.model_copy(update={"distilled": False})
+    facts = with_choices(describe(denied), denied, zero_terminal_snr="auto")
+    assert not facts.distilled and facts.drawing.steps > 16
+    assert "base.distilled" not in [each.key for each in facts.assumed]
+
+
+def test_a_z_image_that_is_said_to_be_a_turbo_has_its_shift(tmp_path: Path) -> None:
+    settings = BaseSettings(model=str(file_of("intorealism_zimage_v3.safetensors", tmp_path)))
+    facts = describe(settings)
+    assert (facts.variant, facts.flow_shift(width_px=1024, height_px=1024)) == ("base", 6.0)
+    said = settings.model_copy(update={"distilled": True})
+    facts = with_choices(facts, said, zero_terminal_snr="auto")
+    assert (facts.variant, facts.flow_shift(width_px=1024, height_px=1024)) == ("turbo", 3.0)
+
+
+def test_a_klein_that_is_said_to_be_distilled_is_drawn_in_one_pass_a_step(tmp_path: Path) -> None:
+    settings = BaseSettings(
+        model=str(file_of("moody_mix_v3.safetensors", tmp_path)), distilled=True
+    )
+    plain = describe(settings)
+    facts = with_choices(plain, settings, zero_terminal_snr="auto")
+    assert plain.guidance.two_passes and not facts.guidance.two_passes
+    assert facts.variant == "klein-4b"
