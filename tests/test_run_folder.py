@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import flatten, setting_keys
+from lora_trainer.config.config import all_settings, flatten, setting_keys
 from lora_trainer.config.running import Config
 from lora_trainer.run import run_folder
 
@@ -22,7 +22,7 @@ LOWER = "train.lower_after_validations"
 """Changes the learning rate, and so makes validations decide something too."""
 BEFORE |= {"output.keep_best": False, PATIENCE: None, LOWER: None}
 FREE, ROUNDING, FORBIDDEN, OTHERS = (
-    [key for key in setting_keys() if run_folder.EFFECTS.get(key, "changed") == effect]
+    [info.key for info in all_settings() if info.handling.resume == effect]
     for effect in ("free", "rounding", "forbidden", "changed")
 )
 FREE.remove(PATIENCE)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.wording import secret_keys
 from lora_trainer.config.constraints import by_key, contradictions, typed
-from lora_trainer.config.declare import Needs, Section
+from lora_trainer.config.declare import Handling, Needs, Section
 from lora_trainer.config.inputs import FolderSettings
 from lora_trainer.config.running import Config, RunConfig
 
@@ -92,6 +92,7 @@ class SettingInfo:
     path: bool = False
     hub: bool = False
     headline: bool = False
+    handling: Handling = Handling()
 
     @property
     def section(self) -> str:
@@ -135,11 +136,35 @@ def all_settings() -> tuple[SettingInfo, ...]:
     for key, schema in setting_schemas().items():
         section, name = key.split(".")
         info = cast(type[Section], Config.model_fields[section].annotation).model_fields[name]
-        # `declare.setting` puts the rest of the declaration there.
+        # `declare.setting` puts the rest of the declaration into these two places.
         extra = cast(dict[str, Any], info.json_schema_extra)
-        doc, form = info.description or "", _form_of(schema)
-        settings.append(SettingInfo(key=key, default=info.default, doc=doc, form=form, **extra))
+        (handling,) = (each for each in info.metadata if isinstance(each, Handling))
+        settings.append(
+            SettingInfo(
+                key=key,
+                default=info.default,
+                doc=info.description or "",
+                form=_form_of(schema),
+                handling=handling,
+                **extra,
+            )
+        )
     return tuple(settings)
+
+
+def setting_info(key: str) -> SettingInfo:
+    """Return the setting called `section.name`."""
+    return _by_key()[key]
+
+
+def validation_users() -> tuple[str, ...]:
+    """Return the settings with which validations influence the training."""
+    return tuple(info.key for info in all_settings() if info.handling.uses_validation)
+
+
+@cache
+def _by_key() -> Mapping[str, SettingInfo]:
+    return {info.key: info for info in all_settings()}
 
 
 def setting_schemas() -> dict[str, dict[str, Any]]:

@@ -1,24 +1,18 @@
-"""Which settings exclude or need each other, and their needs of the machine: tables of rules, each stated once.
+"""Which settings exclude or need each other: rules, each stated once.
 
 A rule about one setting that is without effect beside another stands with the setting itself, as `only_for`,
 `not_for` and `idle_with`: the form greys the field out, and an `enforced` setting is refused. `contradictions`
-has the rules that need more than that. `unmet_needs` knows the packages and kinds of GPU that values need: the
-planner refuses the user's value and replaces a preset's. Input: a config; output: sentences that name values,
-reason and remedy.
+has the rules that need more than that. Input: a config; output: sentences that name values, reason and remedy.
 """
 
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from importlib.resources import files
+from collections.abc import Iterator
 from typing import Any
 
-from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE
 from lora_trainer.config.running import Config
-from lora_trainer.hardware.nvml import Gpu
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -119,52 +113,3 @@ def _broken_by_memory(config: Config) -> Iterator[str]:
             "memory.text_encoder_offload works while caching only, and adapter.text_encoder=true and "
             "adapter.new_tokens train with the text encoders: choose one"
         )
-
-
-# ---- the machine
-
-NEEDS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    files(__package__).joinpath("needs.toml").read_text("utf-8")
-)
-
-
-def unmet_needs(
-    config: Config,
-    *,
-    gpu: Gpu | None,
-    packages: Mapping[str, str | None],
-    is_preset: Callable[[str], bool],
-) -> Iterator[tuple[str, Any, str]]:
-    """Yield (setting, value to use instead, reason) for each preset that this machine cannot follow.
-
-    Raises MachineError for a value of the user, RequestError for one that needs a GPU with memory of its own. `gpu`
-    None is the processor; `packages` maps the installed packages to their versions.
-    """
-    values = by_key(config)
-    for key, needs in NEEDS.items():
-        value, instead, kind, fix = values[key], needs["works_anywhere"], "", ""
-        package = needs.get("packages", {}).get(value)
-        if (of_host := "own_memory" in needs) and value not in ("auto", 0):
-            if gpu is None:
-                kind = "a GPU with memory of its own, but this run is on the processor"
-            elif not gpu.can.own_memory:
-                kind = "a GPU with memory of its own, but this GPU shares the machine's memory"
-        elif (key, value) == ("memory.attention", "xformers") and gpu is None:
-            kind = "a GPU"
-        # The kind of GPU comes first: a package would not help where the GPU cannot run it.
-        if gpu is not None and (why := gpu.can.against(key, value)):
-            problem = f"does not work on {gpu.can.says}: {why}"
-        elif kind:
-            problem = f"needs {kind}"
-        elif package and packages.get(package) is None:
-            problem, fix = (
-                f"needs {package}, which is not installed",
-                f"pip install {package}",
-            )
-        else:
-            continue
-        if not is_preset(key) and ("is_wish" not in needs or problem.startswith("does not")):
-            fix = f"{fix}, or " * bool(fix) + f"use --set {key}={typed(instead)}"
-            error = RequestError if kind and of_host else MachineError
-            raise error(f"{key}={typed(value)} {problem}", fix=fix)
-        yield key, instead, f"instead of {value}, which {problem}" + f" ({fix})" * bool(fix)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from importlib.resources import files
 from types import MappingProxyType
@@ -108,6 +109,40 @@ Schedule = ScheduleName | ImportPath
 
 # `section.name` of other settings -> the values that the condition lists.
 Needs = Mapping[str, Sequence[Any]]
+# What another value does to a resume. free: it does not influence the computation, so a resume stays bit-exact.
+# rounding: it changes only rounding, so all random draws stay the same, not all bits. changed: the run goes on
+# otherwise than it would have. forbidden: it decides shapes or first values of the adapter or the optimizer's state.
+ResumeEffect = Literal["free", "rounding", "changed", "forbidden"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handling:
+    """What the trainer does with a setting, for code and not for the reader of a form or a schema.
+
+    `resume`: what another value does to a resume. `replans`: another value plans the memory of a resumed run again.
+    `uses_validation`: with a value other than the default, validations influence the training; a change of a
+    setting that `follows_validation` then makes a resume CHANGED, although it is free otherwise.
+
+    `packages`: the package of each value that needs one, as pip names it. `own_memory`: values above 0 need a GPU
+    with memory of its own. `works_anywhere`: the value to use where a need is not met; None: there are none.
+    `is_wish`: replaced even if the value is the user's, as the result is the same.
+
+    `kohya`: its entries in the metadata of exported files; `kohya_flow`: further ones of flow models only.
+    """
+
+    resume: ResumeEffect = "changed"
+    replans: bool = False
+    uses_validation: bool = False
+    follows_validation: bool = False
+    packages: Mapping[Any, str] = field(default_factory=dict)
+    own_memory: bool = False
+    works_anywhere: Any = None
+    is_wish: bool = False
+    kohya: Sequence[str] = ()
+    kohya_flow: Sequence[str] = ()
+
+
+_HANDLING = frozenset(each.name for each in fields(Handling))
 
 
 def setting(
@@ -122,7 +157,7 @@ def setting(
     path: bool = False,
     hub: bool = False,
     headline: bool = False,
-    **constraints: Any,
+    **more: Any,
 ) -> Any:
     """Declare one setting; `unit` is shown beside the value wherever it is printed.
 
@@ -131,7 +166,8 @@ def setting(
     (tests/config/test_unused_settings.py): `enforced` refuses every value but the default where it has no effect.
     `path`: the value, or each of its parts, names a file or folder of this machine; with `hub` it may be
     a repository on the Hub instead. `headline`: a plan shows the setting even
-    when it is asked for the important settings only.
+    when it is asked for the important settings only. `more` are the fields of `Handling`, and pydantic's
+    constraints.
     """
     extra: dict[str, Any] = {"unit": unit}
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
@@ -139,7 +175,10 @@ def setting(
             extra[name] = {key: list(values) for key, values in needs.items()}
     marks = {"enforced": enforced, "path": path, "hub": hub, "headline": headline}
     extra |= {name: True for name, is_set in marks.items() if is_set}
-    return Field(default, description=doc, json_schema_extra=extra, **constraints)
+    handling = Handling(**{name: more.pop(name) for name in _HANDLING & more.keys()})
+    info = Field(default, description=doc, json_schema_extra=extra, **more)
+    info.metadata.append(handling)
+    return info
 
 
 # Declare a setting that is refused where it has no effect.

@@ -44,17 +44,22 @@ class BaseSettings(Section):
         "base model: `embedded`, a checkpoint file, a diffusers folder or a Hub id; auto: by hardware",
         path=True,
         hub=True,
+        replans=True,
     )
     revision: str | None = setting(
-        None, "Hub branch, tag or commit of the base model", not_for=NOT_EMBEDDED
+        None, "Hub branch, tag or commit of the base model", not_for=NOT_EMBEDDED, replans=True
     )
     vae: str | None = setting(
-        None, "another VAE: a .safetensors file or a folder with config.json", path=True
+        None,
+        "another VAE: a .safetensors file or a folder with config.json",
+        path=True,
+        replans=True,
     )
     text_encoders: tuple[str, ...] = setting(
         (),
         "files of single text encoders, in any order; their tensors say which is which",
         path=True,
+        replans=True,
     )
     companion: str = setting(
         "auto",
@@ -62,9 +67,10 @@ class BaseSettings(Section):
         not_for=NOT_EMBEDDED,
         path=True,
         hub=True,
+        replans=True,
     )
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
-        "auto", "prediction type of the base; auto: read from its files"
+        "auto", "prediction type of the base; auto: read from its files", replans=True
     )
     distilled: bool | Auto = setting(
         "auto",
@@ -73,11 +79,13 @@ class BaseSettings(Section):
     clip_skip: Annotated[int, Field(ge=1, le=12)] = setting(
         1,
         "text encoder layer, from the last, for Stable Diffusion 1 and 2; 2 is usual for anime bases",
+        replans=True,
     )
     assistant: str | None = setting(
         None,
         "LoRA file that undoes a base's distillation during training; not in samples and exports",
         path=True,
+        replans=True,
     )
 
 
@@ -120,14 +128,18 @@ class DataSettings(Section, Generic[A_co]):
         "side of a square with the area of every bucket; auto: the base's native size",
         unit="px",
         headline=True,
+        replans=True,
     )
     more_resolutions: tuple[Pixels, ...] = setting(
         (),
         "further resolutions; each sample uses one of all resolutions, drawn at random in each epoch",
         unit="px",
+        replans=True,
     )
     buckets: bool = setting(
-        True, "keep aspect ratios by training in buckets; off: crop everything square"
+        True,
+        "keep aspect ratios by training in buckets; off: crop everything square",
+        kohya=("ss_enable_bucket",),
     )
     max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = setting(
         2.0, "longest bucket side over the shortest", only_for={"data.buckets": (True,)}
@@ -136,7 +148,9 @@ class DataSettings(Section, Generic[A_co]):
         1, "number of times each image is used per epoch; `10_name` folders set their own"
     )
     flip: bool = setting(
-        False, "also train mirrored images (bad for text, logos, asymmetric people)"
+        False,
+        "also train mirrored images (bad for text, logos, asymmetric people)",
+        kohya=("ss_flip_aug",),
     )
     folders: dict[str, FolderSettings] = setting(
         {}, "settings of subfolders, {NAME: {repeats, weight, ...}}; `.`: images in no subfolder"
@@ -172,9 +186,14 @@ class DataSettings(Section, Generic[A_co]):
     caption_prefix: CaptionWords = setting("", "text put before each caption, after the trigger")
     caption_suffix: CaptionWords = setting("", "text put after each caption")
     wildcards: bool = setting(False, "replace {a|b} in captions by a or b at random")
-    shuffle_tags: bool = setting(False, "shuffle the comma-separated tags of a caption")
+    shuffle_tags: bool = setting(
+        False, "shuffle the comma-separated tags of a caption", kohya=("ss_shuffle_caption",)
+    )
     keep_tokens: TagCount = setting(
-        1, "leading tags never shuffled or left out, the trigger included", idle_with=TAGS_IN_ORDER
+        1,
+        "leading tags never shuffled or left out, the trigger included",
+        idle_with=TAGS_IN_ORDER,
+        kohya=("ss_keep_tokens",),
     )
     keep_tokens_separator: Separator | None = setting(
         None,
@@ -183,10 +202,18 @@ class DataSettings(Section, Generic[A_co]):
     secondary_separator: Separator | None = setting(
         None, "mark such as ;;; between tags that are shuffled and left out together"
     )
-    tag_dropout: Share = setting(0.0, "fraction of tags left out of a caption, fixed tags excepted")
-    caption_dropout: Share = setting(0.0, "fraction of samples trained with an empty caption")
+    tag_dropout: Share = setting(
+        0.0,
+        "fraction of tags left out of a caption, fixed tags excepted",
+        kohya=("ss_caption_tag_dropout_rate",),
+    )
+    caption_dropout: Share = setting(
+        0.0, "fraction of samples trained with an empty caption", kohya=("ss_caption_dropout_rate",)
+    )
     caption_dropout_every_epochs: EpochCount = setting(
-        0, "leave out all captions in every n-th epoch; 0: never"
+        0,
+        "leave out all captions in every n-th epoch; 0: never",
+        kohya=("ss_caption_dropout_every_n_epochs",),
     )
     caption_variants: Annotated[int, Field(ge=1, le=64)] = setting(
         4,
@@ -201,7 +228,9 @@ class DataSettings(Section, Generic[A_co]):
         False, "read (word:1.2), (word), [word] as prompt weights; CLIP text encoders only"
     )
     validation_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = setting(
-        0.1, "fraction of images held out for the validation loss, rounded down; 0: none"
+        0.1,
+        "fraction of images held out for the validation loss, rounded down; 0: none",
+        kohya=("ss_validation_split",),
     )
     alpha_background: str = setting(
         "white", "background colour of transparent images: a CSS name or #rrggbb"
@@ -216,22 +245,27 @@ class DataSettings(Section, Generic[A_co]):
         only_for=MASKED,
     )
     min_score: Share = setting(
-        0.8, "score of `check` below which training warns and --strict refuses to start; 0: never"
+        0.8,
+        "score of `check` below which training warns and --strict refuses to start; 0: never",
+        resume="free",
     )
     max_bad_fraction: Share = setting(
-        0.1, "fraction of unusable images above which the run refuses to start"
+        0.1, "fraction of unusable images above which the run refuses to start", resume="free"
     )
     max_megapixels: Annotated[float, Field(gt=0, le=1000)] = setting(
-        100.0, "larger images are refused before they are decoded", unit="MP"
+        100.0, "larger images are refused before they are decoded", unit="MP", resume="free"
     )
     cache_dir: str = setting(
-        "auto", "cache of latents and text embeddings; auto: the user's cache folder", path=True
+        "auto",
+        "cache of latents and text embeddings; auto: the user's cache folder",
+        path=True,
+        resume="free",
     )
     cache_max_gib: Annotated[float, Field(gt=0, le=100_000)] = setting(
-        20.0, "size cap of the cache", unit="GiB"
+        20.0, "size cap of the cache", unit="GiB", resume="free"
     )
     prefetch_steps: Annotated[int, Field(ge=1, le=64)] = setting(
-        4, "optimizer steps prepared ahead of the device"
+        4, "optimizer steps prepared ahead of the device", resume="free"
     )
 
     def of_folder(self, name: str) -> Self:

@@ -71,78 +71,119 @@ class AdapterSettings(Section):
     kind: Literal["lora", "loha", "lokr", "oft"] = setting(
         "lora",
         "LoRA; LoHa, LoKr (Yeh et al. 2023, arXiv 2309.14859); OFT (Qiu et al. 2023, arXiv 2306.07280)",
+        resume="forbidden",
+        replans=True,
     )
     rank: Rank = setting(
         16,
         "rank of the update, to which file size is proportional; with OFT the size of a block",
         headline=True,
+        resume="forbidden",
+        replans=True,
     )
     alpha: Scale | Auto = enforced_setting(
-        "auto", "scale the update by alpha / rank; auto: alpha = rank", not_for=NOT_OFT
+        "auto",
+        "scale the update by alpha / rank; auto: alpha = rank",
+        not_for=NOT_OFT,
+        resume="forbidden",
+        replans=True,
     )
     conv_rank: Rank | None = enforced_setting(
         None,
         "rank of convolutions larger than 1x1 (LoCon); none: adapter.rank",
         only_for=CONVOLUTIONS,
+        resume="forbidden",
+        replans=True,
     )
     conv_alpha: Scale | None = enforced_setting(
         None,
         "alpha of convolutions larger than 1x1; none: adapter.alpha",
         only_for=CONVOLUTIONS,
         not_for=NOT_OFT,
+        resume="forbidden",
+        replans=True,
     )
     rank_pattern: dict[Pattern, Rank] = setting(
-        {}, "rank by regular expression on the module name, first match wins"
+        {},
+        "rank by regular expression on the module name, first match wins",
+        resume="forbidden",
+        replans=True,
     )
     dora: bool = lora_setting(
-        False, "learn each output's norm separately (Liu et al. 2024, arXiv 2402.09353); LoRA only"
+        False,
+        "learn each output's norm separately (Liu et al. 2024, arXiv 2402.09353); LoRA only",
+        resume="forbidden",
+        replans=True,
     )
     rslora: bool = lora_setting(
-        False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only"
+        False,
+        "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only",
+        resume="forbidden",
+        replans=True,
     )
     dropout: BelowAll = enforced_setting(
         0.0,
         "fraction of input channels hidden from each layer's adapter, drawn for each sample",
         not_for=NOT_OFT,
+        replans=True,
     )
     rank_dropout: BelowAll = lora_setting(
-        0.0, "fraction of each update's ranks left out, drawn for each sample; LoRA only"
+        0.0,
+        "fraction of each update's ranks left out, drawn for each sample; LoRA only",
+        replans=True,
     )
     module_dropout: BelowAll = enforced_setting(
         0.0,
         "fraction of layers whose adapter is switched off, drawn for each sample",
         not_for={**NOT_OFT, "adapter.dora": (True,)},
+        replans=True,
     )
     lokr_factor: Annotated[int, Field(ge=-1, le=1024)] = enforced_setting(
         -1,
         "size of LoKr's left factor; -1: the most even split",
         only_for={"adapter.kind": ("lokr",)},
+        resume="forbidden",
+        replans=True,
     )
     text_encoder: bool = setting(
-        False, "train the text encoders too; their outputs cannot be cached then"
+        False,
+        "train the text encoders too; their outputs cannot be cached then",
+        resume="forbidden",
+        replans=True,
     )
     new_tokens: Annotated[int, Field(ge=0, le=32)] = setting(
         0,
         "pivotal tuning: number of new token vectors per text encoder for data.trigger; 0: none",
         unit="tokens",
+        resume="forbidden",
+        replans=True,
     )
     new_tokens_from: Word | None = enforced_setting(
         None,
         "word whose token vectors the new tokens start from; none: random vectors of usual size",
         not_for=WITHOUT_NEW_TOKENS,
+        resume="forbidden",
+        replans=True,
     )
     targets: Targets = setting(
         "transformer",
         "layers with an adapter; transformer adds feed-forward and projections, all adds convolutions",
+        resume="forbidden",
+        replans=True,
     )
 
 
 class TrainSettings(Section, Generic[A_co]):
     concept: Concept = setting(
-        "any", "kind of subject to learn; changes some presets, see docs/concepts.md"
+        "any",
+        "kind of subject to learn; changes some presets, see docs/concepts.md",
+        resume="forbidden",
     )
     steps: Count | A_co = setting(
-        "auto", "optimizer steps; auto: train.views times the images, over the batch", headline=True
+        "auto",
+        "optimizer steps; auto: train.views times the images, over the batch",
+        headline=True,
+        kohya=("ss_max_train_steps",),
     )
     views: Annotated[int, Field(ge=1, le=100_000)] = setting(
         120,
@@ -153,10 +194,15 @@ class TrainSettings(Section, Generic[A_co]):
         "images per optimizer step over all devices and micro-batches",
         unit="images",
         headline=True,
+        replans=True,
+        kohya=("ss_batch_size_per_device", "ss_total_batch_size"),
     )
-    seed: Seed = setting(42, "seed of all random draws")
+    seed: Seed = setting(42, "seed of all random draws", kohya=("ss_seed",))
     init_from: str | None = setting(
-        None, "adapter file to continue from; its kind and rank must equal the run's", path=True
+        None,
+        "adapter file to continue from; its kind and rank must equal the run's",
+        path=True,
+        resume="forbidden",
     )
     precision: Precision | A_co = setting(
         "auto",
@@ -164,12 +210,13 @@ class TrainSettings(Section, Generic[A_co]):
         headline=True,
     )
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e6)] = setting(
-        1.0, "clip gradients to this norm; 0: never"
+        1.0, "clip gradients to this norm; 0: never", kohya=("ss_max_grad_norm",)
     )
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = enforced_setting(
         None,
         "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",
         not_for=NOT_SCHEDULE_FREE,
+        resume="forbidden",
     )
     text_encoder_until: Portion = enforced_setting(
         1.0,
@@ -182,17 +229,24 @@ class TrainSettings(Section, Generic[A_co]):
         not_for=WITHOUT_NEW_TOKENS,
     )
     validate_every_steps: Interval | A_co = setting(
-        "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
+        "auto",
+        "steps between validations; 0: never",
+        not_for=WITHOUT_VALIDATION,
+        resume="free",
+        follows_validation=True,
     )
     stop_after_validations: Annotated[int, Field(ge=1, le=1000)] | None = enforced_setting(
         None,
         "stop after this many validations in a row without a lower loss; none: train all steps",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+        resume="free",
+        uses_validation=True,
     )
     lower_after_validations: Annotated[int, Field(ge=1, le=1000)] | None = enforced_setting(
         None,
         "lower the rate after this many validations in a row without a clearly lower loss; none: never",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+        uses_validation=True,
     )
     lower_to: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
         0.5,
@@ -230,20 +284,29 @@ class ObjectiveSettings(Section, Generic[A_co]):
         0.1,
         "error above which huber and smooth_l1 are linear; with a schedule, its value at pure noise",
         only_for={"objective.loss": WITH_DELTA},
+        kohya=("ss_huber_c",),
     )
     huber_schedule: Literal["snr", "exponential", "constant"] = setting(
         "snr",
         "decrease of the delta with noise, from 1 at no noise (Khrapov et al. 2024, arXiv 2403.16728)",
         only_for={"objective.loss": WITH_DELTA},
+        kohya=("ss_huber_schedule",),
     )
-    noise_offset: Share = setting(0.0, "strength of per-channel constant noise (0.03-0.1 is usual)")
+    noise_offset: Share = setting(
+        0.0,
+        "strength of per-channel constant noise (0.03-0.1 is usual)",
+        kohya=("ss_noise_offset",),
+    )
     multires_noise_iterations: Annotated[int, Field(ge=0, le=16)] = setting(
-        0, "coarser noise octaves added to the noise; 0: none"
+        0,
+        "coarser noise octaves added to the noise; 0: none",
+        kohya=("ss_multires_noise_iterations",),
     )
     multires_noise_discount: Share = setting(
         0.3,
         "strength of each octave relative to the finer one",
         not_for={"objective.multires_noise_iterations": (0,)},
+        kohya=("ss_multires_noise_discount",),
     )
     prior: Literal["images", "base"] = setting(
         "images",
@@ -263,21 +326,25 @@ class ObjectiveSettings(Section, Generic[A_co]):
     timestep_sampling: Literal["uniform", "logit_normal", "sigmoid", "mode", "cosmap"] = setting(
         "uniform",
         "density of the timesteps (Esser et al. 2024, arXiv 2403.03206); sigmoid: logit_normal(0, 1)",
+        kohya_flow=("ss_timestep_sampling",),
     )
     logit_mean: Annotated[float, Field(ge=-10.0, le=10.0)] = setting(
         0.0,
         "mean of logit_normal; above 0: noisier",
         only_for={"objective.timestep_sampling": ("logit_normal",)},
+        kohya_flow=("ss_logit_mean",),
     )
     logit_std: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
         1.0,
         "deviation of logit_normal",
         only_for={"objective.timestep_sampling": ("logit_normal",)},
+        kohya_flow=("ss_logit_std",),
     )
     mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = setting(
         1.29,
         "weight of the middle timesteps for mode; below 0: of the first and last",
         only_for={"objective.timestep_sampling": ("mode",)},
+        kohya_flow=("ss_mode_scale",),
     )
     timestep_strata: Annotated[int, Field(ge=1, le=256)] = setting(
         1,
@@ -288,9 +355,13 @@ class ObjectiveSettings(Section, Generic[A_co]):
         1.0,
         "shift s: flow timestep t becomes s t / (1 + (s - 1) t); resolution: s of the base's sampler",
         only_for=FLOW,
+        kohya_flow=("ss_discrete_flow_shift",),
     )
     guidance_scale: Annotated[float, Field(ge=0.0, le=50.0)] = setting(
-        1.0, "guidance scale during training, for bases with a guidance embedding", only_for=FLOW
+        1.0,
+        "guidance scale during training, for bases with a guidance embedding",
+        only_for=FLOW,
+        kohya_flow=("ss_guidance_scale",),
     )
     zero_terminal_snr: A_co | bool = setting(
         "auto",
@@ -314,32 +385,50 @@ class OptimizerSettings(Section):
         "adamw",
         "update rule; 8bit: optimizer state in 8 bits; paged: state moves to host memory when the GPU is full",
         headline=True,
+        resume="forbidden",
+        works_anywhere="adamw",
+        packages={
+            "adamw8bit": "bitsandbytes",
+            "paged_adamw8bit": "bitsandbytes",
+            "lion": "bitsandbytes",
+            "lion8bit": "bitsandbytes",
+            "adafactor": "pytorch-optimizer",
+            "came": "pytorch-optimizer",
+            "muon": "pytorch-optimizer",
+            "prodigy": "prodigyopt",
+            "schedulefree_adamw": "schedulefree",
+        },
     )
     learning_rate: LearningRate = setting(
         1e-4,
         "peak learning rate; presets are for AdamW and converted for other optimizers",
         headline=True,
+        kohya=("ss_learning_rate", "ss_unet_lr"),
     )
     text_encoder_learning_rate: LearningRate | None = enforced_setting(
         None,
         "peak learning rate of the text encoders; none: half of learning_rate, with prodigy equal to it",
         only_for={"adapter.text_encoder": (True,)},
         not_for={OF: ("prodigy",)},
+        resume="forbidden",
     )
     new_tokens_learning_rate: LearningRate | None = enforced_setting(
         None,
         "peak learning rate of the new tokens; none: ten times learning_rate, with prodigy equal to it",
         not_for={**WITHOUT_NEW_TOKENS, OF: ("prodigy",)},
+        resume="forbidden",
     )
     learning_rate_pattern: dict[Pattern, Annotated[float, Field(ge=0, le=1000)]] = setting(
         {},
         "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
+        resume="forbidden",
     )
     lora_plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = enforced_setting(
         1.0,
         "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
         only_for=LORA,
         not_for={OF: ("prodigy",)},
+        resume="forbidden",
     )
     beta1: BelowOne = setting(0.9, "decay of the first moment", not_for={OF: ("adafactor",)})
     beta2: BelowOne = setting(0.999, "decay of the second moment; presets set 0.99 for lion")
@@ -363,16 +452,14 @@ class OptimizerSettings(Section):
     max_weight_norm: Annotated[float, Field(gt=0.0, le=1000.0)] | None = enforced_setting(
         None,
         "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
-        not_for={
-            **NOT_OFT,
-            **NOT_SCHEDULE_FREE,
-            "adapter.dora": (True,),
-        },
+        not_for={**NOT_OFT, **NOT_SCHEDULE_FREE, "adapter.dora": (True,)},
+        kohya=("ss_scale_weight_norms",),
     )
     schedule: Schedule = setting(
         "cosine",
         "shape of the learning rate after warm-up, by name or as module:Class",
         not_for=NOT_SCHEDULE_FREE,
+        kohya=("ss_lr_scheduler",),
     )
     schedule_options: dict[str, bool | int | float | str | list[float] | None] = setting(
         {},
@@ -382,9 +469,7 @@ class OptimizerSettings(Section):
         0.05, "fraction of the steps in which the learning rate rises; 0.3 is usual with one_cycle"
     )
     schedule_cycles: Annotated[int, Field(ge=1, le=1000)] = setting(
-        1,
-        "number of falls of cosine_with_restarts",
-        only_for={SCHEDULE: ("cosine_with_restarts",)},
+        1, "number of falls of cosine_with_restarts", only_for={SCHEDULE: ("cosine_with_restarts",)}
     )
     schedule_power: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
         1.0,

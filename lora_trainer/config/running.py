@@ -6,6 +6,7 @@ rules among settings (constraints.py).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Generic, Literal
 
 from pydantic import Field
@@ -34,6 +35,8 @@ from lora_trainer.config.learning import (
 )
 
 CUDA = {"hardware.device": ("cuda",)}
+# Declare a setting of what a run writes, which no number of the training depends on.
+free_setting = partial(setting, resume="free")
 
 
 class MemorySettings(Section, Generic[A_co]):
@@ -42,16 +45,23 @@ class MemorySettings(Section, Generic[A_co]):
         "images per forward pass; never changes the result, only memory and speed",
         unit="images",
         headline=True,
+        resume="rounding",
+        replans=True,
     )
     gradient_checkpointing: Checkpointing | A_co = setting(
         "auto",
         "activations to keep or recompute, from none (most memory) to offloaded: docs/memory.md",
         headline=True,
+        resume="rounding",
+        replans=True,
     )
     base_precision: BasePrecision | A_co = setting(
         "auto",
         "precision of the frozen base: train.precision, or its blocks in 8 or 4 bits",
         headline=True,
+        replans=True,
+        works_anywhere="auto",
+        packages={"nf4": "bitsandbytes"},
     )
     streamed_blocks: Interval | A_co = setting(
         "auto",
@@ -59,107 +69,138 @@ class MemorySettings(Section, Generic[A_co]):
         unit="blocks",
         only_for=CARD,
         headline=True,
+        resume="rounding",
+        replans=True,
+        works_anywhere=0,
+        own_memory=True,
     )
     attention: A_co | Literal["sdpa", "xformers"] = setting(
-        "auto", "attention kernels; auto: SDPA", only_for=CARD
+        "auto",
+        "attention kernels; auto: SDPA",
+        only_for=CARD,
+        resume="rounding",
+        replans=True,
+        works_anywhere="sdpa",
+        packages={"xformers": "xformers"},
+        is_wish=True,
     )
     text_encoder_precision: Precision | A_co = setting(
         "auto",
         "dtype of the text encoders while caching; auto: fp32, above 2 billion parameters bf16",
+        replans=True,
     )
     text_encoder_offload: bool | A_co = setting(
         "auto",
         "while caching, keep the text encoders in host memory and copy one block at a time to the GPU, for many texts",
         only_for={**CARD, "adapter.text_encoder": (False,)},
+        resume="rounding",
+        replans=True,
+        works_anywhere=False,
+        own_memory=True,
     )
 
 
 class HardwareSettings(Section, Generic[A_co]):
     device: A_co | Literal["cpu", "cuda", "mps", "xpu"] = setting(
-        "auto", "where to train: cuda is NVIDIA and AMD (ROCm), mps Apple, xpu Intel"
+        "auto", "where to train: cuda is NVIDIA and AMD (ROCm), mps Apple, xpu Intel", replans=True
     )
-    threads: Count | A_co = setting("auto", "CPU threads; part of what makes a resume bit-exact")
+    threads: Count | A_co = setting(
+        "auto", "CPU threads; part of what makes a resume bit-exact", replans=True
+    )
     vram_limit_gib: Annotated[float, Field(gt=0, le=1024)] | None = setting(
         None,
         "use at most this much GPU memory: limits the plan and PyTorch's allocator",
         unit="GiB",
         only_for=CARD,
+        resume="free",
+        replans=True,
     )
     compile: Literal["none", "blocks"] = setting(
-        "none", "blocks: fuse the kernels of the base's blocks (torch.compile)"
+        "none",
+        "blocks: fuse the kernels of the base's blocks (torch.compile)",
+        resume="rounding",
+        replans=True,
+        works_anywhere="none",
     )
     process_timeout_s: Annotated[float, Field(ge=5, le=86_400)] = setting(
         120.0,
         "with several processes: longest silence of one process before all are stopped",
         unit="s",
+        resume="free",
+        replans=True,
     )
 
 
 class OutputSettings(Section, Generic[A_co]):
-    folder: str = setting("runs", "folder in which run folders are created", path=True)
-    name: str = setting("auto", "name of the run and its files; auto: the dataset folder's name")
-    precision: Precision = setting("fp16", "dtype of exported files")
-    weights: A_co | Literal["trained", "ema"] = setting(
+    folder: str = free_setting("runs", "folder in which run folders are created", path=True)
+    name: str = free_setting(
+        "auto", "name of the run and its files; auto: the dataset folder's name"
+    )
+    precision: Precision = free_setting("fp16", "dtype of exported files")
+    weights: A_co | Literal["trained", "ema"] = free_setting(
         "auto",
         "weights to export, sample and validate: trained or averaged; auto: ema with train.ema_decay",
         not_for={"train.ema_decay": (None,)},
+        follows_validation=True,
     )
-    format: A_co | Literal["kohya", "diffusers", "comfyui"] = setting(
+    format: A_co | Literal["kohya", "diffusers", "comfyui"] = free_setting(
         "auto", "key names of exported files; auto: the format most programs read for this family"
     )
-    description: str = setting("", "a sentence about the adapter, written into exported files")
-    author: str = setting("", "the adapter's author, written into exported files")
-    license: str = setting("", "the adapter's licence, written into exported files")
-    hub_repo: str | None = setting(
+    description: str = free_setting("", "a sentence about the adapter, written into exported files")
+    author: str = free_setting("", "the adapter's author, written into exported files")
+    license: str = free_setting("", "the adapter's licence, written into exported files")
+    hub_repo: str | None = free_setting(
         None, "Hub repository (owner/name) to upload the result to, with a model card"
     )
-    hub_private: bool = setting(
+    hub_private: bool = free_setting(
         True, "make a newly created Hub repository private", not_for={"output.hub_repo": (None,)}
     )
-    save_every_steps: Interval | A_co = setting(
+    save_every_steps: Interval | A_co = free_setting(
         "auto", "steps between rolling exports and states; 0: only at the end", headline=True
     )
-    save_every_epochs: Annotated[int, Field(ge=1, le=100_000)] | None = setting(
+    save_every_epochs: Annotated[int, Field(ge=1, le=100_000)] | None = free_setting(
         None, "epochs between rolling exports and states"
     )
     keep_best: bool = enforced_setting(
         False,
         "also export the weights with the lowest validation loss, as NAME-best.safetensors",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
+        resume="forbidden",
+        uses_validation=True,
     )
-    measure: bool = setting(
+    measure: bool = free_setting(
         True, "measure the finished adapter's weights, ranks and gain for report.html"
     )
-    keep_last: Annotated[int, Field(ge=1, le=10_000)] = setting(
+    keep_last: Annotated[int, Field(ge=1, le=10_000)] = free_setting(
         3, "number of rolling exports to keep"
     )
-    keep_states: Annotated[int, Field(ge=2, le=10_000)] = setting(
+    keep_states: Annotated[int, Field(ge=2, le=10_000)] = free_setting(
         2, "number of resume states to keep"
     )
 
 
 class SamplingSettings(Section, Generic[A_co]):
-    prompts: tuple[str, ...] = setting(
+    prompts: tuple[str, ...] = free_setting(
         (), "prompts of the sample images; none: taken from the captions"
     )
-    prompts_from_captions: Annotated[int, Field(ge=1, le=64)] = setting(
+    prompts_from_captions: Annotated[int, Field(ge=1, le=64)] = free_setting(
         4,
         "number of captions used as prompts where sampling.prompts is empty, held-out images first",
         unit="images",
     )
-    negative_prompt: str = setting("", "negative prompt of the sample images")
-    every_steps: Interval | A_co = setting("auto", "steps between sample images; 0: never")
-    steps: Annotated[int, Field(ge=1, le=1000)] | A_co = setting(
+    negative_prompt: str = free_setting("", "negative prompt of the sample images")
+    every_steps: Interval | A_co = free_setting("auto", "steps between sample images; 0: never")
+    steps: Annotated[int, Field(ge=1, le=1000)] | A_co = free_setting(
         "auto", "denoising steps per sample; auto: those that the base is published with"
     )
-    guidance_scale: Annotated[float, Field(ge=1.0, le=50.0)] | A_co = setting(
+    guidance_scale: Annotated[float, Field(ge=1.0, le=50.0)] | A_co = free_setting(
         "auto", "classifier-free guidance; 1: none; auto: the one that the base is published with"
     )
-    seed: Seed = setting(1234, "seed of the first prompt's image; the next prompt adds 1")
+    seed: Seed = free_setting(1234, "seed of the first prompt's image; the next prompt adds 1")
 
 
 class LoggingSettings(Section):
-    trackers: tuple[str, ...] = setting(
+    trackers: tuple[str, ...] = free_setting(
         ("tensorboard",), "accelerate trackers; those not installed are reported"
     )
 

@@ -24,6 +24,7 @@ from lora_trainer.common.files import sha256_bytes
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.whole_words import same_word, tags_of
 from lora_trainer.common.wording import public_source, public_text
+from lora_trainer.config.config import all_settings
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.families.facts import Prediction
 from lora_trainer.lora.adapter_size import AdapterKind
@@ -110,7 +111,8 @@ MAX_TAGS = 1000
 MAX_TAG_CHARACTERS = 300
 
 
-# Kohya's entries: our settings by entry, unused options, algorithms by kind of adapter.
+# Kohya's entries for options that are not here, and the names of algorithms by kind of adapter; entries that are
+# settings of ours stand with each setting (`Handling.kohya`).
 KOHYA = "kohya_entries.json"
 NETWORK_MODULE, NETWORK_ARGUMENTS = "ss_network_module", "ss_network_args"
 
@@ -314,9 +316,13 @@ def metadata(info: ExportInfo) -> dict[str, str]:
     public: ExportInfo = _public(replace(info, settings={**info.settings, **sources}))
     settings, table = public.settings, packaged(KOHYA)
     # Kohya's entries that are settings of ours as they are, and those of options that are not here.
-    flow = table["flow"] if info.prediction == "flow" else {"settings": {}, "unused": {}}
-    names = table["settings"] | flow["settings"]
-    values = {key: settings[name] for key, name in names.items()} | table["unused"] | flow["unused"]
+    values = dict(table["unused"])
+    for each in all_settings():
+        values |= dict.fromkeys(each.handling.kohya, settings[each.key])
+    if info.prediction == "flow":
+        values |= table["unused_with_flow"]
+        for each in all_settings():
+            values |= dict.fromkeys(each.handling.kohya_flow, settings[each.key])
     for section in (_network, _training, _dataset, _modelspec):
         values |= section(public)
     values |= {

@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import build_run_config, flatten, value_of, with_value
-from lora_trainer.config.constraints import typed, unmet_needs
+from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import (
     FLOW_WEIGHTINGS,
     KEEP_ATTENTION,
@@ -28,6 +28,7 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.known_pace import pace_here
+from lora_trainer.planning.machine_needs import unmet_needs
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput

@@ -17,7 +17,13 @@ from lora_trainer.common.events import shown
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config import Priority
-from lora_trainer.config.config import build_config, flatten
+from lora_trainer.config.config import (
+    build_config,
+    flatten,
+    setting_info,
+    setting_of,
+    validation_users,
+)
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHUNK_TOKENS
 from lora_trainer.config.inputs import BaseSettings, DataSettings
@@ -53,17 +59,6 @@ from lora_trainer.planning.plan_input import PlanInput, known_oom
 
 if TYPE_CHECKING:  # it imports torch
     from lora_trainer.training.actions import Action
-
-# Beginnings of settings that decide how much memory a run takes; changing one plans the run again.
-PLANNED_BY = (
-    "memory.",
-    "hardware.",
-    "adapter.",
-    "base.",
-    "data.resolution",
-    "data.more_resolutions",
-    "train.batch_size",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +262,7 @@ def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
     if before is None or request.run_at_once is None:
         return None
     typed = [key for key, value in request.overrides.items() if before.get(key) != value]
-    if any(key.startswith(PLANNED_BY) for key in typed):
+    if any(setting_info(setting_of(key)).handling.replans for key in typed):
         return None
     return {
         (int(width), int(height)): count
@@ -382,12 +377,7 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
         bad = "; ".join(f"{shown(finding.file or '')} {finding.what}" for finding in masks)
         raise InputError(f"masks cannot be used: {bad}", fix=masks[0].advice)
     values = flatten(settings)
-    watching = (
-        "output.keep_best",
-        "train.stop_after_validations",
-        "train.lower_after_validations",
-    )
-    keys = " and ".join(key for key in watching if values[key])
+    keys = " and ".join(key for key in validation_users() if values[key])
     if keys and not held_out:
         raise RequestError(
             f"the validation loss is needed for {keys}, but no image is held out for it",

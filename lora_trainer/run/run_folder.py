@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from lora_trainer.common.files import (
     windows_name_problem,
     write_atomic,
 )
-from lora_trainer.config.config import flatten, retired_in, setting_keys
+from lora_trainer.config.config import all_settings, flatten, retired_in, validation_users
 from lora_trainer.config.running import Config
 
 if TYPE_CHECKING:  # these import torch
@@ -53,20 +51,6 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "dataset.fingerprint": str,
     "plan.memory.images_at_once": dict,
 }
-_TABLE = tomllib.loads(Path(__file__).with_name("resume.toml").read_text(encoding="utf-8"))
-# What a change of a setting does to a resume: "free", "rounding", "forbidden"; others make it CHANGED.
-EFFECTS: Mapping[str, str] = {
-    key: effect
-    for pattern, effect in _TABLE.items()
-    for key in fnmatch.filter(setting_keys(), pattern)
-}
-# With one of the first settings, validations influence training; then the second may not change either.
-_WATCHING = (
-    "train.stop_after_validations",
-    "train.lower_after_validations",
-    "output.keep_best",
-)
-_WATCHED = {"train.validate_every_steps": "changed", "output.weights": "changed"}
 # A setting of earlier versions that had no effect in a run without validations.
 _BY_VALIDATIONS = "train.lower_on_plateau"
 
@@ -160,17 +144,22 @@ def compare(
 ) -> tuple[str, list[str]]:
     """Return ("EXACT" | "SAME-STREAM" | "CHANGED", differences) of a resume; raises RequestError.
 
-    EFFECTS says which settings cannot change, and which changes make the resume CHANGED. Another
+    `Handling.resume` says which settings cannot change, and which changes make the resume CHANGED. Another
     environment (torch, threads, processor, device), or one that is not deterministic, makes it
     SAME-STREAM: all random draws are the same, but not all bits. A setting that an older version did not
     have counts as its default; one that is gone counts where its value had an effect.
     """
     before = flatten(Config()) | dict(before)
-    effects = {**EFFECTS, **(_WATCHED if any(now[key] for key in _WATCHING) else {})}
+    # Where validations influence the training, when and of what they are does too.
+    validates = any(now[key] for key in validation_users())
+    effects = {
+        info.key: "changed"
+        if validates and info.handling.follows_validation
+        else info.handling.resume
+        for info in all_settings()
+    }
     changed = {
-        key: effects.get(key)
-        for key in now
-        if before[key] != now[key] and effects.get(key) != "free"
+        key: effects[key] for key in now if before[key] != now[key] and effects[key] != "free"
     }
     refused = [
         f"{key} {before[key]} -> {now[key]}" for key in changed if changed[key] == "forbidden"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
-from lora_trainer.config.constraints import NEEDS
+from lora_trainer.config.config import setting_info
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.device_calls import kind_of
 
@@ -147,7 +147,7 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
     try:
         optimizer: torch.optim.Optimizer = _from_library(rated, settings)
     except BROKEN_PACKAGE as error:
-        package = NEEDS["optimizer.name"]["packages"].get(settings.name)
+        package = setting_info("optimizer.name").handling.packages.get(settings.name)
         raise MachineError(
             f"optimizer.name={settings.name} needs {package}, {package_problem(error)}",
             fix=f"pip install -U {package}, or use --set optimizer.name=adamw",
