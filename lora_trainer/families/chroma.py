@@ -87,7 +87,13 @@ class Chroma(FlowFamily):
         as_read=lambda *texts: [{**each, "text_mask": each["text_mask"].bool()} for each in texts],
         mend=_mask_by_booleans,
     )
-    formats = TransformerFormats(names=AdapterNames(kohya="chroma", modelspec="chroma/lora"))
+    formats = TransformerFormats(
+        names=AdapterNames(kohya="chroma", modelspec="chroma/lora"),
+        unread=dict.fromkeys(
+            ("diffusers", "comfyui"),
+            "Forge reads nothing of it; ComfyUI and diffusers read all of it",
+        ),
+    )
     latents = PackedLatents()
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:

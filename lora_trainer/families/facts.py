@@ -158,13 +158,17 @@ class AdapterFormats:
     `written`: the most widely read first (`output.format=auto`). `refused`: why each other format is
     refused, that is the programs that could not read it, and the format to use. `names` are those of a family
     whose releases share them. ComfyUI maps diffusers' own keys of to_q, to_k and to_v, behind `comfyui_prefix`,
-    to rows of its fused weight.
+    to rows of its fused weight; where it does not, `original` has the format: its names are those of the
+    releases' own code (transformer_names.toml), where several layers are one weight. `unread`: what a program
+    loses of a file in a format, a sentence.
     """
 
     written: tuple[FileFormat, ...]
     refused: Mapping[FileFormat, str]
     names: AdapterNames | None = None
     comfyui_prefix: str = "transformer."
+    original: frozenset[FileFormat] = frozenset()
+    unread: Mapping[FileFormat, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

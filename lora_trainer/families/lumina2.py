@@ -71,12 +71,19 @@ class Lumina2(FlowFamily):
     name = "lumina2"
     formats = AdapterFormats(
         names=AdapterNames(kohya="lumina2", modelspec="lumina-2/lora"),  # as sd-scripts writes it
-        written=("diffusers",),
-        refused=dict.fromkeys(
-            ("kohya", "comfyui"),
-            "q, k and v are one weight of unequal parts in its names, and ComfyUI reads to_q, to_k and to_v only "
-            "where they are equal (Z-Image); use output.format=diffusers, which diffusers reads",
-        ),
+        written=("comfyui", "diffusers"),
+        refused={
+            "kohya": "its names have q, k and v as one layer too; use output.format=comfyui, which ComfyUI reads"
+        },
+        comfyui_prefix="diffusion_model.",
+        # ComfyUI has no names for to_q, to_k and to_v where they are of unequal size.
+        original=frozenset({"comfyui"}),
+        unread={
+            "diffusers": "ComfyUI finds no layer of Lumina 2 under these names; output.format=comfyui has those it "
+            "reads",
+            "comfyui": "diffusers loads these names only of files that change all layers of each block "
+            "(adapter.targets=all); output.format=diffusers has those it reads",
+        },
     )
     text = encoders(
         BY_ROLE["gemma2_2b"],

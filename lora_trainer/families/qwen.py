@@ -141,6 +141,9 @@ class QwenImage(FlowFamily):
         refused={},
         names=AdapterNames(kohya="qwen_image", modelspec="Qwen-Image/lora"),
         comfyui_prefix="diffusion_model.",
+        unread={
+            "comfyui": "InvokeAI does not recognise these names; output.format=diffusers has those it reads"
+        },
     )
     latents = FrameLatents()
 

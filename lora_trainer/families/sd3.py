@@ -28,6 +28,7 @@ from lora_trainer.families.flow import (
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
     FlowFamily,
+    TransformerFormats,
     TransformerTraits,
     encoders,
     refuse_channels,
@@ -80,6 +81,12 @@ class StableDiffusion3(FlowFamily):
         encoder=SD3TextEncoder,
         optional=T5,
         tokens=CLIP_TOKENS + T5_TOKENS,  # each text is padded to the limits of its encoders
+    )
+    formats = TransformerFormats(
+        unread=dict.fromkeys(
+            ("diffusers", "comfyui"),
+            "Forge reads nothing of it, A1111 the attention of the image alone; ComfyUI and diffusers read all of it",
+        ),
     )
     traits = TransformerTraits(
         class_name="SD3Transformer2DModel",

@@ -82,6 +82,10 @@ class UNetFamily(Family):
         refused={
             "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
         },
+        unread={
+            "diffusers": "ComfyUI and Forge lose all attention layers of a file with these names, two thirds of it, "
+            "and A1111, InvokeAI and sd-scripts read none of it; output.format=kohya is read by all of them"
+        },
     )
 
     # ---- facts

@@ -32,11 +32,13 @@ Shape = tuple[int, ...]
 class LayerRows:
     """The rows of a spelt layer, first and end, that one layer of the network has; None: all of them.
 
-    `swapped` says that the two halves of the rows change places.
+    `part` is (which of the layers it is, their number). `swapped` says that the two halves of the rows change
+    places.
     """
 
     key: str
     rows: tuple[int, int] | None = None
+    part: tuple[int, int] = (0, 1)
     swapped: bool = False
 
 
@@ -183,8 +185,8 @@ def _joined(
         return (LayerRows(key=f"{DENOISER}.{names[0]}", swapped=names[0] in swapped),)
     ends = [*accumulate(shapes[name][0] if shapes[name] else 0 for name in names)]
     return tuple(
-        LayerRows(key=f"{DENOISER}.{name}", rows=rows)
-        for name, rows in zip(names, pairwise([0, *ends]), strict=True)
+        LayerRows(key=f"{DENOISER}.{name}", rows=rows, part=(number, len(names)))
+        for number, (name, rows) in enumerate(zip(names, pairwise([0, *ends]), strict=True))
     )
 
 

@@ -62,6 +62,8 @@ NEEDED: Mapping[AdapterKind, tuple[str, ...]] = {
     "full": ("difference",),
     "lora": ("down up", "down up mid"),
 }
+# Kinds whose modules of several layers can be written as one of the weight that joins them (`joined_rows`).
+JOINABLE: frozenset[AdapterKind] = frozenset({"lora", "loha", "full", "norm"})
 # Roles that may stand beside the factors.
 BESIDE: frozenset[Role] = frozenset({"alpha", "magnitude", "bias", "up_bias", "rescale", "scaled"})
 # The change of a bias, beside any kind but a norm.
@@ -231,6 +233,11 @@ def format_for(family: Family, requested: FormatRequest, contents: AdapterConten
     if reason:
         text: str = packaged(READERS)["refused_in_diffusers"][reason]
         refused["diffusers"] = text.format(name=KIND_NAMES[others[0]] if others else "")
+    apart = sorted(contents.kinds - JOINABLE)
+    if apart or contents.input_dora:
+        name = KIND_NAMES[apart[0]] if apart else "DoRA with a magnitude for each input"
+        joined: str = packaged(READERS)["refused_joined"]
+        refused |= dict.fromkeys(family.formats.original, joined.format(name=name))
     possible = [format for format in family.formats.written if format not in refused]
     if not possible:
         listed = "; ".join(f"{each}: {refused[each]}" for each in family.formats.written)
@@ -250,7 +257,7 @@ def format_for(family: Family, requested: FormatRequest, contents: AdapterConten
     )
 
 
-def format_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ...]:
+def format_notes(family: Family, format: FileFormat, contents: AdapterContents) -> tuple[str, ...]:
     """Return a sentence per loss that programs have when they read such a file."""
     names: list[str] = sorted(contents.kinds - {"lora"})
     if contents.text and format == "comfyui":
@@ -258,4 +265,5 @@ def format_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ..
     if contents.dora:
         names.insert(0, "dora_in_diffusers" if format == "diffusers" else "dora")
     losses = packaged(READERS)["losses"]
-    return tuple(losses[name] for name in names)
+    unread = family.formats.unread.get(format)
+    return (*([unread] if unread else []), *(losses[name] for name in names))

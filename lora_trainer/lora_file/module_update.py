@@ -237,10 +237,11 @@ _BESIDE = frozenset({"magnitude", "bias"})
 _OUTPUTS = frozenset({"up", "w1_a", "w2_a", "b1", "difference", "by_output", "rescale"}) | _BESIDE
 
 
-def take_rows(update: Update, begin: int, end: int) -> Update:
+def take_rows(update: Update, begin: int, end: int, *, part: tuple[int, int] = (0, 1)) -> Update:
     """Return the update of some rows of a joined layer, as an update of its own, exactly.
 
-    Raises NoRows where it has none of its own: it then needs the whole weight.
+    `part`: which of the joined layers has these rows, and their number. Raises NoRows where the update has no
+    rows of its own: it then needs the whole weight.
     """
     arrays = update.tensors
     rows: tuple[int, int] | None = None
@@ -262,25 +263,40 @@ def take_rows(update: Update, begin: int, end: int) -> Update:
                 rows = (begin, end)  # of the whole product
             else:
                 changed[first] = arrays[first][begin // height : end // height]
-    part = replace(update, tensors={**arrays, **changed}, rows=rows)
-    return _without_zeros(part) if update.kind == "lora" else part
+    taken = replace(update, tensors={**arrays, **changed}, rows=rows)
+    products = PRODUCTS.get(update.kind, ())
+    return _without_zeros(taken, products, part) if products else taken
 
 
-def _without_zeros(update: Update) -> Update:
-    """Leave out the ranks of a LoRA that only other rows of a joined layer read.
+# By kind, the factors of each product: the one that has a row for each output, and the one that reads the inputs.
+PRODUCTS: Mapping[AdapterKind, tuple[tuple[Role, Role], ...]] = {
+    "lora": (("up", "down"),),
+    "loha": (("w1_a", "w1_b"), ("w2_a", "w2_b")),
+}
 
-    sd-scripts' split_qkv trains q, k and v apart and writes them side by side with zeros between them, so a
-    part has a third of the joined rank.
+
+def _without_zeros(
+    update: Update, products: tuple[tuple[Role, Role], ...], part: tuple[int, int]
+) -> Update:
+    """Leave out the ranks that only other rows of a joined layer read.
+
+    sd-scripts' split_qkv and this program train q, k and v apart and write them side by side with zeros between
+    them: a part has its share of the joined rank. A rank of that share may have no effect yet.
     """
-    up, down = update.tensors["up"], update.tensors["down"]
-    read = up.reshape(up.shape[0], up.shape[1], -1).any(axis=(0, 2))
-    if read.all() or not read.any():
+    rank, (number, count) = update.rank, part
+    share = np.zeros(rank, dtype=bool)
+    share[rank * number // count : rank * (number + 1) // count] = True
+    read = np.zeros(rank, dtype=bool)
+    for written, _ in products:
+        factor = update.tensors[written]
+        read |= factor.reshape(factor.shape[0], rank, -1).any(axis=(0, 2))
+    own = share if rank % count == 0 and not (read & ~share).any() else read
+    if own.all() or not own.any():
         return update
-    return replace(
-        update,
-        tensors={**update.tensors, "up": up[:, read], "down": down[read]},
-        rank=int(read.sum()),
-    )
+    changed = {written: update.tensors[written][:, own] for written, _ in products}
+    changed |= {inner: update.tensors[inner][own] for _, inner in products}
+    kept = int(own.sum())
+    return replace(update, tensors={**update.tensors, **changed}, rank=kept)
 
 
 def swap_halves(update: Update) -> Update:

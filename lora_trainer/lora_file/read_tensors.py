@@ -109,13 +109,10 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
         They have the file's dtype, and float64 where they had to be computed.
         """
         spelling, layer = self._places[key]
-        # Joined layers come one after the other.
-        if self._last is None or self._last[0] != spelling:
-            self._last = (spelling, self.contents.update(spelling))
-        update = self._last[1]
+        update = self._update(spelling)
         try:
             if layer.rows is not None:
-                update = take_rows(update, *layer.rows)
+                update = take_rows(update, *layer.rows, part=layer.part)
             if layer.swapped:
                 update = swap_halves(update)
         except NoRows as error:
@@ -123,6 +120,19 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
                 f"{self.contents.name} cannot be used with one weight for each layer: {spelling!r} {error}",
                 fix="use it in the program it was made with, which keeps these layers in one weight",
             ) from None
+        return self._tensors(update, spelling, key=key)
+
+    def module(self, spelling: str) -> ModuleTensors:
+        """Return a module as it is spelt, of all layers that it joins; raises InputError as a look-up does."""
+        return self._tensors(self._update(spelling), spelling, key=spelling)
+
+    def _update(self, spelling: str) -> Update:
+        # Joined layers come one after the other.
+        if self._last is None or self._last[0] != spelling:
+            self._last = (spelling, self.contents.update(spelling))
+        return self._last[1]
+
+    def _tensors(self, update: Update, spelling: str, *, key: str) -> ModuleTensors:
         tensors, entries = dict[str, Tensor](), self.contents.parts[spelling].entries
         for role, array in sorted(update.tensors.items()):
             tensor = torch.from_numpy(np.array(array))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from lora_trainer.common.errors import InputError, MachineError, RequestError, T
 from lora_trainer.common.files import disk_error, retry_while_open
 from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import Family
-from lora_trainer.families.facts import FileFormat, TensorInfo
+from lora_trainer.families.facts import DENOISER, FileFormat, TensorInfo
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
-from lora_trainer.lora_file.base_layers import LayerNames
+from lora_trainer.lora_file.base_layers import LayerNames, Shape
 from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.lora_file.joined_rows import FileModule, file_modules, join
 from lora_trainer.lora_file.key_formats import (
     ALPHA,
     SCALED,
@@ -77,14 +78,18 @@ def write_export(
     info: ExportInfo,
     format: FileFormat,
     precision: Precision,
+    layers: Mapping[str, Shape] | None = None,
 ) -> None:
     """Publish a trained adapter at `path` once it reads back right.
 
-    Raises TrainingStopped when a value is not finite or does not fit `precision`, or a module differs by more
-    than rounding explains, and MachineError when the disk refuses or gives other bytes back.
+    `layers` are all of the denoiser's, which a format with joined layers needs. Raises TrainingStopped when a value
+    is not finite or does not fit `precision`, or a module differs by more than rounding explains, and MachineError
+    when the disk refuses or gives other bytes back.
     """
     alpha = contents_of(tensors).lora_alpha
-    form = FileForm(family=family, format=format, precision=precision, lora_alpha=alpha)
+    form = FileForm(
+        family=family, format=format, precision=precision, lora_alpha=alpha, layers=layers or {}
+    )
     try:
         write_modules(
             path, tensors, form, entries=lambda _: metadata(info), in_memory=True, force=True
@@ -109,18 +114,16 @@ def write_modules(
     as `write_tensors` and `FileForm.tensors`, and TrainingStopped for a file that does not hold the adapter.
     """
 
-    def of_module(key: str) -> dict[str, Tensor]:
-        return form.tensors(key, modules[key])
+    def of_module(module: FileModule) -> dict[str, Tensor]:
+        return form.tensors(module, modules)
 
     tensors_of = cache(of_module) if in_memory else of_module
-    infos, module_of = dict[str, TensorInfo](), dict[str, str]()
+    infos, module_of = dict[str, TensorInfo](), dict[str, FileModule]()
     alphas = Counter[float | None]()
-    for key in modules:
-        tensors = tensors_of(key)
-        if module_of.keys() & tensors.keys():
-            raise ValueError("two modules share one name in the file")
+    for module in form.modules(modules):
+        tensors = tensors_of(module)
         infos |= {name: tensor_info(tensor) for name, tensor in tensors.items()}
-        module_of |= dict.fromkeys(tensors, key)
+        module_of |= dict.fromkeys(tensors, module)
         strengths = (float(tensor) for name, tensor in tensors.items() if name.endswith(ALPHA))
         alphas[next(strengths, None)] += 1
     # The entry keeps `inspect` from taking the missing alpha for a lost one.
@@ -129,9 +132,9 @@ def write_modules(
     def bodies() -> Iterator[Body]:
         # A file begins with the widest dtype, so a module's alpha is not beside its factors: a module that is
         # not held in memory is made twice.
-        last, tensors = "", dict[str, Tensor]()
+        last, tensors = None, dict[str, Tensor]()
         for name in ordered(infos):
-            if module_of[name] != last:
+            if module_of[name] is not last:
                 last = module_of[name]
                 tensors = tensors_of(last)
             yield tensor_bytes(tensors[name])
@@ -189,26 +192,32 @@ class FileForm:
     diffusers 0.42 gives attention layers the most frequent one; the rest of a module's strength is multiplied into
     `up`. In the other formats all of the strength is, as their readers disagree about where it is written, and
     so is that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md).
+    `layers`: all layers of the denoiser with their shapes, for formats in which several are one weight.
     """
 
     family: Family
     format: FileFormat
     precision: Precision
     lora_alpha: float
+    layers: Mapping[str, Shape] = field(default_factory=dict)
 
-    def tensors(self, key: str, module: ModuleTensors) -> dict[str, Tensor]:
-        """Return the file's tensors of one module by name, rounded, on the CPU.
+    def modules(self, keys: Iterable[str]) -> tuple[FileModule, ...]:
+        """Return the modules of the file; raises as `joined_rows.file_modules`."""
+        return file_modules(keys, family=self.family, format=self.format, layers=self.layers)
 
-        Raises Unwritable for values, InputError for rows of a Kronecker product.
+    def tensors(self, part: FileModule, modules: AdapterTensors) -> dict[str, Tensor]:
+        """Return the file's tensors of one of `modules()` by name, rounded, on the CPU.
+
+        Raises Unwritable for values, InputError for rows of a Kronecker product and as `joined_rows.join`.
         """
+        key, name, module = part.layers[0][0], part.name, join(part, modules)
         if module.rows is not None:
             raise InputError(
                 f"{key} has some rows of a Kronecker product only (LoKr of joined layers), which no "
                 "file with one weight for each layer can state",
                 fix="make a LoRA of it with `lora-train resize --rank`, or merge it with --into",
             )
-        component, layer = split_key(key)
-        name = self.family.lora_key_name(self.format, component, layer)
+        component, _ = split_key(key)
         alpha, strength = self._alpha(module), 1.0
         if module.kind in SCALED and module.scale * module.rank != alpha:
             # Readers compute alpha / rank; the rest of scale = alpha / rank x strength is in the tensors.
@@ -289,18 +298,24 @@ _ALPHA_ROUNDING = 2e-7
 
 def check_written(file: Path, tensors: AdapterTensors, form: FileForm) -> None:
     """Read a file back; raises TrainingStopped when a module is missing, or differs by more than rounding."""
-    modules: dict[str, list[str]] = {}
+    names: dict[str, dict[str, Shape]] = {}
     for key in tensors:
-        component, module = split_key(key)
-        modules.setdefault(component, []).append(module)
+        component, layer = split_key(key)
+        names.setdefault(component, {})[layer] = ()
+    if DENOISER in names:
+        names[DENOISER] |= form.layers
     try:
-        with open_adapter(file, names=LayerNames(form.family, modules)) as adapter:
-            for key, live in tensors.items():
-                if key not in adapter:
-                    raise _not_the_adapter(f"{key} is missing")
-                fault = _fault_of(live, adapter[key], precision=form.precision)
+        with open_adapter(file, names=LayerNames(form.family, names)) as adapter:
+            for module in form.modules(tensors):
+                keys = tuple(key for key, _ in module.layers)
+                if not adapter.contents.parts.keys() & {module.name} or not all(
+                    key in adapter for key in keys
+                ):
+                    raise _not_the_adapter(f"{' and '.join(keys)} is missing")
+                live = join(module, tensors)
+                fault = _fault_of(live, adapter.module(module.name), precision=form.precision)
                 if fault:
-                    raise _not_the_adapter(f"{key} {fault}")
+                    raise _not_the_adapter(f"{' and '.join(keys)} {fault}")
     except InputError as error:
         raise _not_the_adapter(error.found) from None
 

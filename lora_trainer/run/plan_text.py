@@ -257,5 +257,9 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     if too_small := tier_problem(card.total_bytes if card else None):
         yield finding("card", what=too_small)
     format: FileFormat = config.output.format
-    for missed in format_notes(format, planned_contents(config.adapter)):
-        yield finding("format", format=format, missed=missed)
+    for missed in format_notes(prepared.family, format, planned_contents(config.adapter)):
+        # Of the format that most programs read there is nothing to choose.
+        is_best = missed == prepared.family.formats.unread.get(format) and (
+            format == prepared.family.formats.written[0]
+        )
+        yield finding("readers" if is_best else "format", format=format, missed=missed)

@@ -30,7 +30,7 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.dataset.buckets import bucket_bounds
 from lora_trainer.dataset.records import bucket_counts, mean_aspect_error
-from lora_trainer.lora.adapter import Adapter
+from lora_trainer.lora.adapter import Adapter, denoiser_layers
 from lora_trainer.lora.lora_hooks import change_of, layer_of
 from lora_trainer.lora.low_rank import NotLowRank, product, singular
 from lora_trainer.lora.tensors import AdapterTensors
@@ -112,6 +112,9 @@ def exporter(
             info=info,
             format=job.prepared.config.output.format,
             precision=job.prepared.config.output.precision,
+            layers=denoiser_layers(job.prepared.family, job.prepared.facts.architecture)
+            if job.prepared.config.output.format in job.prepared.family.formats.original
+            else {},
         )
 
     return write

@@ -29,7 +29,13 @@ from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
-from lora_trainer.lora_file.base_layers import Fit, LayerNames, check_usable, released_names
+from lora_trainer.lora_file.base_layers import (
+    Fit,
+    LayerNames,
+    Shape,
+    check_usable,
+    released_names,
+)
 from lora_trainer.lora_file.embedding import embedding_path, trained_words
 from lora_trainer.lora_file.key_formats import (
     FormatRequest,
@@ -189,9 +195,12 @@ class AdapterTarget:
         family: Family,
         default: Precision,
         entries: Mapping[str, str],
+        layers: Mapping[str, Shape],
         exact: bool = False,
     ) -> ToolResult:
         """Write an adapter; `entries` are the header's, but for hashes, rank and alpha.
+
+        `layers` are all of the denoiser's, with their shapes.
 
         Without a precision it is `default`; with `exact` it is fp32 instead where `default` would round, and
         a note says so. Modules are looked up several times, one at a time. Raises RequestError with the reason
@@ -203,12 +212,13 @@ class AdapterTarget:
             format = format_for(family, self.format, contents)
         except RequestError as error:
             raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
-        notes = [_as_option(note) for note in format_notes(format, contents)]
+        notes = [_as_option(note) for note in format_notes(family, format, contents)]
         form = FileForm(
             family=family,
             format=format,
             precision=self.precision or default,
             lora_alpha=contents.lora_alpha,
+            layers=layers,
         )
         rounds = exact and self.precision is None and default != "fp32"
         if rounds and not _is_exact(form, modules):
@@ -245,12 +255,12 @@ class AdapterTarget:
 def _is_exact(form: FileForm, modules: AdapterTensors) -> bool:
     """Say whether the precision of a form holds every value as fp32 would."""
     fp32 = replace(form, precision="fp32")
-    for key, module in modules.items():
+    for module in form.modules(modules):
         try:
-            rounded = form.tensors(key, module)
+            rounded = form.tensors(module, modules)
         except Unwritable:
             return False
-        exact = fp32.tensors(key, module)
+        exact = fp32.tensors(module, modules)
         if not all(torch.equal(rounded[name].float(), exact[name]) for name in exact):
             return False
     return True
@@ -303,6 +313,7 @@ def convert(file: Path, target: AdapterTarget, *, base: str | None = None) -> To
         written = target.write(
             source,
             family=source.names.family,
+            layers=source.names.layers[DENOISER],
             default=source.precision,
             entries=carried(metadata, resized=False),
             exact=True,

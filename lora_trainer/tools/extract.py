@@ -74,6 +74,7 @@ def extract(
         written = target.write(
             cutter.modules,
             family=second.family,
+            layers=second.names().layers[DENOISER],
             default="fp16",
             entries=_entries(tuned, base, second, title=public_text(target.path.stem)),
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.wording import public_text
+from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.low_rank import (
     LowRankUpdate,
     NotLowRank,
@@ -95,6 +96,7 @@ def merge(
         written = target.write(
             _Sum(adapters=adapters) if rank is None else cutter.modules,
             family=first.names.family,
+            layers=first.names.layers[DENOISER],
             default=precisions.pop() if len(precisions) == 1 else "fp32",
             entries={
                 **carried(common, resized=True),
@@ -376,6 +378,7 @@ def resize(
         written = target.write(
             cutter.modules,
             family=family,
+            layers=source.names.layers[DENOISER],
             default=source.precision,
             entries=carried(source.contents.metadata, resized=True),
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.facts import FileFormat
+from lora_trainer.lora.adapter import layer_shapes
 from lora_trainer.lora.tensors import AdapterTensors, update
 from lora_trainer.lora_file.key_formats import format_for
 from lora_trainer.lora_file.write import contents_of
@@ -99,7 +100,17 @@ def _outcome(reader: Reader, base: Base, format: FileFormat, kind: str) -> str:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "a.safetensors"
         # Without a header, by which a program might know the file.
-        save_file(load(exported(tensors, name=base.family.name, format=format)), file)
+        save_file(
+            load(
+                exported(
+                    tensors,
+                    name=base.family.name,
+                    format=format,
+                    layers=layer_shapes(base.denoiser),
+                )
+            ),
+            file,
+        )
         keys = len(load_file(file))
         reading = reader(file, base)
     if reading.refused is not None:

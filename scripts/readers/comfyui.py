@@ -34,6 +34,7 @@ CLASSES = {
     "flux2": "Flux2",
     "chroma": "Chroma",
     "zimage": "Lumina2",
+    "lumina2": "Lumina2",
     "qwen": "QwenImage",
 }
 TEXTS = {
@@ -104,6 +105,12 @@ def model_of(base: Base) -> Any:
                 "n_layers": config.n_layers,
                 "n_refiner_layers": config.n_refiner_layers,
                 "dim": config.dim,
+            }
+        case "lumina2":
+            sizes = {
+                "n_layers": config.num_layers,
+                "n_refiner_layers": config.num_refiner_layers,
+                "dim": config.hidden_size,
             }
         case "qwen":
             sizes = {}

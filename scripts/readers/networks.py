@@ -174,6 +174,12 @@ _RULES: Mapping[str, Mapping[str, str]] = {
         r"(.*\.feed_forward\.w[123])": r"\1",
         r"(.*\.adaLN_modulation\.\d)": r"\1",
     },
+    "lumina2": {
+        **{rf"(.*)\.attn\.to_{part}": r"\1.attention.qkv" for part in "qkv"},
+        r"(.*)\.attn\.to_out\.0": r"\1.attention.out",
+        **{rf"(.*\.feed_forward)\.linear_{n}": rf"\1.w{n}" for n in "123"},
+        r"(.*)\.norm1\.linear": r"\1.adaLN_modulation.1",
+    },
     "qwen": {r"(.*)": r"\1"},
 }
 
@@ -301,6 +307,21 @@ def _zimage() -> nn.Module:
     )
 
 
+def _lumina2() -> nn.Module:
+    return diffusers.Lumina2Transformer2DModel(
+        in_channels=4,
+        hidden_size=24,
+        num_layers=2,
+        num_refiner_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        multiple_of=8,
+        axes_dim_rope=(2, 2, 2),
+        axes_lens=(32, 16, 16),
+        cap_feat_dim=12,
+    )
+
+
 def _qwen() -> nn.Module:
     return diffusers.QwenImageTransformer2DModel(
         in_channels=16,
@@ -338,6 +359,7 @@ DENOISERS: Mapping[str, Callable[[], nn.Module]] = {
     "flux2": _flux2,
     "chroma": _chroma,
     "zimage": _zimage,
+    "lumina2": _lumina2,
     "qwen": _qwen,
 }
 _TEXTS: Mapping[str, tuple[tuple[str, int, bool], ...]] = {

@@ -19,6 +19,7 @@ from lora_trainer import families
 from lora_trainer.cli import main
 from lora_trainer.config.config import flatten
 from lora_trainer.config.running import Config
+from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary
 from lora_trainer.lora_file.write import write_export
@@ -140,11 +141,25 @@ def export(
     name: str = "sd15",
     format: Any = "kohya",
     precision: Any = "fp32",
+    layers: Mapping[str, tuple[int, ...]] | None = None,
     **changes: object,
 ) -> None:
-    """Write an adapter of a family as a training does; `changes` are those of `export_info`."""
+    """Write an adapter of a family as a training does; `changes` are those of `export_info`.
+
+    `layers` are all of its base's, by default of the tiny base of the tests.
+    """
     family, info = families.family(name), export_info(**changes)
-    write_export(path, tensors, family=family, info=info, format=format, precision=precision)
+    if layers is None and format in family.formats.original:
+        layers = denoiser_layers(family, facts_of(name).architecture)
+    write_export(
+        path,
+        tensors,
+        family=family,
+        info=info,
+        format=format,
+        precision=precision,
+        layers=layers,
+    )
 
 
 def exported(tensors: Mapping[str, ModuleTensors], **options: Any) -> bytes:

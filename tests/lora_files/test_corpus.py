@@ -107,7 +107,9 @@ def test_a_file_converts_without_a_change(case: Case, tmp_path: Path) -> None:
             assert "Kronecker" in error.found and "lokr" in case.name.lower() and joined
             return
         done.add(format)
-        assert bool(notes) == (others or "DoRA" in case.name or (text and format == "comfyui"))
+        unread = format in families.family(case.family).formats.unread
+        in_kind = others or "DoRA" in case.name or (text and format == "comfyui")
+        assert bool(notes) == (unread or in_kind)
         with open_source(output) as source:
             assert set(source) == expected.keys()
             for key, each in some(expected, most=1).items():

@@ -143,7 +143,11 @@ def spoil(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Let the writer put something else into the file than the tensors of each module."""
     form = resolve_name("lora_trainer.lora_file.write:FileForm")
     honest = form.tensors
-    faulty = lambda self, key, module: fault(lambda each: honest(self, key, each), key, module)  # noqa: E731 - shorter than a function
+
+    def faulty(self: Any, part: Any, modules: Any) -> dict[str, Tensor]:
+        ((key, _),) = part.layers
+        return fault(lambda each: honest(self, part, {key: each}), key, modules[key])
+
     patch.setattr(form, "tensors", faulty)
 
 
