@@ -134,7 +134,9 @@ def _theirs(network: Any, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
 
 def _compare(what: str, ours: Tensor, theirs: Tensor) -> None:
     error = float((ours - theirs).abs().max() / ours.abs().max())
-    print(f"{what}: largest difference {error:.1e} of the largest prediction {ours.abs().max():.2f}")
+    print(
+        f"{what}: largest difference {error:.1e} of the largest prediction {ours.abs().max():.2f}"
+    )
 
 
 if __name__ == "__main__":
