@@ -108,7 +108,10 @@ def rotation(blocks: Tensor) -> Tensor:
     """
     skew = blocks - blocks.mT
     identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
-    turned: Tensor = torch.linalg.solve(identity - skew, identity + skew)  # the factors commute
+    # I - Q of a skew Q can always be inverted; `solve` would wait for the device to check that.
+    turned: Tensor = torch.linalg.solve_ex(
+        identity - skew, identity + skew
+    ).result  # the factors commute
     return turned
 
 

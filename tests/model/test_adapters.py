@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
@@ -155,6 +156,37 @@ def test_a_layer_starts_by_its_name_and_the_seed_whatever_else_is_adapted(
     drawn = [name for name in alone if alone[name].any()]
     assert drawn and not any(torch.equal(together[name], other[name]) for name in drawn)
     assert len({float(alone[name].flatten()[0]) for name in drawn}) == len(drawn)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the calls whose answer the host would wait for on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[str]()
+        self._drawn_on_host = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(function)
+        if "rand" in name:  # peft asks the processor's generator whether a module is dropped
+            self._drawn_on_host = True
+        elif "_local_scalar_dense" in name and self._drawn_on_host:
+            self._drawn_on_host = False
+        elif "_local_scalar_dense" in name or "check_errors" in name or "nonzero" in name:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@BY_KIND
+def test_a_pass_through_an_adapter_waits_for_no_answer_of_the_device(kind: dict[str, Any]) -> None:
+    net = network()
+    adapter = adapted(net, **{"rank": 2, "conv_rank": 2, **kind})
+    awaken(adapter)
+    with Waits() as waits:
+        net(images()).square().mean().backward()
+    assert waits.found == []
 
 
 def test_exactly_the_named_modules_are_adapted_at_their_ranks() -> None:
