@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -217,8 +217,20 @@ def give_back_heap() -> None:
         _libc.malloc_trim(0)
 
 
+def without_compilers(environment: MutableMapping[str, str]) -> None:
+    """Keep torch from compiling kernels that nobody asked for; to be called before torch is imported.
+
+    torch 2.13 makes kernels of its own at run time (`torch/_native`: `bmm` of an inner size of 1, as Lumina 2 has),
+    for which triton needs a C compiler and Python's headers. Many machines and containers have none, and the run
+    would end there. Off everywhere, so that a machine with a compiler computes the same bits. `hardware.compile` is
+    not concerned.
+    """
+    environment.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
+
+
 def quiet_libraries() -> None:
     """Silence messages meant for users of the libraries; errors still come through."""
+    without_compilers(os.environ)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
