@@ -27,6 +27,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from lora_trainer.common.wording import GIB as GIB
+from lora_trainer.hardware.control_groups import memory_limits, processors
 from lora_trainer.hardware.devices import (
     SEGMENTS,
     TorchBuild,
@@ -219,7 +220,7 @@ def detect(
         gpus, gpu_reason = _of_other_makers(build, gpu_reason, root)
     if driver_spills():
         gpus = tuple(replace(gpu, spills=True) for gpu in gpus)
-    total, free = _memory(root)
+    total, free = _memory(root, environment)
     # On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
     pinnable: tuple[int | None, str] = None, "no limit but the free memory"
     if sys.platform == "win32":
@@ -403,10 +404,8 @@ def _cpu_threads(root: Path) -> tuple[int, str]:
         pairs.add(pair)
     else:
         cores = len(pairs)
-    # The container's limit in processors, fractions possible.
-    limit, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
-    quota = int(limit) / int(period) if limit.isdigit() and period.strip().isdigit() else 0.0
-    if quota and quota < (cores or len(allowed)):
+    quota = processors(root)
+    if quota is not None and quota < (cores or len(allowed)):
         return max(1, int(quota)), f"the container may use {quota:g} processors"
     if cores:
         return cores, f"{cores} physical cores among {len(allowed)} usable processors"
@@ -421,18 +420,20 @@ def usable_processors() -> list[int]:
     return list(range(psutil.cpu_count() or 1))
 
 
-def _memory(root: Path) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Return total and free bytes with their sources, the smaller of the machine's and the container's values."""
+def _memory(
+    root: Path, environment: Mapping[str, str] = os.environ
+) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Return total and free bytes with their sources, the smallest of the machine's and of all limits."""
     machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
-    limit, used = (
-        _read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current")
-    )
-    if not (limit.isdigit() and int(limit) < total):
-        return (total, "memory of the machine"), (free, "available without swapping")
-    unused = max(0, int(limit) - int(used if used.isdigit() else 0))
-    reason = f"the container may use {int(limit) / GIB:.1f} GiB"
-    return (int(limit), reason), (min(free, unused), reason)
+    why_total, why_free = "memory of the machine", "available without swapping"
+    for limit in memory_limits(root, environment):
+        reason = f"{limit.by} may use {limit.limit_bytes / GIB:.1f} GiB"
+        if limit.limit_bytes < total:
+            total, why_total = limit.limit_bytes, reason
+        if limit.limit_bytes < machine.total and limit.free_bytes < free:
+            free, why_free = limit.free_bytes, reason
+    return (total, why_total), (free, why_free)
 
 
 def _read(file: Path) -> str:
