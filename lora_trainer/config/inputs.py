@@ -75,6 +75,7 @@ class BaseSettings(Section):
     distilled: bool | Auto = setting(
         "auto",
         "the base draws in few steps (Turbo, Lightning, LCM, DMD...); auto: by its files and its name",
+        replans=True,
     )
     clip_skip: Annotated[int, Field(ge=1, le=12)] = setting(
         1,

@@ -1,8 +1,8 @@
 """The names of mask files: which image a file is the mask of, as other trainers and tools name them.
 
 `NAME-masklabel.png` (OneTrainer), `NAME_mask.png` (fal.ai, ComfyUI), `NAME.mask.png` beside `NAME.src.jpg`
-(cloneofsimo's lora, cog-sdxl), `mask_NAME.png`, `NAME_matte.png`, `NAME_seg.png`; in a folder of masks the name of the
-image (ai-toolkit, SimpleTuner, diffusion-pipe, sd-scripts), with its extension too (`NAME.jpg.png`).
+(cloneofsimo's lora), `mask_NAME.png`, `NAME_matte.png`, `NAME_seg.png`; in a folder of masks the name of the image
+(ai-toolkit, SimpleTuner, diffusion-pipe, sd-scripts), with its extension too (`NAME.jpg.png`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MAX_LABEL = 31
 MAX_COLOURS = 32
 # A mask whose brightest pixel is darker leaves most of the loss out even where it counts most.
 DARK_BELOW = 128
-_CHROMA = 16
+_COLOURED = 16
 _COLOURED_SHARE = 0.001
 
 
@@ -113,7 +113,7 @@ def _values(image: Image.Image, path: Path, raw_mode: str) -> tuple[Values, Mean
     if alpha is not None and _is_of_one_colour(image, alpha):
         return np.asarray(alpha), "drawn"
     colours = np.asarray(on_black)
-    if _chroma(colours).mean() <= _COLOURED_SHARE:
+    if _is_coloured(colours).mean() <= _COLOURED_SHARE:
         return _of_grey(np.asarray(on_black.convert("L")))
     brightest: Values = colours.max(axis=2)
     if on_black.getcolors(MAX_COLOURS) is not None and not brightest.all():
@@ -125,11 +125,11 @@ def _white_where(counts: NDArray[np.bool_]) -> Values:
     return np.where(counts, WHITE, 0).astype(np.uint8)
 
 
-def _chroma(colours: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def _is_coloured(colours: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Say for each colour [..., 3] whether it is clearly no grey."""
     channels = colours.astype(np.int16)
-    chroma: NDArray[np.bool_] = (channels.max(axis=-1) - channels.min(axis=-1)) > _CHROMA
-    return chroma
+    coloured: NDArray[np.bool_] = (channels.max(axis=-1) - channels.min(axis=-1)) > _COLOURED
+    return coloured
 
 
 def _of_grey(values: Values) -> tuple[Values, Meaning]:
@@ -149,7 +149,7 @@ def _of_palette(image: Image.Image) -> Values | None:
     palette[: len(written)] = written
     used = np.unique(indices)
     colours = palette[used]
-    if _chroma(colours).any():
+    if _is_coloured(colours).any():
         black = used[colours.max(axis=1) == 0]
         return _white_where(~np.isin(indices, black if len(black) else [0]))
     is_black = colours.max() == 0
@@ -173,7 +173,7 @@ def _is_of_one_colour(image: Image.Image, alpha: Image.Image) -> bool:
     if not len(drawn):
         return False
     colour = drawn[0, :3]
-    is_marked = bool(_chroma(colour)) or not colour.any()
+    is_marked = bool(_is_coloured(colour)) or not colour.any()
     return is_marked and bool((drawn[:, :3] == colour).all())
 
 
