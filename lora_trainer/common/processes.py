@@ -220,7 +220,7 @@ def give_back_heap() -> None:
 def without_compilers(environment: MutableMapping[str, str]) -> None:
     """Keep torch from compiling kernels that nobody asked for; to be called before torch is imported.
 
-    torch 2.13 makes kernels of its own at run time (`torch/_native`: `bmm` of an inner size of 1, as Lumina 2 has),
+    torch 2.13 makes kernels of its own at run time (`torch/_native`: for a `bmm` of an inner size of 1, and others),
     for which triton needs a C compiler and Python's headers. Many machines and containers have none, and the run
     would end there. Off everywhere, so that a machine with a compiler computes the same bits. `hardware.compile` is
     not concerned.
