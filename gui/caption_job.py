@@ -8,10 +8,16 @@ read from the JSON lines that the command prints. The command keeps what it repl
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from huggingface_hub import constants
+
+from lora_trainer.captioning import captioners
 from lora_trainer.captioning.captioners import KNOWN
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.wording import one_line
@@ -23,6 +29,7 @@ from .workplace import Workplace
 KIND = "caption"
 MODELS = tuple(KNOWN)
 _LINES_READ = 400
+_REACHED_WITHIN_S = 4.0
 
 
 def models() -> list[list[str]]:
@@ -44,11 +51,37 @@ def start(
     running = of_folder(work, root)
     if running is not None and running.state == "running":
         raise RequestError("captions are being written already", fix="wait for them, or stop them")
+    refuse_unreachable(model)
     argv = [*launch.TRAINER, "caption", str(root), f"--model={model}", "--json"]
     argv += ["--overwrite"] if replace else []
     argv += [f"--trigger={trigger}"] if trigger else []
     argv += [f"--images={name}" for name in files]
     return jobs.start(work, kind=KIND, argv=argv, about={"folder": str(root)})
+
+
+def refuse_unreachable(model: str) -> None:
+    """Raise RequestError at once for a model that is not on this machine while the Hub cannot be reached."""
+    if captioners.find(model).folder is not None or _reaches_hub():
+        return
+    raise RequestError(
+        f"{model} is not on this machine yet, and huggingface.co cannot be reached",
+        fix="connect this machine to the internet and press Start again, or write the captions here",
+    )
+
+
+def _reaches_hub() -> bool:
+    """Whether a download can be tried; a proxy is believed."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    parts = urlsplit(constants.ENDPOINT)
+    if getproxies().get(parts.scheme) is not None:
+        return True
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=_REACHED_WITHIN_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def of_folder(work: Workplace, root: Path) -> Job | None:
@@ -70,7 +103,7 @@ def take_back(root: Path) -> str:
 def state(job: Job | None) -> dict[str, Any]:
     """Return how far a job is: {state, said, done, count, problems}."""
     if job is None:
-        return {"state": "none", "said": "", "done": 0, "count": 0, "problems": []}
+        return {"state": "none", "said": "", "done": 0, "count": 0, "written": 0, "problems": []}
     rows = list(_rows(job))
     captions = [row for row in rows if row.get("event") == "caption"]
     caption = captions[-1] if captions else {}
@@ -80,6 +113,7 @@ def state(job: Job | None) -> dict[str, Any]:
         "said": _said(job, rows, done=done, count=count),
         "done": done,
         "count": count,
+        "written": max(_whole(told, "written") for told in rows) if rows else 0,
         "problems": [_problem(row) for row in rows if row.get("event") == "problem"][-20:],
     }
 

@@ -7,11 +7,13 @@ history and refusals as plain values. All changes go through the journal of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.common.errors import InputError
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 
 from . import (
@@ -101,7 +103,8 @@ class DatasetDesk:
             caption = opened.reader.caption(picture)
             place = (caption.file, picture.name if caption.place == "line" else "")
             after = edit.apply(caption.text)
-            if caption.locked or after == caption.text or place in places:
+            unreadable = opened.reader.is_unreadable(picture)
+            if caption.locked or unreadable or after == caption.text or place in places:
                 continue
             places.add(place)
             rows.append({"file": picture.name, "before": caption.text, "after": after})
@@ -129,13 +132,26 @@ class DatasetDesk:
 
     def undo(self, posted: Posted) -> Json:
         """Take the last step back; {folder}."""
-        root, journal = self._place(posted)
-        return self._told(root, journal.undo())
+        return self._turned(posted, lambda journal: journal.undo())
 
     def redo(self, posted: Posted) -> Json:
         """Make the step that was taken back again; {folder}."""
+        return self._turned(posted, lambda journal: journal.redo())
+
+    def _turned(self, posted: Posted, turn: Callable[[Journal], Outcome | None]) -> Json:
         root, journal = self._place(posted)
-        return self._told(root, journal.redo())
+        before = self._masks(root)
+        outcome = turn(journal)
+        if self._masks(root) != before:
+            self._follow_masks(root)
+        return self._told(root, outcome)
+
+    def _masks(self, root: Path) -> int:
+        settings = self._opened(root).settings.model_copy(update={"masks": "files"})
+        with suppress(InputError):  # no pictures
+            pictures = list_dataset(root, settings=settings).pictures
+            return sum(picture.mask is not None for picture in pictures)
+        return 0
 
     def exclude(self, posted: Posted) -> Json:
         """Move pictures into `_excluded/`; {folder, files}."""
@@ -167,9 +183,13 @@ class DatasetDesk:
             painted = posted.text("mask", at_most=mask_edit.MAX_PNG_BYTES * 2)
             changes = _mask_edit(opened, picture.name).changes(painted)
             outcome = journal.perform(f"the mask of {picture.name}", changes) if changes else None
-        if painted:
-            dataset_notes.use_masks(self.work, root)
+        self._follow_masks(root)
         return self._told(root, outcome)
+
+    def _follow_masks(self, root: Path) -> None:
+        """Have the newest draft train with the masks that the folder has, if it has any."""
+        follow = dataset_notes.use_masks if self._masks(root) else dataset_notes.drop_masks
+        follow(self.work, root)
 
     def _moved(self, posted: Posted, *, back: bool) -> Json:
         root, journal = self._place(posted)

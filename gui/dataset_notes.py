@@ -75,6 +75,14 @@ def use_masks(work: Workplace, root: Path) -> None:
             drafts.save(work, draft.with_setting("data.masks", "files"))
 
 
+def drop_masks(work: Workplace, root: Path) -> None:
+    """Leave masks out of the newest draft about a folder, which has none any more."""
+    with drafts.changing(work):
+        draft = draft_for(work, root)
+        if draft.id != _NO_DRAFT and draft.settings.get("data.masks") == "files":
+            drafts.save(work, draft.without_setting("data.masks"))
+
+
 def recent(work: Workplace) -> list[str]:
     """Return the folders used lately that are still there and may be named, the newest first."""
     found: dict[str, None] = {}

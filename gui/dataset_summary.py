@@ -34,8 +34,8 @@ class Kind:
 
 KINDS = {
     "no-caption": Kind(
-        some="Some images have no caption",
-        one="Some images have no caption",
+        some="{count} images have no caption",
+        one="1 image has no caption",
         why="A caption says what is in an image; what it names can be left out or changed later.",
         button="Caption them",
     ),
@@ -69,8 +69,11 @@ KINDS = {
 _NOT_LISTED = frozenset({"score"})
 
 
-def summary(folder: Path, values: Mapping[str, Any]) -> tuple[Html, bool]:
-    """Return the report of a dataset, and whether it warns of nothing."""
+def summary(folder: Path, values: Mapping[str, Any], *, assumed: str = "") -> tuple[Html, bool]:
+    """Return the report of a dataset, and whether it warns of nothing.
+
+    `assumed` is the base that the images are judged for where nobody has chosen one.
+    """
     count = int(number(values, "images"))
     findings = [
         row
@@ -78,10 +81,29 @@ def summary(folder: Path, values: Mapping[str, Any]) -> tuple[Html, bool]:
         if isinstance(row, dict) and row.get("kind") not in _NOT_LISTED
     ]
     counted = "1 image" if count == 1 else f"{count:,} images"
+    unreadable = sum(row.get("kind") == "unusable" for row in findings)
+    others = f"{unreadable:,} more files that cannot be read" if unreadable > 1 else None
     is_good = not any(row.get("severity") in ("warning", "error") for row in findings)
     report = tag(
         "div",
-        tag("h2", tag("span", counted), ", ", tag("span", _verdict(values, findings))),
+        tag(
+            "h2",
+            tag("span", counted),
+            ", ",
+            *(
+                (tag("span", others or "1 more file that cannot be read"), ", ")
+                if unreadable
+                else ()
+            ),
+            tag("span", _verdict(values, findings)),
+        ),
+        tag(
+            "p",
+            f"Judged for {assumed}, the base for ComfyUI; the next step chooses one.",
+            class_="quiet",
+        )
+        if assumed
+        else None,
         tag("ul", *_groups(folder, findings), class_="findings") if findings else None,
         tag(
             "p",
@@ -118,11 +140,16 @@ def _groups(folder: Path, findings: Sequence[Mapping[str, Any]]) -> Iterator[Htm
     """Yield a line for each kind of remark, the gravest first."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in findings:
-        kinds.setdefault(str(row.get("kind")), []).append(row)
+        kind = str(row.get("kind"))
+        # Files that cannot be read have different reasons, each with its own cure.
+        kinds.setdefault(f"{kind}: {row.get('what')}" * (kind == "unusable") or kind, []).append(
+            row
+        )
     order = {"error": 0, "warning": 1}
-    for kind, rows in sorted(
+    for group, rows in sorted(
         kinds.items(), key=lambda item: order.get(str(item[1][0].get("severity")), 2)
     ):
+        kind = group.partition(":")[0]
         severity = str(rows[0].get("severity", "note"))
         named = KINDS.get(kind)
         label = named.button if named else "Show"
@@ -132,17 +159,25 @@ def _groups(folder: Path, findings: Sequence[Mapping[str, Any]]) -> Iterator[Htm
             tag(
                 "div", tag("b", _said(named, rows)), tag("p", *_about(named, rows), class_="quiet")
             ),
-            link_button(label, _desk(folder, kind)),
+            link_button(label, _desk(folder, kind) + ("&write=1" if kind == "no-caption" else "")),
             class_=f"panel {severity}",
         )
 
 
 def _said(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> str:
     if kind is not None:
-        return kind.one if len(rows) == 1 else kind.some.format(count=f"{len(rows):,}")
+        count = _count(rows)
+        return kind.one if count == 1 else kind.some.format(count=f"{count:,}")
     first = rows[0]
     name = f"{first['file']} " if first.get("file") else ""
     return inline(f"{name}{first.get('what', '')}")
+
+
+def _count(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return of how many images a remark is: one that is about all of them begins with their number."""
+    first = str(rows[0].get("what", "")).partition(" ")[0].replace(",", "")
+    is_of_all = len(rows) == 1 and not rows[0].get("file") and first.isdecimal()
+    return int(first) if is_of_all else len(rows)
 
 
 def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[Html | str]:
@@ -161,7 +196,16 @@ def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[Htm
     if len(names) > _NAMED:
         yield tag("span", f" and {len(names) - _NAMED:,} more")
     yield ". "
+    if rows[0].get("kind") == "unusable":
+        yield tag("span", inline(_sentence(str(rows[0].get("what", "")))))
+        yield ". "
+        yield tag("span", inline(_sentence(str(rows[0].get("advice", "")))))
+        yield ". "
     yield tag("span", kind.why)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".")
 
 
 def _desk(folder: Path, kind: str = "") -> str:

@@ -118,9 +118,15 @@ class Reader:
             "where": caption.file,
             "stand_in": caption.stand_in,
             "locked": caption.locked,
+            "unreadable": self.is_unreadable(picture),
             "badges": [badge.to_json() for badge in badges],
             **_placed(self.checked.pictures.get(picture.name, {})),
         }
+
+    def is_unreadable(self, picture: ImageFile) -> bool:
+        """Whether the check found that a file cannot be read: it is not trained on."""
+        found = self.checked.findings.get(picture.name, ())
+        return any(finding.get("kind") == "unusable" for finding in found)
 
     def caption(self, picture: ImageFile) -> Caption:
         """Return the caption of a picture; one that cannot be read is locked and says why."""

@@ -19,6 +19,11 @@ ENGLISH = "en"
 COOKIE = "lora_train_language"
 _FOLDER = Path(__file__).with_name("languages")
 _SCRIPT = Path(__file__).with_name("assets") / "language.js"
+# The colours of assets/site.css, before it comes: else each page begins with a white flash in a dark scheme.
+FIRST_FRAME = (
+    '<meta name="color-scheme" content="light dark"><style>html { background: #fbf9f6; } '
+    "@media (prefers-color-scheme: dark) { html { background: #161514; } }</style>"
+)
 # The text whose translation is the name of the language itself: `Deutsch`.
 _OWN_NAME = "English"
 
@@ -63,11 +68,11 @@ def _accepted(headers: Headers) -> list[str]:
 
 
 async def serve(pages: Application, scope: Message, receive: Receive, send: Send) -> None:
-    """Let `pages` answer; a page gets the code of its language and the script that says it."""
+    """Let `pages` answer; a page gets its language, its script, and its scheme before any style sheet comes."""
     headers = Headers(scope=scope)
     asks_for_page = scope["method"] == "GET" and "text/html" in headers.get("accept", "")
     code = wanted(headers) if asks_for_page else ENGLISH
-    if code == ENGLISH:
+    if not asks_for_page:
         await pages(scope, receive, send)
         return
     # The page is changed on its way, so it must come as text.
@@ -96,9 +101,10 @@ class _Translating:
         await self._send(message)
 
     async def _page(self, start: Message) -> None:
-        loaded = f'<head><script src="/ui/language/{self._code}.js"></script>'.encode()
+        script = f'<script src="/ui/language/{self._code}.js"></script>'
+        loaded = f"<head>{FIRST_FRAME}{script if self._code != ENGLISH else ''}"
         page = self._body.replace(b'lang="en"', f'lang="{self._code}"'.encode(), 1)
-        page = page.replace(b"<head>", loaded, 1)
+        page = page.replace(b"<head>", loaded.encode(), 1)
         headers = MutableHeaders(raw=list(start["headers"]))
         headers["content-length"] = str(len(page))
         await self._send({**start, "headers": headers.raw})

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import read_json_object
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
+from lora_trainer.hardware.machine import detect
 from lora_trainer.reporting.history import mapping, sequence
 
-from .asset_files import EXAMPLE
-from .bases import EMBEDDED
+from .asset_files import EXAMPLE, EXAMPLE_NAME
+from .bases import EMBEDDED, RECOMMENDED
 from .drafts import Draft
 from .fence import fenced
 from .warm import BASES, Done, WarmProcess
@@ -46,14 +48,31 @@ _WARM = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS}
 
 
 def check_words(draft: Draft, work: Workplace) -> Words:
-    """Return the command that reports on the dataset; raises RequestError or InputError."""
+    """Return the command that reports on the dataset; raises RequestError or InputError.
+
+    Images are judged for the chosen base. Where nobody has chosen and the plan would take the miniature,
+    they are judged for the base that is recommended: at its size every photograph would be large enough.
+    """
+    folder = work.folder(draft.dataset)
     return (
         "check",
-        str(work.folder(draft.dataset)),
-        *base_words(draft.base, work),
+        str(folder),
+        *base_words(judged_for(draft, folder), work),
         *_sets(draft, work),
         "--json",
     )
+
+
+def judged_for(draft: Draft, folder: Path) -> str:
+    """Return the base that the images of a draft are judged for; the example is made for the miniature."""
+    if draft.base.strip() not in ("", "auto") or folder.name == EXAMPLE_NAME or _has_gpu():
+        return draft.base
+    return RECOMMENDED
+
+
+@cache
+def _has_gpu() -> bool:
+    return detect().accelerator()[0] is not None
 
 
 def plan_words(draft: Draft, work: Workplace) -> Words:

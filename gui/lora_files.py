@@ -29,7 +29,7 @@ from lora_trainer.reporting.status import read_status
 
 from . import state
 from .bases import EMBEDDED
-from .lora_names import read_names, write_names
+from .lora_names import name_now, read_names, write_names
 from .run_best import read_best, recommended
 from .workplace import Workplace
 
@@ -145,8 +145,11 @@ def entries(work: Workplace) -> tuple[Entry, ...]:
 def find(work: Workplace, ref: str) -> LoraFile:
     """Return the file of that name; raises RequestError for one that no run has."""
     run, _, name = ref.partition("/")
-    for file in _files(state.run_folder(work.runs, run)):
-        if file.path.name == name:
+    folder = state.run_folder(work.runs, run)
+    # A bookmark or another tab has the name from before it was renamed.
+    wanted = name_now(folder, read_names(folder), name)
+    for file in _files(folder):
+        if file.path.name == wanted:
             return file
     raise RequestError(f"the run {run} has no file {name!r}", fix="choose one from the list")
 

@@ -159,6 +159,9 @@ class _Media:
                 self.thumbs.of, path, size_px, limiter=self._limiter
             )
         except ImageDecodeError as fault:
+            # Its card says why; in an element a 404 would be an error in the console at each visit.
+            if request.headers.get("sec-fetch-dest") == "image":
+                return Response(status_code=204)
             return PlainTextResponse(f"{path.name} {fault.reason}", status_code=404)
         except LoraTrainError as error:
             return _missing(error)

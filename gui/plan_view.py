@@ -45,6 +45,17 @@ COURSE = {
     "rank": "adapter.rank",
     "learning_rate": "optimizer.learning_rate",
 }
+# What the size that a base is trained in makes of the images, said where the base is chosen.
+_OF_BASE = {
+    "low-resolution": (
+        "{count} of {images} images are smaller than this base is trained at and would be enlarged",
+        "What is learned from them is soft: give larger ones, or choose a smaller size.",
+    ),
+    "blurred": (
+        "{count} of {images} images look blurred at this size",
+        "Leave them out, or choose a smaller size.",
+    ),
+}
 _REST = ("work", "working memory {size}")
 _PHASES = {
     "images": "preparing images",
@@ -300,7 +311,7 @@ def _decided(settings: Values) -> Iterator[tuple[Html, str, str, Html]]:
 def remarks(values: Values) -> Html:
     """Return what the plan warns of, each with its advice."""
     found = [row for row in sequence(values, "remarks") if isinstance(row, dict)]
-    return join(
+    others = (
         tag(
             "p",
             tag("span", inline(str(row.get("what", "")))),
@@ -310,6 +321,23 @@ def remarks(values: Values) -> Html:
         )
         for row in found
     )
+    return join([*_of_images(values), *others])
+
+
+def _of_images(values: Values) -> Iterator[Html]:
+    """Yield of how many images the planned size makes something that harms the training."""
+    images = mapping(values, "images")
+    for kind, (said, advice) in _OF_BASE.items():
+        count = images.get(kind)
+        if isinstance(count, int):
+            what = said.format(count=f"{count:,}", images=f"{number(images, 'all'):,.0f}")
+            yield tag(
+                "p",
+                tag("span", what),
+                ". ",
+                tag("span", advice, class_="quiet"),
+                class_="notice warning",
+            )
 
 
 def _value(settings: Values, key: str) -> Any:

@@ -210,6 +210,12 @@ def downloading(download: Download) -> tuple[Stage, ...]:
     return (come, *(Stage(name=name, state="later") for _, name in _STARTING))
 
 
+def setting_out() -> tuple[Stage, ...]:
+    """Return the stages of a run that has no folder yet: the program starts, then reads the images."""
+    start = Stage(name="Start the program", state="now")
+    return (start, *(Stage(name=name, state="later") for _, name in _STARTING))
+
+
 def starting(seen: Look) -> tuple[Stage, ...]:
     """Return the stages up to the first step of a run that has not done it since it started or resumed."""
     status = seen.status

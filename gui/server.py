@@ -79,6 +79,8 @@ def pages(work: Workplace) -> Any:
             show_error=True,
             ssr_mode=False,
             mcp_server=False,
+            # Spoken after each change; Gradio lacks the text of its own key.
+            i18n=gr.I18n(en={"common.complete": "Done"}, de={"common.complete": "Fertig"}),
             pwa=False,
             allowed_paths=[],
             max_file_size=UPLOAD_MAX_BYTES,

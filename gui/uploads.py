@@ -38,13 +38,13 @@ from lora_trainer.common.files import (
 )
 
 from .archives import Received, unpack
-from .asset_files import EXAMPLE
+from .asset_files import EXAMPLE, EXAMPLE_NAME
 from .posted import Posted
 from .upload_names import Names, is_image, numbered, reason_against, safe_name
 from .workplace import Workplace
 
 FOLDER, INCOMING = "uploads", "incoming"
-EXAMPLE_NAME = "example"
+EXAMPLE_TRIGGER = "zibbo"
 MAX_FILES = 20_000
 MAX_LEFT_OUT_NAMED = 5
 _NAME_MAX_BYTES = 150

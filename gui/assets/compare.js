@@ -23,7 +23,8 @@ export async function mount(place, server) {
   place.replaceChildren(make("div", { className: "sides" }, ...sides.map((side) => side.node)), differences, said, rows);
   await Promise.all(sides.map((side) => side.read()));
   const drawn = sides.map((side) => side.drawn());
-  const common = drawn[0].findLast((step) => drawn[1].includes(step));
+  // At step 0 both are the base, which compares nothing.
+  const common = drawn[0].findLast((step) => step > 0 && drawn[1].includes(step));
   for (const side of sides) side.fill(common);
 }
 
@@ -59,7 +60,7 @@ class Side {
     return (this.sheet.steps ?? []).filter((_, index) => this.sheet.images[0]?.[index]).map(({ step }) => step);
   }
 
-  /** Offer the steps: first the one in the address, else the one that both have, else the best, else the last. */
+  /** Offer the steps: first the one in the address, else the one that both have, else the best, else the last drawn. */
   fill(common) {
     const steps = this.sheet.steps ?? [];
     this.step.replaceChildren(...steps.map((step, index) => make("option", { value: index, textContent: step.best ? `${step.name}, the best` : step.name })));

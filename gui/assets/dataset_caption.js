@@ -24,6 +24,13 @@ class Captioner {
       this.about, this.bar, this.said, this.problems);
   }
 
+  /** Open it where somebody came to have captions written. */
+  showFirst() {
+    this.node.open = true;
+    this.node.scrollIntoView({ block: "start" });
+    this.start.focus({ preventScroll: true });
+  }
+
   /** Ask how far it is, and again while it runs. */
   async look() {
     clearTimeout(this.timer);
@@ -49,9 +56,10 @@ class Captioner {
     this.running = running;
     this.start.disabled = running;
     this.stop.hidden = !running;
-    this.back.hidden = running || answer.state === "none";
+    this.back.hidden = running || !(answer.written || answer.done); // where nothing was written, nothing is taken back
     this.bar.hidden = !running;
-    this.bar.value = answer.count ? answer.done / answer.count : 0;
+    // Without a value it moves by itself: while a model is downloaded or loaded nobody knows how far it is.
+    if (answer.count) this.bar.value = answer.done / answer.count; else this.bar.removeAttribute("value");
     this.said.textContent = answer.said;
     this.said.classList.toggle("ds-error", answer.state === "failed");
     this.problems.replaceChildren(...answer.problems.map((text) => make("li", {}, text)));

@@ -58,10 +58,10 @@ class Card {
       : button("Exclude", () => this.desk.exclude([name]), {
         "aria-label": `Exclude ${name}`, title: "Moves it into the folder _excluded; nothing is deleted",
       });
-    const closer = this.excluded ? null : button("Mask", () => this.closer(), { "aria-label": `Mask and crop of ${name}` });
+    this.closerButton = this.excluded ? null : button("Mask", () => this.closer(), { "aria-label": `Mask and crop of ${name}` });
     this.node = make("li", { class: "ds-card" }, this.box,
       make("div", { class: "ds-name", title: name, dir: "auto", translate: "no" }, name),
-      this.area, this.size, this.badges, make("div", { class: "ds-foot" }, this.state, closer, act));
+      this.area, this.size, this.badges, make("div", { class: "ds-foot" }, this.state, this.closerButton, act));
   }
 
   ask(name, values) { return this.desk.ask(name, { folder: this.folder, ...values }); }
@@ -77,7 +77,10 @@ class Card {
       if (this.area.value !== picture.caption) this.area.value = picture.caption;
     }
     this.area.placeholder = picture.stand_in ? `trained as: ${picture.stand_in}` : "no caption";
-    this.area.readOnly = this.excluded || Boolean(picture.locked);
+    this.area.readOnly = this.excluded || Boolean(picture.locked) || Boolean(picture.unreadable);
+    // What cannot be read is not trained on: there is nothing to say of it, or to paint.
+    this.area.hidden = Boolean(picture.unreadable) && !this.area.value;
+    if (this.closerButton) this.closerButton.hidden = Boolean(picture.unreadable);
     this.size.replaceChildren(...sizeTexts(picture));
     this.badges.replaceChildren(...picture.badges.map((badge) =>
       make("li", { class: `ds-badge ds-${badge.severity}`, title: badge.title }, badge.text)));

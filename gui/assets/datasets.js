@@ -94,6 +94,7 @@ class Desk {
     this.away = false;
     this.opener.opened(answer);
     this.captioner.look();
+    if (address.searchParams.has("write")) this.captioner.showFirst();
     this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
   }
 

@@ -24,7 +24,7 @@ from ..drafts import Draft
 from ..launch import Plans
 from ..markup import button, error_html, join, note_html, tag
 from ..posted import Posted
-from ..run_state import downloading
+from ..run_state import downloading, setting_out
 from ..run_view import stages_html
 from ..warm import BASES
 from ..workplace import Workplace
@@ -85,6 +85,8 @@ def _wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
         newest = drafts.new(work, dataset=folder)
     if folder and (newest.dataset, newest.step) != (folder, step):
         newest = replace(newest, dataset=folder, step=max(newest.step, step))
+        if asked.get("example") and "data.trigger" not in newest.settings:
+            newest = newest.with_setting("data.trigger", uploads.EXAMPLE_TRIGGER)
         drafts.save(work, newest)
     return newest
 
@@ -315,7 +317,9 @@ def _report(work: Workplace, draft: Draft) -> list[Any]:
         return [error_html(str(error)), {"folder": ""}, gr.Button(visible=False)]
     if answer.values is None:
         return [error_html(answer.error), {"folder": ""}, gr.Button(visible=False)]
-    report, is_good = summary(folder, answer.values)
+    judged = launch.judged_for(draft, folder)
+    assumed = bases.title(judged) if judged != draft.base else ""
+    report, is_good = summary(folder, answer.values, assumed=assumed)
     on = "Looks good, next step" if is_good else "Continue anyway"
     return [report, {"folder": str(folder)}, gr.Button(on, visible=True)]
 
@@ -384,4 +388,7 @@ def _waiting(work: Workplace, draft: Draft) -> str:
     if download is not None:
         stop = tag("p", "You may leave this page. ", tag("a", "Queue", href="/queue"), " stops it.")
         return join([stages_html(downloading(download)), stop])
-    return note_html("Starting: the run opens here once its data and base are checked.")
+    said = note_html("Starting: the run opens here once its data and base are checked.")
+    if item.state == "waiting":
+        return said
+    return join([said, stages_html(setting_out())])

@@ -7,6 +7,7 @@ base, the processes, the GPU and the exported file; those of the dataset are in 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -109,7 +110,18 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             {"kind": remark.kind, "what": remark.what, "advice": remark.advice}
             for remark in run_warnings(prepared)
         ],
+        "images": image_counts(prepared),
     }
+
+
+def image_counts(prepared: Prepared) -> dict[str, int]:
+    """Return how many images there are, and of how many each warning is; each is judged for the planned size."""
+    kinds = Counter(
+        found.kind
+        for found in prepared.report.findings
+        if found.file is not None and found.severity != "note"
+    )
+    return {"all": len(prepared.trained) + len(prepared.held_out), **kinds}
 
 
 def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType:

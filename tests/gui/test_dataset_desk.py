@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts
 from lora_trainer.gui.dataset_desk import DatasetDesk
+from lora_trainer.gui.dataset_summary import summary
 from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
@@ -313,6 +315,37 @@ def answered(monkeypatch: pytest.MonkeyPatch, values: Any, error: str = "") -> l
     return asked
 
 
+def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
+    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heic = {"severity": "warning", "kind": "unusable", "file": "p1.png"}
+    heic |= {"what": "is a HEIC image", "advice": "pip install pillow-heif, or convert it"}
+    broken = {**heic, "file": "p2.png", "what": "is cut off", "advice": "replace it"}
+    answer = check_answer(findings=[heic, broken], images=1)
+    answered(monkeypatch, answer)
+    ask(desk, "check", folder)
+    shown = ask(desk, "look", folder)["pictures"]
+    assert [row["unreadable"] for row in shown] == [False, True, True]
+    edit = {"kind": "prepend", "text": "zorble", "replacement": "", "joint": ", "}
+    rows = ask(desk, "preview", folder, files=["p0.png", "p1.png", "p2.png"], **edit)["rows"]
+    assert [row["file"] for row in rows] == ["p0.png"]
+    report, is_good = summary(folder, answer)
+    text = " ".join(re.sub("<[^>]*>", " ", report).split())
+    assert not is_good and "1 image , 2 more files that cannot be read" in text
+    assert "Is a HEIC image . Pip install pillow-heif, or convert it ." in text
+    assert "Is cut off . Replace it ." in text and "2 files cannot be read" not in text
+
+
+def test_a_remark_on_all_images_is_counted_and_leads_to_where_captions_are_written(
+    folder: Path,
+) -> None:
+    what = "18 of 18 images have no caption: a.png, b.png, ..."
+    row = {"severity": "warning", "kind": "no-caption", "file": None, "what": what}
+    report, _ = summary(folder, check_answer(findings=[row], images=18), assumed="SDXL")
+    assert "18 images have no caption" in report and "Some" not in report
+    assert "write=1" in report and "Judged for SDXL" in report
+
+
 def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
     desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,10 +410,16 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
     assert chosen["data.masks"] == "files", "what was painted is trained with"
     assert "the mask of p1.png" in ask(desk, "undo", folder)["step"]
     assert old.read_bytes() == before and not file.exists()
+    assert drafts.current(work).settings["data.masks"] == "files", "the one before is there"
     ask(desk, "redo", folder)
     assert file.read_bytes() == written
     ask(desk, "mask", folder, file="p1.png", mask="")
     assert not file.exists()
+    assert "data.masks" not in drafts.current(work).settings, "the last one is gone"
+    ask(desk, "undo", folder)
+    assert drafts.current(work).settings["data.masks"] == "files"
+    ask(desk, "redo", folder)
+    assert "data.masks" not in drafts.current(work).settings
     ask(desk, "undo", folder)
     black = (png(Image.new("L", (32, 24))), "nothing is painted")
     for bad, why in (black, ("data:x", "no mask"), (png(half)[:90], "mask")):
@@ -493,6 +532,11 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     monkeypatch.setattr("lora_trainer.gui.jobs.start", start)
     ask(desk, "look", folder, trigger="-x", resolution="")
     asked = {"model": "blip", "mode": "replace", "files": ["p0.png", "p2.png"]}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(RequestError, match="cannot be reached"):
+        ask(desk, "caption", folder, **asked)
+    assert lines == [], "said at once, before any model is loaded"
+    monkeypatch.setattr("lora_trainer.gui.caption_job._reaches_hub", lambda: True)
     assert ask(desk, "caption", folder, **asked)["state"] == "none"
     words = lines[0][lines[0].index("caption") :]
     assert {"--overwrite", "--trigger=-x", "--images=p0.png", "--images=p2.png"} < set(words)
@@ -518,6 +562,7 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     ):
         shown = captioning(desk, folder, rows, code)
         assert (shown["state"], shown["said"], shown["done"]) == (state, said, done)
+        assert bool(shown["written"] or shown["done"]) == bool(done), "else nothing to take back"
         assert shown["problems"] == (["a.png is damaged. remove it"] if problem in rows else [])
     values = {"event": "undone", "removed": ["a", "b"], "restored": ["c"], "kept": []}
     undone = SimpleNamespace(values=values)

@@ -187,6 +187,8 @@ def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     lora_files.rename(work, "a/zorble.safetensors", "first")
     lora_files.take_note(work, "a/first.safetensors", "good with hats\n")
     file = lora_files.rename(work, "a/first.safetensors", "Blue creature.safetensors")
+    for before in ("a/zorble.safetensors", "a/first.safetensors"):
+        assert lora_files.find(work, before).path == file.path, "as a bookmark has it"
     assert file.ref == "a/Blue creature.safetensors"
     assert (run / "Blue creature.preview.png").is_file() and not (
         run / "zorble.safetensors"

@@ -98,8 +98,9 @@ def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are_and_nothing_els
         assert get(work, f"/media/own/tries/{try_}")[0] == 404, try_
 
 
-def thumb(work: Workplace, folder: Path, file: str, size: str = "96") -> Any:
-    return get(work, "/media/thumb?" + urlencode({"folder": folder, "file": file, "size": size}))
+def thumb(work: Workplace, folder: Path, file: str, size: str = "96", **headers: str) -> Any:
+    asked = urlencode({"folder": folder, "file": file, "size": size})
+    return get(work, f"/media/thumb?{asked}", **headers)
 
 
 def test_all_samples_of_a_run_are_one_zip_of_its_name_and_leave_no_file(work: Workplace) -> None:
@@ -141,6 +142,8 @@ def test_a_small_copy_is_made_once_and_a_few_are_kept(
         status, headers, said = thumb(work, images, file)
         assert status == 404 and headers["content-type"].startswith("text/plain")
         assert file.encode() in said and why in said
+        in_a_page = thumb(work, images, file, sec_fetch_dest="image")
+        assert (in_a_page[0], in_a_page[2]) == (204, b""), "no error in the console at each visit"
     monkeypatch.setattr("lora_trainer.gui.thumbs._PRUNE_EVERY", 1)
     monkeypatch.setattr("lora_trainer.gui.thumbs.LIMIT_BYTES", 1)
     assert thumb(work, images, "1.png")[0] == 200

@@ -58,7 +58,7 @@ def prepared(base: Any, hardware: Hardware, images: int) -> Prepared:
         **vars(inputs),
         plan=plan(inputs),
         dataset=SimpleNamespace(regularisation=()),  # type: ignore[arg-type]
-        report=SimpleNamespace(buckets={"512x512": images}),  # type: ignore[arg-type]
+        report=SimpleNamespace(buckets={"512x512": images}, findings=()),  # type: ignore[arg-type]
         trained=(record,) * (images - held_out),
         held_out=(record,) * held_out,
         cache_root=Path(),
