@@ -55,8 +55,11 @@ def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
             return _queued(kind)(groups, **rated)
         # Paging moves state between device and host memory. A device that has no memory of its own keeps all
         # state in host memory anyway, and the unpaged optimizer computes the same numbers.
-        is_paged = name == "paged_adamw8bit" and device.own_memory
-        return _queued(optim.PagedAdamW8bit if is_paged else optim.AdamW8bit)(groups, **like_adam)
+        if name == "paged_adamw8bit" and device.own_memory:
+            return _queued(optim.PagedAdamW8bit)(groups, **like_adam)
+        from lora_trainer.training.queued_adamw8bit import QueuedAdamW8bit
+
+        return QueuedAdamW8bit(groups, **like_adam)
     if name == "schedulefree_adamw":  # Defazio et al. 2024, arXiv 2405.15682
         from schedulefree import AdamWScheduleFree
 

@@ -1,0 +1,122 @@
+"""AdamW in 8 bits on joined tensors: the library's bits, steps undone on the device, and no answer waited for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bitsandbytes.optim import AdamW8bit
+from torch import Tensor, nn
+
+from lora_trainer.training import queued_adamw8bit
+from lora_trainer.training.queued_adamw8bit import QueuedAdamW8bit
+
+# Below and above the size from which states have 8 bits, whole blocks of 256 elements and not; a convolution.
+SHAPES = ((16, 320), (320, 16), (4, 4), (7, 700), (5000,), (16, 32, 3, 3), (64, 64), (3,))
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queued_adamw8bit, "PIECE_ELEMENTS", 11_000)
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def grouped(tensors: list[nn.Parameter]) -> list[dict[str, object]]:
+    return [{"params": tensors[:5]}, {"params": tensors[5:], "lr": 3e-3}]
+
+
+def walk(optimizer: torch.optim.Optimizer, tensors: list[nn.Parameter], *seeds: int) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in tensors:
+            tensor.grad = torch.randn(tensor.shape, generator=generator)
+        optimizer.step()
+
+
+def bits(optimizer: torch.optim.Optimizer, tensors: list[nn.Parameter]) -> list[Tensor]:
+    """Return copies of the weights and of all states."""
+    states = [optimizer.state[tensor] for tensor in tensors]
+    names = ("state1", "state2", "absmax1", "absmax2")
+    found = [state[name] for state in states for name in names if name in state]
+    return [each.detach().clone() for each in (*tensors, *found)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_weights_and_states_have_the_bits_of_the_library() -> None:
+    own, reference = parameters(), parameters()
+    joined, single = (
+        QueuedAdamW8bit(grouped(own), **OPTIONS),
+        AdamW8bit(grouped(reference), **OPTIONS),
+    )
+    walk(joined, own, *range(5))
+    walk(single, reference, *range(5))
+    assert same(bits(joined, own), bits(single, reference))
+    assert len(SHAPES) > len(joined._pieces) > 4, "fewer kernels than tensors"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_step_with_bad_gradients_changes_no_bit_and_the_next_one_is_as_good(bad: float) -> None:
+    own = parameters()
+    optimizer = QueuedAdamW8bit(grouped(own), **OPTIONS)
+    walk(optimizer, own, 1, 2)
+    before = bits(optimizer, own)
+    for tensor in own:
+        tensor.grad = torch.full_like(tensor, bad)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert same(bits(optimizer, own), before)
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    walk(optimizer, own, 3)
+    after = bits(optimizer, own)
+    assert not same(after, before) and all(each.isfinite().all() for each in after)
+
+
+def test_a_resume_goes_on_with_the_same_bits() -> None:
+    own, resumed = parameters(), parameters()
+    first, second = (
+        QueuedAdamW8bit(grouped(own), **OPTIONS),
+        QueuedAdamW8bit(grouped(resumed), **OPTIONS),
+    )
+    walk(first, own, 1, 2)
+    walk(second, resumed, 9)  # its states are there already, as those of a run that resumes
+    state = {key: values for key, values in first.state_dict().items()}
+    second.load_state_dict(torch.load(_saved(state), weights_only=False))
+    for old, new in zip(own, resumed, strict=True):
+        new.data.copy_(old)
+    walk(first, own, 3, 4)
+    walk(second, resumed, 3, 4)
+    assert same(bits(first, own), bits(second, resumed))
+
+
+def _saved(state: dict[str, object]) -> object:
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_a_tensor_without_a_gradient_is_left_out_as_the_library_does() -> None:
+    own, reference = parameters(), parameters()
+    joined, single = (
+        QueuedAdamW8bit(grouped(own), **OPTIONS),
+        AdamW8bit(grouped(reference), **OPTIONS),
+    )
+    for optimizer, tensors in ((joined, own), (single, reference)):
+        walk(optimizer, tensors, 1)
+        generator = torch.Generator().manual_seed(2)
+        for tensor in tensors:
+            tensor.grad = torch.randn(tensor.shape, generator=generator)
+        tensors[0].grad = None
+        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        optimizer.step()
+        walk(optimizer, tensors, 3)
+    assert same(bits(joined, own), bits(single, reference))
