@@ -89,6 +89,9 @@ FLUX_SHIFT = Reference(
 FLUX2_SHIFT = Reference(
     name="musubi-tuner: `flux2_shift`; OneTrainer, `#flux2 LoRA`", below=FLUX_SHIFT.below
 )
+LUMINA_SHIFT = Reference(
+    name="diffusion-pipe: logit-normal, `lumina_shift`", below=FLUX_SHIFT.below
+)
 QWEN_SHIFT = Reference(
     name="musubi-tuner: `qwen_shift`", below=_logit_normal(_by_tokens(most=8192, high=0.9))
 )
@@ -114,7 +117,7 @@ REFERENCES: Mapping[str, Reference] = {
     "Tongyi-MAI/Z-Image": ONE_TRAINER,
     "Tongyi-MAI/Z-Image-Turbo": ONE_TRAINER,
     "Qwen/Qwen-Image": QWEN_SHIFT,
-    "Alpha-VLLM/Lumina-Image-2.0": AI_TOOLKIT,
+    "Alpha-VLLM/Lumina-Image-2.0": LUMINA_SHIFT,
 }
 """By the first Hub id of each public release."""
 

@@ -171,6 +171,12 @@ class AdapterSettings(Section):
         resume="forbidden",
         replans=True,
     )
+    refiners: bool = setting(
+        True,
+        "also adapt the refiners, the blocks before the main ones of Z-Image and Lumina 2",
+        resume="forbidden",
+        replans=True,
+    )
 
 
 class TrainSettings(Section, Generic[A_co]):
@@ -353,7 +359,7 @@ class ObjectiveSettings(Section, Generic[A_co]):
     )
     flow_shift: Factor | Literal["resolution"] = setting(
         1.0,
-        "shift s: flow timestep t becomes s t / (1 + (s - 1) t); resolution: s of the base's sampler",
+        "shift s: flow timestep t becomes s t / (1 + (s - 1) t); resolution: s by the image's size",
         only_for=FLOW,
         kohya_flow=("ss_discrete_flow_shift",),
     )

@@ -188,6 +188,12 @@ class BaseCosts:
             }
         )
 
+    def adapted(self, settings: AdapterSettings) -> Mapping[str, tuple[int, ...]]:
+        """Return `adapter_shapes` of the modules that these settings adapt."""
+        shapes = self.adapter_shapes(settings.targets)
+        names = self.family.without_refiners(shapes, refiners=settings.refiners)
+        return {name: shapes[name] for name in names}
+
     @cached_property
     def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
         """(fan_in, out) of the linear layers that quantisation takes, in module order."""
@@ -236,7 +242,7 @@ class BaseCosts:
         """Return how many trained tensors there are of each shape: adapters and new tokens."""
         key = settings.model_dump_json()  # hash() refuses settings, because of `rank_pattern`
         if key not in self.tensors:
-            tensors = adapter_tensors(self.adapter_shapes(settings.targets), settings)
+            tensors = adapter_tensors(self.adapted(settings), settings)
             for component, text_shapes in self.text_adapter_shapes.items():
                 if settings.text_encoder:
                     tensors += adapter_tensors(text_shapes, settings, component=component)

@@ -15,7 +15,7 @@ goes through it with an example.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -115,6 +115,7 @@ class Family(ABC):
             vae_factor=factor,
             guidance=self.pipeline.guidance(release.architecture, release.distilled),
             patch=self.traits.patch,
+            shifts_by_tokens=self.traits.shifts_by_tokens,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
             **vars(release),
         )
@@ -385,6 +386,10 @@ class Family(ABC):
             # `to_out` and `net` are also names of ModuleLists and activations, which have no weight.
             if name.endswith(endings) and hasattr(module, "weight") and name not in unused
         ]
+
+    def without_refiners(self, layers: Iterable[str], *, refiners: bool) -> list[str]:
+        """Return the layers that get an adapter: all, or those that are not in a refiner."""
+        return [name for name in layers if refiners or not name.startswith(self.traits.refiners)]
 
     # ---- files
 

@@ -88,8 +88,10 @@ class NetworkTraits:
     first; its activations overflow in others. `block_pattern` matches the name of the repeated block at the start
     of a layer's name; `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in
     full precision. `swapped_layers`: endings of layers whose original code has shift before scale, where diffusers
-    has the reverse, if these two are all their rows. `shares_vae`: whether the VAE in another
-    family's checkpoint counts, as FLUX.1's does for those that use it too.
+    has the reverse, if these two are all their rows. `refiners`: beginnings of names of layers of the blocks before
+    the main ones, which `adapter.refiners` leaves out. `shifts_by_tokens`: trainers shift the noise by the size of the
+    image as FLUX.1's sampler does, though the base's own sampler has one shift for all. `shares_vae`: whether the
+    VAE in another family's checkpoint counts, as FLUX.1's does for those that use it too.
     """
 
     class_name: str
@@ -101,6 +103,8 @@ class NetworkTraits:
     block_pattern: str
     quantization_skip: tuple[str, ...] = ()
     swapped_layers: tuple[str, ...] = ()
+    refiners: tuple[str, ...] = ()
+    shifts_by_tokens: bool = False
     vae_peak: VaePeak = AUTOENCODER_KL
     shares_vae: bool = False
 
@@ -356,6 +360,7 @@ class BaseFacts(BaseRelease):
     guidance: Guidance
     patch: int
     parts: Mapping[str, PartFacts]
+    shifts_by_tokens: bool = False
     missing: str = ""
     chunks: int = 1
     clip_skip: int = 1
@@ -456,13 +461,16 @@ class BaseFacts(BaseRelease):
     def flow_shift(self, *, width_px: int, height_px: int) -> float:
         """Return s of sigma' = s sigma / (1 + (s - 1) sigma) that the base's own sampler uses at an image size.
 
-        With dynamic shifting it is exp(mu), mu linear in the number of image tokens (Esser et al. 2024,
-        arXiv 2403.03206, section 5.3.2; FLUX.1's sampler), or mu itself for `time_shift_type` "linear";
-        else the scheduler's fixed shift.
+        With dynamic shifting, or where `shifts_by_tokens`, it is exp(mu), mu linear in the number of image tokens
+        (Esser et al. 2024, arXiv 2403.03206, section 5.3.2; FLUX.1's sampler), or mu itself for
+        `time_shift_type` "linear"; else the scheduler's fixed shift.
         """
         assert self.prediction == "flow", f"{self.family} is not trained by flow matching"
         scheduler = self.scheduler
-        if not scheduler.get("use_dynamic_shifting", False):  # absent in the oldest configurations
+        by_size = scheduler.get(
+            "use_dynamic_shifting", False
+        )  # absent in the oldest configurations
+        if not by_size and not self.shifts_by_tokens:
             return float(scheduler.get("shift", 1.0))  # diffusers' own default
         token_px = self.vae_factor * self.patch
         tokens = (width_px // token_px) * (height_px // token_px)

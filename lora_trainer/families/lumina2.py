@@ -99,6 +99,9 @@ class Lumina2(FlowFamily):
             transformer=tuple(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
             modulation=("norm1.linear",),
         ),
+        refiners=("noise_refiner.", "context_refiner."),
+        # sd-scripts' `nextdit_shift`, ai-toolkit's `lumina2_shift`, diffusion-pipe's `lumina_shift`.
+        shifts_by_tokens=True,
     )
     pipeline = PipelineTraits(
         class_name="Lumina2Pipeline",

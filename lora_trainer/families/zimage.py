@@ -64,6 +64,7 @@ class ZImage(FlowFamily):
             transformer=tuple(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
             modulation=("adaLN_modulation.0",),
         ),
+        refiners=("noise_refiner.", "context_refiner."),
     )
     pipeline = PipelineTraits(
         class_name="ZImagePipeline",

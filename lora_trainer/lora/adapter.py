@@ -311,7 +311,7 @@ def _refuse_others(
         raise RequestError(
             f"train.init_from changes {len(extra)} layers that this run does not train, and lacks "
             f"{len(missing)} that it trains, such as {(extra or missing)[0]}",
-            fix="set adapter.targets and adapter.text_encoder as they were when the file was trained",
+            fix="set adapter.targets, adapter.refiners and adapter.text_encoder as they were when the file was trained",
         )
     for key, layer in layers.items():
         trained = {name: _flat_shape(each, name) for name, each in layer.parameters.items()}

@@ -264,7 +264,7 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     # LoHa and LoKr build full-size weight changes from the factors in every forward pass, in fp32, and autograd
     # keeps them.
     adapter = load.adapter
-    if elements := rebuilt_elements(costs.adapter_shapes(adapter.targets), adapter):
+    if elements := rebuilt_elements(costs.adapted(adapter), adapter):
         rebuilt = elements * alive
         if adapter.text_encoder:  # not checkpointed, so all of its changes are kept
             rebuilt += sum(

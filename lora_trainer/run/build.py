@@ -209,6 +209,7 @@ def with_adapter(prepared: Prepared, networks: Networks, *, is_new: bool) -> Ada
         )
         for name, network in inside.items()
     }
+    modules[DENOISER] = family.without_refiners(modules[DENOISER], refiners=config.adapter.refiners)
     alpha = config.adapter.alpha
     start = None
     if (file := config.train.init_from) is not None and is_new:

@@ -263,7 +263,7 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
         yield finding(name, hours=hours, priority=priority, most_hours=MOST_HOURS[priority])
     if config.adapter.dora:
         yield finding("adapter")
-    shapes = prepared.costs.adapter_shapes(config.adapter.targets)
+    shapes = prepared.costs.adapted(config.adapter)
     yield from optimizer_remarks(config, shapes=shapes)
     card, _ = prepared.hardware.accelerator(sharing=prepared.sharing)
     if too_small := tier_problem(card.total_bytes if card else None):

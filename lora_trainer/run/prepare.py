@@ -357,6 +357,11 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
 def _refuse_impossible(settings: Config, basis: Basis) -> None:
     """Raise RequestError for settings that this family does not support, before the dataset is read."""
     text, adapter = basis.family.text, settings.adapter
+    if not adapter.refiners and not basis.family.traits.refiners:
+        raise RequestError(
+            f"adapter.refiners=false, but {basis.facts.source} (family {basis.family.name}) has no refiners",
+            fix="leave adapter.refiners out",
+        )
     whose = f"the text encoders of {basis.facts.source} (family {basis.family.name})"
     for key, value, is_possible in (
         ("adapter.text_encoder", adapter.text_encoder, text.trainable),

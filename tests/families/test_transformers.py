@@ -18,6 +18,9 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
+from lora_trainer.config.layers import resolve
+from lora_trainer.config.running import Config
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.sampling import build_sampler
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
@@ -64,6 +67,18 @@ def file_of(name: str, file: Path) -> Path:
     return file
 
 
+def preset(family: str) -> Config:
+    """Return what a run on a 12 GiB GPU has without a setting of the user's."""
+    return resolve(
+        family=family,
+        tier="10-12",
+        priority="balanced",
+        preset="auto",
+        config_file=None,
+        overrides={},
+    ).config
+
+
 # ---- the base's own shift
 
 
@@ -84,6 +99,32 @@ def test_the_shift_is_that_of_the_pipelines_scheduler(name: str) -> None:
     scheduler.set_timesteps(sigmas=even, mu=mu)
     expected = scheduler.sigmas[:-1].numpy()
     np.testing.assert_allclose(shift * even / (1 + (shift - 1) * even), expected, atol=1e-6)
+
+
+def test_trainers_of_lumina_2_shift_by_size_though_its_sampler_does_not() -> None:
+    """mu from 0.5 at 256 tokens to 1.15 at 4096, as sd-scripts, ai-toolkit and diffusion-pipe have it."""
+    facts = next(iter(families.family("lumina2").releases.values()))
+    assert facts.scheduler["shift"] == 6.0
+    for side_px, shift in ((256, 1.649), (768, 2.332), (1024, 3.158)):
+        found = facts.flow_shift(width_px=side_px, height_px=side_px)
+        assert found == pytest.approx(shift, abs=1e-3)
+    settings = preset("lumina2").objective
+    assert (settings.timestep_sampling, settings.flow_shift) == ("sigmoid", "resolution")
+
+
+@pytest.mark.parametrize(("name", "trained"), [("zimage", False), ("lumina2", True)])
+def test_refiners_are_left_out_as_the_peers_of_each_family_do(name: str, trained: bool) -> None:
+    """musubi-tuner's exclude patterns for Z-Image; sd-scripts' `train_blocks` for Lumina 2."""
+    family, settings = families.family(name), preset(name).adapter
+    assert settings.refiners is trained
+    costs = BaseCosts(family=family, facts=next(iter(family.releases.values())))
+    sizes = {
+        refiners: costs.adapted(settings.model_copy(update={"refiners": refiners}))
+        for refiners in (False, True)
+    }
+    left_out = sizes[True].keys() - sizes[False].keys()
+    assert len(left_out) == 28 and all("_refiner." in layer for layer in left_out)
+    assert not any("_refiner." in layer for layer in sizes[False])
 
 
 # ---- latents: as each pipeline undoes them
