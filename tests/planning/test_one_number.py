@@ -105,7 +105,7 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     yield from said("plan: images", r"(\d+) images trained", text, str(time["images"]))
     yield from said("plan: held out", r"(\d+) held out", text, str(time["held_out"]))
     yield from said("plan: steps", r"length ([\d,]+) steps", text, str(time["steps"]))
-    yield from said("page: steps", r", ([\d,]+) steps Fits", page, str(time["steps"]))
+    yield from said("page: steps", r", ([\d,]+) steps (?:\(.*?\) )?Fits", page, str(time["steps"]))
     if (course["images"], course["held_out"], course["steps"]) != (
         *(len(run.trained), len(run.held_out)),
         time["steps"],
