@@ -16,9 +16,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
-from lora_trainer.dataset.listing import ImageFile
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.listing import ImageFile, list_dataset
 
 from .journal import dataset_key
 from .launch import Words, ask
@@ -64,6 +65,16 @@ def run(work: Workplace, root: Path, words: Words, *, stamp: str) -> Check:
         kept = {"stamp": stamp, "error": answer.error, "values": dict(values)}
         write_atomic(file, json_bytes(kept), durable=False)
         return Check(values=values, error=answer.error, fresh=True)
+
+
+def remember(work: Workplace, root: Path, words: Words, values: Mapping[str, Any]) -> None:
+    """Keep an answer that another page has asked for, so that this one need not; a full disk keeps none."""
+    with suppress(LoraTrainError, OSError):
+        pictures = list_dataset(root, settings=DataSettings()).pictures
+        kept = {"stamp": stamp_of(pictures, words), "error": "", "values": dict(values)}
+        file = _file(work, root)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json_bytes(kept), durable=False)
 
 
 def stamp_of(pictures: Iterable[ImageFile], words: Words) -> str:

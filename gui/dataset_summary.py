@@ -197,15 +197,13 @@ def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[Htm
         yield tag("span", f" and {len(names) - _NAMED:,} more")
     yield ". "
     if rows[0].get("kind") == "unusable":
-        yield tag("span", inline(_sentence(str(rows[0].get("what", "")))))
+        what = str(rows[0].get("what", ""))
+        yield tag("span", inline(what[:1].upper() + what[1:]))
         yield ". "
-        yield tag("span", inline(_sentence(str(rows[0].get("advice", "")))))
+        yield tag("b", "What to do: ")
+        yield tag("span", inline(str(rows[0].get("advice", ""))))
         yield ". "
     yield tag("span", kind.why)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".")
 
 
 def _desk(folder: Path, kind: str = "") -> str:

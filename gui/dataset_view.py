@@ -107,7 +107,9 @@ class Reader:
         """Return the card of a picture as plain values."""
         caption = self.caption(picture)
         found = self.checked.findings.get(picture.name, ())
-        badges = [*self._caption_badges(caption), *map(_badge, found)]
+        # What cannot be read needs no caption.
+        of_text = () if self.is_unreadable(picture) else self._caption_badges(caption)
+        badges = [*of_text, *map(_badge, found)]
         if picture.mask is not None:
             title = f"{picture.mask_name} says what of it counts"
             badges.append(Badge(kind="mask", text="has a mask", title=title, severity="note"))

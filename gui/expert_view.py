@@ -111,7 +111,7 @@ def planned(draft: Draft, answer: Answer) -> dict[str, Any]:
     preset = _preset(plan)
     return {
         "stamp": stamp(draft),
-        "error": named(answer.error),
+        "error": named(answer.error.removeprefix("error: ")),
         "fields": {
             info.key: _in_force(
                 info, mapping(settings, info.key), preset, fallback=values[info.key]

@@ -1,7 +1,7 @@
 // The elements of the page, and living with a file that other tabs change too.
 
 const away = make("p", { class: "error notice", role: "alert", hidden: true });
-const note = make("p", { class: "notice", role: "status", hidden: true });
+const note = make("p", { class: "notice lines", role: "status", hidden: true });
 const planError = make("p", { class: "error notice", hidden: true });
 const said = make("div", { class: "expert-said" });
 const memory = make("div", { class: "memory", hidden: true });
@@ -89,7 +89,7 @@ json.area = make("textarea", {
   onblur: () => json.left(),
 });
 json.error = make("p", { class: "field-error", id: "expert-json-error", role: "alert", hidden: true });
-json.note = make("p", { class: "field-help lines", role: "status", hidden: true });
+json.note = make("p", { class: "field-help", role: "status", hidden: true });
 const chooser = make("input", {
   type: "file",
   id: "expert-file",

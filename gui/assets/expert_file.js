@@ -70,7 +70,9 @@ async function replaceAll(name, more) {
   const jsonText = json.area.value;
   const answer = await ask(name, more);
   put(json.error, answer.error || "");
-  put(json.note, answer.note || "");
+  const isUpload = Boolean(more.name && more.name !== "settings.json" && name === "replace");
+  put(json.note, isUpload ? "" : answer.note || "");
+  put(note, isUpload ? answer.note || "" : ""); // on top: what a file of another trainer comes to is worth reading
   if (answer.error) return;
   if (json.area.value === jsonText) json.dirty = false;
   earlier = before;

@@ -18,7 +18,17 @@ from lora_trainer.config.layers import CONCEPT
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.history import mapping
 
-from .. import bases, drafts, expert_edit, launch, plan_view, run_actions, state, uploads
+from .. import (
+    bases,
+    dataset_check,
+    drafts,
+    expert_edit,
+    launch,
+    plan_view,
+    run_actions,
+    state,
+    uploads,
+)
 from ..dataset_summary import summary
 from ..drafts import Draft
 from ..launch import Plans
@@ -311,12 +321,14 @@ def _with_course(draft: Draft, course: object) -> Draft:
 def _report(work: Workplace, draft: Draft) -> list[Any]:
     """Return the report on the dataset, the folder whose images are shown, the button to the next step."""
     try:
-        answer = launch.ask(launch.check_words(draft, work))
+        words = launch.check_words(draft, work)
+        answer = launch.ask(words)
         folder = work.folder(draft.dataset)
     except LoraTrainError as error:
         return [error_html(str(error)), {"folder": ""}, gr.Button(visible=False)]
     if answer.values is None:
         return [error_html(answer.error), {"folder": ""}, gr.Button(visible=False)]
+    dataset_check.remember(work, folder, words, answer.values)  # for the cards of the images
     judged = launch.judged_for(draft, folder)
     assumed = bases.title(judged) if judged != draft.base else ""
     report, is_good = summary(folder, answer.values, assumed=assumed)
