@@ -40,7 +40,7 @@ from lora_trainer.run.device import planned_device, setup_torch
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request, prepare_with_base
 from lora_trainer.run.run_folder import TrainingJob, read_run
-from lora_trainer.run.samples import file_and_base
+from lora_trainer.run.samples import OF_THE_BASE, file_and_base, is_own_base
 from lora_trainer.run.saving import WeightFigures, weight_figures
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
@@ -276,11 +276,13 @@ def evaluated_lora_of(
     settings = dict(record["settings"]) if record else flatten(config) if config else {}
     # Paths may be of another machine or base.
     elsewhere = record is None or base is not None
+    is_own = is_own_base(str(settings.get("base.model")), source)
     keys = {
         info.key
         for info in all_settings()
         if info.key.startswith(KEPT)
         and not (elsewhere and (info.path or info.key in OF_THIS_MACHINE))
+        and not (info.key in OF_THE_BASE and not is_own)
     }
     again = {key: value for key, value in settings.items() if key in keys and value != "auto"}
     return EvaluatedLora(

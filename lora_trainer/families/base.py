@@ -190,7 +190,7 @@ class Family(ABC):
             return told
         return told.assuming(
             "whether it was distilled to draw in few steps",
-            "that it was not",
+            "it was not",
             key="base.distilled",
             other="true",
             name=stated.file.name,

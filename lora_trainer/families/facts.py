@@ -331,7 +331,7 @@ class BaseRelease:
     def assuming(self, fact: str, value: str, *, key: str, other: str, name: str) -> Self:
         """Return the release with one more assumption: nothing in the file of that name states `fact`."""
         assumption = Assumption(
-            sentence=f"nothing in {name} states {fact}: {value} is assumed",
+            sentence=f"nothing in {name} states {fact}; assumed: {value}",
             advice=f"if that is wrong, use --set {key}={other}",
             key=key,
         )

@@ -8,6 +8,7 @@ follows from configs and headers.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ from lora_trainer.families.hub_files import (
     unheard,
     wanted,
     wanted_base,
+    wanted_companion,
 )
 from lora_trainer.families.single_files import (
     Checkpoint,
@@ -222,7 +224,13 @@ def _companion_folder(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Pa
             return makeable.folder
         return cached_snapshot(source, revision=None) if on_bytes is None else makeable.make()
     try:
-        return _folder(source, revision=None, on_bytes=on_bytes, without=checkpoint.present)
+        return _folder(
+            source,
+            revision=None,
+            on_bytes=on_bytes,
+            without=checkpoint.present,
+            kind="companion",
+        )
     except MachineError as error:
         if checkpoint.settings.companion != "auto" or (
             checkpoint.family.name not in companion_table()["families"]
@@ -248,7 +256,7 @@ def _find_vae(settings: BaseSettings, family: Family, *, on_bytes: OnBytes | Non
                 fix="give a VAE made for this base, as a folder if it is FLUX.2's, or leave base.vae out",
             )
         return path
-    folder = _folder(settings.vae, revision=None, on_bytes=on_bytes)
+    folder = _folder(settings.vae, revision=None, on_bytes=on_bytes, kind="vae")
     if folder is None:
         raise MachineError(
             f"base.vae {settings.vae} is not on this machine",
@@ -268,11 +276,11 @@ def _folder(
     revision: str | None,
     on_bytes: OnBytes | None,
     without: frozenset[str] = frozenset(),
-    kind: Literal["base", "part"] = "part",
+    kind: Literal["base", "companion", "vae"],
 ) -> Path | None:
     """Return the local folder of a source, None if it is not on this machine; with `on_bytes` download it.
 
-    A source of the kind "base" may hold a checkpoint alone, which is then all that is downloaded.
+    A source of the kind "base" may hold a checkpoint alone, which is then all that is downloaded; a VAE's has no index.
     """
     if source == EMBEDDED:
         return EMBEDDED_FOLDER
@@ -290,12 +298,15 @@ def _folder(
             fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
         )
     if on_bytes is not None:
+        choices: dict[str, Callable[..., list[str]]] = {
+            "base": partial(wanted_base, source=source),
+            "companion": partial(wanted_companion, source=source),
+            "vae": wanted,
+        }
         return fetch(
             source,
             revision=revision,
-            choose=partial(wanted_base, source=source, without=without)
-            if kind == "base"
-            else partial(wanted, without=without),
+            choose=partial(choices[kind], without=without),
             model_kind="base model",
             instead="give a local diffusers folder, or --base embedded",
             on_bytes=on_bytes,

@@ -177,7 +177,7 @@ class UNetFamily(Family):
         if prediction == "v_prediction" and said and not has_levels:
             told = told.assuming(
                 "whether it has zero terminal SNR",
-                "that it has not",
+                "it has not",
                 key="objective.zero_terminal_snr",
                 other="true",
                 name=file.name,

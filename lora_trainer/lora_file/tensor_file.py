@@ -127,7 +127,7 @@ def _opened(path: Path, file: BinaryIO) -> Opened:
         entries.sort(key=lambda each: (each.begin, each.end))
         by_key = {entry.key: entry for entry in entries}
     except ForeignFileError as error:
-        refuse(path, f"{error.fault}, no LoRA", fix=error.fix)
+        refuse(path, f"{error.fault}, not weights", fix=error.fix)
     except (SafetensorError, ValueError, RecursionError) as error:
         refuse(path, f"is not a safetensors file, or is cut off ({error})")
     try:

@@ -43,7 +43,7 @@ from lora_trainer.common.errors import (
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.processes import give_back_heap
-from lora_trainer.config.config import build_config
+from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import Config, SamplingSettings
 from lora_trainer.families.base import Family
@@ -306,12 +306,11 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
     file, source, config = file_and_base(run, base=base)
     config = config or Config()
     # Those of the adapter, without paths of other files.
-    is_own = Path(config.base.model).name == Path(source).name
-    # What was said of the base it was trained on says nothing of another one.
-    other = {} if is_own else {"distilled": "auto"}
-    settings = config.base.model_copy(
-        update={"model": source, "vae": None, "companion": "auto", **other}
-    )
+    is_own = is_own_base(config.base.model, source)
+    if not is_own:
+        values = flatten(config)
+        config = build_config({key: values[key] for key in values if key not in OF_THE_BASE})
+    settings = config.base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
     try:
         facts = locate(settings)
     except InputError as error:
@@ -350,19 +349,32 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         pipeline=pipeline,
         side_px=facts.resolution_px if trained_px == "auto" else trained_px,
         negative_prompt=config.sampling.negative_prompt,
-        drawing=recipe(config.sampling, facts, is_own=is_own),
+        drawing=recipe(config.sampling, facts),
         family=family,
         facts=facts,
         word=word,
     )
 
 
-def recipe(sampling: SamplingSettings, facts: BaseFacts, *, is_own: bool) -> SamplingRecipe:
-    """Return how an adapter's images are drawn: as its own samples were, on another base as that one is published."""
+# Settings that a plan decides by the base: what they say of one says nothing of another.
+OF_THE_BASE = (
+    "base.prediction",
+    "base.distilled",
+    "objective.zero_terminal_snr",
+    "sampling.steps",
+    "sampling.guidance_scale",
+)
+
+
+def is_own_base(trained_on: str, source: str) -> bool:
+    """Return whether a source is the base of a training, which may lie in another folder now."""
+    return Path(trained_on).name == Path(source).name
+
+
+def recipe(sampling: SamplingSettings, facts: BaseFacts) -> SamplingRecipe:
+    """Return how an adapter's images are drawn: as its own samples were, else as the base is published."""
     published = facts.drawing
     steps, scale = sampling.steps, sampling.guidance_scale
-    if not is_own:
-        return published
     return replace(
         published,
         steps=published.steps if steps == "auto" else steps,

@@ -477,7 +477,7 @@ def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:
     facts = describe(settings)
     assert facts.prediction == "v_prediction"
     predicted = next(each for each in facts.assumed if each.key == "base.prediction")
-    assert "v_prediction is assumed" in predicted.sentence
+    assert "assumed: v_prediction" in predicted.sentence
     assert "base.prediction=epsilon" in predicted.advice
     chosen = settings.model_copy(update={"prediction": "epsilon"})
     facts = with_choices(facts, chosen, zero_terminal_snr="auto")

@@ -21,7 +21,7 @@ from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan, pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
 from lora_trainer.planning.run_time import run_length
-from lora_trainer.run.samples import recipe
+from lora_trainer.run.samples import OF_THE_BASE, is_own_base, recipe
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import CARD, FLUX, MACHINE, QWEN, WITHOUT_CARD, machine, planned, request
 
@@ -277,8 +277,15 @@ def test_images_of_a_lora_are_drawn_as_its_samples_or_as_another_base_is() -> No
     turbo = families.known_base("Tongyi-MAI/Z-Image-Turbo")
     assert turbo is not None
     own = SamplingSettings(steps=28, guidance_scale=5.0)
-    drawn = [
-        recipe(settings, turbo, is_own=is_own)
-        for settings, is_own in ((own, True), (own, False), (SamplingSettings(), True))
-    ]
-    assert [(each.steps, each.guidance_scale) for each in drawn] == [(28, 5.0), (8, 1.0), (8, 1.0)]
+    drawn = [recipe(settings, turbo) for settings in (own, SamplingSettings())]
+    assert [(each.steps, each.guidance_scale) for each in drawn] == [(28, 5.0), (8, 1.0)]
+    assert is_own_base("/here/z_image.safetensors", "/there/z_image.safetensors")
+    assert not is_own_base("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
+    recorded = flatten(plan(request("Tongyi-MAI/Z-Image")).config)
+    decided = {
+        key
+        for key, value in flatten(plan(request("Tongyi-MAI/Z-Image-Turbo")).config).items()
+        if value != recorded[key] and key.startswith(("base.", "sampling.", "objective."))
+    }
+    # How often samples are drawn follows from their time.
+    assert decided - {"base.model", "sampling.every_steps"} <= set(OF_THE_BASE)
