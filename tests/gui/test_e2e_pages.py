@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import pytest
 from lora_trainer.gui import drafts
@@ -403,6 +403,13 @@ def test_edit_undo_reload_bulk_exclude(
     until(lambda: (folder / "a.txt").read_text() == "mine")
 
 
+def fetched(route: Any) -> Any:
+    """Return the answer to a request; unlike browsers, playwright asks a name server for *.localhost."""
+    parts = urlsplit(route.request.url)
+    address = parts._replace(netloc=f"127.0.0.1:{parts.port}").geturl()
+    return route.fetch(url=address, headers={**route.request.all_headers(), "host": parts.netloc})
+
+
 @contextmanager
 def late(page: Any, word: str, count: int = 1, *, answers: bool = False) -> Iterator[Any]:
     """Hold the next requests with a word in them, or their answers, to the end; yield what waits for them."""
@@ -410,7 +417,7 @@ def late(page: Any, word: str, count: int = 1, *, answers: bool = False) -> Iter
 
     def hold(route: Any) -> None:
         if len(held) < count and word in (route.request.post_data or ""):
-            held.append((route, route.fetch() if answers else None))
+            held.append((route, fetched(route) if answers else None))
         else:
             route.fallback()
 
