@@ -141,7 +141,7 @@ def line(values: Values) -> Html:
         "p",
         tag("span", icon("clock"), duration(values)),
         *(
-            tag("span", str(text), class_="quiet")
+            tag("span", "(", tag("span", str(text)), ")", class_="quiet")
             for text in sequence(mapping(values, "time"), "corrections")
         ),
         tag(

@@ -70,9 +70,9 @@ class Pace:
         parts = []
         if self.past:
             factor = f"{median(run.slower for run in self.past):.2g}"
-            parts.append(f"(finished runs on this machine took {factor} times the estimate)")
+            parts.append(f"finished runs on this machine took {factor} times the estimate")
         if self.load > 1:
-            parts.append(f"(other programs use {self.busy:.1f} processors now)")
+            parts.append(f"other programs use {self.busy:.1f} processors now")
         return tuple(parts)
 
 

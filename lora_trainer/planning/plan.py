@@ -358,7 +358,7 @@ class _Planner:
             seconds_per_step=here.of(step.range_s),
             idle_step_s=step.seconds,
             run_time=RunTime(parts=here.of_parts(pace.run_time().parts)),
-            time_note=" ".join((step.note, *here.notes)),
+            time_note="; ".join((step.note, *here.notes)),
             time_corrections=here.notes,
             disk_bytes=disk_bytes(inputs, config, load),
         )

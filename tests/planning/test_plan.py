@@ -222,7 +222,7 @@ def test_time_follows_the_finished_runs_of_this_machine_and_what_else_it_does_no
     assert beside.seconds_per_step == pytest.approx(
         (first.seconds_per_step[0], 3 * first.seconds_per_step[1])
     )
-    assert beside.time_corrections == ("(other programs use 12.0 processors now)",)
+    assert beside.time_corrections == ("other programs use 12.0 processors now",)
     assert beside.config == first.config, "a busy machine gets the same settings"
     # That run took 12 times as long; alone it would have taken 4 times.
     for slower in (12.0, 10.5):
@@ -235,7 +235,7 @@ def test_time_follows_the_finished_runs_of_this_machine_and_what_else_it_does_no
     assert still.seconds_per_step[0] < 12 * first.idle_step_s < still.seconds_per_step[1]
     assert again.idle_step_s == first.idle_step_s, "what the next run is compared with"
     assert again.run_time.parts["start"] == first.run_time.parts["start"]
-    assert again.time_corrections == ("(finished runs on this machine took 11 times the estimate)",)
+    assert again.time_corrections == ("finished runs on this machine took 11 times the estimate",)
     assert again.config == first.config
     for other in (replace(idle, cpu_threads=4), replace(idle, packages={"torch": "2.14"})):
         assert known_runs(folder, other, gpu=None, family="sd15") == ()
