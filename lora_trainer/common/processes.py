@@ -231,6 +231,9 @@ def without_compilers(environment: MutableMapping[str, str]) -> None:
 def quiet_libraries() -> None:
     """Silence messages meant for users of the libraries; errors still come through."""
     without_compilers(os.environ)
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # warnings of torch's C++, with file and line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

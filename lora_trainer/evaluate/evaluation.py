@@ -36,7 +36,7 @@ from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.lora_file.tensor_file import holds_adapter
 from lora_trainer.run import build
-from lora_trainer.run.device import planned_device, setup_torch
+from lora_trainer.run.device import check_allocator, planned_device, setup_torch
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request, prepare_with_base
 from lora_trainer.run.run_folder import TrainingJob, read_run
@@ -197,6 +197,7 @@ def build_evaluation(
 ) -> Evaluation:
     """Fill the caches and load the base with the adapter attached; raises LoraTrainError."""
     setup_torch(plan)
+    check_allocator(planned_device(plan), events)
     job = TrainingJob(
         prepared=plan,
         folder=subject.file.parent,

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lora_trainer.hardware.devices import KINDS, DeviceKind, KindName
+from lora_trainer.common.errors import first_line
+from lora_trainer.hardware.devices import KINDS, SEGMENTS, DeviceKind, KindName
 from lora_trainer.hardware.torch_builds import other_build
 
 # cudaHostRegisterPortable: pinned for every device of the process.
@@ -94,6 +95,26 @@ def set_memory_share(device: torch.device, share: float) -> None:
     """Limit torch's allocator on a GPU to a share of its memory."""
     where = () if kind_of(device).name == "mps" else (device,)
     torch.get_device_module(device).set_per_process_memory_fraction(share, *where)
+
+
+def first_allocation(device: torch.device) -> str:
+    """Allocate on a GPU for the first time; return why its allocator's segments do not grow, "" where all is well.
+
+    torch asks the driver about the links between GPUs before it lets segments grow. Tegra, slices of MIG and some
+    containers do not answer, and every allocation would then fail.
+    """
+    if kind_of(device).name != "cuda":
+        return ""
+    try:
+        torch.empty(1, device=device)
+        return ""
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = first_line(error)
+    torch.cuda.memory._set_allocator_settings(f"{SEGMENTS}:False")
+    torch.empty(1, device=device)
+    return reason
 
 
 def name_of(device: torch.device) -> str:

@@ -9,10 +9,11 @@ frozen network with its adapter in place; output: a switch. Switched off, the ne
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -26,6 +27,8 @@ from lora_trainer.network.block_swap import repeated_blocks
 # Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
 # gradient, and blocks of one kind may be at several resolutions of a U-Net.
 GRAPHS_PER_SHAPE = 4
+# One kernel takes seconds; a run that waits longer than this goes on uncompiled.
+WORKER_PATIENCE_S = 300
 
 
 class CompiledBlocks:
@@ -66,6 +69,8 @@ class CompiledBlocks:
             import torch._inductor.config as inductor
 
             inductor.deterministic = True
+        if backend == "inductor":
+            start_workers()
         # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
         # take longer to compile and gain little.
         self._compiled = [
@@ -84,6 +89,30 @@ class CompiledBlocks:
         finally:
             for block in self._blocks:
                 del block.forward
+
+
+def start_workers() -> None:
+    """Start the processes that compile, out of reach of the signals that stop a run, and bound the wait for them.
+
+    Ctrl-C, a closed terminal and schedulers signal the whole process group. A worker that dies of it leaves torch
+    waiting for its answer for ever, while the run has to end its step and save. Signals that are blocked here stay so
+    in new processes, and reach this one when the block ends. Workers end when their parent does.
+    """
+    import torch._inductor.config as inductor
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    if not getattr(inductor, "compile_worker_wait_timeout", WORKER_PATIENCE_S):
+        inductor.compile_worker_wait_timeout = WORKER_PATIENCE_S
+    if get_compile_threads() <= 1 or not hasattr(signal, "pthread_sigmask"):
+        return  # in this process
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    )
+    try:
+        with suppress(RuntimeError, OSError):  # then torch compiles in this process
+            AsyncCompile.process_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def compiler_version(device: torch.device) -> str:

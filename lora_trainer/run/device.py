@@ -28,6 +28,7 @@ from lora_trainer.common.processes import read_dist_env
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided, moved_bytes
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.device_calls import (
+    first_allocation,
     kind_of,
     name_of,
     require_kernels,
@@ -125,7 +126,20 @@ def best_device() -> tuple[torch.device, bool]:
     if gpu is None or not torch.get_device_module(gpu.can.torch_type).is_available():
         return CPU, False
     device = torch.device(gpu.can.torch_type, gpu.index)
-    return (CPU, False) if require_kernels(device) else (device, gpu.has_bf16)
+    if require_kernels(device):
+        return CPU, False
+    first_allocation(device)
+    return device, gpu.has_bf16
+
+
+def check_allocator(device: torch.device, events: EventStream) -> None:
+    """Let the allocator's segments have fixed sizes where the driver refuses others; say so."""
+    if reason := first_allocation(device):
+        events.problem(
+            f"the driver does not let the allocator's segments grow, so they do not: {reason}",
+            fix="nothing; if memory runs out although some is free, lower data.resolution",
+            severity="note",
+        )
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import start_trackers
 from lora_trainer.run.build import plan_cache, refuse_small_cache
 from lora_trainer.run.device import (
+    check_allocator,
     oom_history_memo,
     pace_memo,
     pinning,
@@ -126,6 +127,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
         events.subscribe(oom_history_memo(prepared, events))
         events.subscribe(pace_memo(prepared, events))
         with _end_recorded(folder, events):
+            check_allocator(planned_device(prepared), events)
             gather(ranks, prepared, folder, events)
         job = TrainingJob(
             prepared=prepared,

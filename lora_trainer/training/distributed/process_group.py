@@ -88,6 +88,8 @@ class ProcessGroup:
                 rank=self.dist_env.rank,
                 world_size=self.dist_env.count,
                 timeout=PATIENCE,
+                # Without it NCCL guesses the GPU, warns of that, and may connect another one.
+                device_id=device if backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
             reason = self.monitor.reason() or f"cannot connect: {first_line(error)}"
