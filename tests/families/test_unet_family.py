@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler
@@ -30,6 +31,7 @@ from tests.fakes.family_bases import (
     facts_of,
     network_of,
     pipeline_of,
+    side_of,
 )
 from tests.fakes.ldm_file import write_checkpoint
 
@@ -98,6 +100,42 @@ def test_samplers_follow_the_facts(kind: str) -> None:
     assert float(terminal.alphas_cumprod[-1]) < 1e-7 < 1e-3 < float(plain.alphas_cumprod[-1])
     terminal.set_timesteps(3)
     assert float(terminal.timesteps[0]) == 999, "sampling starts at pure noise"
+
+
+# diffusers' Euler makes arrays of tensors in a way that numpy will drop.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
+@pytest.mark.parametrize(
+    ("name", "kind", "sampler", "spacing"),
+    [
+        ("sdxl", "lightning", "EulerDiscreteScheduler", "trailing"),
+        ("sdxl", "dmd", "LCMScheduler", None),
+        ("sdxl", "", "", None),
+        ("sd15", "hyper", "DDIMScheduler", "trailing"),
+        ("sd15", "turbo", "EulerDiscreteScheduler", "trailing"),
+    ],
+)
+def test_a_few_step_base_is_drawn_with_its_own_sampler(
+    name: str, kind: str, sampler: str, spacing: str | None
+) -> None:
+    """Euler's usual spacing leaves noise in four steps; training has the noise levels of the base."""
+    family, plain = families.family(name), facts_of(name)
+    facts = family.as_distilled(plain, kind)
+    drawn: Any = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
+    scheduler = drawn.pipeline.scheduler
+    own = plain.sampling_scheduler()
+    assert type(scheduler).__name__ == (sampler or type(own).__name__)
+    assert scheduler.config.timestep_spacing == (spacing or own.config.timestep_spacing)
+    assert torch.equal(facts.alphas_cumprod(), plain.alphas_cumprod())
+    prompt, negative = (encoder_of(facts).encode_prompts([words]) for words in ("a toy", ""))
+    image = drawn.image(
+        prompt,
+        negative,
+        seed=1,
+        size_px=(side_of(facts), side_of(facts)),
+        steps=facts.drawing.steps,
+        guidance_scale=facts.drawing.guidance_scale,
+    )
+    assert np.asarray(image).std() > 0
 
 
 # ---- what a checkpoint of Stable Diffusion 2 predicts
