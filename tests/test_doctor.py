@@ -13,6 +13,7 @@ import pytest
 
 from lora_trainer.cache.store import Cache, CacheKey, in_use
 from lora_trainer.common.files import CappedFolder
+from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.run import run_folder
 from tests.fakes.nvml import GIB, FakeCard
@@ -62,6 +63,13 @@ def test_doctor_prints_marked_sentences_and_no_fields(
 
 LACKING = with_cards(CARD)
 LACKING = replace(LACKING, packages={**LACKING.packages, "peft": None, "xformers": None})
+CU128 = TorchBuild(version="2.10.0+cu128", kind="cuda", toolkit="12.8")
+FITTING = replace(LACKING, torch=CU128)
+UNFIT = replace(
+    with_cards(CARD),
+    packages={**LACKING.packages, "peft": "0.21.2", "xformers": "0.0.35"},
+    unfit={"xformers": "it was built for torch 2.10 and CUDA 12.8, and this is torch 2.13.0+cu130"},
+)
 BOUND = replace(
     with_cards(CARD),
     pinnable_bytes=GIB // 2,
@@ -84,7 +92,9 @@ CHECKS = [
     (with_cards(BUSY), None, "warn", "2.00 GiB of 24.00 GiB free"),
     (with_cards(GTX), None, "warn", "lower data.resolution"),
     (LACKING, None, "warn", "pip install peft"),
-    (LACKING, None, "ok", "to install it: pip install xformers"),
+    (FITTING, None, "ok", "to install it: pip install xformers"),
+    (UNFIT, None, "warn", "built for torch 2.10 and CUDA 12.8, and this is torch 2.13.0+cu130"),
+    (UNFIT, None, "warn", "pip uninstall xformers"),
     (MPS, None, "ok", "no adamw8bit"),
     (BOUND, None, "ok", "0.50 GiB may be pinned for copies to it (WSL2 refuses more)"),
     (LACKING, None, "ok", "HF_HUB_OFFLINE is set"),

@@ -238,6 +238,9 @@ def quiet_libraries() -> None:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # diffusers imports it where it is installed, and it prints four lines where it is built for another torch, which
+    # `doctor` and `plan` say in one.
+    logging.getLogger("xformers").setLevel(logging.ERROR)
     from diffusers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

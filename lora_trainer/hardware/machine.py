@@ -9,6 +9,7 @@ processors and memory.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +53,8 @@ PURPOSES: Mapping[str, str] = tomllib.loads(
     Path(__file__).with_name("packages.toml").read_text(encoding="utf-8")
 )
 PACKAGES = tuple(PURPOSES)
+# The torch that the newest xformers (0.0.35, cpp_lib.json) was built for: for another it is not advised.
+XFORMERS_TORCH = (2, 10)
 # An assumed GPU (`plan --vram`) is Ampere, which has bf16.
 ASSUMED_CAPABILITY = (8, 6)
 MAXWELL, VOLTA, TURING, BLACKWELL = (5, 0), (7, 0), (7, 5), (10, 0)
@@ -96,6 +99,8 @@ class Hardware:
     torch: TorchBuild | None = None
     cards_chosen: bool = False
     expandable_segments: bool = False
+    # Package -> why the installed one does not work with this torch.
+    unfit: Mapping[str, str] = field(default_factory=dict)
     # Memory a process may pin; None: the system sets no limit.
     pinnable_bytes: int | None = None
     # The logical processors that may be used, and how many of them programs used in the last minute.
@@ -245,6 +250,7 @@ def detect(
         packages={name: _version(name) for name in PACKAGES},
         reasons={name: reason for name, (_, reason) in facts.items()},
         torch=build,
+        unfit={"xformers": problem} if (problem := xformers_problem(build)) else {},
         cards_chosen="CUDA_VISIBLE_DEVICES" in environment,
         expandable_segments=grows_segments(build) and settings.get(SEGMENTS) == "True",
         processors=len(usable_processors()),
@@ -352,6 +358,38 @@ def package_notes(packages: Mapping[str, str | None]) -> dict[str, str]:
         elif not allowed.contains(version, prereleases=True):
             notes[name] = f'{allowed} is needed: pip install "{name}{allowed}"'
     return notes
+
+
+def xformers_problem(build: TorchBuild | None, folder: Path | None = None) -> str:
+    """Return why the installed xformers, or that in `folder`, cannot load its kernels with this torch; else "".
+
+    Its file says what it was built for. Importing it would print a warning of several lines and then go on.
+    """
+    if folder is None:
+        spec = importlib.util.find_spec("xformers")
+        if spec is None or spec.origin is None:
+            return ""
+        folder = Path(spec.origin).parent
+    try:
+        made_for = json.loads((folder / "cpp_lib.json").read_text(encoding="utf-8"))["version"]
+        release, cuda = Version(made_for["torch"]).release[:2], int(made_for["cuda"] or 0)
+        if build is None or build.kind != "cuda":
+            return ""
+        same_cuda = Version(build.toolkit).major == cuda // 100
+        if Version(build.version).release[:2] == release and same_cuda:
+            return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # nothing is known: where it fails, `apply_attention` says so
+    wanted = "{}.{} and CUDA {}.{}".format(*release, *divmod(cuda, 100))
+    return f"it was built for torch {wanted}, and this is {build}"
+
+
+def fits_xformers(build: TorchBuild | None) -> bool:
+    """Return whether the newest xformers is made for this torch."""
+    try:
+        return build is not None and Version(build.version).release[:2] == XFORMERS_TORCH
+    except InvalidVersion:
+        return False
 
 
 def is_optional(package: str) -> bool:

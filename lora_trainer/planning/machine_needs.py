@@ -23,11 +23,13 @@ def unmet_needs(
     gpu: Gpu | None,
     packages: Mapping[str, str | None],
     is_preset: Callable[[str], bool],
+    unfit: Mapping[str, str],
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield (setting, value to use instead, reason) for each preset that this machine cannot follow.
 
     Raises MachineError for a value of the user, RequestError for one that needs a GPU with memory of its own. `gpu`
-    None is the processor; `packages` maps the installed packages to their versions.
+    None is the processor; `packages` maps the installed packages to their versions, `unfit` some of them to why they
+    do not work with this torch.
     """
     values = by_key(config)
     for info in all_settings():
@@ -47,6 +49,8 @@ def unmet_needs(
             problem = "needs a GPU"
         elif package and packages.get(package) is None:
             problem, fix = f"needs {package}, which is not installed", f"pip install {package}"
+        elif package and package in unfit:
+            problem = f"does not work with the installed {package}: {unfit[package]}"
         else:
             continue
         if is_preset(key) or (info.handling.is_wish and not refused):

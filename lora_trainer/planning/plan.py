@@ -205,9 +205,13 @@ class _Planner:
         self.decide_auto("base.prediction", facts.prediction, "from the base's files")
         self.decide_auto("base.distilled", facts.distilled, "by the base's files and its name")
         # Settings that this machine cannot follow: a preset's value is replaced, the user's refused.
-        packages = self.inputs.hardware.packages
+        hardware = self.inputs.hardware
         for decision in unmet_needs(
-            self.config, gpu=self.gpu, packages=packages, is_preset=self._is_preset
+            self.config,
+            gpu=self.gpu,
+            packages=hardware.packages,
+            is_preset=self._is_preset,
+            unfit=hardware.unfit,
         ):
             self.decide(*decision)
         self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")

@@ -32,6 +32,7 @@ from lora_trainer.common.wording import gib
 from lora_trainer.hardware.machine import (
     PURPOSES,
     Hardware,
+    fits_xformers,
     is_optional,
     package_notes,
     tier,
@@ -73,6 +74,8 @@ def checks(
     sentences.filters["capital"] = _capital
     sentences.tests["optional"] = is_optional
     notes, disk_bytes, disk_fault = package_notes(hardware.packages), 0, ""
+    notes |= {name: f"{why}: pip uninstall {name}" for name, why in hardware.unfit.items()}
+    advised = [name for name in notes if name != "xformers" or fits_xformers(hardware.torch)]
     try:
         disk_bytes = hardware.disk_free_bytes(cache)
     except OSError as error:
@@ -90,7 +93,7 @@ def checks(
         python=platform.python_version(),
         system=platform.system() or sys.platform,
         notes=notes,
-        missing=[name for name in notes if is_optional(name) and hardware.packages[name] is None],
+        missing=[name for name in advised if is_optional(name) and hardware.packages[name] is None],
         purposes=PURPOSES,
         cache=shown(str(cache)),
         disk_bytes=disk_bytes,

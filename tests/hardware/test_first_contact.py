@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +18,14 @@ import torch._inductor.config as inductor
 from torch._inductor import async_compile
 
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.hardware import device_calls
-from lora_trainer.hardware.devices import KINDS
+from lora_trainer.common.processes import quiet_libraries
+from lora_trainer.hardware import device_calls, machine
+from lora_trainer.hardware.devices import KINDS, TorchBuild
 from lora_trainer.network import compiling
 from lora_trainer.run.device import check_allocator
 from lora_trainer.training.distributed import process_group
 from lora_trainer.training.distributed.process_group import ProcessGroup
+from tests.fakes.plans import MACHINE, SDXL, planned
 
 GPU = torch.device("cuda", 0)
 # torch 2.13 on a driver that does not know of links between GPUs.
@@ -91,3 +96,36 @@ def test_nccl_is_told_its_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     monitor: Any = SimpleNamespace(wait_for_all=lambda _: None, reason=lambda: "")
     ProcessGroup(monitor=monitor).connect(GPU, lag=0)
     assert asked["device_id"] == (GPU if backend == "nccl" else None)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "version", "toolkit", "fits"),
+    [
+        ('{"version": {"torch": "2.10.0+cu128", "cuda": 1208}}', "2.13.0", "13.0", False),
+        ('{"version": {"torch": "2.10.0+cu128", "cuda": 1208}}', "2.10.0+cu130", "13.0", False),
+        ('{"version": {"torch": "2.10.0+cu128", "cuda": 1208}}', "2.10.1+cu126", "12.6", True),
+        ("{}", "2.13.0", "13.0", True),  # nothing is known: it is tried
+    ],
+)
+def test_an_xformers_that_was_built_for_another_torch_is_replaced_in_the_plan(
+    made_for: str, version: str, toolkit: str, fits: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "cpp_lib.json").write_text(made_for)
+    build = TorchBuild(version=version, kind="cuda", toolkit=toolkit)
+    problem = machine.xformers_problem(build, tmp_path)
+    assert (problem == "") is fits
+    here = replace(
+        MACHINE,
+        packages={**MACHINE.packages, "xformers": "0.0.35"},
+        unfit={} if fits else {"xformers": problem},
+    )
+    made = planned(SDXL, here, overrides={"memory.attention": "xformers"})
+    assert made.config.memory.attention == ("xformers" if fits else "sdpa")
+    reason = made.origins["memory.attention"].reason
+    assert fits or ("built for torch 2.10 and CUDA 12.8, and this is torch 2." in reason)
+
+
+def test_importing_an_unfit_xformers_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    quiet_libraries()
+    logging.getLogger("xformers").warning("WARNING[XFORMERS]: xFormers can't load C++ extensions")
+    assert caplog.records == []
