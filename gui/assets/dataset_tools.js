@@ -108,8 +108,11 @@ class Tools {
 
   show(data) {
     const buckets = Object.entries(data.check.buckets).map(([name, count]) => `${count} at ${name.replace("x", "\u00d7")} px`);
-    const images = data.pictures.length === 1 ? "1 image" : `${data.pictures.length.toLocaleString("en")} images`;
-    this.head.replaceChildren(images, ...(data.check.score === null ? [] : [make("span", {}, data.check.score >= 0.8 ? ", good to train on" : data.check.score >= 0.6 ? ", usable, with weak points" : ", worth improving first")]));
+    const unreadable = data.pictures.filter((row) => row.unreadable).length; // counted apart, as on Train
+    const count = data.pictures.length - unreadable;
+    const images = count === 1 ? "1 image" : `${count.toLocaleString("en")} images`;
+    const others = unreadable === 1 ? "1 more file that cannot be read" : `${unreadable} more files that cannot be read`;
+    this.head.replaceChildren(make("span", {}, images), ...(unreadable ? [", ", make("span", {}, others)] : []), ...(data.check.score === null ? [] : [make("span", {}, data.check.score >= 0.8 ? ", good to train on" : data.check.score >= 0.6 ? ", usable, with weak points" : ", worth improving first")]));
     const error = data.problem || data.check.error;
     if (!this.desk.examining) {
       this.status.textContent = error || (buckets.length ? `Trained as: ${buckets.join(", ")}` : "");
