@@ -9,7 +9,7 @@ read from the source of that module.
 from __future__ import annotations
 
 import ast
-import io
+import errno
 import json
 import os
 import sys
@@ -23,12 +23,19 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console, RenderableType
 
 from lora_trainer import __version__
-from lora_trainer.common.errors import LoraTrainError, RequestError, StoppedBySignal
+from lora_trainer.common.errors import (
+    LoraTrainError,
+    MachineError,
+    RequestError,
+    StoppedBySignal,
+)
 from lora_trainer.common.events import shown
+from lora_trainer.common.output import lost_output, outlast, output_aside
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config import Concept, Priority
 from lora_trainer.hardware.devices import use_expandable_segments
+from lora_trainer.reporting.control import Quit, Quitting
 
 HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the GPU, picks a preset, caches, trains and exports.
 
@@ -176,7 +183,7 @@ def train(
         from lora_trainer.queue.commands import download_listeners
         from lora_trainer.reporting.console import ConsoleListener
 
-    with ConsoleListener(console()) as listener:
+    with output_aside(), ConsoleListener(console(), lost=lost_output) as listener:
         file = api.train(
             dataset,
             **keywords,
@@ -184,7 +191,7 @@ def train(
             resume_from=resume_from,
             strict=strict,
             command=sys.argv[1:],
-            listeners=(listener, *download_listeners(os.environ)),
+            listeners=(listener, quitting, *download_listeners(os.environ)),
         )
         listener.show_file(file)
     return None
@@ -246,6 +253,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 out, err = console(), console(stderr=True)
+quitting = Quitting()
 
 app.default(train)
 for name, function in COMMANDS.items():
@@ -254,13 +262,9 @@ for name, function in COMMANDS.items():
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with the code DESIGN gives the outcome."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            if sys.platform == "win32" and not stream.isatty():
-                # Logs are read as UTF-8; a pipe or file has the code page of the system, as cp1252.
-                stream.reconfigure(encoding="utf-8", newline="\n")
-            # What a terminal or a pipe cannot show, such as a file's name, is escaped and ends no run.
-            stream.reconfigure(errors="backslashreplace")
+    quitting.begin()
+    outlast("stdout")
+    outlast("stderr")
     use_expandable_segments(os.environ)
     sys.exit(run(arguments))
 
@@ -278,21 +282,37 @@ def run(arguments: list[str] | None = None) -> int:
             sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
         elif answer is not None:
             out.print(answer, highlight=False)
+        if answer is not None:
+            _refuse_lost_answer()
     except (CycloptsError, LoraTrainError) as error:
         return _told(error)
     except UnicodeEncodeError as error:  # a word, or a name written in a settings file
         problem = f"{ascii(error.object)} is no name in this system's encoding, {error.encoding}"
         return _told(RequestError(problem, fix="set PYTHONUTF8=1, or use another name"))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
+        number = stopped.number if isinstance(stopped, Quit) else SIGINT
         if words and words[0] in COMMANDS:  # which have no --resume
             again = "run the command again"
-            return _told(StoppedBySignal(SIGINT, found=f"{words[0]} was stopped", fix=again))
+            return _told(StoppedBySignal(number, found=f"{words[0]} was stopped", fix=again))
         err.print(
             "stopped at once; the last saved state is valid: run again with --resume",
             style="bold red",
         )
-        return 130
+        return 128 + number
     return 0
+
+
+def _refuse_lost_answer() -> None:
+    """Raise MachineError where the answer, the result of the command, was written in part only.
+
+    A reader that has ended, as `head` does, or a terminal that was closed has read what it wanted.
+    """
+    error = lost_output()
+    if error is not None and error.errno not in (errno.EPIPE, errno.EIO):
+        raise MachineError(
+            f"the answer could not be written: {error.strerror or error}",
+            fix="write it to a disk with room, and run the command again",
+        )
 
 
 def _told(error: CycloptsError | LoraTrainError) -> int:

@@ -10,14 +10,17 @@ the report. Findings are the rows of console, report and `check --json`.
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.common.wording import without_secrets
+from lora_trainer.common.errors import first_line
+from lora_trainer.common.wording import one_line, without_secrets
 
 Severity = Literal["note", "warning", "error"]
 
@@ -34,19 +37,38 @@ class Event:
 Listener = Callable[[Event], None]
 
 
+class ListenerLost(Exception):
+    """Raised by a listener that nobody can hear any more, such as a console without a reader."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(found)
+        self.found = found
+
+
 @dataclass
 class EventStream:
     """Passes each event to all listeners in the order of subscription, one event at a time.
 
-    Any thread may emit. The lock is reentrant because a listener may emit too.
+    Any thread may emit. The lock is reentrant because a listener may emit too. No listener can end a run: one
+    that raises is a problem and gets no more events, unless it is a record of the run, which is tried again with
+    the next event.
     """
 
     listeners: list[Listener] = field(default_factory=list)
     clock: Callable[[], float] = time.time
+    _records: set[int] = field(default_factory=set, init=False, repr=False)
+    _failed: set[int] = field(default_factory=set, init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
 
-    def subscribe(self, listener: Listener) -> None:
+    def subscribe(self, listener: Listener, *, is_record: bool = False) -> None:
         self.listeners.append(listener)
+        if is_record:
+            self._records.add(id(listener))
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Pass no more events to a listener, which may have been dropped already."""
+        with self._lock, suppress(ValueError):
+            self.listeners.remove(listener)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Emit an event; field values must be JSON-encodable. Secrets are removed from texts.
@@ -59,8 +81,34 @@ class EventStream:
         }
         with self._lock:
             event = Event(kind=kind, fields=fields, time_s=self.clock())
-            for listener in self.listeners:
-                listener(event)
+            for listener in tuple(self.listeners):
+                try:
+                    listener(event)
+                except MemoryError:
+                    # Not its fault; a step that needs the memory raises the error again.
+                    continue
+                except Exception as error:  # noqa: BLE001 - see above, and listeners share no base error
+                    self._has_failed(listener, error)
+
+    def _has_failed(self, listener: Listener, error: Exception) -> None:
+        if id(listener) not in self._records:
+            self.unsubscribe(listener)
+        if id(listener) in self._failed:
+            return
+        self._failed.add(id(listener))
+        name = getattr(listener, "title", "") or getattr(
+            listener, "__qualname__", type(listener).__name__
+        )
+        reason = (
+            error.found
+            if isinstance(error, ListenerLost)
+            else (f"{type(error).__name__}: {first_line(error)}")
+        )
+        self.problem(
+            f"{name} is told no more of the run: {one_line(reason)}",
+            fix="nothing: the training goes on, and events.jsonl has every event",
+            code="TRN-05",
+        )
 
     def problem(
         self,
@@ -73,6 +121,67 @@ class EventStream:
     ) -> None:
         """Report `what` was skipped, clamped, retried or wrong; `fix` is the user's remedy."""
         self.emit("problem", what=what, fix=fix, severity=severity, file=file, code=code)
+
+
+# A listener that is so far behind hangs: about 10 MB of events.
+MOST_WAITING = 10_000
+
+
+class Aside:
+    """Listener that passes events on in a thread of its own, so that a slow or hanging one delays no run.
+
+    `start` runs first, in the same thread; if it returns False, nothing is passed on. `title` names the listener.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        events: EventStream,
+        title: str,
+        start: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.title = title
+        self._listener, self._events, self._start = listener, events, start
+        self._waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
+        self._is_behind = False
+        self._thread = threading.Thread(target=self._work, name="lora-train-aside", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        if self._is_behind:
+            return
+        try:
+            self._waiting.put_nowait(event)
+        except queue.Full:
+            self._is_behind = True
+            raise ListenerLost(f"it has not taken the last {MOST_WAITING:,} events") from None
+
+    def _work(self) -> None:
+        try:
+            is_on = self._start()
+            while (event := self._waiting.get()) is not None:
+                if is_on:
+                    self._listener(event)
+        except Exception as error:  # noqa: BLE001 - as in `EventStream.emit`
+            self._is_behind = True
+            self._events.problem(
+                f"{self.title} is told no more of the run: {type(error).__name__}: {first_line(error)}",
+                fix="nothing: the training goes on, and events.jsonl has every event",
+                code="TRN-05",
+            )
+
+    def close(self, *, within_s: float) -> None:
+        """Let it take what it was given; one that has not after `within_s` is left, as a problem."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            self._events.problem(
+                f"{self.title} did not end within {within_s:g} s, and is left as it is",
+                fix="look at its service; events.jsonl has every event",
+                code="TRN-05",
+            )
 
 
 @dataclass

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from lora_trainer.common.events import Event
+from lora_trainer.common.events import Event, ListenerLost
 from lora_trainer.common.wording import (
     against_base,
     bytes_text,
@@ -50,10 +52,15 @@ _STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 
 @dataclass
 class ConsoleListener:
-    """Listener that shows a run; a context, so that the live line ends whatever ends the run."""
+    """Listener that shows a run; a context, so that the live line ends whatever ends the run.
 
+    `lost` says why the console cannot be written any more, None while it can.
+    """
+
+    title: ClassVar = "the console"
     console: Console
     clock: Callable[[], float] = time.monotonic
+    lost: Callable[[], Exception | None] = lambda: None
     _loss: Smoothed = field(default_factory=Smoothed, init=False)
     _time_left: TimeLeft = field(default_factory=TimeLeft, init=False)
     _problems: int = field(default=0, init=False)
@@ -75,16 +82,20 @@ class ConsoleListener:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._bar.start()
             self._bar.add_task("starting", total=None, count="", figures="")
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            # Whatever rich raises on a terminal that is gone or odd must not take the place of how the run ended.
+            with suppress(Exception):
+                bar.stop()
 
     def __call__(self, event: Event) -> None:
+        if (error := self.lost()) is not None:
+            raise ListenerLost(f"it cannot be written: {error}")
         fields, style = event.fields, ""
         self._time_left.take(event)
         match event.kind:
@@ -153,7 +164,10 @@ class ConsoleListener:
     def show_file(self, file: Path) -> None:
         """Say where the LoRA lies; only the process that told of the end of the run does."""
         if self._ended:
-            self._say(f"the LoRA: {file}; samples and report.html lie beside it")
+            beside = [name for name in ("samples", "report.html") if (file.parent / name).exists()]
+            lie = f"; {' and '.join(beside)} beside it" if beside else ""
+            with suppress(Exception):  # as in `__exit__`: the file is there
+                self._say(f"the LoRA: {file}{lie}")
 
 
 def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:

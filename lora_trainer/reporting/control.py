@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Literal, get_args
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.events import EventStream
+from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import disk_error, retry_while_open, write_atomic
 from lora_trainer.common.wording import without_secrets
 
@@ -70,7 +70,9 @@ class StopFlag:
         A closed terminal (SIGHUP, on Windows SIGBREAK) stops the run as SIGTERM does.
         """
         now_s = time.monotonic()
-        if now_s - self.last_s >= 1.0:
+        # Session managers repeat the signal of a terminal that is closed: that is no impatience.
+        is_repeated = self.received > 0 and number == getattr(signal, "SIGHUP", None)
+        if now_s - self.last_s >= 1.0 and not is_repeated:
             self.received += 1
             self.last_s = now_s
             self.answers.put(_ANSWERS[min(self.received, 3) - 1])
@@ -121,6 +123,38 @@ def taking_signals(stop: StopFlag) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class Quit(KeyboardInterrupt):
+    """A signal that ends the program where no run handles it; `number` is that of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@dataclass
+class Quitting:
+    """Raises Quit at SIGTERM and at a closed terminal; a listener, as nothing is stopped once the run has finished.
+
+    Without a handler the system ends the program, or does nothing where it is the first process of a container.
+    """
+
+    is_finished: bool = False
+
+    def __call__(self, event: Event) -> None:
+        self.is_finished = self.is_finished or event.kind == "finished"
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        if not self.is_finished:
+            raise Quit(number)
+
+    def begin(self) -> None:
+        """Handle the signals of which nobody has decided yet; `nohup` has, of SIGHUP."""
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self.handle)
 
 
 Request = Literal["stop", "stop_now", "save", "sample"]

@@ -2,16 +2,18 @@
 
 Inputs: the run's events, the names of the trackers wanted. Outputs: scalars and sample images in
 TensorBoard, Weights & Biases and the like. A dashboard is never worth a run: whatever a tracker raises is one problem,
-after which it is left alone (FAULTS TRN-05). Torch-free until a tracker starts.
+after which it is left alone (FAULTS TRN-05), and threads beside the training wait for the services. Torch-free
+until a tracker starts.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,15 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer.common.errors import did_you_mean
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.events import Aside, Event, EventStream
 from lora_trainer.common.wording import one_line
 from lora_trainer.reporting.status import Smoothed, measured
 
 _GIB_BYTES = 1 << 30
+# What accelerate imports of a tracker whose module has another name than the tracker.
+_MODULES = {"tensorboard": "torch.utils.tensorboard"}
+# A service may upload for as long at the end of a run.
+END_WITHIN_S = 60.0
 _SCALARS = (str, bool, int, float, type(None))
 # Trackers that take images through accelerate -> the form in which they take one.
 _IMAGES: Mapping[str, Callable[[Image.Image], Any]] = {
@@ -42,15 +48,15 @@ def start_trackers(
     run_folder: Path,
     settings: Mapping[str, Any],
     events: EventStream,
-) -> None:
-    """Start accelerate's trackers one by one and subscribe those that start; each of the others is a problem.
+) -> list[Aside]:
+    """Subscribe accelerate's trackers, each with a thread that starts it and logs to it; return them to be closed.
 
-    `packages` gives installed versions by package name, None or no entry where one is missing. `settings` go to
-    services that keep a table of them.
+    A tracker that cannot be used is a problem. `packages` gives installed versions by package name, None or no
+    entry where one is missing. `settings` go to services that keep a table of them.
     """
-    unique = list(dict.fromkeys(names))
+    unique, begun = list(dict.fromkeys(names)), list[Aside]()
     if not unique:
-        return
+        return begun
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     note = partial(events.problem, severity="note")
@@ -76,17 +82,35 @@ def start_trackers(
         folder = (run_folder,) if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory else ()
         tracker = LOGGER_TYPE_TO_CLASS[name](label, *folder)
         listener = TrackerListener(tracker, events, name=name, folder=run_folder)
-        started = listener.attempt(tracker.start)
-        # In TensorBoard each start would add two time-stamped folders.
-        if started and name != "tensorboard":
-            started = listener.attempt(partial(tracker.store_init_configuration, table))
-        if started:
-            events.subscribe(listener)
-            if name not in _IMAGES:
-                note(
-                    f"tracker {name} gets no sample images, accelerate has no call for it",
-                    fix="look at them in the run folder or its report.html",
-                )
+        # Here, as two threads that import may each meet modules that the other has imported in part.
+        if not listener.attempt(partial(import_module, _MODULES.get(name, name))):
+            continue
+        if name not in _IMAGES:
+            note(
+                f"tracker {name} gets no sample images, accelerate has no call for it",
+                fix="look at them in the run folder or its report.html",
+            )
+        start = partial(listener.started, table)
+        aside = Aside(listener, events=events, title=f"tracker {name}", start=start)
+        events.subscribe(aside)
+        begun.append(aside)
+    return begun
+
+
+@contextmanager
+def ended(trackers: Sequence[Aside]) -> Iterator[None]:
+    """Let the trackers end with the block, however it ends unless somebody quits at once."""
+
+    def end() -> None:
+        for tracker in trackers:
+            tracker.close(within_s=END_WITHIN_S)
+
+    try:
+        yield
+    except Exception:
+        end()
+        raise
+    end()
 
 
 @dataclass
@@ -134,6 +158,14 @@ class TrackerListener:
             case "finished" | "stopped":
                 self._silent = True
                 self.attempt(self.tracker.finish)
+
+    def started(self, table: Mapping[str, Any]) -> bool:
+        """Start the tracker, and give it the settings; False if it cannot be used."""
+        begun = self.attempt(self.tracker.start)
+        # In TensorBoard each start would add two time-stamped folders.
+        if begun and self.name != "tensorboard":
+            begun = self.attempt(partial(self.tracker.store_init_configuration, table))
+        return begun
 
     def _close(self) -> None:
         with suppress(Exception):  # what went wrong with it has been reported

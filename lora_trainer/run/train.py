@@ -36,7 +36,7 @@ from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.status import StatusWriter
-from lora_trainer.reporting.trackers import start_trackers
+from lora_trainer.reporting.trackers import ended, start_trackers
 from lora_trainer.run.build import plan_cache, refuse_small_cache
 from lora_trainer.run.device import (
     check_allocator,
@@ -257,23 +257,23 @@ def _recorded(
         (EVENTS_FILE, lambda kind: kind not in ("phase", "problem")),
         (PROBLEMS_FILE, lambda kind: kind == "problem"),
     ):
-        events.subscribe(JsonlWriter(folder / name, kinds, events))
+        events.subscribe(JsonlWriter(folder / name, kinds, events), is_record=True)
     status = StatusWriter(folder, events)
-    events.subscribe(status)
+    events.subscribe(status, is_record=True)
     if ranks.monitor is not None:
         ranks.monitor.on_end = partial(_record_end, folder, events, code=MachineError.exit_code)
     control = Control(folder)
     control.forget_before(status.started_s)
     stop = StopFlag(control=control, is_asked=request.is_asked_to_stop)
     with taking_signals(stop):
-        start_trackers(
+        trackers = start_trackers(
             prepared.config.logging.trackers,
             packages=prepared.hardware.packages,
             run_folder=folder,
             settings=flatten(prepared.config),
             events=events,
         )
-        with stop.announced(events):
+        with stop.announced(events), ended(trackers):
             yield events, stop
 
 

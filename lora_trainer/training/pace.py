@@ -313,7 +313,7 @@ class Notices:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.events.listeners.remove(self)
+        self.events.unsubscribe(self)
         self._beside.shutdown()
 
     def __call__(self, event: Event) -> None:

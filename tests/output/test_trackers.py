@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -25,7 +27,10 @@ STEP: dict[str, Any] = {
 def listening(
     *, name: str = "wandb", folder: Path = Path(), error: BaseException | None = None
 ) -> tuple[EventStream, list[Event], Mock]:
-    """Return a stream, the problems on it, and a tracker of a service that listens; its first log raises `error`."""
+    """Return a stream, the problems on it, and a tracker of a service that listens; its first log raises `error`.
+
+    Another thread logs: `tracker.wait` returns when all is logged.
+    """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     events, problems, tracker = EventStream(), list[Event](), Mock()
@@ -34,9 +39,12 @@ def listening(
     every, settings = {name.replace("_", "-"): "1"}, {"a": 1, "b": (2,)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(LOGGER_TYPE_TO_CLASS, name, service)
-        start_trackers([name], packages=every, run_folder=folder, settings=settings, events=events)
-    tracker.store_init_configuration.assert_called_once_with({"a": 1, "b": "(2,)"})
+        patch.setitem(sys.modules, name, Mock())
+        (aside,) = start_trackers(
+            [name], packages=every, run_folder=folder, settings=settings, events=events
+        )
     events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
+    tracker.wait = partial(aside.close, within_s=60)
     return events, problems, tracker
 
 
@@ -46,6 +54,8 @@ def test_tags_of_a_step_and_a_validation() -> None:
     events.emit("step", **{**STEP, "step": 4, "loss": 0.3})
     events.emit("validation", step=4, loss=0.25, by_timestep=[[62, 0.2], [937.5, 0.3]], images=2)
     events.emit("step", **{**STEP, "vram_bytes": 0, "grad_norm": None})
+    tracker.wait()
+    tracker.store_init_configuration.assert_called_once_with({"a": 1, "b": "(2,)"})
     first, second, validation, last = tracker.log.call_args_list
     assert first == call({
         "loss/current": 0.5, "loss/average": 0.5, "lr/unet": 2e-3, "norm/grad_norm": 0.7,
@@ -63,6 +73,7 @@ def test_the_average_stays_within_what_it_saw_and_follows_the_newest(losses: lis
     events, _, tracker = listening()
     for loss in losses:
         events.emit("step", **{**STEP, "loss": loss})
+    tracker.wait()
     averages = [each.args[0]["loss/average"] for each in tracker.log.call_args_list]
     assert averages[0] == pytest.approx(losses[0])  # no bias at the start
     for before, now, loss in zip(averages, averages[1:], losses[1:], strict=False):
@@ -82,6 +93,7 @@ def test_a_failing_tracker_is_one_problem_and_is_closed_and_training_goes_on() -
     for step in range(3):
         events.emit("step", **{**STEP, "step": step})
     events.emit("finished", step=3)
+    tracker.wait()
     (problem,) = problems
     said = "tracker wandb stopped logging: ConnectionError: the dashboard is down"
     assert (problem.fields["what"], problem.fields["code"]) == (said, "TRN-05")
@@ -89,25 +101,42 @@ def test_a_failing_tracker_is_one_problem_and_is_closed_and_training_goes_on() -
     assert tracker.log.call_count == tracker.finish.call_count == 1
 
 
-def test_closed_once_at_the_end_and_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
+def test_closed_once_at_the_end(tmp_path: Path) -> None:
     events, problems, tracker = listening(name="comet_ml")
     events.emit("phase", phase="load", message="", done=0, total=0)
     events.emit("sample", step=0, images=[{"file": "x.png"}])  # it takes none
     events.emit("stopped", step=1, reason="r", exit_code=130)
     events.emit("finished", step=1)
     events.emit("step", **STEP)
+    tracker.wait()
     assert tracker.finish.call_count == 1 and not problems
     assert not tracker.log.called and not tracker.log_images.called
     # A sample image that is gone is one problem, after which the tracker is left alone.
     events, problems, tracker = listening(name="aim", folder=tmp_path)
     events.emit("sample", step=5, images=[{"file": "gone.png"}])
     events.emit("step", **STEP)
+    tracker.wait()
     join_closing_thread()
     assert [event.fields["code"] for event in problems] == ["TRN-05"] and not tracker.log.called
     assert tracker.finish.call_count == 1
-    events, _, _ = listening(error=KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
+
+
+def test_a_tracker_that_hangs_in_its_start_or_later_delays_no_event() -> None:
+    hang, began = threading.Event(), threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        began.set()
+        hang.wait(60)
+
+    events, problems, tracker = listening(error=wait)  # type: ignore[arg-type]  # Mock calls it
+    for _ in range(3):
         events.emit("step", **STEP)
+    assert began.wait(60) and tracker.log.call_count == 1
+    events.emit("finished", step=3)
+    assert not problems and not tracker.finish.called
+    hang.set()
+    tracker.wait()
+    assert tracker.log.call_count == 3 and tracker.finish.call_count == 1
 
 
 def test_a_tracker_that_cannot_be_used_is_one_problem(tmp_path: Path) -> None:
@@ -116,11 +145,13 @@ def test_a_tracker_that_cannot_be_used_is_one_problem(tmp_path: Path) -> None:
     events.subscribe(seen.append)
     names = ("tensorboard", "wandb", "tensorbord", "tensorboard", "aim")
     packages = {"tensorboard": "2.21.0", "wandb": None}
-    start_trackers(names, packages=packages, run_folder=tmp_path, settings={}, events=events)
-    assert len(events.listeners) == 1, "none has started"
-    broken, left_out, unknown, missing = (event.fields for event in seen)
-    said = [row["what"].split(" ")[1] for row in (left_out, unknown, missing, broken)]
-    assert said == ["wandb", "names", "aim", "tensorboard"]
+    for aside in start_trackers(
+        names, packages=packages, run_folder=tmp_path, settings={}, events=events
+    ):
+        aside.close(within_s=60)
+    rows = {event.fields["what"].split(" ")[1]: event.fields for event in seen}
+    broken, left_out, unknown, missing = map(rows.pop, ("tensorboard", "wandb", "names", "aim"))
+    assert not rows
     assert "pip install wandb" in left_out["fix"]
     assert unknown["what"].endswith("Did you mean 'tensorboard'?")
     assert (broken["code"], missing["severity"]) == ("TRN-05", "note")
@@ -135,10 +166,11 @@ def test_tensorboard_gets_the_run_with_its_images(tmp_path: Path) -> None:
     settings = {"train.steps": 6, "sampling.prompts": ["a"]}
     packages = {"tensorboard": "1"}
     wanted = {"packages": packages, "run_folder": run.folder, "settings": settings}
-    start_trackers(["tensorboard"], **wanted, events=events)
+    (aside,) = start_trackers(["tensorboard"], **wanted, events=events)
     events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
     run.events = [event for event in run.events if event["event"] != "problem"]
     relay(run, events)
+    aside.close(within_s=60)
     written = reader.EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [entry.step for entry in written.Scalars("loss/validation")] == list(range(7))
     assert len(written.Scalars("loss/current")) == 6

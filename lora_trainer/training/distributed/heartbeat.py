@@ -35,6 +35,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch lists
 import lora_trainer
 from lora_trainer.common.errors import RESUME, MachineError
 from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.output import say_last
 from lora_trainer.common.processes import DistEnv
 
 INTERVAL_S = 0.5
@@ -295,9 +296,10 @@ class PeerMonitor:
         """
         if self._done.wait(GRACE_S):
             return
-        self.on_end(reason)
-        sys.stderr.write(f"error: {reason}. Fix: {LOOK}.\n")
-        sys.stderr.flush()
-        # The main thread may be inside a collective that never returns: `sys.exit` here would end only
-        # this thread, and an ordinary exit would wait for it.
-        os._exit(MachineError.exit_code)
+        try:
+            self.on_end(reason)
+            say_last(f"error: {reason}. Fix: {LOOK}.\n")
+        finally:
+            # The main thread may be inside a collective that never returns: `sys.exit` here would end only
+            # this thread, and an ordinary exit would wait for it.
+            os._exit(MachineError.exit_code)
