@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import struct
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.text import Text
 from safetensors.numpy import save_file
 
 from lora_trainer.cli import main
@@ -363,3 +366,38 @@ def test_inspect_shows_the_file_its_header_and_the_blocks_that_change_most(
     assert report["problems"], "a file of so few layers"
     for problem in report["problems"]:
         assert f"{problem['severity']}: {problem['what']}. {problem['advice']}" in shown
+
+
+HOSTILE = "\x1b]0;pwned\x07\x1b[31mevil\u202ec\u009b31m\ud800"
+
+
+def test_what_a_strangers_file_holds_is_escaped_in_every_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Escape sequences set the title of a terminal, its clipboard and its colours; marks turn words around."""
+    stem = "lora_unet_down_blocks_0_attentions_0_proj_in.lora_"
+    text = HOSTILE.removesuffix("\ud800")
+    header = {
+        "__metadata__": {"modelspec.title": f"{text}\nerror: forged", f"{text}key": "v"},
+        f"{stem}down.weight": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]},
+        f"{stem}up.weight": {"dtype": "F32", "shape": [4, 1], "data_offsets": [16, 32]},
+    }
+    data = json.dumps(header).encode()
+    file = tmp_path / "evil.safetensors"
+    file.write_bytes(struct.pack("<Q", len(data)) + data + bytes(32))
+    for options in ([], ["--json"]):
+        assert main.run(["inspect", str(file), *options]) == 0
+        out = capsys.readouterr().out
+        assert "evil" in out and "pwned" in out
+        odd = {character for character in out if not (character.isprintable() or character == "\n")}
+        assert not odd
+        assert not [line for line in out.splitlines() if line.startswith("error: forged")]
+    assert json.loads(out)["metadata"]["modelspec.title"].startswith(text), (
+        "the values are the same"
+    )
+    listing = main.console()
+    listing.file = io.StringIO()
+    listing.print(Text(f"a {HOSTILE}\tb\n", style="red"), HOSTILE)
+    assert (
+        "\x1b" not in listing.file.getvalue() and "\\x1b[31mevil\\u202ec" in listing.file.getvalue()
+    )

@@ -39,6 +39,7 @@ from lora_trainer.common.files import (
     disk_error,
     json_bytes,
     parts_of,
+    read_regular,
     retry_while_open,
     sha256_bytes,
     sync_folder,
@@ -379,8 +380,8 @@ def _manifest(step: int, contents: Mapping[str, Data]) -> dict[str, Any]:
 def _read(folder: Path, *, step: int) -> TrainingState | str:
     """Read and verify a state; return the reason when it is not valid."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        contents = {name: (folder / name).read_bytes() for name in FILES}
+        manifest = json.loads(read_regular(folder / MANIFEST))
+        contents = {name: read_regular(folder / name) for name in FILES}
         if manifest["format_version"] != FORMAT_VERSION:
             version = manifest["format_version"]
             return f"its format is {version!r}, this program reads {FORMAT_VERSION}"

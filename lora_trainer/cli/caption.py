@@ -6,7 +6,6 @@ Prints one line per image on stdout as soon as its caption is written, everythin
 
 from __future__ import annotations
 
-import json as json_module
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from lora_trainer.captioning.captioners import CaptionRequest
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import EventStream, shown
 from lora_trainer.common.processes import quiet_libraries
+from lora_trainer.common.wording import escaped, json_text
 from lora_trainer.reporting.control import StopFlag
 
 CAPTIONED = CaptionRequest()
@@ -88,9 +88,9 @@ def _tell(
     stream = sys.stdout
     if as_json:
         time = {} if time_s is None else {"time": round(time_s, 3)}
-        lines = [json_module.dumps({"event": kind, **fields, **time}, ensure_ascii=False)]
+        lines = [json_text({"event": kind, **fields, **time})]
     else:
-        lines = list(_lines(kind, fields))
+        lines = [escaped(line) for line in _lines(kind, fields)]
         if kind in ("problem", "downloading", "captioning"):
             stream = sys.stderr
     for line in lines:

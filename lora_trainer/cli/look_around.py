@@ -18,6 +18,7 @@ from rich.text import Text
 
 from lora_trainer.cli.main import Base, Json, Reply, Sets, overrides
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import shown
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.layers import TIERS, load_presets, preset_families
@@ -41,7 +42,9 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
     add_row(head, "images", str(report.images))
     add_row(head, "score", f"{report.score:.2f} of 1 ({parts})")
     add_row(head, "buckets", ", ".join(f"{name} x{n}" for name, n in report.buckets.items()))
-    findings = [Text(finding_line(each), style=STYLES[each.severity]) for each in report.findings]
+    findings = [
+        Text(shown(finding_line(each)), style=STYLES[each.severity]) for each in report.findings
+    ]
     return Group(head, *(findings or [Text("no findings")]))
 
 
@@ -62,9 +65,9 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
         add_row(table, key, text)
     add_row(table, "modules", str(inspection.modules))
     for key, (tokens, width) in inspection.embeddings.items():
-        add_row(table, key, f"{tokens} new tokens of {width} numbers")
+        add_row(table, shown(key), f"{tokens} new tokens of {width} numbers")
     for key, value in inspection.metadata.items():
-        add_row(table, key, value if len(value) <= 100 else value[:97] + "...")
+        add_row(table, shown(key), shown(value if len(value) <= 100 else value[:97] + "..."))
     lines: list[RenderableType] = [table]
     if norms := inspection.norms:
         # The blocks with the largest norms, with their share of the sum of squared norms.
@@ -80,7 +83,7 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
             lines.append(Text(more, style="dim"))
         lines.append("")
     lines += [
-        Text(f"{one.severity}: {one.what}. {one.advice}", style=STYLES[one.severity])
+        Text(shown(f"{one.severity}: {one.what}. {one.advice}"), style=STYLES[one.severity])
         for one in inspection.problems
     ]
     return Group(*lines)

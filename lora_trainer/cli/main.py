@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import ast
 import errno
-import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGINT
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from lora_trainer import __version__
 from lora_trainer.common.errors import (
@@ -32,7 +32,7 @@ from lora_trainer.common.errors import (
 from lora_trainer.common.events import shown
 from lora_trainer.common.output import lost_output, outlast, output_aside
 from lora_trainer.common.processes import made_to_stay
-from lora_trainer.common.wording import without_secrets
+from lora_trainer.common.wording import escaped, json_text, without_secrets
 from lora_trainer.config import Concept, Priority
 from lora_trainer.hardware.devices import use_expandable_segments
 from lora_trainer.reporting.control import Quit, Quitting
@@ -90,7 +90,20 @@ PLANNED = PlanOptions()
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console without markup and emoji codes: names and captions are printed unchanged."""
-    return Console(stderr=stderr, soft_wrap=True, markup=False, emoji=False)
+    return EscapingConsole(stderr=stderr, soft_wrap=True, markup=False, emoji=False)
+
+
+class EscapingConsole(Console):
+    """A console that escapes what controls a terminal in all it is given: its own colours come later."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:  # of rich itself, which moves the live line
+                yield segment
+            else:
+                yield Segment(escaped(segment.text, keep="\n\t"), segment.style)
 
 
 def overrides(assignments: Sequence[str], **flags: Any) -> dict[str, Any]:
@@ -279,7 +292,7 @@ def run(arguments: list[str] | None = None) -> int:
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
         )
         if isinstance(answer, dict | list):
-            sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+            sys.stdout.write(json_text(answer, indent=2) + "\n")
         elif answer is not None:
             out.print(answer, highlight=False)
         if answer is not None:

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from lora_trainer.cli.main import Json, Reply, parse_training
 from lora_trainer.common.errors import RequestError, StoppedBySignal
-from lora_trainer.common.wording import without_secrets
+from lora_trainer.common.wording import escaped, without_secrets
 from lora_trainer.config.running import Config
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import StopFlag, taking_signals
@@ -102,7 +102,7 @@ def run(*, runs: Runs = None) -> None:
     stop = StopFlag()
 
     def say(line: str) -> None:
-        sys.stdout.write(f"{without_secrets(line)}\n")
+        sys.stdout.write(f"{escaped(without_secrets(line))}\n")
         sys.stdout.flush()
 
     with taking_signals(stop):

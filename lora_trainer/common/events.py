@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from lora_trainer.common.errors import first_line
-from lora_trainer.common.wording import one_line, without_secrets
+from lora_trainer.common.files import bounded_int, read_regular, unreadable
+from lora_trainer.common.wording import escaped, json_text, one_line, without_secrets
 
 Severity = Literal["note", "warning", "error"]
 
@@ -206,7 +207,7 @@ class JsonlWriter:
             with self.path.open(
                 "a", encoding="utf-8", errors="backslashreplace", newline="\n"
             ) as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json_text(row) + "\n")
         except OSError as error:
             self._refused = True  # before `problem`, whose event comes back to this listener
             self.events.problem(
@@ -217,29 +218,46 @@ class JsonlWriter:
             )
 
 
+# More than any run has, and a number that floats hold exactly.
+MOST_STEPS = 2**53
+
+
 def json_row(line: bytes) -> dict[str, Any] | None:
     """Return the object of one line of a JSON-lines file, None for a line that is truncated or none."""
     try:
-        row = json.loads(line.decode("utf-8", errors="replace"))
+        row = json.loads(line.decode("utf-8", errors="replace"), parse_int=bounded_int)
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read the complete objects of a JSON-lines file, without a truncated last line; [] for a missing file."""
+    """Read the complete objects of a JSON-lines file, without a truncated last line; [] for a missing file.
+
+    Raises MachineError for a file that cannot be read.
+    """
+    try:
+        content = read_regular(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unreadable(path, error) from error
     # Not splitlines: it also splits at characters that JSON leaves inside strings, such as U+2028.
-    lines = path.read_bytes().split(b"\n") if path.exists() else ()
+    lines = content.split(b"\n")
     return [row for line in lines if (row := json_row(line)) is not None]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a JSON-lines file: rows with a kind, and with an integer step if they have a step."""
+    """Read the events of a JSON-lines file: rows with a kind, and with a step number if they have a step."""
+    rows = read_jsonl(path)
     return [
-        row
-        for row in read_jsonl(path)
-        if isinstance(row.get("event"), str) and isinstance(row.get("step", 0), int)
+        row for row in rows if isinstance(row.get("event"), str) and is_step(row.get("step", 0))
     ]
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a value of a file is a number of steps that a program can have counted."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
 
 
 # ---- findings on a dataset
@@ -293,5 +311,5 @@ def named(names: Iterable[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a file name fit for one line of a log: control characters and odd bytes escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Return a text from elsewhere, such as a file name, fit for one line of a log (see `escaped`)."""
+    return escaped(text)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
@@ -88,6 +90,25 @@ def open_binary(path: Path, flags: int, *, mode: int = 0o666) -> int:
     return os.open(path, flags | getattr(os, "O_BINARY", 0), mode)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading, without waiting; raises OSError for anything else.
+
+    A folder that somebody sent may hold a named pipe, which would be waited for without end, or a device.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    descriptor = open_binary(path, flags)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the bytes of a regular file; raises OSError."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def retry_while_open(operation: Callable[[], T]) -> T:
     """Rename, remove or read a file; on Windows retry for 2 s while another program has it open.
 
@@ -120,14 +141,39 @@ def disk_error(path: Path, error: OSError) -> MachineError:
     """Return a MachineError of one line with the path and the free bytes for a disk's OSError."""
     fix = "free some space or choose another folder with --output or --set data.cache_dir=FOLDER"
     existing = next((parent for parent in path.parents if parent.exists()), Path())
-    about = f" ({shutil.disk_usage(existing).free:,} bytes free)"
+    about = ""
+    with suppress(OSError):  # a working folder that was removed has no disk
+        about = f" ({shutil.disk_usage(existing).free:,} bytes free)"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         fix, about = fix.replace("free some space", "allow writing there"), ""
+    if error.errno in _FIXES:
+        fix, about = _FIXES[error.errno], ""
     if sys.platform == "win32" and isinstance(error, PermissionError):
         fix = "close the program that has the file open, or choose another folder with --output"
     elif sys.platform == "win32" and len(str(path.absolute())) >= _WINDOWS_PATH_CHARACTERS - 12:
         fix = "its path is too long for Windows: enable long paths, or choose a shorter --output"
     return MachineError(f"cannot write {path}: {error.strerror or error}{about}", fix=fix)
+
+
+# What helps against an error that is neither one of room nor of permission.
+_FIXES: Mapping[int | None, str] = {
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f unlimited`), or choose a folder on "
+    "another file system",
+    errno.EISDIR: "move the folder that has the name of this file away",
+    errno.ENOTEMPTY: "move the folder that has the name of this file away",
+    errno.ENOTDIR: "move the file that has the name of a folder away, or choose another folder",
+    errno.ENOENT: "the folder is gone: make it again, or choose another one with --output",
+    errno.ENAMETOOLONG: "choose shorter names for the run and its folder",
+    errno.EINVAL: "choose a name without characters that this file system refuses, such as `:`",
+    errno.ELOOP: "remove the link that leads to itself",
+}
+
+
+def unreadable(path: Path, error: OSError) -> MachineError:
+    """Return a MachineError of one line for a file that is there and cannot be read."""
+    return MachineError(
+        f"cannot read {path}: {error.strerror or error}", fix="make it a file that you may read"
+    )
 
 
 def windows_name_problem(name: str) -> str:
@@ -176,8 +222,8 @@ def sha256_bytes(data: Data) -> str:
 
 def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a file's bytes; raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
 
 
 def json_bytes(value: Any) -> bytes:
@@ -188,7 +234,7 @@ def json_bytes(value: Any) -> bytes:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises RequestError with line and column, or the duplicate key."""
     try:
-        text = retry_while_open(lambda: path.read_text(encoding="utf-8-sig"))
+        text = retry_while_open(lambda: read_regular(path)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
             f"cannot read {path}: {error}", fix="give a readable UTF-8 JSON file"
@@ -199,7 +245,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def json_object(text: str, *, name: str) -> dict[str, Any]:
     """Parse a JSON object; raises RequestError with `name`, line and column, or the duplicate key."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_int=bounded_int,
+        )
     except json.JSONDecodeError as error:
         where = f"{name}:{error.lineno}:{error.colno}"
         raise RequestError(f"{where}: not JSON: {error.msg}", fix="correct that line") from None
@@ -216,6 +267,11 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
     return result
+
+
+def bounded_int(text: str) -> int | float:
+    """Read a whole number of a JSON file; one that no float can hold is infinite, as 1e999 is."""
+    return int(text) if len(text) <= sys.float_info.max_10_exp else math.inf
 
 
 def _refuse_constant(name: str) -> None:

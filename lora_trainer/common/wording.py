@@ -7,9 +7,11 @@ values of environment variables with names such as TOKEN or SECRET, and the name
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -92,6 +94,44 @@ def one_line(message: str) -> str:
     """Return `message` without the line breaks and control characters that could forge output."""
     words = " ".join(message.split())
     return "".join(character if character.isprintable() else "?" for character in words)
+
+
+# Join letters in Persian, in scripts of India and in emoji, and are in names for that.
+_JOINERS = "\u200c\u200d"
+
+
+def escaped(text: str, *, keep: str = "") -> str:
+    """Return a text from elsewhere fit for a terminal, a log or a page: what controls them is escaped.
+
+    Those are control characters, signs that turn the direction of the words after them, and odd bytes. `keep`
+    are those that stay, such as line breaks between whole lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if _is_shown(character) or character in keep
+        # Half a character has no other form in ASCII.
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def _is_shown(character: str) -> bool:
+    return (
+        character.isprintable()
+        or character in _JOINERS
+        or unicodedata.category(character) == "Zs"  # blanks of other widths
+    )
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as readable JSON, with escapes for what controls a terminal."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return "".join(
+        character if _is_shown(character) or character == "\n" else json.dumps(character)[1:-1]
+        for character in text
+    )
 
 
 # ---- without secrets

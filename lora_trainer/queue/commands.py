@@ -21,10 +21,10 @@ import psutil
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.events import Event, Listener
-from lora_trainer.common.files import disk_error, json_bytes, locked, write_atomic
+from lora_trainer.common.events import MOST_STEPS, Event, Listener
+from lora_trainer.common.files import disk_error, json_bytes, locked, read_regular, write_atomic
 from lora_trainer.common.wording import one_line
-from lora_trainer.reporting.status import is_alive, read_status
+from lora_trainer.reporting.status import Time, is_alive, read_status
 
 State = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
 
@@ -37,12 +37,9 @@ _REMOVED_KEPT_S = 24 * 3600.0
 _LAST_NUMBER_FILE = ".last-number"
 _LOCK_WITHIN_S = 10.0
 _SLUG_MAX_LENGTH = 40
-# Upper bound of times (the year 2096), so that every system's calendar functions accept them.
-_MAX_TIME_S = 4e9
+# The name of an item has at most nine digits; a damaged counter must not lead beyond them.
+MOST_ITEMS = 999_999_998
 _ITEM_FILE = re.compile(r"([0-9]{1,9})(-[a-z0-9-]+)?\.json")
-
-
-Time = Annotated[float, Field(ge=0, le=_MAX_TIME_S, allow_inf_nan=False)]
 
 
 def _folder_name(name: str) -> str:
@@ -60,7 +57,7 @@ class Item:
     """
 
     id: str
-    order: int
+    order: Annotated[int, Field(ge=0, le=MOST_STEPS)]
     argv: tuple[str, ...]
     folder: str
     label: str
@@ -72,7 +69,7 @@ class Item:
     pid: Annotated[int, Field(gt=0, lt=2**31)] | None = None
     pid_started_s: Time | None = None
     run: Annotated[str, AfterValidator(_folder_name)] | None = None
-    exit_code: int | None = None
+    exit_code: Annotated[int, Field(ge=-(2**31), lt=2**32)] | None = None
     error: str = ""
 
     @property
@@ -111,7 +108,7 @@ def download_of(runs: Path, item: Item) -> Download | None:
         return None
     try:
         download = _DOWNLOAD.validate_json(
-            item_file(runs, item.id, "download").read_bytes(), strict=True
+            read_regular(item_file(runs, item.id, "download")), strict=True
         )
     except (OSError, ValidationError):
         return None
@@ -182,7 +179,7 @@ def new_id(runs: Path, *, label: str) -> str:
     counter = queue_folder(runs) / _LAST_NUMBER_FILE
     matches = [_ITEM_FILE.fullmatch(path.name) for path in _item_files(runs)]
     try:
-        last = int(counter.read_bytes())
+        last = min(MOST_ITEMS, int(read_regular(counter)))
     except (OSError, ValueError):  # missing or damaged: the existing items tell the last number too
         last = 0
     number = 1 + max([last, *(int(match[1]) for match in matches if match)])
@@ -207,9 +204,11 @@ def _item_files(runs: Path) -> list[Path]:
 def _read(path: Path) -> Item | None:
     """Return the item in a file, a failed item if it is damaged, None if it was removed."""
     try:
-        item = _ITEM.validate_json(path.read_bytes(), strict=True)
+        item = _ITEM.validate_json(read_regular(path), strict=True)
     except FileNotFoundError:  # removed since the folder was listed
         return None
+    except RecursionError:
+        return _damaged(path, "it is nested too deeply")
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -25,7 +25,14 @@ import psutil
 from pydantic import Field, FiniteFloat, TypeAdapter
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.files import disk_error, json_bytes, locked, write_atomic
+from lora_trainer.common.files import (
+    disk_error,
+    json_bytes,
+    locked,
+    open_regular,
+    read_regular,
+    write_atomic,
+)
 from lora_trainer.common.processes import detached, end_of, was_killed
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, one_line
 from lora_trainer.hardware.machine import Hardware, detect
@@ -227,7 +234,7 @@ def _ended_unseen(runs: Path, item: Item) -> Item:
 def last_line(log: Path, *, from_bytes: int = 0) -> str:
     """Return the last line of a log without its "error: ", empty if there is none."""
     try:
-        with log.open("rb") as file:
+        with open_regular(log) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(from_bytes, end - _LOG_END_BYTES))
             lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
@@ -369,7 +376,7 @@ _WORKER = TypeAdapter(_WorkerNote)
 
 def _read_worker(runs: Path) -> _WorkerNote | None:
     try:
-        return _WORKER.validate_json((queue_folder(runs) / _WORKER_FILE).read_bytes(), strict=True)
+        return _WORKER.validate_json(read_regular(queue_folder(runs) / _WORKER_FILE), strict=True)
     except (OSError, ValueError):  # none, or damaged: the next worker replaces it
         return None
 

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from types import FrameType
 from typing import Literal, get_args
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.common.files import disk_error, retry_while_open, write_atomic
+from lora_trainer.common.files import disk_error, open_regular, retry_while_open, write_atomic
 from lora_trainer.common.wording import without_secrets
 
 _ANSWERS = (
@@ -207,11 +208,12 @@ class Control:
                     (self.folder / name).unlink()
 
     def asked_at_s(self, name: Request) -> float | None:
-        """Return when a request that waits was made, None if none does."""
+        """Return when a request that waits was made, None if none does; nothing but a file is one."""
         try:
-            return (self.folder / name).stat().st_mtime
+            found = (self.folder / name).stat()
         except OSError:
             return None
+        return found.st_mtime if S_ISREG(found.st_mode) else None
 
     def request(self, name: Request, *, prompt: str = "") -> None:
         """Ask the run that trains in this folder for something; raises MachineError.
@@ -234,9 +236,10 @@ class Control:
         if self.asked_at_s("sample") is None:
             return None
         try:
-            with (self.folder / "sample").open(encoding="utf-8-sig") as opened:
+            with open_regular(self.folder / "sample") as opened:
                 # More than is allowed, which is then refused; never all of an endless file.
-                text = opened.read(4 * MAX_PROMPT_CHARACTERS)
+                most_bytes = 16 * MAX_PROMPT_CHARACTERS
+                text = opened.read(most_bytes).decode("utf-8-sig")
         except OSError as error:
             raise RequestError(
                 f"the request for sample images cannot be read: {error.strerror or error}",

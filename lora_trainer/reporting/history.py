@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.events import json_row
-from lora_trainer.common.files import read_json_object
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import is_step, json_row
+from lora_trainer.common.files import open_regular, read_json_object
 
 Row = Mapping[str, Any]
 
@@ -94,6 +95,10 @@ class RunHistory:
         return self.validations[-1] if self.validations and self.validations[-1].step else None
 
 
+# Above every figure of a run.
+_MOST = 1e100
+
+
 def number(row: Row, key: str) -> float:
     """Return a number of a row as float, NaN where there is none."""
     return _figure(row.get(key))
@@ -102,10 +107,8 @@ def number(row: Row, key: str) -> float:
 def _figure(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
+    # Also false for NaN. A sum of larger ones would be infinite, and infinite ones have none.
+    return float(value) if abs(value) < _MOST else math.nan
 
 
 def mapping(row: Row, key: str) -> Row:
@@ -144,7 +147,7 @@ class JsonlFollower:
         Raises OSError for a file that is there and cannot be read.
         """
         inode, data, anew = 0, b"", True
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
+        with suppress(FileNotFoundError), open_regular(self.path) as file:
             inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset - len(self._before))
             data = file.read()
@@ -165,7 +168,7 @@ class JsonlFollower:
             row
             for row in rows
             if isinstance(kind := row.get("event"), str)
-            and (kind not in _STEPPED or isinstance(row.get("step"), int))
+            and (kind not in _STEPPED or is_step(row.get("step")))
         ]
         self._damaged += len(rows) - len(usable)
         self.unreadable_lines = self._damaged + bool(torn.strip())
@@ -210,8 +213,8 @@ class _EventSum:
             self.started = row
             self.sessions += 1
             # All steps after the one that is resumed from are forgotten.
-            last = row.get("resumed_from")
-            last = last if isinstance(last, int) else -1
+            resumed_from = row.get("resumed_from")
+            last = resumed_from if is_step(resumed_from) else -1
             self.steps = {step: each for step, each in self.steps.items() if step <= last}
             self.validations = {n: each for n, each in self.validations.items() if n <= last}
             self.samples = [image for image in self.samples if image.step <= last]
@@ -258,9 +261,19 @@ class HistoryReader:
         self._problem_rows: list[Row] = []
 
     def read(self) -> RunHistory:
-        """Return the run as its files have it now; raises RequestError for run.json, OSError."""
+        """Return the run as its files have it now; raises RequestError for a file that cannot be read."""
         file = self.folder / "run.json"
-        run = read_json_object(file) if file.exists() else {}
+        run = read_json_object(file) if os.path.lexists(file) else {}
+        try:
+            return self._read(run)
+        except OSError as error:
+            name = Path(error.filename or self.folder).name
+            raise RequestError(
+                f"{self.folder}: {name} cannot be read: {error.strerror or error}",
+                fix="put back the file that the run wrote",
+            ) from error
+
+    def _read(self, run: Row) -> RunHistory:
         anew, events = self._events.read()
         so_far = self._sum = _EventSum() if anew else self._sum
         for row in events:

@@ -26,7 +26,7 @@ from PIL import Image
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import SEVERITIES
-from lora_trainer.common.files import read_json_object, write_atomic
+from lora_trainer.common.files import read_json_object, read_regular, write_atomic
 from lora_trainer.common.wording import (
     INTERRUPTED_EXIT_CODES,
     against_base,
@@ -156,7 +156,7 @@ def _timings(history: RunHistory) -> Iterator[tuple[str, str]]:
         wait_s = math.fsum(row.data_wait_s for row in waited)
         yield "share of waiting for data", f"{100 * wait_s / total_s if total_s else 0.0:.1f} %"
         batch = number(history.started, "batch_size")
-        if math.isfinite(batch):
+        if math.isfinite(batch) and sum(seconds) > 0:
             yield "images per second of steps", f"{batch * len(seconds) / sum(seconds):.1f}"
         saves_s = [number(row, "seconds") for row in history.marks if row["event"] == "saved"]
         if saves_s:
@@ -227,7 +227,7 @@ def _cell(image: SampleImage | None, folder: Path) -> dict[str, str]:
     if image is None:
         return {"words": "not sampled", "uri": "", "fault": ""}
     try:
-        data = inside(folder, image.file).read_bytes()
+        data = read_regular(inside(folder, image.file))
         with Image.open(io.BytesIO(data)) as picture:
             picture.load()
             kind = "png"
@@ -254,7 +254,13 @@ def size_in(folder: Path, file: str) -> str:
 
 def inside(folder: Path, file: str) -> Path:
     """Return the path of `file` in `folder`; raises ValueError when it leads out of it."""
-    path = (folder / file).resolve()
+    try:
+        path = (folder / file).resolve()
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a link that leads to itself: an OSError from Python 3.13 on
+        raise ValueError(f"{file} leads nowhere") from error
     if not path.is_relative_to(folder.resolve()):
         raise ValueError(f"{file} is outside of the run folder")
     return path

@@ -6,19 +6,21 @@ from pathlib import Path
 
 from PIL import Image
 
+from lora_trainer.common.files import open_regular
+
 
 def last_samples(samples: Path) -> list[Path]:
     """Return the images of the newest step that has any of the run's own prompts, in their order."""
     # A step has eight digits, so that names sort by it.
     for folder in sorted(samples.glob("step-*"), reverse=True):
-        if files := sorted(folder.glob("[0-9]*.png")):
+        if files := sorted(file for file in folder.glob("[0-9]*.png") if file.is_file()):
             return files
     return []
 
 
 def sample_prompt(image: Path) -> str:
     """Return the prompt that a sample image carries, "" where it carries none."""
-    with Image.open(image) as opened:
+    with open_regular(image) as file, Image.open(file) as opened:
         text = str(opened.info.get("parameters", ""))
     return text.split("\nNegative prompt:")[0].split("\nSteps:")[0]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import psutil
-from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.events import Event, EventStream
-from lora_trainer.common.files import retry_while_open, write_atomic
+from lora_trainer.common.events import MOST_STEPS, Event, EventStream
+from lora_trainer.common.files import read_regular, retry_while_open, write_atomic
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, loss_text, one_line
 
 
@@ -130,6 +130,16 @@ _PHASE_STATES: dict[str, State] = {
 }
 
 
+Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+# Upper bound of times (the year 2096), so that every system's calendar functions accept them.
+Time = Annotated[float, Field(ge=0, le=4e9, allow_inf_nan=False)]
+
+
+def _left_s(value: object) -> object:
+    """Read null as NaN: that no step was done yet."""
+    return math.nan if value is None else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """The content of status.json, and a run as others see it.
@@ -143,17 +153,17 @@ class RunStatus:
 
     state: State = "starting"
     pid: Annotated[int, Field(gt=0, lt=2**31)] | None = None
-    pid_started_s: FiniteFloat | None = None
+    pid_started_s: Time | None = None
     name: str = ""
-    step: int = 0
-    steps: int = 0
+    step: Count = 0
+    steps: Count = 0
     phase: str = ""
-    done: int = 0
-    total: int = 0
+    done: Count = 0
+    total: Count = 0
     message: str = ""
-    heartbeat_s: FiniteFloat = 0.0
-    left_s: Annotated[float, BeforeValidator(measured)] = math.nan
-    exit_code: int | None = None
+    heartbeat_s: Time = 0.0
+    left_s: Annotated[float, BeforeValidator(_left_s)] = math.nan
+    exit_code: Annotated[int, Field(ge=-(2**31), lt=2**32)] | None = None
     stage: State = "starting"
 
 
@@ -305,9 +315,11 @@ def wrote_status(run_folder: Path, *, pid: int | None, started_s: float | None) 
 
 def _read(run_folder: Path) -> RunStatus:
     """Return the status as it was written; raises OSError, and ValueError for damage."""
-    return _STATUS.validate_json(
-        retry_while_open((run_folder / STATUS_FILE).read_bytes), strict=True
+    status = _STATUS.validate_json(
+        retry_while_open(lambda: read_regular(run_folder / STATUS_FILE)), strict=True
     )
+    # Strings of a file may hold what no terminal, page or process can be given.
+    return replace(status, name=one_line(status.name), message=one_line(status.message))
 
 
 def is_alive(*, pid: int | None, started_s: float | None) -> bool:

@@ -22,6 +22,7 @@ from PIL import Image
 
 from lora_trainer.common.errors import did_you_mean
 from lora_trainer.common.events import Aside, Event, EventStream
+from lora_trainer.common.files import open_regular
 from lora_trainer.common.wording import one_line
 from lora_trainer.reporting.status import Smoothed, measured
 
@@ -174,7 +175,7 @@ class TrackerListener:
     def _log_images(self, fields: Mapping[str, Any]) -> None:
         layout = {"dataformats": "NHWC"} if self.name == "tensorboard" else {}
         for index, image_row in enumerate(fields["images"]):
-            with Image.open(self.folder / image_row["file"]) as opened:
+            with open_regular(self.folder / image_row["file"]) as file, Image.open(file) as opened:
                 image = _IMAGES[self.name](opened.convert("RGB"))
             images = {f"samples/{index:02d}": image}
             self.tracker.log_images(images, step=fields["step"], **layout)

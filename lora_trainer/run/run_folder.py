@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -20,6 +19,7 @@ from lora_trainer.common.files import (
     windows_name_problem,
     write_atomic,
 )
+from lora_trainer.common.wording import json_text
 from lora_trainer.config.config import all_settings, flatten, retired_in, validation_users
 from lora_trainer.config.running import Config
 
@@ -123,10 +123,9 @@ def cut_events(folder: Path, *, step: int) -> None:
         for row in read_events(file):
             if row["event"] in ("finished", "stopped") or row.get("step", -1) > step:
                 continue
-            lines.append(json.dumps(row, ensure_ascii=False))
-        # Lone surrogates are no UTF-8; "backslashreplace" writes them as the JSON escape they were read from.
+            lines.append(json_text(row))
         text = "".join(f"{line}\n" for line in lines)
-        write_atomic(file, text.encode("utf-8", "backslashreplace"))
+        write_atomic(file, text.encode())
 
 
 def last_step(folder: Path) -> int:

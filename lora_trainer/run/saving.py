@@ -25,7 +25,7 @@ from lora_trainer.checkpoint.states import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.errors import LoraTrainError, first_line
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.common.files import json_bytes, open_regular, write_atomic
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.dataset.buckets import bucket_bounds
@@ -180,7 +180,7 @@ def _thumbnail(image: Path, events: EventStream) -> bytes | None:
     Even noise takes less than 64 kB; ComfyUI ignores headers above 8 MiB.
     """
     try:
-        with Image.open(image) as opened:
+        with open_regular(image) as file, Image.open(file) as opened:
             small = opened.convert("RGB")
         small.thumbnail((256, 256), Image.Resampling.LANCZOS)
         buffer = io.BytesIO()

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from lora_trainer import __version__
 from lora_trainer.cache.store import in_use
 from lora_trainer.checkpoint.states import TrainingState, load_newest
-from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, first_line
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.processes import read_dist_env
@@ -181,11 +181,17 @@ def _end_recorded(folder: Path, events: EventStream) -> Iterator[None]:
 
 
 def _report(folder: Path, events: EventStream) -> None:
-    """Write report.html; a disk that refuses it is a problem, as how the run ended counts more."""
+    """Write report.html; whatever refuses it is a problem, as how the run ended counts more."""
     try:
         write_report(folder)
     except LoraTrainError as error:
         events.problem(error.found, fix=error.fix, code="TRN-05")
+    except Exception as error:  # noqa: BLE001 - as said above
+        events.problem(
+            f"report.html was not written: {type(error).__name__}: {first_line(error)}",
+            fix="nothing: the LoRA is complete; please report it",
+            code="TRN-05",
+        )
 
 
 def _record_end(folder: Path, events: EventStream, reason: str, *, code: int) -> None:

@@ -86,7 +86,9 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reader.read()
     parsed: list[str] = []
     loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda line: (parsed.append(line), loads(line))[1])
+    monkeypatch.setattr(
+        json, "loads", lambda line, **options: (parsed.append(line), loads(line, **options))[1]
+    )
     reader.read()
     assert parsed == []
     with (folder / "events.jsonl").open("ab") as file:
