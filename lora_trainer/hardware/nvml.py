@@ -33,7 +33,8 @@ class Gpu:
     """One GPU, or one MIG slice; `index` is CUDA's, `compute_capability` None if unknown.
 
     `bf16`: whether it computes bfloat16 in hardware (None: derived from the capability). `spills`: its
-    driver moves memory to the host when it is full. `display`: a screen or an X server uses it.
+    driver moves memory to the host when it is full. `display`: a screen or an X server uses it. `pcie`: generation and
+    lanes of its slot, 0 where they are not told. `watts`: its power limit.
     """
 
     index: int
@@ -48,6 +49,8 @@ class Gpu:
     assumed: bool = False
     kind: KindName = "cuda"
     bf16: bool | None = None
+    pcie: tuple[int, int] = (0, 0)
+    watts: float | None = None
 
     @property
     def can(self) -> DeviceKind:
@@ -184,7 +187,22 @@ def _cards(ask: Callable[..., Any], index: int, driver: str, failures: list[str]
             driver=driver,
             display=bool(ask("nvmlDeviceGetDisplayActive", device)),
             uuid=ask("nvmlDeviceGetUUID", device) or "",
+            pcie=_slot(ask, handle),
+            watts=None
+            if (limit := ask("nvmlDeviceGetEnforcedPowerLimit", handle)) is None
+            else limit / 1000,
         )
+
+
+def _slot(ask: Callable[..., Any], handle: Any) -> tuple[int, int]:
+    """Return generation and lanes of a GPU's slot, 0 where they are not told.
+
+    An idle GPU lowers the generation, so the most that GPU and machine can is asked for; a riser or an external case
+    lowers the lanes for good.
+    """
+    generation = ask("nvmlDeviceGetMaxPcieLinkGeneration", handle) or 0
+    lanes = ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
+    return int(generation), int(lanes or ask("nvmlDeviceGetMaxPcieLinkWidth", handle) or 0)
 
 
 # ---- what GPUs do at this moment

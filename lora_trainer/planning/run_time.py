@@ -13,11 +13,9 @@ often to draw sample images, and how long a run of each priority may take.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from lora_trainer.common.wording import GIB, gib
 from lora_trainer.config.declare import KEEP_ATTENTION, BasePrecision, Precision, settled
@@ -25,6 +23,7 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import total_elements
+from lora_trainer.planning.gpu_rates import link_of, rates_of
 from lora_trainer.planning.memory import (
     Load,
     Prediction,
@@ -36,7 +35,6 @@ from lora_trainer.planning.memory import (
 from lora_trainer.planning.optimizer_facts import MASTER_BYTES, state_bytes
 from lora_trainer.planning.plan_input import PlanInput
 
-_GPUS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 # Seconds: the shortest and the longest to expect.
 Range = tuple[float, float]
 
@@ -47,13 +45,8 @@ CARD_SHARE = (0.25, 0.8)
 TRAFFIC_SHARE = (0.5, 0.9)
 # Python, peft and autograd start one kernel in this time; small models on fast GPUs wait for it.
 KERNEL_START_S = (20e-6, 70e-6)
-# From pinned host memory, one way: PCIe 3 with 8 lanes to PCIe 4 with 16, as measured in practice.
-LINK_BYTES_PER_S = (6e9, 22e9)
 # Texts that pass an offloaded encoder together, at least, on the GPUs that it does not fit on (network/offload.py).
 TEXTS_TOGETHER = 16
-# From ordinary memory the driver copies twice, by way of a small pinned buffer: 2.2 of 5.7 GB/s on one
-# GPU (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), 0.3 to 0.6 on others.
-UNPINNED_BYTES_PER_S = (2.4e9, 8.8e9)
 FP32_SLOWDOWN = 4
 # Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
 CPU_GFLOPS_PER_CORE = (20, 80)
@@ -158,27 +151,22 @@ def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Preci
     # The longest of computing, starting kernels and copying over the bus. Copies of weights run beside the
     # computation, so they cost only memory traffic and the time they take longer than it; a step waits for copies
     # of block inputs and for every copy of unpinned memory.
-    # The longest name, because "A10" is also a part of "A100", and "Apple M1" of "Apple M1 Max".
-    rates, size_gib = _GPUS["rates"], gpu.total_bytes / GIB
-    row = max((row for row in rates if row in gpu.name), key=len, default="")
-    row = row or next(row for most, row in _GPUS["of_size"].items() if size_gib <= float(most))
-    tflops, gigabytes = rates[row]
-    rate = tflops * 1e12 / (FP32_SLOWDOWN if precision == "fp32" else 1)
+    rates, (link, unpinned_link) = rates_of(gpu), link_of(gpu)
+    rate = rates.flops / (FP32_SLOWDOWN if precision == "fp32" else 1)
     computing = _range((work.flops + work.other_flops) / rate, CARD_SHARE)
     # Copies from the host are written to the same memory that the computation reads.
     moved_bytes = work.dequantised_bytes + work.bus_bytes
-    beside = _range(moved_bytes / (gigabytes * 1e9), TRAFFIC_SHARE)
+    beside = _range(moved_bytes / rates.bytes_per_s, TRAFFIC_SHARE)
     fast_s, slow_s = KERNEL_START_S
     parts = {
         "arithmetic": (computing[0] + beside[0], computing[1] + beside[1]),
         "starting kernels": (work.kernels * fast_s, work.kernels * slow_s),
-        "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
+        "copies from host memory": _range(work.bus_bytes, link),
     }
-    ordered = _range(work.ordered_bytes, LINK_BYTES_PER_S)
-    unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
-    name = row if row in gpu.name else f"{gpu.name} (rates of an {row})"
+    ordered = _range(work.ordered_bytes, link)
+    unpinned = _range(work.unpinned_bytes, unpinned_link)
     note = (
-        f"estimate for {name}: {work.flops / 1e12:.1f} TFLOP a "
+        f"estimate for {rates.says}: {work.flops / 1e12:.1f} TFLOP a "
         f"step, limited by {max(parts, key=lambda name: middle(parts[name]))}"
     )
     if work.unpinned_bytes:
@@ -410,7 +398,7 @@ class RunTimeInputs(Evaluator):
         copies = (0.0, 0.0)
         if load.text_offload:
             encoder_bytes = encoder * ELEMENT_BYTES[load.text_precision]
-            slow, fast = LINK_BYTES_PER_S
+            (slow, fast), _ = link_of(self.gpu)
             # The encoder is copied block by block for many texts together, one copy after another.
             sets = math.ceil((inputs.texts + EMPTY_TEXT) / TEXTS_TOGETHER)
             copies = sets * encoder_bytes / fast, sets * encoder_bytes / slow

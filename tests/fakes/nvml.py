@@ -30,6 +30,8 @@ class FakeCard:
     load_percent: int = 0
     milliwatts: int = 15_000
     held_back: int = 0
+    pcie: tuple[int, int] | None = None
+    power_limit_milliwatts: int | None = None
     compute_pids: tuple[int, ...] = ()
     graphics_pids: tuple[int, ...] = ()
     busy_percent: dict[int, int] = field(default_factory=dict)
@@ -51,6 +53,10 @@ def _answer(card: FakeCard, name: str, *rest: Any) -> Any:
         "DisplayActive": int(card.display),
         "MaxMigDeviceCount": 7,
     }
+    if card.pcie is not None:
+        plain |= {"MaxPcieLinkGeneration": card.pcie[0], "CurrPcieLinkWidth": card.pcie[1]}
+    if card.power_limit_milliwatts is not None:
+        plain["EnforcedPowerLimit"] = card.power_limit_milliwatts
     slices = card.mig_slices
     match name, *rest:
         case "ClockInfo", 1:  # of the multiprocessors
