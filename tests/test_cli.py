@@ -277,6 +277,7 @@ def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said:
     asked = (place.dataset, "--vram", "24", "--base", "black-forest-labs/FLUX.1-schnell")
     shown, plan = said("plan", *asked), json.loads(said("plan", *asked, "--json"))
     designed = {"family", "tier", "priority", "settings", "memory", "time", "disk", "sampling"}
+    designed |= {"images"}
     assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
     memory, settings, remarks = (plan[key] for key in ("memory", "settings", "remarks"))
     beside = {"phase", "phases", "by_phase", "images_at_once", "host"}
