@@ -25,6 +25,7 @@ from lora_trainer.checkpoint.states import Copy, Frozen, TrainingState, freeze, 
 from lora_trainer.common.errors import LoraTrainError, MachineError, first_line
 from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.device_calls import mark, may_copy_ahead
+from lora_trainer.network import pinned_memory
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.network.pinned_memory import pinned
 
@@ -33,6 +34,10 @@ MAX_FAILURES = 3
 Export = Callable[[], str]
 # Copies what an export needs; runs in the training thread.
 Exporter = Callable[[Copy], Export]
+
+
+# Pinned memory for copies: pieces of these sizes, each twice the one before, cut into parts at multiples of the last.
+FIRST_PIECE_BYTES, MOST_PIECE_BYTES, PART_BYTES = 2**20, 64 * 2**20, 256
 
 
 @dataclass(kw_only=True)
@@ -46,6 +51,8 @@ class HostCopies:
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     marked: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    used: int = 0
     device: torch.device | None = None
     copied: torch.Event | None = None
 
@@ -53,14 +60,34 @@ class HostCopies:
         """Return the buffer of that name, which has the values of `tensor` after the next `mark`."""
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = pinned().empty(
-                tensor.shape, dtype=tensor.dtype, device=tensor.device, rare=True
-            )
+            buffer = self._room(tensor)
             self.buffers[name] = buffer
         if may_copy_ahead(tensor.device):
             self.device = tensor.device
         self.marked.append((buffer, tensor.detach()))
         return buffer
+
+    def _room(self, tensor: Tensor) -> Tensor:
+        """Return host memory for a tensor; where it is pinned, a part of a larger piece.
+
+        A state has thousands of tensors, and each request to pin memory stops the device for a moment.
+        """
+        if not pinned_memory.pins_for(tensor.device):
+            return pinned().empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        size = -(-tensor.nbytes // PART_BYTES) * PART_BYTES
+        if self.pieces and self.used + size <= self.pieces[-1].nbytes:
+            piece = self.pieces[-1]
+        else:
+            twice = 2 * self.pieces[-1].nbytes if self.pieces else FIRST_PIECE_BYTES
+            least = min(twice, MOST_PIECE_BYTES)
+            piece = pinned().empty(
+                (max(size, least),), dtype=torch.uint8, device=tensor.device, rare=True
+            )
+            self.pieces.append(piece)
+            self.used = 0
+        part = piece[self.used : self.used + tensor.nbytes]
+        self.used += size
+        return part.view(tensor.dtype).view(tensor.shape)
 
     def mark(self) -> None:
         """Make the copies of a save, or ask the device for them."""

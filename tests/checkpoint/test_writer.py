@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from lora_trainer.checkpoint.states import TrainingState, load_newest, write_state
-from lora_trainer.checkpoint.writer import StateWriter
+from lora_trainer.checkpoint.writer import HostCopies, StateWriter
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
+from lora_trainer.network import pinned_memory
+from tests.fakes.pinning import pinning_driver
 from tests.fakes.states import state_at
 
 PATIENCE_S = 30.0
@@ -223,3 +225,34 @@ def test_the_end_waits_for_the_disk(place: Place) -> None:
         threading.Timer(0.05, place.open.set).start()
         raise ZeroDivisionError
     assert place.on_disk().step == 1
+
+
+def test_the_copies_of_a_save_lie_in_few_pieces_of_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A state has thousands of tensors, and each request to pin memory stops a GPU for a moment."""
+    driver = pinning_driver(monkeypatch)
+    pinned: list[int] = []
+    empty = driver.empty
+    monkeypatch.setattr(
+        pinned_memory,
+        "_empty",
+        lambda shape, *rest, pin: (
+            (pinned.append(shape[0]) if pin else None) or empty(shape, *rest, pin=pin)
+        ),
+    )
+    shapes = [(16, 320), (7,), (3, 5, 2), (1280,)]
+    dtypes = [torch.float32, torch.uint8, torch.float32, torch.bfloat16]
+    tensors = {
+        f"{number}.{kind}": torch.full(shape, number % 7, dtype=dtype)
+        for number in range(300)
+        for kind, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    }
+    copies = HostCopies()
+    for _ in range(2):
+        taken = {name: copies.take(name, tensor) for name, tensor in tensors.items()}
+        copies.mark()
+        assert all(torch.equal(taken[name], tensor) for name, tensor in tensors.items())
+    assert len(tensors) == 1200 and len(pinned) <= 4
+    starts = [tensor.data_ptr() for tensor in taken.values()]
+    assert len(set(starts)) == len(starts) and all(start % 16 == 0 for start in starts)
