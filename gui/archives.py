@@ -26,6 +26,7 @@ from .upload_names import Names, is_image, reason_against, safe_name
 _DIRECTORY_MAX_BYTES = 16 * 2**20
 _CHUNK_BYTES = 2**20
 _SMALL_BYTES = 2**20
+_SMALL_TOTAL_BYTES = 16 * 2**20
 _FREE_AFTERWARDS_BYTES = 2**30
 _ENCRYPTED = 0x1
 _METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
@@ -35,7 +36,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Value
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much one upload may bring; `ratio` is unpacked to packed bytes of files above 1 MiB."""
+    """How much one upload may bring; `ratio` is unpacked to packed bytes, of a file above 1 MiB and of all above 16."""
 
     files: int = 20_000
     file_bytes: int = 2**30
@@ -53,16 +54,20 @@ class Received:
     left_out: tuple[str, ...] = ()
 
 
-def unpack(archive: Path, *, into: Path, limits: Limits = Limits()) -> Received:
+def unpack(
+    archive: Path, *, into: Path, limits: Limits = Limits(), name: str | None = None
+) -> Received:
     """Unpack pictures and captions of a zip into the new or empty folder `into`, all of them or nothing.
 
+    `name` is what its owner calls the zip, by default what its file is called.
     Raises InputError for an archive that is damaged, leads out of its folder or is too large,
     MachineError when the disk refuses.
     """
-    with _opened(archive) as content:
-        entries = _entries(content, archive.name, limits)
+    name = archive.name if name is None else name
+    with _opened(archive, name) as content:
+        entries = _entries(content, name, limits, packed_bytes=archive.stat().st_size)
         with _new_folder(into, need_bytes=sum(entry.info.file_size for entry in entries)) as folder:
-            received = _extract(content, entries, folder, archive.name)
+            received = _extract(content, entries, folder, name)
     return replace(received, folder=into)
 
 
@@ -76,22 +81,22 @@ class _BoundedReader(io.BufferedReader):
 
 
 @contextmanager
-def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
+def _opened(archive: Path, name: str) -> Iterator[zipfile.ZipFile]:
     with ExitStack() as stack:
         try:
             raw = stack.enter_context(archive.open("rb", buffering=0))
             file = stack.enter_context(_BoundedReader(raw))
             content = stack.enter_context(zipfile.ZipFile(file))
         except (*_DAMAGED, OSError) as error:
-            raise _unreadable(archive, error) from None
+            raise _unreadable(name, error) from None
         try:
             yield content
         except _DAMAGED as error:
-            raise _unreadable(archive, error) from None
+            raise _unreadable(name, error) from None
 
 
-def _unreadable(archive: Path, error: Exception) -> InputError:
-    found = f"{archive.name} is no zip that can be unpacked: {first_line(error)}"
+def _unreadable(name: str, error: Exception) -> InputError:
+    found = f"{name} is no zip that can be unpacked: {first_line(error)}"
     return InputError(found, fix="pack it again")
 
 
@@ -101,7 +106,9 @@ class _Entry:
     parts: tuple[str, ...]
 
 
-def _entries(content: zipfile.ZipFile, name: str, limits: Limits) -> list[_Entry]:
+def _entries(
+    content: zipfile.ZipFile, name: str, limits: Limits, *, packed_bytes: int
+) -> list[_Entry]:
     """Return the files of a zip; raises InputError when one of them is no plain file inside."""
     infos = content.infolist()
     if len(infos) > limits.files:
@@ -126,6 +133,9 @@ def _entries(content: zipfile.ZipFile, name: str, limits: Limits) -> list[_Entry
         raise _refused(
             name, f"unpacks to {total_bytes:,} bytes, {limits.total_bytes:,} are allowed"
         )
+    # Of the whole file: entries may share their bytes, and many small ones escape the limit of each.
+    if total_bytes > max(_SMALL_TOTAL_BYTES, packed_bytes * limits.ratio):
+        raise _refused(name, _like_a_bomb(limits))
     return _without_common_folder(entries)
 
 
@@ -133,9 +143,11 @@ def _check_size(info: zipfile.ZipInfo, name: str, limits: Limits) -> None:
     if info.file_size > limits.file_bytes:
         raise _refused(name, f"holds a file of {info.file_size:,} bytes")
     if info.file_size > max(_SMALL_BYTES, info.compress_size * limits.ratio):
-        raise _refused(
-            name, f"unpacks to more than {limits.ratio:g} times its size, as a bomb does"
-        )
+        raise _refused(name, _like_a_bomb(limits))
+
+
+def _like_a_bomb(limits: Limits) -> str:
+    return f"unpacks to more than {limits.ratio:g} times its size, as a bomb does"
 
 
 def _parts(name: str) -> tuple[str, ...] | None:

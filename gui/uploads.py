@@ -156,7 +156,7 @@ def _received(work: Workplace, folder: Path, posted: Posted) -> dict[str, Any]:
     if archives:
         stem = Path(archives[0].name).stem
         with _new_folder(work, stem) as into:
-            received = unpack(archives[0].path, into=into)
+            received = unpack(archives[0].path, into=into, name=archives[0].name)
     else:
         with _new_folder(work, posted.text("name", at_most=200)) as into:
             received = save_files(work, files, into=into)

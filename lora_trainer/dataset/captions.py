@@ -257,6 +257,8 @@ def read_table(name: str, data: bytes) -> tuple[dict[str, CaptionText], list[str
     rows: Iterable[tuple[str, tuple[str, ...]]]
     try:
         match extension:
+            case ".jsonl" if _is_one_json_value(text):
+                rows = _json_rows(json.loads(text))
             case ".jsonl":
                 rows = _jsonl_rows(text, bad_rows)
             case ".csv":
@@ -312,6 +314,24 @@ def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str
             else:
                 texts = caption_lines(values[key])
                 yield name, (", ".join(texts),) if key in NAMES["tag_keys"] else texts
+
+
+def _is_one_json_value(text: str) -> bool:
+    """Say whether a file that should have a row a line is one list of rows, or one table over several lines."""
+    first = text.lstrip("\ufeff\0 \t\r\n").partition("\n")[0].strip()
+    if first.startswith("["):
+        return True
+    # A row in one line is a whole object: one that is not may go on in the next.
+    try:
+        json.loads(first)
+    except ValueError:
+        try:
+            return first.startswith("{") and isinstance(json.loads(text.lstrip("\ufeff")), dict)
+        except (ValueError, RecursionError):
+            return False
+    except RecursionError:
+        return False
+    return False
 
 
 def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:

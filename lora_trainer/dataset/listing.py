@@ -97,6 +97,9 @@ PROJECT_FOLDER = "img"
 EXCLUDED_FOLDER = "_excluded"
 _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
 
+# Files of unknown kinds that are opened to see whether they are images: a folder may hold a million.
+MAX_SNIFFED = 1000
+
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
 
 
@@ -164,7 +167,11 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         real_root=os.path.realpath(root),
     )
     repeats = settings.of_folder(OWN_FOLDER).repeats
-    walk.read(_Folder(path=root, name=OWN_FOLDER, repeats=repeats), {})
+    # `10_cat` itself has the words that its images have where it lies in the dataset. Its repeats would count for
+    # all images alike, and a year (`2024_summer`) is not a number of repeats.
+    match = _REPEATS_FOLDER.fullmatch(root.resolve().name)
+    caption = text_of(match[2]) if match and 1 <= int(match[1]) <= MAX_REPEATS else None
+    walk.read(_Folder(path=root, name=OWN_FOLDER, repeats=repeats, caption=caption), {})
     unknown = [
         f"data.folders names {shown(name)!r}, which is no subfolder."
         f"{did_you_mean(name, walk.folder_names)}"
@@ -176,6 +183,7 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
             " ".join(unknown), fix="name the folders as they are called, the dataset's own `.`"
         )
     findings = walk.findings
+    findings += finding_of_all("unread-images", walk.unread_images)
     if walk.ignored:
         rows = sorted(walk.ignored.items())
         counts = ", ".join(f"{count} {suffix}" for suffix, count in rows)
@@ -216,6 +224,9 @@ class _Walk:
     pictures: list[ImageFile] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
+    unread_images: list[str] = field(default_factory=list)
+    """Files whose first bytes are those of an image and whose names are not."""
+    sniffed: int = 0
     users: dict[str, list[str]] = field(default_factory=dict)
     """Names of the images each caption file or described name is used by."""
     tables: CaptionTables = field(default_factory=CaptionTables)
@@ -338,7 +349,10 @@ class _Walk:
             # Many tools leave JSON files in a folder; only one named as an image can be its caption.
             is_caption = file.extension != JSON_SIDECAR or file.stem in images
             (captions if is_caption else groups["other"]).append(file)
-        self.ignored.update(file.extension or "without extension" for file in groups["other"])
+        unread = [file for file in groups["other"] if self._is_an_image(file)]
+        self.unread_images += [file.name for file in unread]
+        rest = [file for file in groups["other"] if file not in unread]
+        self.ignored.update(file.extension or "without extension" for file in rest)
         self.users.update((file.name, []) for file in captions)
         captions_of = _by_picture(captions, self.caption_extensions)
         for file in groups["picture"]:
@@ -445,6 +459,18 @@ class _Walk:
         if entry.is_symlink() and not is_inside(entry.path, self.real_root):
             self._say("outside-link", file.name)
         return True
+
+    def _is_an_image(self, file: _File) -> bool:
+        """Say whether a file of another kind begins as an image does, such as `photo.jpg_large`; asked of a few."""
+        if self.sniffed == MAX_SNIFFED or not holds(file.entry.is_file):
+            return False
+        self.sniffed += 1
+        try:
+            with Path(file.entry.path).open("rb") as opened:
+                head = opened.read(16)
+        except OSError:
+            return False
+        return re.match(NAMES["image_beginnings"], head.decode("latin-1"), re.DOTALL) is not None
 
     def _add_picture(
         self, file: _File, folder: _Folder, captions: Sequence[_File], masks: Masks

@@ -61,6 +61,8 @@ UNCAPTIONED_COST = 1.5
 # What of a caption a folder's name or the trigger lacks: among captions, and where no image has one.
 STAND_IN_LACK, LONE_STAND_IN_LACK = 0.5, 0.1
 CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
+# Share of an image's area: where more is cut off, it is another image that is trained.
+MOSTLY_CROPPED = 0.5
 DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
 PRINT_BITS, PRINT_COLOUR = 8, 12.0
 _BAND_BITS = -(-PRINT_LENGTH_BITS // (PRINT_BITS + 1))
@@ -189,7 +191,8 @@ def _judged(record: ImageRecord, *, is_twin: bool) -> tuple[dict[str, float], li
         findings.append(finding("blurred", record.name))
     if placed.cropped_fraction > 0.25:
         words = {"cropped": placed.cropped_fraction, "bucket": bucket}
-        findings.append(finding("cropped", record.name, **words))
+        kind = "cropped" if placed.cropped_fraction <= MOSTLY_CROPPED else "cropped.most"
+        findings.append(finding(kind, record.name, **words))
     return parts, findings
 
 

@@ -122,7 +122,8 @@ class _TensorFacts:
     """The facts that are in a file's tensors and not in its header.
 
     `not_finite` has the keys of tensors with NaN or infinity, `misshapen` the reason by module where the tensors
-    do not fit together, `norms` the norm of the update by block; `sha256` is the hash of all tensor bytes.
+    do not fit together, `norms` the norm of the update by block, `zero` has the modules that change nothing;
+    `sha256` is the hash of all tensor bytes.
     """
 
     sha256: str
@@ -130,6 +131,7 @@ class _TensorFacts:
     alphas: dict[str, float] = field(default_factory=dict)
     misshapen: dict[str, str] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
+    zero: list[str] = field(default_factory=list)
 
 
 def _read(contents: Contents) -> _TensorFacts:
@@ -148,10 +150,13 @@ def _read(contents: Contents) -> _TensorFacts:
         if not part.complete or spoilt & {entry.key for entry in part.entries.values()}:
             continue
         try:
-            norm = update_norm(contents.update(module))
+            update = contents.update(module)
+            norm = update_norm(update)
         except InputError as error:
             facts.misshapen[module] = error.found.partition(f"{module!r} ")[2] or error.found
             continue
+        if is_zero(update, norm):
+            facts.zero.append(module)
         if norm is not None:
             block = block_of(module)
             squares[block] = squares.get(block, 0.0) + norm**2
@@ -205,6 +210,23 @@ def update_norm(update: Update) -> float | None:
     return norm if math.isfinite(norm) else None
 
 
+def is_zero(update: Update, norm: float | None) -> bool:
+    """Say whether an update whose norm is known, or None, changes nothing."""
+    if norm is not None:
+        return norm == 0 and "bias" not in update.tensors
+    # The norm of a rotation depends on the base; without angles it is none.
+    return update.kind == "oft" and not any(np.any(each) for each in update.tensors.values())
+
+
+def changes_nothing(contents: Contents) -> bool:
+    """Say whether all modules of an adapter have updates of zeros; reads them up to the first that has not."""
+    for module in contents.whole:
+        update = contents.update(module)
+        if not is_zero(update, update_norm(update)):
+            return False
+    return True
+
+
 def _loha_norm(arrays: Mapping[str, Matrix]) -> float:
     """Return the norm of (A B) * (C D), NaN where it would take too long."""
     # As one product of factors it has the rank r^2, so the matrix is made some rows at a time.
@@ -254,6 +276,8 @@ def _several(kind: str, names: Collection[str], **facts: Any) -> Iterator[Proble
 def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[Problem]:
     """Yield every fault and oddity of a file; `fit` is the base that its tensors are for."""
     yield from _several("not-finite", tensors.not_finite)
+    zeros = "zeros" if len(tensors.zero) == len(contents.parts) else "some-zeros"
+    yield from _several(zeros, tensors.zero, all=len(contents.parts))
     stated_hash = contents.metadata.get("modelspec.hash_sha256")
     if stated_hash is not None and stated_hash.lower().removeprefix("0x") != tensors.sha256:
         yield _problem("hash-differs")
@@ -303,6 +327,15 @@ def _factor_problems(contents: Contents, tensors: _TensorFacts) -> Iterator[Prob
         yield _problem("mixed-formats")
 
 
+def _number(text: str) -> float | None:
+    """Return a finite number that is written in an entry, None where it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -> Iterator[Problem]:
     parts, metadata = contents.whole.values(), contents.metadata
     in_tensors = {"ss_network_dim": {float(rank) for part in parts for rank in part.ranks}}
@@ -311,9 +344,11 @@ def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -
     if not rslora and all(part.kind != "oft" for part in parts):
         in_tensors["ss_network_alpha"] = {*tensors.alphas.values(), *contents.stated_alphas()}
     for key, values in sorted(in_tensors.items()):
-        try:
-            stated_number = float(metadata[key])
-        except (KeyError, ValueError):
+        if metadata.get(key, "None") == "None":  # as sd-scripts writes what was not given
+            continue
+        stated_number = _number(metadata[key])
+        if stated_number is None:
+            yield _problem("metadata-no-number", entry=key, stated=metadata[key][:40])
             continue
         if values and not any(math.isclose(stated_number, value, rel_tol=1e-2) for value in values):
             listed = ", ".join(f"{value:g}" for value in sorted(values))

@@ -37,6 +37,7 @@ from lora_trainer.lora_file.base_layers import (
     released_names,
 )
 from lora_trainer.lora_file.embedding import embedding_path, trained_words
+from lora_trainer.lora_file.inspect import changes_nothing
 from lora_trainer.lora_file.key_formats import (
     FormatRequest,
     format_for,
@@ -108,9 +109,15 @@ def open_weighted(
     base: str | None = None,
     names: LayerNames | None = None,
 ) -> WeightedSources:
-    """Open adapter files, at least one, until `stack` closes; raises as `open_source`."""
+    """Open adapter files, at least one, until `stack` closes; raises as `open_source`, and for updates of zeros."""
     opened = (open_source(file, base=base, names=names) for file, _ in inputs)
     sources = [stack.enter_context(each) for each in opened]
+    for source in sources:
+        if changes_nothing(source.contents):
+            raise InputError(
+                f"{source.contents.name} changes nothing: all its updates are zero",
+                fix="leave it out; nothing was learned, or saving it went wrong",
+            )
     return WeightedSources(sources=sources, weights=[weight for _, weight in inputs])
 
 

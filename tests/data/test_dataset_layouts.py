@@ -15,6 +15,8 @@ from PIL import ExifTags, Image, PngImagePlugin
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import build_config
+from lora_trainer.dataset.buckets import placing
+from lora_trainer.dataset.quality import inspect_images
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import DatasetMemo, scan
 
@@ -209,3 +211,26 @@ def test_a_table_in_parquet_is_read_by_pyarrow(tmp_path: Path) -> None:
     (root / "metadata.parquet").write_bytes(b"PAR1")
     (problem,) = (one.what for one in read(root, {}).findings if one.kind == "metadata")
     assert problem.startswith("cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("name", "caption"), [("10_cat", "cat"), ("2024_summer", ""), ("plain", "")]
+)
+def test_a_folder_of_repeats_that_is_given_itself_keeps_its_words(
+    name: str, caption: str, tmp_path: Path
+) -> None:
+    root = written({"a.png": image("a.png")}, tmp_path / name)
+    (record,) = read(root, {}).records
+    assert (record.caption, record.repeats) == (caption, 1)
+
+
+def test_a_crop_that_leaves_little_is_a_warning(tmp_path: Path) -> None:
+    wide = saved(Image.effect_noise((640, 40), 90).convert("RGB"))
+    root = written({"a.png": wide}, tmp_path)
+    data = build_config({"data.max_aspect": 1.0}).data
+    place_image = placing(data, resolution_px=64, step_px=8)
+    dataset = scan(root, settings=data, place_image=place_image)
+    (cropped,) = [
+        one for one in inspect_images(dataset, settings=data).findings if one.kind == "cropped"
+    ]
+    assert cropped.severity == "warning" and "94%" in cropped.what

@@ -250,6 +250,11 @@ def test_a_bomb_is_refused_before_it_is_unpacked_and_a_full_disk_leaves_nothing(
     bomb = packed(("a.png", bytes(20 * 2**20)))
     assert len(bomb) * 900 < 20 * 2**20
     assert "as a bomb does" in refused(work, bomb)
+    # Many files, none of them larger than 1 MiB; the name is what its owner calls it.
+    scattered = packed(*((f"{n}.png", bytes(2**20 - 1)) for n in range(17)))
+    assert "set.zip unpacks to more than 200 times its size, as a bomb does" in refused(
+        work, scattered
+    )
     huge = packed(("a.png", os.urandom(2**21)))
     assert "holds a file of" in refused(work, huge, file_bytes=2**20)
     many = packed(*((f"{n}.png", os.urandom(1000)) for n in range(5)))
@@ -279,6 +284,8 @@ def test_a_bomb_is_refused_before_it_is_unpacked_and_a_full_disk_leaves_nothing(
     with pytest.raises(MachineError, match="do not fit"):
         unpacked(work, packed(("a.png", PICTURE)))
     assert tree(work.own / "uploads") == {}
+    with pytest.raises(InputError, match=r"^set\.zip unpacks to more than 200 times"):
+        unpacked(work, scattered)
 
 
 def test_what_is_no_plain_zip_of_pictures_is_refused(work: Workplace) -> None:

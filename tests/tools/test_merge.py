@@ -320,13 +320,18 @@ def test_what_keeps_its_rank_keeps_its_bits_and_its_format_unless_another_is_ask
     asked = tool("resize", file, rank=2, **options)
     assert (kept["format"], asked["format"]) == ("diffusers", "kohya")
     assert distance(deltas(asked["file"], base), deltas(kept["file"], base)) < 1e-6
-    # An update of zero stays zero.
+    # A LoRA of zeros is not cut to "100 % of the energy" but named.
     zero = {key: each * 0 if "lora_B" in key else each for key, each in first.items()}
     save_file(zero, file, metadata=entries_of(file))
-    done = tool("resize", file, energy=0.5, output=output, base=base, force=True)
-    assert done["energy"] == 1.0
-    assert {cut["new_rank"] for cut in done["cuts"].values()} == {1}
-    assert energy(deltas(output, base)) == 0
+    for command, limits in (("resize", {"energy": 0.5}), ("merge", {})):
+        with pytest.raises(InputError, match="changes nothing: all its updates are zero"):
+            tool(command, file, output=output, base=base, force=True, **limits)
+    problems = {one["kind"]: one["severity"] for one in tool("inspect", file)["problems"]}
+    assert problems["zeros"] == "error"
+    some = {key: each * (0 if "mid_block" in key else 1) for key, each in first.items()}
+    save_file(some, file, metadata={**entries_of(file), "ss_network_dim": "nan"})
+    problems = {one["kind"]: one["severity"] for one in tool("inspect", file)["problems"]}
+    assert problems["some-zeros"] == "note" and problems["metadata-no-number"] == "warning"
 
 
 @pytest.mark.parametrize(
@@ -347,7 +352,10 @@ def test_other_kinds_become_lora_with_the_weights_of_the_base_where_they_need_th
 
 def test_what_depends_on_the_base_is_refused_without_it(tmp_path: Path) -> None:
     layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
-    blocks = {f"{layer}.oft_blocks": torch.zeros(20, 64, 64), f"{layer}.alpha": torch.tensor(0.0)}
+    blocks = {
+        f"{layer}.oft_blocks": torch.full((20, 64, 64), 0.01),
+        f"{layer}.alpha": torch.tensor(0.0),
+    }
     file = tmp_path / "a.safetensors"
     save_file(blocks, file)
     with pytest.raises(RequestError, match="what OFT changes depends on the base's weights"):
