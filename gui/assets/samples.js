@@ -114,8 +114,8 @@ function draw() {
     table.replaceChildren(make("p", { class: "quiet" }, "No sample images yet."));
     return;
   }
-  // Who has scrolled to the newest step stays there; the first look is at the first column.
-  const atEnd = table.scrollLeft > 0 && table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
+  // The first look is at the first column, whole; who sees the newest step then goes on seeing the newest.
+  const atEnd = table.querySelector(".sheet") && table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
   const focused = table.contains(document.activeElement) && document.activeElement.dataset.cell;
   const head = make("tr", {}, make("th", { scope: "col" }, "prompt"), ...sheet.steps.map(column));
   const rows = sheet.prompts.map((prompt, index) => row(prompt, index));

@@ -145,7 +145,10 @@ def test_on_a_phone_no_prompt_covers_a_sample(page: Any, place: Place) -> None:
     place.server.open(page, f"/run?run={OLD}")
     row = page.locator("table.sheet tbody tr").first
     row.locator("img").last.wait_for()
-    assert page.evaluate("document.querySelector('.sheet-scroll').scrollLeft") > 0, "all steps fit"
+    sheet = "document.querySelector('.sheet-scroll')"
+    assert page.evaluate(f"{sheet}.scrollLeft") == 0, "the column of the base is not cut"
+    page.evaluate(f"{sheet}.scrollLeft = 9999")
+    assert page.evaluate(f"{sheet}.scrollLeft") > 0, "all steps fit"
     prompt, sample = row.locator("th").bounding_box(), row.locator("td").first.bounding_box()
     assert prompt["y"] + prompt["height"] <= sample["y"] + 1
     shown = page.locator(".sheet-scroll").bounding_box()
