@@ -149,6 +149,11 @@ class OutputSettings(Section, Generic[A_co]):
     description: str = free_setting("", "a sentence about the adapter, written into exported files")
     author: str = free_setting("", "the adapter's author, written into exported files")
     license: str = free_setting("", "the adapter's licence, written into exported files")
+    dataset_in_header: bool = free_setting(
+        True,
+        "folder names, tag counts and prompts in exported files, for programs that list them; "
+        "off: nothing of folders and captions, in the model card neither",
+    )
     hub_repo: str | None = free_setting(
         None, "Hub repository (owner/name) to upload the result to, with a model card"
     )

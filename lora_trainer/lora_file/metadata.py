@@ -306,6 +306,14 @@ SETTINGS_ENTRY = "lora_train.settings"
 # Settings that say where things lie on this machine and nothing about the result.
 MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 
+# What tells of the user's folders and captions, and the setting that leaves it out.
+DATASET_IN_HEADER = "output.dataset_in_header"
+DATASET_ENTRIES = ("ss_dataset_dirs", "ss_reg_dataset_dirs", "ss_tag_frequency", "ss_datasets")
+DATASET_SETTINGS = (
+    *("data.folders", "data.regularisation_dir", "data.caption_prefix", "data.caption_suffix"),
+    *("sampling.prompts", "sampling.negative_prompt", "output.hub_repo"),
+)
+
 # Settings that name a model: a Hub id is for everybody, a folder on this machine is not.
 _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train.init_from")
 
@@ -332,6 +340,12 @@ def metadata(info: ExportInfo) -> dict[str, str]:
         ),
         "lora_train.base_identity": public.base_identity,
     }
+    if not settings[DATASET_IN_HEADER]:
+        values = {key: value for key, value in values.items() if key not in DATASET_ENTRIES}
+        told = {*MACHINE_SETTINGS, *DATASET_SETTINGS}
+        values[SETTINGS_ENTRY] = _dumps_sorted(
+            {key: value for key, value in settings.items() if key not in told}
+        )
     return {key: str(value) for key, value in sorted(values.items())}
 
 
@@ -365,6 +379,11 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
 def header_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings in the header of a file of ours, none where they cannot be read."""
     return json_object(metadata.get(SETTINGS_ENTRY, ""))
+
+
+def tells_of_dataset(metadata: Mapping[str, str]) -> bool:
+    """Say whether an export may tell of its folders and captions; a file of another program has no such wish."""
+    return header_settings(metadata).get(DATASET_IN_HEADER, True) is not False
 
 
 def stated_base(metadata: Mapping[str, str]) -> str | None:

@@ -6,6 +6,7 @@ state, no record, no folder name, no token. A failed upload never fails a traini
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Template
+from PIL import Image
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError, RequestError
@@ -22,7 +24,7 @@ from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
-from lora_trainer.lora_file.metadata import header_settings
+from lora_trainer.lora_file.metadata import header_settings, tells_of_dataset
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt
 
 if TYPE_CHECKING:
@@ -80,7 +82,11 @@ def push(
     api, contents_by_name = HfApi(), dict[str, Path | bytes]({file.name: file})
     if embedding is not None:
         contents_by_name[f"{embedding.parent.name}/{embedding.name}"] = embedding
-    contents_by_name |= {_sample_name(index): image for index, image in enumerate(samples)}
+    tells = tells_of_dataset(contents.metadata)
+    contents_by_name |= {
+        _sample_name(index): image if tells else _pixels_alone(image)
+        for index, image in enumerate(samples)
+    }
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         if not api.file_exists(repository, CARD):
@@ -110,6 +116,14 @@ def push(
         f"{file.name} was not uploaded to {repository}{reason}",
         fix=fix or f"try again with `hf upload {repository} {file}`",
     )
+
+
+def _pixels_alone(image: Path) -> bytes:
+    """Return a sample image as PNG without the texts in it, among which is its prompt."""
+    data = io.BytesIO()
+    with Image.open(image) as opened:
+        Image.frombytes("RGB", opened.size, opened.convert("RGB").tobytes()).save(data, "PNG")
+    return data.getvalue()
 
 
 def _sample_name(index: int) -> str:
@@ -154,7 +168,9 @@ def _model_card(
         source = texts.get("ss_sd_model_name", "")
     base = source if is_repository(source) and not Path(source).exists() else None
     trigger = texts.get("modelspec.trigger_phrase") or None
-    prompts = [sample_prompt(image) for image in samples]
+    # Prompts are taken from captions where the run has none of its own.
+    tells = tells_of_dataset(texts)
+    prompts = [sample_prompt(image) if tells else trigger or "" for image in samples]
     data = ModelCardData(
         tags=list(TAGS),
         library_name="diffusers",

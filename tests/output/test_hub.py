@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -155,6 +156,20 @@ def test_the_card_draws_as_the_samples_were_drawn(run: Path, hub: HubServer) -> 
     assert _drawn(headed, "zimage") == {"num_inference_steps": 8, "guidance_scale": 0.0}
     assert _drawn(headed, "qwen") == {"num_inference_steps": 8, "true_cfg_scale": 1.0}
     assert _drawn({}, "zimage") == {}
+
+
+def test_a_run_that_tells_nothing_of_its_dataset_publishes_no_prompts(
+    run: Path, hub: HubServer
+) -> None:
+    settings = json.dumps({"output.dataset_in_header": False})
+    tensors = {name: np.ones(shape, dtype=np.float32) for name, shape in LORA.items()}
+    save_file(
+        tensors, run / "zibbo.safetensors", metadata={**HEADER, "lora_train.settings": settings}
+    )
+    text, head = card(run, hub)
+    assert [one["text"] for one in head["widget"]] == ["zibbo"] * 3 and "in a hat" not in text
+    sample = hub.files["jane/zibbo"]["samples/00.png"]
+    assert b"in a hat" not in sample and Image.open(io.BytesIO(sample)).size == (8, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)

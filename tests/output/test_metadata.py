@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.lora_file.metadata import file_hashes
+from lora_trainer.lora_file.metadata import file_hashes, tells_of_dataset
 from tests.fakes.adapters import entries_of, export, export_info, small_adapter
 
 Header = Callable[..., dict[str, str]]
@@ -139,3 +139,21 @@ def test_names_that_are_not_utf8_do_not_break_the_file(header: Header) -> None:
 def test_a_thumbnail_stands_in_the_header_as_a_browser_takes_it(header: Header) -> None:
     shown = header(thumbnail_jpeg=b"\xff\xd8/9j/x")["modelspec.thumbnail"]
     assert shown == "data:image/jpeg;base64,/9gvOWoveA=="
+
+
+def test_nothing_of_folders_and_captions_is_told_where_that_is_asked_for(header: Header) -> None:
+    told = {
+        "data.folders": {"10_zibbo": {"repeats": 3}},
+        "data.regularisation_dir": "my_family",
+        "data.caption_prefix": "a private prefix",
+        "sampling.prompts": ["a private prompt"],
+        "sampling.negative_prompt": "a private negative",
+    }
+    plain, private = header(told), header({**told, "output.dataset_in_header": False})
+    words = ("10_zibbo", "red hat", "my_family", "a private")
+    assert all(word in str(plain) for word in words)
+    assert not [word for word in words if word in str(private)]
+    gone = {"ss_dataset_dirs", "ss_reg_dataset_dirs", "ss_tag_frequency", "ss_datasets"}
+    assert plain.keys() - private.keys() == gone
+    assert json.loads(private["lora_train.settings"])["output.dataset_in_header"] is False
+    assert tells_of_dataset(plain) and not tells_of_dataset(private) and tells_of_dataset({})
