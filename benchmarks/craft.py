@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS  # noqa: E402 - after sys.path
+from lora_trainer.config.optimizers import OPTIMIZERS  # noqa: E402 - after sys.path
 from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402 - after sys.path
 
 ALL_RUNS: Mapping[str, Any] = {

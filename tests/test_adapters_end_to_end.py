@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from lora_trainer import families
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS
+from lora_trainer.config.optimizers import OPTIMIZERS
 from tests.fakes.family_bases import base_of, facts_of
 from tests.fakes.ldm_file import write_checkpoint
 from tests.fakes.runs import (

@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE
+from lora_trainer.config.declare import QUANTIZATIONS
+from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.config.running import Config
 
 

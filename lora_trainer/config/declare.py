@@ -8,6 +8,7 @@ in bytes are those of memory plan and network alike, so predicted and stored byt
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Never, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 from typing_extensions import TypeVar  # the one of typing has no default before Python 3.13
 
 Auto = Literal["auto"]
@@ -80,21 +81,9 @@ WITH_DELTA: tuple[LossName, ...] = ("huber", "smooth_l1")
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")
-OptimizerName = Literal[
-    "adamw",
-    "adamw8bit",
-    "paged_adamw8bit",
-    "lion",
-    "lion8bit",
-    "adafactor",
-    "came",
-    "muon",
-    "prodigy",
-    "schedulefree_adamw",
-]
-SCHEDULE_FREE: OptimizerName = "schedulefree_adamw"
 # A class or function of an installed package, `package.module:Name`.
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
 ScheduleName = Literal[
     "constant",
     "linear",
@@ -105,6 +94,25 @@ ScheduleName = Literal[
     "warmup_stable_decay",
 ]
 Schedule = ScheduleName | ImportPath
+
+
+def is_import_path(text: str) -> bool:
+    """Say whether a text has the form `package.module:Name`."""
+    return re.match(IMPORT_PATH, text) is not None
+
+
+def _regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression ({error})") from None
+    return pattern
+
+
+# A regular expression on module names.
+Pattern = Annotated[str, AfterValidator(_regular_expression)]
+# A share of channels, ranks, layers or steps that leaves some over.
+BelowAll = Annotated[float, Field(ge=0.0, le=0.9)]
 
 
 # `section.name` of other settings -> the values that the condition lists.
@@ -187,6 +195,9 @@ enforced_setting = partial(setting, enforced=True)
 # Conditions for `only_for`, `not_for` and `idle_with` that several settings share.
 CARD = {"hardware.device": ("cuda", "mps", "xpu")}
 WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
+LORA = {"adapter.kind": ("lora",)}
+NOT_OFT = {"adapter.kind": ("oft",)}
+WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 
 
 class Section(BaseModel):

@@ -1,30 +1,30 @@
-"""The settings of learning: the adapter, the length of training, noise and loss, the optimizer."""
+"""The settings of learning: the adapter, the length of training, noise and loss."""
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Annotated, Generic, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from lora_trainer.config import Concept
 from lora_trainer.config.declare import (
     CARD,
-    SCHEDULE_FREE,
+    LORA,
+    NOT_OFT,
     WITH_DELTA,
+    WITHOUT_NEW_TOKENS,
     WITHOUT_VALIDATION,
     A_co,
     Auto,
-    BelowOne,
+    BelowAll,
     Count,
     Factor,
     Interval,
     LossName,
-    OptimizerName,
+    Pattern,
     Portion,
     Precision,
-    Schedule,
     Section,
     Seed,
     Share,
@@ -35,34 +35,15 @@ from lora_trainer.config.declare import (
     setting,
 )
 from lora_trainer.config.inputs import NO_REGULARISATION
+from lora_trainer.config.optimizers import NOT_SCHEDULE_FREE
 
 Scale = Annotated[float, Field(gt=0, le=4096)]
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Timestep = Annotated[int, Field(ge=0, le=999)]
-LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
-# A share of channels, ranks, layers or steps that leaves some over.
-BelowAll = Annotated[float, Field(ge=0.0, le=0.9)]
-LORA = {"adapter.kind": ("lora",)}
 FLOW = {"base.prediction": ("flow",)}
 NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
 CONVOLUTIONS = {"adapter.targets": ("all",)}
-NOT_OFT = {"adapter.kind": ("oft",)}
-OF = "optimizer.name"
-SCHEDULE = "optimizer.schedule"
-NOT_SCHEDULE_FREE = {OF: (SCHEDULE_FREE,)}
-WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 
-
-def _regular_expression(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
-    return pattern
-
-
-# A regular expression on module names.
-Pattern = Annotated[str, AfterValidator(_regular_expression)]
 
 lora_setting = partial(enforced_setting, only_for=LORA)
 
@@ -383,121 +364,3 @@ class ObjectiveSettings(Section, Generic[A_co]):
         if self.weighting != "auto":
             return self.weighting
         return "none" if self.min_snr_gamma is None else "min_snr"
-
-
-# `planning/optimizer_facts.py` converts the learning rate of a preset to each optimizer.
-class OptimizerSettings(Section):
-    name: OptimizerName = setting(
-        "adamw",
-        "update rule; 8bit: optimizer state in 8 bits; paged: state moves to host memory when the GPU is full",
-        headline=True,
-        resume="forbidden",
-        works_anywhere="adamw",
-        packages={
-            "adamw8bit": "bitsandbytes",
-            "paged_adamw8bit": "bitsandbytes",
-            "lion": "bitsandbytes",
-            "lion8bit": "bitsandbytes",
-            "adafactor": "pytorch-optimizer",
-            "came": "pytorch-optimizer",
-            "muon": "pytorch-optimizer",
-            "prodigy": "prodigyopt",
-            "schedulefree_adamw": "schedulefree",
-        },
-    )
-    learning_rate: LearningRate = setting(
-        1e-4,
-        "peak learning rate; presets are for AdamW and converted for other optimizers",
-        headline=True,
-        kohya=("ss_learning_rate", "ss_unet_lr"),
-    )
-    text_encoder_learning_rate: LearningRate | None = enforced_setting(
-        None,
-        "peak learning rate of the text encoders; none: half of learning_rate, with prodigy equal to it",
-        only_for={"adapter.text_encoder": (True,)},
-        not_for={OF: ("prodigy",)},
-        resume="forbidden",
-    )
-    new_tokens_learning_rate: LearningRate | None = enforced_setting(
-        None,
-        "peak learning rate of the new tokens; none: ten times learning_rate, with prodigy equal to it",
-        not_for={**WITHOUT_NEW_TOKENS, OF: ("prodigy",)},
-        resume="forbidden",
-    )
-    learning_rate_pattern: dict[Pattern, Annotated[float, Field(ge=0, le=1000)]] = setting(
-        {},
-        "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
-        resume="forbidden",
-    )
-    lora_plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = enforced_setting(
-        1.0,
-        "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
-        only_for=LORA,
-        not_for={OF: ("prodigy",)},
-        resume="forbidden",
-    )
-    beta1: BelowOne = setting(0.9, "decay of the first moment", not_for={OF: ("adafactor",)})
-    beta2: BelowOne = setting(0.999, "decay of the second moment; presets set 0.99 for lion")
-    epsilon: Portion = setting(
-        1e-8, "added to the denominator", not_for={OF: ("lion", "lion8bit", "adafactor", "came")}
-    )
-    weight_decay: Share = setting(0.01, "decoupled weight decay")
-    muon_momentum: BelowOne = setting(
-        0.95, "Nesterov momentum for muon's matrices", only_for={OF: ("muon",)}
-    )
-    prodigy_d_coef: Factor = setting(
-        1.0,
-        "factor on prodigy's estimated learning rate; 0.5 and 2 are usual",
-        only_for={OF: ("prodigy",)},
-    )
-    prodigy_growth_rate: Annotated[float, Field(gt=1.0, le=1000.0)] | None = setting(
-        None,
-        "largest growth of prodigy's rate per step, such as 1.02; none: no limit",
-        only_for={OF: ("prodigy",)},
-    )
-    max_weight_norm: Annotated[float, Field(gt=0.0, le=1000.0)] | None = enforced_setting(
-        None,
-        "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
-        not_for={**NOT_OFT, **NOT_SCHEDULE_FREE, "adapter.dora": (True,)},
-        kohya=("ss_scale_weight_norms",),
-    )
-    schedule: Schedule = setting(
-        "cosine",
-        "shape of the learning rate after warm-up, by name or as module:Class",
-        not_for=NOT_SCHEDULE_FREE,
-        kohya=("ss_lr_scheduler",),
-    )
-    schedule_options: dict[str, bool | int | float | str | list[float] | None] = setting(
-        {},
-        "arguments of a schedule given as module:Class; the number of steps is filled in where it needs it",
-    )
-    warmup_fraction: BelowAll = setting(
-        0.05, "fraction of the steps in which the learning rate rises; 0.3 is usual with one_cycle"
-    )
-    schedule_cycles: Annotated[int, Field(ge=1, le=1000)] = setting(
-        1, "number of falls of cosine_with_restarts", only_for={SCHEDULE: ("cosine_with_restarts",)}
-    )
-    schedule_power: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
-        1.0,
-        "power of polynomial: 1 falls straight, 2 fast at first, 0.5 fast at the end",
-        only_for={SCHEDULE: ("polynomial",)},
-    )
-    decay_fraction: Portion = setting(
-        0.2,
-        "fraction of the steps at the end in which warmup_stable_decay falls",
-        only_for={SCHEDULE: ("warmup_stable_decay",)},
-    )
-
-    @property
-    def text_encoder_scale(self) -> float:
-        """The factor on the learning rate of the text encoders."""
-        if self.text_encoder_learning_rate is not None:
-            return self.text_encoder_learning_rate / self.learning_rate
-        return 1.0 if self.name == "prodigy" else 0.5
-
-    @property
-    def new_tokens_scale(self) -> float:
-        """The factor on the learning rate of the new tokens."""
-        if self.new_tokens_learning_rate is not None:
-            return self.new_tokens_learning_rate / self.learning_rate
-        return 1.0 if self.name == "prodigy" else 10.0

@@ -30,9 +30,9 @@ from lora_trainer.config.inputs import BaseSettings, DataSettings
 from lora_trainer.config.learning import (
     AdapterSettings,
     ObjectiveSettings,
-    OptimizerSettings,
     TrainSettings,
 )
+from lora_trainer.config.optimizers import OptimizerSettings
 
 CUDA = {"hardware.device": ("cuda",)}
 # Declare a setting of what a run writes, which no number of the training depends on.

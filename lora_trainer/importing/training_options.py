@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.declare import SCHEDULE_FREE
+from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced, meaning_of, shown, table_of
 
 FULL_RANK = 1024

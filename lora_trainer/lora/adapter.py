@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import DENOISER
 from lora_trainer.families.texts import TextEncoder

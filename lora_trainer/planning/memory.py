@@ -21,13 +21,14 @@ docs/memory.md).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from lora_trainer.common.wording import GIB
-from lora_trainer.config.declare import SCHEDULE_FREE, BasePrecision, Checkpointing, Precision
+from lora_trainer.config.declare import BasePrecision, Checkpointing, Precision
 from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
 from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.families.base_files.weight_files import READ_BYTES
@@ -111,6 +112,7 @@ class Load:
     samples: bool
     sample_side_px: int
     prepared_samples: int
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     averaged: bool = False
     masked: bool = False
     twice: float = 0.0
@@ -202,7 +204,7 @@ def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield the items that stay on the device from the first step to the last."""
     own_memory = KINDS[load.device].own_memory
     tensors = costs.adapter_tensors(load.adapter)
-    states, paged = state_bytes(tensors, load.optimizer)
+    states, paged = state_bytes(tensors, load.optimizer, load.optimizer_options)
     parameters = total_elements(tensors)
     yield from _weights(load, costs)
     # Trained text encoders and their activations stay on the device for the whole run.
@@ -229,6 +231,7 @@ def saved_copies(load: Load, costs: BaseCosts) -> MemoryItem:
     size = copied_bytes(
         costs.adapter_tensors(load.adapter),
         load.optimizer if KINDS[load.device].own_memory else load.optimizer.removeprefix("paged_"),
+        load.optimizer_options,
         pinned=KINDS[load.device].pins,
         # The best weights count twice: the copy in the resume state, and the copy its file is written from.
         copies=load.averaged + 2 * load.keeps_best,
@@ -479,7 +482,9 @@ def _waiting(load: Load, costs: BaseCosts, pinnable_bytes: int | None) -> Iterat
         note = f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(offloaded)}"
         yield MemoryItem("offloaded activations", size, f"{note} in powers of two")
     # The driver moves paged states here when the GPU is full, so all of them must find room.
-    if size := state_bytes(costs.adapter_tensors(load.adapter), load.optimizer)[1]:
+    if size := state_bytes(
+        costs.adapter_tensors(load.adapter), load.optimizer, load.optimizer_options
+    )[1]:
         yield MemoryItem("optimizer states", size, f"{load.optimizer}, the paged part")
 
 

@@ -158,6 +158,7 @@ class MemoryChooser(Evaluator):
             # As asked for: `alpha` takes no memory, so it may be `auto`, and equal loads stay equal.
             adapter=self.inputs.resolved.config.adapter,
             optimizer=config.optimizer.name,
+            optimizer_options=config.optimizer.options,
             text_precision=settled(memory.text_encoder_precision),
             text_offload=False,  # `choose` offloads them only where they do not fit
             micro_batch=batch_size if memory.micro_batch == "auto" else memory.micro_batch,

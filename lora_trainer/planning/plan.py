@@ -18,19 +18,19 @@ from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import (
     FLOW_WEIGHTINGS,
     KEEP_ATTENTION,
-    SCHEDULE_FREE,
     SNR_WEIGHTINGS,
     Precision,
     settled,
 )
 from lora_trainer.config.layers import Origin, is_preset
+from lora_trainer.config.optimizers import SCHEDULE, SCHEDULE_FREE
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.known_pace import pace_here
 from lora_trainer.planning.machine_needs import unmet_needs
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
-from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
+from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
 

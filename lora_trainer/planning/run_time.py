@@ -316,7 +316,9 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
     channels = 2 * inputs.facts.latent_channels + (config.data.masks != "none")
     tensors = inputs.costs.adapter_tensors(load.adapter)
     parameters, output = total_elements(tensors), config.output
-    state = MASTER_BYTES * parameters + sum(state_bytes(tensors, load.optimizer))
+    state = MASTER_BYTES * parameters + sum(
+        state_bytes(tensors, load.optimizer, load.optimizer_options)
+    )
     kept_exports = output.keep_last + output.keep_best
     return {
         "cache": inputs.latents * 4 * channels * latent_area(load, inputs.costs)

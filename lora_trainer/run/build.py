@@ -22,7 +22,8 @@ from lora_trainer.cache.cache_plan import Entries, Needs, TextEntries, needs
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE, BasePrecision
+from lora_trainer.config.declare import QUANTIZATIONS, BasePrecision
+from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.scan import cache_in

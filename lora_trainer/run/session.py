@@ -18,6 +18,7 @@ from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.events import read_events
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.config.declare import Checkpointing
+from lora_trainer.config.optimizers import row_of
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.families.facts import DENOISER
@@ -26,7 +27,6 @@ from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.planning.plan import MOST_SHAPES, pass_shapes
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
 from lora_trainer.run.build import (
@@ -284,7 +284,7 @@ def fixed_loss_actions(
     )
     step = None
     # Some optimizers find their rate themselves, at an unknown step.
-    if OPTIMIZERS[settings.name].rate is None:
+    if row_of(settings.name).rate is None:
         step = look_step(steps=steps, batch_size=config.train.batch_size)
     between = range(BASE_STEP, step or BASE_STEP)
     rate_sums = [sum(map(rate, indexes)) for indexes in (between, range(steps))]

@@ -1,9 +1,8 @@
-"""Optimizers by name, each from its library.
+"""Optimizers from their rows (config/optimizers.py), each from its library.
 
 Input is parameter groups and the settings; output is an optimizer whose state is allocated before step 1, so
 that a step cannot run out of memory because the state does not fit. All use the same hyperparameters where
-they have them. torch's own Adafactor and Muon are not used: the first scales each step by the norm of the
-tensor, which is zero for a LoRA's `up`, and the second refuses tensors that are no matrices.
+they have them.
 
 Groups have a factor on the learning rate (`lr_scale`) for text encoders, layer patterns and LoRA+;
 schedules.py has the learning rate as a function of the step.
@@ -11,6 +10,7 @@ schedules.py has the learning rate as a function of the step.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -19,94 +19,53 @@ from typing import Any
 import torch
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
-from lora_trainer.config.config import setting_info
-from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.common.imports import arguments_of
+from lora_trainer.config.optimizers import OPTIMIZERS, SCHEDULE_FREE, OptimizerSettings, row_of
 from lora_trainer.hardware.device_calls import kind_of
+from lora_trainer.planning.own_optimizer import own_optimizer
 
 # `params`, a list of parameters; `lr_scale`, the factor on the learning rate; `lr`, the product; `embedding`,
 # true if the parameters are rows of a text encoder's embedding table.
 Group = Mapping[str, Any]
-# Decay of the instability of updates (Luo et al. 2023, arXiv 2307.02047).
-CAME_BETA3 = 0.9999
-# Keys of parameter groups that are state of the optimizer and no hyperparameters, so a resume restores them.
-LEARNED_IN_GROUPS = frozenset(
-    {
-        "step",  # pytorch-optimizer
-        *("d", "d_max", "d_hat", "d_numerator", "d_denom", "k"),  # Prodigy
-        *("weight_sum", "lr_max", "scheduled_lr", "train_mode"),  # Schedule-Free, and its k
-    }
-)
+# What the trainer itself puts into groups; a resume takes it from the settings.
+OURS_IN_GROUPS = frozenset({"params", "lr", "initial_lr", "lr_scale", "embedding", "use_muon"})
 
 
 def _from_library(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
     """Return the optimizer of these settings as its library makes it, before its state is allocated."""
-    device, name = kind_of(groups[0]["params"][0].device), settings.name
-    betas, decay = (settings.beta1, settings.beta2), settings.weight_decay
-    rated: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "weight_decay": decay}
-    like_adam: dict[str, Any] = {**rated, "eps": settings.epsilon}
-    if name == "adamw":
-        return torch.optim.AdamW(list(groups), fused=device.fused_skips, **like_adam)  # type: ignore[arg-type]  # dicts
-    if name in ("adamw8bit", "paged_adamw8bit", "lion", "lion8bit"):
-        # AdamW in 8 bits (Dettmers et al. 2021, arXiv 2110.02861), Lion (Chen et al. 2023, arXiv 2302.06675)
-        from bitsandbytes import optim
-
-        if name in ("lion", "lion8bit"):
-            kind = optim.Lion8bit if name == "lion8bit" else optim.Lion
-            return _queued(kind)(groups, **rated)
-        # Paging moves state between device and host memory. A device that has no memory of its own keeps all
-        # state in host memory anyway, and the unpaged optimizer computes the same numbers.
-        if name == "paged_adamw8bit" and device.own_memory:
-            return _queued(optim.PagedAdamW8bit)(groups, **like_adam)
-        from lora_trainer.training.queued_adamw8bit import QueuedAdamW8bit
-
-        return QueuedAdamW8bit(groups, **like_adam)
-    if name == "schedulefree_adamw":  # Defazio et al. 2024, arXiv 2405.15682
-        from schedulefree import AdamWScheduleFree
-
-        optimizer = AdamWScheduleFree(groups, **like_adam)
+    row, device = row_of(settings.name), kind_of(groups[0]["params"][0].device)
+    arguments = dict(row.arguments(settings))
+    if settings.name not in OPTIMIZERS:
+        return own_optimizer(row.path, groups, arguments)
+    path = row.path
+    if row.shared_memory_path and not device.own_memory:
+        path = row.shared_memory_path
+    if settings.name == "adamw":
+        arguments["fused"] = device.fused_skips
+    module, _, name = path.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    if module.startswith("bitsandbytes"):
+        make = _queued(make)
+    more = row.group_arguments(settings)
+    made: Sequence[Group] = [{**group, **more} for group in groups]
+    if row.matrices_apart:
+        made = [*_matrices_apart(made)]
+    optimizer = make(made, **arguments)
+    if settings.name == SCHEDULE_FREE:
         optimizer.train()
-        return optimizer
-    if name == "prodigy":
-        # Mishchenko and Defazio 2023, arXiv 2306.06101, as its authors advise for diffusion models. The decay is
-        # set per group, because Prodigy prints it when it is an argument.
-        from prodigyopt import Prodigy
+    return optimizer
 
-        del like_adam["weight_decay"]
-        return Prodigy(
-            [{**group, "weight_decay": decay} for group in groups],
-            d_coef=settings.prodigy_d_coef,
-            growth_rate=settings.prodigy_growth_rate or float("inf"),
-            use_bias_correction=True,
-            safeguard_warmup=settings.warmup_fraction > 0,
-            **like_adam,
-        )
-    from pytorch_optimizer import CAME, AdaFactor, Muon
 
-    copies = [dict(group) for group in groups]
-    if name == "came":  # Luo et al. 2023, arXiv 2307.02047
-        return CAME(copies, **{**rated, "betas": (*betas, CAME_BETA3)})
-    if name == "adafactor":
-        # Shazeer and Stern 2018, arXiv 1804.04235, at the learning rate of the settings and without momentum
-        plain = {**rated, "betas": (None, settings.beta2)}
-        return AdaFactor(copies, scale_parameter=False, relative_step=False, **plain)
-    # Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982; AdamW for tensors that are no matrices. Rows of
-    # an embedding table are vectors, each with a meaning of its own.
-    assert name == "muon"
-    split = []
+def _matrices_apart(groups: Sequence[Group]) -> Iterator[Group]:
+    """Yield the matrices and the other tensors of each group as groups of their own.
+
+    Rows of an embedding table are vectors, each with a meaning of its own.
+    """
     for group, is_matrix in product(groups, (True, False)):
         by_muon = [t.dim() == 2 and not group.get("embedding") for t in group["params"]]
         tensors = [t for t, muon in zip(group["params"], by_muon, strict=True) if muon is is_matrix]
         if tensors:
-            split.append({**group, "params": tensors, "use_muon": is_matrix})
-    return Muon(
-        split,
-        momentum=settings.muon_momentum,
-        weight_decay=decay,
-        use_adjusted_lr=True,
-        adamw_betas=betas,
-        adamw_eps=settings.epsilon,
-        adamw_wd=decay,
-    )
+            yield {**group, "params": tensors, "use_muon": is_matrix}
 
 
 def _queued(kind: type[Any]) -> type[Any]:
@@ -150,21 +109,25 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
     try:
         optimizer: torch.optim.Optimizer = _from_library(rated, settings)
     except BROKEN_PACKAGE as error:
-        package = setting_info("optimizer.name").handling.packages.get(settings.name)
+        package = row_of(settings.name).package
         raise MachineError(
             f"optimizer.name={settings.name} needs {package}, {package_problem(error)}",
             fix=f"pip install -U {package}, or use --set optimizer.name=adamw",
         ) from None
     _allocate(optimizer)
+    if settings.name not in OPTIMIZERS:
+        # Nobody knows which of its states begin at zero, so it is made anew. The memory of the states stays with
+        # torch's allocator, from which the first step takes it.
+        optimizer = _from_library(rated, settings)
     return optimizer
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a resume state into an optimizer of `build_optimizer`, but keep its hyperparameters.
 
-    A resume may change hyperparameters, and `load_state_dict` would silently restore the old ones. Values
-    that an optimizer learns per group (LEARNED_IN_GROUPS) do come from the state. Paged state stays
-    paged: bitsandbytes would replace its managed memory by tensors on the device, and a run that fitted
+    A resume may change hyperparameters, which are the arguments of the class, and `load_state_dict` would silently
+    restore the old ones. Values that an optimizer learns per group (Prodigy's d) do come from the state. Paged state
+    stays paged: bitsandbytes would replace its managed memory by tensors on the device, and a run that fitted
     would not fit after a resume. Raises RequestError when the parameters are grouped otherwise.
     """
     saved = [len(group["params"]) for group in state["param_groups"]]
@@ -181,12 +144,17 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ]
     before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
-    learned = {"params", *LEARNED_IN_GROUPS}
+    given = _arguments_of(type(optimizer)) | OURS_IN_GROUPS - {"params"}
     for group, values in zip(optimizer.param_groups, before, strict=True):
-        group.update({name: value for name, value in values.items() if name not in learned})
+        group.update({name: value for name, value in values.items() if name in given})
     for parameter, name, tensor in paged:
         tensor.copy_(optimizer.state[parameter][name])
         optimizer.state[parameter][name] = tensor
+
+
+def _arguments_of(kind: type[torch.optim.Optimizer]) -> frozenset[str]:
+    """Return the names of the arguments of an optimizer's class and of those it derives from."""
+    return frozenset(name for each in kind.__mro__ for name in arguments_of(each))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -7,10 +7,9 @@ number, so that a resume needs no scheduler state and a run that asks for step 5
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, first_line
-from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.common.errors import RequestError, first_line
+from lora_trainer.common.imports import arguments_of, imported
+from lora_trainer.config.optimizers import OptimizerSettings
 
 LearningRate = Callable[[int], float]
 # The first rate of one_cycle is the peak over this; torch's default (Smith and Topin 2017, arXiv 1708.07120).
@@ -98,7 +98,7 @@ def _by_path(settings: OptimizerSettings, *, steps: int, warmup: int) -> Learnin
     schedule without a warm-up of its own gets a straight one.
     """
     make = imported(settings.schedule, key=KEY)
-    parameters = _arguments(make)
+    parameters = arguments_of(make)
     known = {name: steps for name in _STEPS} | {_WARMUP: warmup}
     filled = {
         name: known[name]
@@ -113,7 +113,7 @@ def _by_path(settings: OptimizerSettings, *, steps: int, warmup: int) -> Learnin
             f"{KEY}={settings.schedule} cannot be made with {options}: {first_line(error)}",
             fix=f"correct {OPTIONS}, which are the arguments after the optimizer",
         ) from None
-    if not isinstance(scheduler, LRScheduler) or "metrics" in _arguments(scheduler.step):
+    if not isinstance(scheduler, LRScheduler) or "metrics" in arguments_of(scheduler.step):
         raise RequestError(
             f"{KEY}={settings.schedule} is not a schedule of the step number",
             fix="name a class of torch.optim.lr_scheduler; train.lower_after_validations follows the "
@@ -132,29 +132,6 @@ def _by_path(settings: OptimizerSettings, *, steps: int, warmup: int) -> Learnin
         return value
 
     return rate
-
-
-def imported(path: str, *, key: str) -> Any:
-    """Return what `module:Name` names; raises MachineError if it cannot be imported, RequestError if it is absent."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise RequestError(
-            f"{key}={path}: {module} has no {name}", fix="correct the name after the colon"
-        ) from None
-    except BROKEN_PACKAGE as error:
-        raise MachineError(
-            f"{key}={path}: {module} cannot be imported: {first_line(error)}",
-            fix=f"install the package that has {module}, or correct the path",
-        ) from None
-
-
-def _arguments(function: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C, or not a function at all
-        return {}
 
 
 def _probe(rate: float) -> torch.optim.Optimizer:

@@ -63,7 +63,7 @@ def test_a_mistake_is_named_and_all_of_a_kind_at_once() -> None:
         ({"adapter.rank": 1, "adapter.alpha": 500, "memory.micro_batch": 9}, "adapter.alpha=500"),
         ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate=nan"),
         ({"train.precision": "fp8"}, "train.precision='fp8'"),
-        ({"adapter.rank_pattern": {"(": 4}}, "rank_pattern='(': '(' is no regular expression"),
+        ({"adapter.rank_pattern": {"(": 4}}, "rank_pattern='(': '(' is not a regular expression"),
         ({"optimizer.learning_rate_pattern": {"attn": -1}}, "optimizer.learning_rate_pattern"),
         ({"objective.flow_shift": "auto"}, "objective.flow_shift='auto'"),
         ({"data.folders.a.repeats": 0}, "data.folders.a.repeats=0"),

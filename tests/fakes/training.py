@@ -25,7 +25,8 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
+from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.families.facts import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.training import optimizers, schedules

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.hardware import device_calls, devices, machine
 from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import Hardware, detect

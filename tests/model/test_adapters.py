@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.adapter_size import adapter_tensors
 from lora_trainer.lora.tensors import update

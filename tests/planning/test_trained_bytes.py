@@ -16,7 +16,8 @@ from torch import nn
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.lora.adapter import inject
 from lora_trainer.planning import optimizer_facts
 from lora_trainer.training.optimizers import build_optimizer

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.hardware import machine
 from lora_trainer.network.compiling import apply_attention
 from lora_trainer.training.optimizers import build_optimizer

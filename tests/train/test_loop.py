@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.processes import DistEnv
-from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.families.facts import Conditioning
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.training import step as steps_of

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,10 +16,10 @@ import torch
 from torch import nn
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import all_settings
-from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.config.config import all_settings, build_config
+from lora_trainer.config.optimizers import OPTIMIZERS, OptimizerSettings
 from lora_trainer.hardware.devices import KINDS
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS, needed_otherwise
+from lora_trainer.planning.optimizer_facts import needed_otherwise, state_bytes
 from lora_trainer.training import optimizers, schedules
 from tests.fakes.states import bits
 
@@ -331,3 +333,66 @@ def test_a_resume_takes_the_factors_of_its_own_settings_and_refuses_other_groups
     merged = optimizers.build_optimizer(groups(parameters()), settings("adamw"))
     with pytest.raises(RequestError, match="groups the layers by learning rate otherwise"):
         optimizers.restore_optimizer(merged, state)
+
+
+# ---- an optimizer that is given by its path
+
+# With a product over all steps, state that does not begin at zero, a count in the group, and none at all.
+OWN: dict[str, dict[str, Any]] = {
+    "torch.optim:NAdam": {"betas": [0.8, 0.9], "decoupled_weight_decay": True},
+    "torch.optim:Adagrad": {"initial_accumulator_value": 0.1},
+    "pytorch_optimizer:AdaBelief": {"rectify": True},
+    "torch.optim:SGD": {},
+}
+
+
+@pytest.mark.parametrize("path", OWN)
+def test_any_optimizer_of_torch_is_as_its_library_makes_it_and_comes_back_to_the_bit(
+    path: str,
+) -> None:
+    chosen = settings(path, options=OWN[path])
+    own, reference, resumed = parameters(), parameters(), parameters()
+    optimizer = optimizers.build_optimizer(groups(own), chosen)
+    assert torch.equal(flat(own), flat(reference)), "allocating has moved nothing"
+    module, _, name = path.partition(":")
+    plain = getattr(importlib.import_module(module), name)(reference, lr=1e-2, **OWN[path])
+    for seed in (7, 8):
+        walk(optimizer, own, [seed])
+        walk(plain, reference, [seed])
+    assert torch.equal(flat(own), flat(reference))
+    for parameter, target in zip(own, resumed, strict=True):
+        target.data.copy_(parameter.data)
+    again = optimizers.build_optimizer(groups(resumed), chosen)
+    optimizers.restore_optimizer(again, copy.deepcopy(optimizer.state_dict()))
+    walk(optimizer, own, [9])
+    walk(again, resumed, [9])
+    assert torch.equal(flat(own), flat(resumed))
+    sizes = Counter(tuple(parameter.shape) for parameter in own)
+    assert sum(state_bytes(sizes, path, OWN[path])) == sum(
+        value.nbytes
+        for parameter in own
+        for value in optimizer.state[parameter].values()
+        if torch.is_tensor(value) and value.dim()
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "error", "says"),
+    [
+        ("torch.optim:LBFGS", {}, RequestError, "cannot take a step"),
+        ("torch.optim:Adagrad", {"rate": 3}, RequestError, "cannot be made with.*rate"),
+        ("torch.optim:Adagard", {}, RequestError, "torch.optim has no Adagard"),
+        ("nowhere.at:All", {}, MachineError, "nowhere.at cannot be imported"),
+        ("collections:OrderedDict", {}, RequestError, "is a.*and not an optimizer|cannot be made"),
+    ],
+)
+def test_what_is_not_an_optimizer_is_refused_by_the_plan_of_its_memory(
+    path: str, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        state_bytes({(8, 8): 1}, path, options)
+
+
+def test_a_word_that_is_not_an_optimizer_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RequestError, match=r"adamw8bt.*not an optimizer.*adamw8bit"):
+        build_config({"optimizer.name": "adamw8bt"})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import ScheduleName
-from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.training import schedules
 
 NAMES = get_args(ScheduleName)

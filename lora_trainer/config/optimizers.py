@@ -1,0 +1,403 @@
+"""Every optimizer as one row, and the settings of the optimizer and of the learning rate.
+
+A row says where the class is and what it is given, how its learning rate compares with AdamW's, and what state it
+keeps. Everything else about an optimizer follows from its row: the allowed names, the packages they need, the
+learning rate that a plan makes of a preset's, the predicted memory. Another optimizer is one more row and, for
+readers, a line in docs/optimizers.md; any importable torch optimizer works without a row as `module:Class`. No torch
+is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+
+from lora_trainer.common.errors import did_you_mean
+from lora_trainer.config.declare import (
+    IMPORT_PATH,
+    LORA,
+    NOT_OFT,
+    WITHOUT_NEW_TOKENS,
+    BelowAll,
+    BelowOne,
+    Factor,
+    Pattern,
+    Portion,
+    Schedule,
+    Section,
+    Share,
+    enforced_setting,
+    is_import_path,
+    setting,
+)
+
+Shape = tuple[int, ...]
+# The arguments of a class for these settings.
+Arguments = Callable[["OptimizerSettings"], Mapping[str, Any]]
+# Decay of CAME's average of how unsteady updates are (Luo et al. 2023, arXiv 2307.02047).
+CAME_BETA3 = 0.9999
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRow:
+    """One optimizer.
+
+    `path` is its class as `module:Class`, `package` what pip calls its library ("": torch), `arguments` what the class
+    is given besides the groups, `group_arguments` what is put into each group instead. `has_beta1` and `has_epsilon`:
+    whether those settings reach it. `matrices_apart`: its groups say whether they hold matrices (`use_muon`).
+    `shared_memory_path` is the class where the device has no memory of its own and nothing can be paged.
+
+    The learning rate is `rate_factor` times AdamW's, or always `rate` where the optimizer finds it itself; `why` says
+    so in words. `beta2` is the second decay if it differs from AdamW's. A rate outside `usual_rates` gets a warning.
+
+    `states` in fp32 and `states_8bit` are kept for each trained tensor, of its size; `is_paged`: the driver moves
+    them to host memory while the GPU is full. `state_elements` has the elements of each fp32 state by the
+    tensor's shape, where they are not all of its size.
+    """
+
+    path: str
+    arguments: Arguments
+    package: str = ""
+    group_arguments: Arguments = lambda _: {}
+    has_beta1: bool = True
+    has_epsilon: bool = True
+    matrices_apart: bool = False
+    shared_memory_path: str = ""
+    rate_factor: float = 1.0
+    rate: float | None = None
+    why: str = ""
+    beta2: float | None = None
+    # Of optimizers whose steps are as long as AdamW's, as in use for adapters.
+    usual_rates: tuple[float, float] = (1e-6, 2e-2)
+    states: int = 0
+    states_8bit: int = 0
+    is_paged: bool = False
+    state_elements: Callable[[Shape], Sequence[int]] | None = None
+
+
+def _rated(settings: OptimizerSettings) -> dict[str, Any]:
+    return {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "weight_decay": settings.weight_decay,
+    }
+
+
+def _like_adam(settings: OptimizerSettings) -> dict[str, Any]:
+    return {**_rated(settings), "eps": settings.epsilon}
+
+
+def _came(settings: OptimizerSettings) -> dict[str, Any]:
+    return {**_rated(settings), "betas": (settings.beta1, settings.beta2, CAME_BETA3)}
+
+
+def _adafactor(settings: OptimizerSettings) -> dict[str, Any]:
+    """At the learning rate of the settings and without momentum.
+
+    torch's own Adafactor scales each step by the norm of the tensor, which is zero for a LoRA's `up`.
+    """
+    return {
+        **_rated(settings),
+        "betas": (None, settings.beta2),
+        "scale_parameter": False,
+        "relative_step": False,
+    }
+
+
+def _muon(settings: OptimizerSettings) -> dict[str, Any]:
+    """AdamW is for tensors that are not matrices; torch's own Muon refuses them."""
+    return {
+        "momentum": settings.muon_momentum,
+        "weight_decay": settings.weight_decay,
+        "use_adjusted_lr": True,
+        "adamw_betas": (settings.beta1, settings.beta2),
+        "adamw_eps": settings.epsilon,
+        "adamw_wd": settings.weight_decay,
+    }
+
+
+def _prodigy(settings: OptimizerSettings) -> dict[str, Any]:
+    """As its authors advise for diffusion models."""
+    return {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+        "d_coef": settings.prodigy_d_coef,
+        "growth_rate": settings.prodigy_growth_rate or float("inf"),
+        "use_bias_correction": True,
+        "safeguard_warmup": settings.warmup_fraction > 0,
+    }
+
+
+def _rows_and_columns(shape: Shape) -> tuple[int, ...]:
+    """Return the elements of a factored second moment: rows and columns; a vector's is not factored."""
+    if len(shape) < 2:
+        return shape
+    # As in Adafactor's code: the last two dimensions are factored, a convolution's others are kept.
+    *others, rows, columns = shape
+    return (math.prod(others) * rows, math.prod(others) * columns)
+
+
+def _came_states(shape: Shape) -> tuple[int, ...]:
+    """Second moments of the updates and, for matrices only, of their unsteadiness."""
+    return (math.prod(shape), *_rows_and_columns(shape) * (1 if len(shape) < 2 else 2))
+
+
+_BY_SIGN = "steps by the sign alone, so its rate is a fifth of AdamW's"
+OPTIMIZERS: Mapping[str, OptimizerRow] = {
+    # Loshchilov and Hutter 2017, arXiv 1711.05101
+    "adamw": OptimizerRow(path="torch.optim:AdamW", arguments=_like_adam, states=2),
+    # Dettmers et al. 2021, arXiv 2110.02861
+    "adamw8bit": OptimizerRow(
+        path="lora_trainer.training.queued_adamw8bit:QueuedAdamW8bit",
+        package="bitsandbytes",
+        arguments=_like_adam,
+        states_8bit=2,
+    ),
+    "paged_adamw8bit": OptimizerRow(
+        path="bitsandbytes.optim:PagedAdamW8bit",
+        # A device that shares the host's memory keeps all state there anyway, and the same numbers are computed.
+        shared_memory_path="lora_trainer.training.queued_adamw8bit:QueuedAdamW8bit",
+        package="bitsandbytes",
+        arguments=_like_adam,
+        states_8bit=2,
+        is_paged=True,
+    ),
+    # Chen et al. 2023, arXiv 2302.06675
+    "lion": OptimizerRow(
+        path="bitsandbytes.optim:Lion",
+        package="bitsandbytes",
+        arguments=_rated,
+        has_epsilon=False,
+        states=1,
+        rate_factor=0.2,
+        why=_BY_SIGN,
+        beta2=0.99,
+        usual_rates=(1e-7, 4e-3),
+    ),
+    "lion8bit": OptimizerRow(
+        path="bitsandbytes.optim:Lion8bit",
+        package="bitsandbytes",
+        arguments=_rated,
+        has_epsilon=False,
+        states_8bit=1,
+        rate_factor=0.2,
+        why=_BY_SIGN,
+        beta2=0.99,
+        usual_rates=(1e-7, 4e-3),
+    ),
+    # Shazeer and Stern 2018, arXiv 1804.04235
+    "adafactor": OptimizerRow(
+        path="pytorch_optimizer:AdaFactor",
+        package="pytorch-optimizer",
+        arguments=_adafactor,
+        has_beta1=False,
+        has_epsilon=False,
+        state_elements=_rows_and_columns,
+    ),
+    # Luo et al. 2023, arXiv 2307.02047
+    "came": OptimizerRow(
+        path="pytorch_optimizer:CAME",
+        package="pytorch-optimizer",
+        arguments=_came,
+        has_epsilon=False,
+        rate_factor=0.1,
+        why="steps ten times as far as AdamW at first, so its rate is a tenth",
+        usual_rates=(1e-7, 2e-3),
+        state_elements=_came_states,
+    ),
+    # Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982
+    "muon": OptimizerRow(
+        path="pytorch_optimizer:Muon",
+        package="pytorch-optimizer",
+        arguments=_muon,
+        matrices_apart=True,
+        rate_factor=2.0,
+        why="steps a fifth of its rate, AdamW about twice that, so its rate is doubled",
+        usual_rates=(1e-6, 4e-2),
+        state_elements=lambda shape: (math.prod(shape),) * (1 if len(shape) == 2 else 2),
+    ),
+    # Mishchenko and Defazio 2023, arXiv 2306.06101. One of its states is the initial weights; it takes no memory where
+    # they are zero, as `up` of a new LoRA is, but is counted all the same.
+    "prodigy": OptimizerRow(
+        path="prodigyopt:Prodigy",
+        package="prodigyopt",
+        arguments=_prodigy,
+        # Set per group, because Prodigy prints it when it is an argument.
+        group_arguments=lambda settings: {"weight_decay": settings.weight_decay},
+        states=4,
+        rate=1.0,
+        why="finds the learning rate itself, and this setting multiplies it",
+        usual_rates=(0.1, 10.0),
+    ),
+    # Defazio et al. 2024, arXiv 2405.15682
+    "schedulefree_adamw": OptimizerRow(
+        path="schedulefree:AdamWScheduleFree",
+        package="schedulefree",
+        arguments=_like_adam,
+        states=2,
+        usual_rates=(1e-6, 1e-1),
+    ),
+}
+SCHEDULE_FREE = "schedulefree_adamw"
+
+
+def row_of(name: str) -> OptimizerRow:
+    """Return the row of an optimizer; one that is given as `module:Class` gets its learning rate and its options."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    return OptimizerRow(
+        path=name,
+        arguments=lambda settings: {"lr": settings.learning_rate, **settings.options},
+        usual_rates=(0.0, math.inf),
+    )
+
+
+def _known(name: str) -> str:
+    if name not in OPTIMIZERS and not is_import_path(name):
+        near = did_you_mean(name, tuple(OPTIMIZERS))
+        names = ", ".join(OPTIMIZERS)
+        raise ValueError(f"not an optimizer: use {names} or module:Class.{near}")
+    return name
+
+
+OptimizerName = Annotated[
+    str,
+    AfterValidator(_known),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(OPTIMIZERS), "type": "string"},
+                {"pattern": IMPORT_PATH, "type": "string"},
+            ]
+        }
+    ),
+]
+LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
+OF = "optimizer.name"
+SCHEDULE = "optimizer.schedule"
+
+
+def _names(fits: Callable[[OptimizerRow], bool]) -> tuple[str, ...]:
+    return tuple(name for name, row in OPTIMIZERS.items() if fits(row))
+
+
+FINDS_RATE = {OF: _names(lambda row: row.rate is not None)}
+NOT_SCHEDULE_FREE = {OF: (SCHEDULE_FREE,)}
+
+
+class OptimizerSettings(Section):
+    name: OptimizerName = setting(
+        "adamw",
+        "update rule by name or as module:Class; 8bit: state in 8 bits; paged: state in RAM when it must",
+        headline=True,
+        resume="forbidden",
+        works_anywhere="adamw",
+        packages={name: row.package for name, row in OPTIMIZERS.items() if row.package},
+    )
+    options: dict[str, bool | int | float | str | list[float] | None] = setting(
+        {},
+        "arguments of an optimizer given as module:Class, which gets no others but the learning rate",
+    )
+    learning_rate: LearningRate = setting(
+        1e-4,
+        "peak learning rate; presets are for AdamW and converted for other optimizers",
+        headline=True,
+        kohya=("ss_learning_rate", "ss_unet_lr"),
+    )
+    text_encoder_learning_rate: LearningRate | None = enforced_setting(
+        None,
+        "peak learning rate of the text encoders; none: half of learning_rate, with prodigy equal to it",
+        only_for={"adapter.text_encoder": (True,)},
+        not_for=FINDS_RATE,
+        resume="forbidden",
+    )
+    new_tokens_learning_rate: LearningRate | None = enforced_setting(
+        None,
+        "peak learning rate of the new tokens; none: ten times learning_rate, with prodigy equal to it",
+        not_for={**WITHOUT_NEW_TOKENS, **FINDS_RATE},
+        resume="forbidden",
+    )
+    learning_rate_pattern: dict[Pattern, Annotated[float, Field(ge=0, le=1000)]] = setting(
+        {},
+        "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
+        resume="forbidden",
+    )
+    lora_plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = enforced_setting(
+        1.0,
+        "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
+        only_for=LORA,
+        not_for=FINDS_RATE,
+        resume="forbidden",
+    )
+    beta1: BelowOne = setting(
+        0.9, "decay of the first moment", not_for={OF: _names(lambda row: not row.has_beta1)}
+    )
+    beta2: BelowOne = setting(0.999, "decay of the second moment; presets set 0.99 for lion")
+    epsilon: Portion = setting(
+        1e-8, "added to the denominator", not_for={OF: _names(lambda row: not row.has_epsilon)}
+    )
+    weight_decay: Share = setting(0.01, "decoupled weight decay")
+    muon_momentum: BelowOne = setting(
+        0.95, "Nesterov momentum for muon's matrices", only_for={OF: ("muon",)}
+    )
+    prodigy_d_coef: Factor = setting(
+        1.0,
+        "factor on prodigy's estimated learning rate; 0.5 and 2 are usual",
+        only_for={OF: ("prodigy",)},
+    )
+    prodigy_growth_rate: Annotated[float, Field(gt=1.0, le=1000.0)] | None = setting(
+        None,
+        "largest growth of prodigy's rate per step, such as 1.02; none: no limit",
+        only_for={OF: ("prodigy",)},
+    )
+    max_weight_norm: Annotated[float, Field(gt=0.0, le=1000.0)] | None = enforced_setting(
+        None,
+        "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
+        not_for={**NOT_OFT, **NOT_SCHEDULE_FREE, "adapter.dora": (True,)},
+        kohya=("ss_scale_weight_norms",),
+    )
+    schedule: Schedule = setting(
+        "cosine",
+        "shape of the learning rate after warm-up, by name or as module:Class",
+        not_for=NOT_SCHEDULE_FREE,
+        kohya=("ss_lr_scheduler",),
+    )
+    schedule_options: dict[str, bool | int | float | str | list[float] | None] = setting(
+        {},
+        "arguments of a schedule given as module:Class; the number of steps is filled in where it needs it",
+    )
+    warmup_fraction: BelowAll = setting(
+        0.05, "fraction of the steps in which the learning rate rises; 0.3 is usual with one_cycle"
+    )
+    schedule_cycles: Annotated[int, Field(ge=1, le=1000)] = setting(
+        1, "number of falls of cosine_with_restarts", only_for={SCHEDULE: ("cosine_with_restarts",)}
+    )
+    schedule_power: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
+        1.0,
+        "power of polynomial: 1 falls straight, 2 fast at first, 0.5 fast at the end",
+        only_for={SCHEDULE: ("polynomial",)},
+    )
+    decay_fraction: Portion = setting(
+        0.2,
+        "fraction of the steps at the end in which warmup_stable_decay falls",
+        only_for={SCHEDULE: ("warmup_stable_decay",)},
+    )
+
+    @property
+    def text_encoder_scale(self) -> float:
+        """The factor on the learning rate of the text encoders."""
+        if self.text_encoder_learning_rate is not None:
+            return self.text_encoder_learning_rate / self.learning_rate
+        return 1.0 if row_of(self.name).rate is not None else 0.5
+
+    @property
+    def new_tokens_scale(self) -> float:
+        """The factor on the learning rate of the new tokens."""
+        if self.new_tokens_learning_rate is not None:
+            return self.new_tokens_learning_rate / self.learning_rate
+        return 1.0 if row_of(self.name).rate is not None else 10.0
