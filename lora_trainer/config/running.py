@@ -91,7 +91,7 @@ class MemorySettings(Section, Generic[A_co]):
     )
     text_encoder_offload: bool | A_co = setting(
         "auto",
-        "while caching, keep the text encoders in host memory and copy one block at a time to the GPU, for many texts",
+        "while caching, keep text encoders in host memory and copy a block at a time to the GPU",
         only_for={**CARD, "adapter.text_encoder": (False,)},
         resume="rounding",
         replans=True,

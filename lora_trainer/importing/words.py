@@ -107,7 +107,12 @@ def _of_parts(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "optimizer.name", optimizer["name"]
     yield from (("optimizer.learning_rate", key) for key in optimizer.get("rate", ()))
     yield from (("optimizer.schedule", key) for key in schedule.get("keys", ()))
-    if "warmup" in schedule:
-        yield "optimizer.warmup_fraction", schedule["warmup"]
+    for part, setting in (
+        ("warmup", "optimizer.warmup_fraction"),
+        ("cycles", "optimizer.schedule_cycles"),
+        ("power", "optimizer.schedule_power"),
+    ):
+        if part in schedule:
+            yield setting, schedule[part]
     fields = {**table.get("fields", {}), **table.get("folders", {}).get("fields", {})}
     yield from ((f"data.{field}", key) for key, field in fields.items())
