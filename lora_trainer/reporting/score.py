@@ -72,9 +72,18 @@ def effective_rank(singular_values: Sequence[float]) -> float:
 
 
 def mean_gain(base: Sequence[float], adapted: Sequence[float]) -> float:
-    """Return the mean over timesteps of 1 - adapted / base, clipped at -1; both losses have the same noise."""
-    gains = (1 - after / before for before, after in zip(base, adapted, strict=True))
-    return fmean(max(-1.0, gain if math.isfinite(gain) else -1.0) for gain in gains)
+    """Return the mean over timesteps of 1 - adapted / base, clipped at -1; both losses have the same noise.
+
+    Where the base has no loss at all there is nothing to gain.
+    """
+
+    def gain(before: float, after: float) -> float:
+        if before == 0:
+            return 0.0 if after == 0 else -1.0
+        share = 1 - after / before
+        return max(-1.0, share) if math.isfinite(share) else -1.0
+
+    return fmean(gain(before, after) for before, after in zip(base, adapted, strict=True))
 
 
 def gain_part(gain: float) -> float:
