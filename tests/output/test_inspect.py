@@ -170,7 +170,7 @@ def described(tensors: Mapping[str, Any]) -> bytes:
 
 
 REFUSED = {
-    "empty": (b"", "not a safetensors file"),
+    "empty": (b"", "is empty, not weights"),
     "cut in the tensors": (WHOLE[:-1], "cut off"),
     "longer": (WHOLE + b"x", "not fully covered"),
     "pickle": (b"\x80\x02}q\x00." + bytes(60), "pickle"),
