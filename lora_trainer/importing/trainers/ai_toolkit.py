@@ -12,6 +12,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced, Trainer, flattened
+from lora_trainer.importing.prompt_options import set_prompts
 
 _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 
@@ -190,7 +191,7 @@ def _output(foreign: Foreign) -> None:
     if samples or texts:
         word = foreign.word("trigger_word", "")
         chosen = [str(text).replace("[trigger]", word) for text in samples.values() or texts]
-        foreign.set("sampling.prompts", chosen, *(samples or ["sample.prompts"]))
+        set_prompts(foreign, chosen, *(samples or ["sample.prompts"]))
 
 
 TRAINERS = (Trainer("ai-toolkit", ("ai_toolkit",), flat, read),)

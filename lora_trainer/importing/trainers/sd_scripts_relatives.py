@@ -26,6 +26,7 @@ from lora_trainer.importing.foreign import (
     rules_of,
     table_of,
 )
+from lora_trainer.importing.prompt_options import set_prompts
 from lora_trainer.importing.trainers import sd_scripts
 
 # ---- kohya_ss
@@ -160,10 +161,7 @@ def _numbers_and_words(foreign: Foreign) -> None:
     for key in unused if "noise_offset_type" in foreign.values else ():
         _drop(foreign, key, f"noise_offset_type is {kind}")
     lines = foreign.word("sample_prompts", "").splitlines()
-    texts = [line.partition(" --")[0].strip() for line in lines]
-    texts = [text for text in texts if text and not text.startswith("#")]
-    if texts:
-        foreign.set("sampling.prompts", texts, "sample_prompts")
+    if set_prompts(foreign, lines, "sample_prompts"):
         del foreign.values["sample_prompts"]
     else:
         _drop(foreign, "sample_prompts", "is not given")
