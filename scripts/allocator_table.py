@@ -27,6 +27,7 @@ from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB, Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.planning.image_size import smaller_sides
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 from scripts.replay.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay
@@ -129,6 +130,12 @@ def planned(cell: Cell, **settings: Any) -> Plan:
             images=IMAGES,
             samples_per_epoch=IMAGES,
             buckets=list(_buckets(facts, resolved.config.data)),
+            buckets_by_side={
+                side_px: list(
+                    _buckets(facts, resolved.config.data.model_copy(update={"resolution": side_px}))
+                )
+                for side_px in smaller_sides(facts, families.family(facts.family))
+            },
             latents=IMAGES,
             texts=IMAGES,
             prompts=resolved.config.sampling.prompts_from_captions,

@@ -27,7 +27,7 @@ FIRST_SCREEN = {
 
 def model_table(names: Mapping[str, str]) -> str:
     """Return the table of releases {source: name in the table} as Markdown."""
-    lines = [f"| model | steps | {' | '.join(CARDS)} |", "|---|---:|---:|---:|---:|"]
+    lines = [f"| model | steps | {' | '.join(CARDS)} |", f"|---|---:|{'---:|' * len(CARDS)}"]
     for source, name in names.items():
         plans = [planned(source, card) for card in CARDS]
         cells = [

@@ -1,6 +1,6 @@
-"""Write docs/plans.md: what `plan` finds on three GPUs: how long runs of all bases take, memory of two.
+"""Write docs/plans.md: what `plan` finds on four GPUs: how long runs of all bases take, memory of two.
 
-`python scripts/plan_tables.py`. The machine is assumed: three known GPUs, empty but for a desktop, 28 GiB
+`python scripts/plan_tables.py`. The machine is assumed: four known GPUs, empty but for a desktop, 28 GiB
 of memory free beside them, 20 images. tests/scripts/test_tables.py fails when the page is old.
 """
 
@@ -26,7 +26,12 @@ from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
-CARDS = {"8 GiB (RTX 4060)": 8, "12 GiB (RTX 3060)": 12, "24 GiB (RTX 4090)": 24}
+CARDS = {
+    "8 GiB (RTX 4060)": 8,
+    "12 GiB (RTX 3060)": 12,
+    "16 GiB (RTX 4060 Ti)": 16,
+    "24 GiB (RTX 4090)": 24,
+}
 BASES = {
     "SDXL": "stabilityai/stable-diffusion-xl-base-1.0",
     "FLUX.1-dev": "black-forest-labs/FLUX.1-dev",
@@ -36,7 +41,7 @@ DESKTOP_GIB = 0.5
 MACHINE_GIB = 28
 TEXT = """# Plans
 
-What `lora-train plan` chooses and predicts on three GPUs, before anything is downloaded or loaded, made by
+What `lora-train plan` chooses and predicts on four GPUs, before anything is downloaded or loaded, made by
 `scripts/plan_tables.py`. Assumed: the GPU is empty but for half a GiB of desktop, 28 GiB of the machine's memory
 are free, 20 images as large as is trained (18 trained, 2 held out), everything left to the presets and the plan.
 
@@ -59,11 +64,13 @@ From the command to the file: start, caching, all steps, validation, sample imag
 images takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`**
 (tests/scripts/test_tables.py, for every release). What decides it:
 
-* **The size of the images.** At 1024 px FLUX.1 would train for 8 to 26 hours on 12 GB. Others train it and its like
-  at 512 px on such GPUs, and so do these presets: OneTrainer's for 8 and 16 GB (512 px: Chroma, FLUX.2 klein,
-  Qwen-Image, Z-Image; FLUX.1 768 px in 4 bits), kohya_ss' for FLUX.1 (512 px), ai-toolkit's mixture that begins at 512.
-  640 px with `quality`, and 768 for Stable Diffusion 3, are what the hours have room for. The U-Nets are trained at
-  their own size everywhere, and all bases on 24 GB.
+* **The size of the images.** Where nobody sets `data.resolution`, a transformer is trained at the largest of its own
+  size, three quarters, five eighths and half of it (1024, 768, 640 and 512 px) that fits the GPU and ends within these
+  hours with 20 images on an idle machine; `plan` names the sizes it passed over and what they would take. Where none
+  does, it is the fastest, and `plan` warns. At 1024 px FLUX.1 would train for 9 hours on 12 GB with `balanced` and for
+  8 on 16 GB. Others have the same sizes: OneTrainer's presets for 8 and 16 GB (512 px: Chroma, FLUX.2 klein,
+  Qwen-Image, Z-Image; FLUX.1 768 px in 4 bits), kohya_ss' for FLUX.1 (512 px), ai-toolkit's mixture that begins at
+  512. The U-Nets are trained at their own size everywhere.
 * **The number of updates**, the same on all GPUs ([presets.md](presets.md)): 500, 1,500 and 3,000 of one image for
   transformers (ai-toolkit's FLUX.1 example: 2,000, "500 - 4000 is a good range"). Qwen-Image, the dearest, has
   440, 1,200 and 3,000.

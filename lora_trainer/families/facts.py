@@ -89,7 +89,8 @@ class NetworkTraits:
     of a layer's name; `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in
     full precision. `swapped_layers`: endings of layers whose original code has shift before scale, where diffusers
     has the reverse, if these two are all their rows. `refiners`: beginnings of names of layers of the blocks before
-    the main ones, which `adapter.refiners` leaves out. `shifts_by_tokens`: trainers shift the noise by the size of the
+    the main ones, which `adapter.refiners` leaves out. `sides`: shares of the base's own size that it can be trained at
+    too, the largest first. `shifts_by_tokens`: trainers shift the noise by the size of the
     image as FLUX.1's sampler does, though the base's own sampler has one shift for all. `shares_vae`: whether the
     VAE in another family's checkpoint counts, as FLUX.1's does for those that use it too.
     """
@@ -104,6 +105,7 @@ class NetworkTraits:
     quantization_skip: tuple[str, ...] = ()
     swapped_layers: tuple[str, ...] = ()
     refiners: tuple[str, ...] = ()
+    sides: tuple[float, ...] = ()
     shifts_by_tokens: bool = False
     vae_peak: VaePeak = AUTOENCODER_KL
     shares_vae: bool = False

@@ -99,6 +99,8 @@ class TransformerTraits(NetworkTraits):
     # #1595, #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Inference programs clamp them.
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     block_pattern: str = INDEXED_BLOCK
+    # 768, 640 and 512 px of 1024: what trainers' presets for small GPUs have (OneTrainer, kohya_ss, ai-toolkit).
+    sides: tuple[float, ...] = (0.75, 0.625, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from lora_trainer.config.optimizers import SCHEDULE, SCHEDULE_FREE
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.planning.image_size import with_image_size
 from lora_trainer.planning.known_pace import pace_here
 from lora_trainer.planning.machine_needs import unmet_needs
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
@@ -63,11 +64,15 @@ class Plan(MemoryChoice):
 
 
 def plan(inputs: PlanInput) -> Plan:
-    """Resolve every `auto` and fit the run into memory.
+    """Resolve every `auto` and fit the run into memory; the size of the images first, by what it makes of the rest.
 
     Raises MachineError naming the nearest setting that fits when nothing does, and RequestError for
     settings that do not work with this base or GPU.
     """
+    return _plan(with_image_size(inputs, _plan))
+
+
+def _plan(inputs: PlanInput) -> Plan:
     planner = _Planner(inputs=inputs, config=inputs.resolved.config)
     for key, (value, reason) in inputs.decided.items():
         planner.decide(key, value, reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,8 @@ class PlanInput:
 
     `samples_per_epoch` counts repeats, at least `fewest_repeats` of each image, without regularisation;
     `regularisation_per_epoch` comes on top. `buckets` are the (width, height) in use, in pixels, of all
-    images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions, `prompts`
+    images, held-out ones too; `buckets_by_side` those at another `data.resolution`, by its pixels. `latents`
+    counts mirrored images twice, `texts` the different captions, `prompts`
     those of the sample images. `full_card` is an out-of-memory record of this GPU. `processes` share each
     step, `sharing` of them one machine's memory. `kept_at_once` is the micro-batch by bucket of a resumed
     run, which keeps its plan. `held_out_count` counts images held out for validation. `past_runs` are finished
@@ -51,6 +52,7 @@ class PlanInput:
     texts: int
     prompts: int
     fewest_repeats: int = 1
+    buckets_by_side: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     full_card: OomRecord | None = None
     processes: int = 1
     sharing: int = 1

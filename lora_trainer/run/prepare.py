@@ -6,7 +6,7 @@ cache folder are written, which save time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from lora_trainer.config.layers import (
     resolve,
 )
 from lora_trainer.config.running import Config, RunConfig
+from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.caption_rules import (
     MOST_CHUNKS,
     Reading,
@@ -53,6 +54,7 @@ from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.lora_file.key_formats import format_for, planned_contents
+from lora_trainer.planning.image_size import smaller_sides
 from lora_trainer.planning.known_pace import known_runs
 from lora_trainer.planning.plan import Plan, device_of, plan
 from lora_trainer.planning.plan_input import PlanInput, known_oom
@@ -178,11 +180,12 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         regularisation_per_epoch=regularisation_count(
             samples, pool=len(dataset.regularisation), ratio=settings.data.regularisation_ratio
         ),
-        buckets=[
-            (placement.bucket.width_px, placement.bucket.height_px)
-            for record in used
-            for placement in record.placements
-        ],
+        buckets=_buckets(used),
+        buckets_by_side={
+            side_px: _buckets(_placed(used, side_px, data=settings.data, facts=basis.facts))
+            for side_px in smaller_sides(basis.facts, basis.family)
+            if settings.data.resolution == "auto"
+        },
         latents=sum(
             # A mirrored image has an entry of its own in the cache, as its
             # latents are not the mirrored latents.
@@ -205,14 +208,48 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             family=basis.family.name,
         ),
     )
+    made = plan(replace(plan_input))  # a copy: a plan leaves what it has computed in its input
+    side_px = made.config.data.resolution
+    if settings.data.resolution == "auto" and side_px in plan_input.buckets_by_side:
+        # The plan has chosen a smaller size than the base's own, at which the images were placed.
+        trained, held_out, records, regularisation = (
+            _placed(each, side_px, data=settings.data, facts=basis.facts)
+            for each in (trained, held_out, dataset.records, dataset.regularisation)
+        )
+        held_out = tuple(replace(one, placements=one.placements[:1]) for one in held_out)
+        dataset = replace(dataset, records=records, regularisation=regularisation)
+        plan_input = replace(plan_input, buckets=plan_input.buckets_by_side[side_px])
     return Prepared(
         **vars(plan_input),
-        plan=plan(plan_input),
+        plan=made,
         dataset=dataset,
         report=_report(dataset, settings.data, reading, basis),
         trained=trained,
         held_out=held_out,
         cache_root=cache_root,
+    )
+
+
+def _buckets(records: Iterable[ImageRecord]) -> list[tuple[int, int]]:
+    """Return the (width, height) of each placement in pixels."""
+    return [
+        (placement.bucket.width_px, placement.bucket.height_px)
+        for record in records
+        for placement in record.placements
+    ]
+
+
+def _placed(
+    records: Iterable[ImageRecord], side_px: int, *, data: DataSettings, facts: BaseFacts
+) -> tuple[ImageRecord, ...]:
+    """Return the records as they are trained at another `data.resolution`."""
+    place = placing(
+        data.model_copy(update={"resolution": side_px}),
+        resolution_px=side_px,
+        step_px=facts.bucket_step_px,
+    )
+    return tuple(
+        replace(record, placements=place(record.width_px, record.height_px)) for record in records
     )
 
 

@@ -91,7 +91,7 @@ def test_a_named_preset_replaces_the_tier_of_the_machine() -> None:
         result = resolved(family="sd3", preset=preset)
         assert (result.tier, result.preset) == (tier, f"sd3/{tier}")
         sized = "default" if tier == "16-24" else f"preset {tier}"
-        assert result.origins["data.resolution"].layer == sized
+        assert result.origins["optimizer.name"].layer == sized
 
 
 def test_a_preset_that_is_unknown_or_of_another_family_is_refused(tmp_path: Path) -> None:
