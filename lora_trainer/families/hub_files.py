@@ -215,6 +215,12 @@ def fetch(
             fault = f"cannot be stored: {error.filename}: {error.strerror}"
             fix = "free some space, or let HF_HOME name a folder that can be written"
         raise MachineError(f"{model_kind} {source} {fault}", fix=fix) from None
+    except UnicodeEncodeError as error:  # of a header: all others are written here
+        raise MachineError(
+            f"{model_kind} {source} could not be downloaded: the Hub token has a character that no "
+            f"token has, at place {error.start - len('Bearer ') + 1}",
+            fix="copy the token again into HF_TOKEN, or run `hf auth login`",
+        ) from None
     except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
         raise MachineError(
             f"{model_kind} {source} could not be downloaded: the server that answers is not the Hub "

@@ -232,6 +232,12 @@ def test_mod_06_a_hub_that_refuses_is_one_line_and_no_token(
                 locate(BaseSettings(model=source, revision="v9"))
             assert caught.value.exit_code == exit_code and caught.value.fix, source
             assert "\n" not in str(caught.value) and "SECRET" not in str(caught.value)
+        monkeypatch.setenv("HF_TOKEN", "hf_\u043aSECRET")
+        fault = "the Hub token has a character that no token has, at place 4"
+        with pytest.raises(LoraTrainError, match=fault) as caught:
+            locate(BaseSettings(model="a/b", revision="v9"))
+        assert "SECRET" not in str(caught.value) and "HF_TOKEN" in caught.value.fix
+        monkeypatch.setenv("HF_TOKEN", "hf_SECRETSECRETSECRET")
     with pytest.raises(LoraTrainError, match="no connection, or offline mode") as caught:
         locate(BaseSettings(model="a/gone", revision="v9"))
     assert caught.value.exit_code == 4 and caught.value.fix
