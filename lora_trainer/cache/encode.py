@@ -219,14 +219,30 @@ def _encode_image(job: ImageJob, pixels: NDArray[np.float32], encoder: ImageEnco
         (latent,) = encoder.encode_images(torch.from_numpy(pixels).permute(2, 0, 1)[None])
     except InputError as error:
         raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
-    return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
+    mean = latent.mean.numpy()
+    # An image of one colour may well have constant latents.
+    if not np.isfinite(mean).all() or (np.ptp(mean) == 0 and np.ptp(pixels) > 0):
+        raise _damaged("VAE", job.record.name)
+    return {"mean": mean, "std": latent.std.numpy()}
+
+
+def _damaged(part: str, name: str) -> InputError:
+    return InputError(
+        f"the {part} of the base gives no usable values for {name}: its weights are damaged (zeros, or not numbers)",
+        fix="download the base again and compare its hash, or name another file in base.vae or base.text_encoders",
+    )
 
 
 def _encode_texts(
     texts: Sequence[str], texts_as: TextEntries, encoder: TextEncoder
 ) -> Sequence[Entry]:
     """Return the entries of the first texts, of as many as the encoder takes at once."""
-    return encoder.together([partial(texts_as.encode, text, encoder) for text in texts])
+    entries = encoder.together([partial(texts_as.encode, text, encoder) for text in texts])
+    for text, entry in zip(texts, entries, strict=False):
+        for values in entry.values():
+            if values.dtype.kind == "f" and not (np.isfinite(values).all() and np.ptp(values) > 0):
+                raise _damaged("text encoder", f"the caption {text[:40]!r}")
+    return entries
 
 
 def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream, fix: str) -> None:

@@ -13,7 +13,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from signal import SIGINT
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ from lora_trainer.common.errors import (
     StoppedBySignal,
 )
 from lora_trainer.common.events import shown
+from lora_trainer.common.files import system_refused, user_path
 from lora_trainer.common.output import lost_output, outlast, output_aside
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.common.wording import escaped, json_text, without_secrets
@@ -288,8 +289,11 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         for word in words:
             word.encode(sys.getfilesystemencoding())
-        answer = app(
+        command, bound, _ = app.parse_args(
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
+        )
+        answer = command(
+            *map(_typed, bound.args), **{k: _typed(v) for k, v in bound.kwargs.items()}
         )
         if isinstance(answer, dict | list):
             sys.stdout.write(json_text(answer, indent=2) + "\n")
@@ -302,6 +306,10 @@ def run(arguments: list[str] | None = None) -> int:
     except UnicodeEncodeError as error:  # a word, or a name written in a settings file
         problem = f"{ascii(error.object)} is no name in this system's encoding, {error.encoding}"
         return _told(RequestError(problem, fix="set PYTHONUTF8=1, or use another name"))
+    except (
+        OSError
+    ) as error:  # a name that is too long, a working folder that was removed, a link to itself
+        return _told(system_refused(error))
     except KeyboardInterrupt as stopped:
         number = stopped.number if isinstance(stopped, Quit) else SIGINT
         if words and words[0] in COMMANDS:  # which have no --resume
@@ -313,6 +321,19 @@ def run(arguments: list[str] | None = None) -> int:
         )
         return 128 + number
     return 0
+
+
+def _typed(value: Any) -> Any:
+    """Return an argument with each path in it as people type and paste them."""
+    if isinstance(value, Path):
+        return Path(user_path(str(value)))
+    if isinstance(value, list | tuple):
+        return type(value)(map(_typed, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{each.name: _typed(getattr(value, each.name)) for each in fields(value)}
+        )
+    return value
 
 
 def _refuse_lost_answer() -> None:

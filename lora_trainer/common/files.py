@@ -169,11 +169,36 @@ _FIXES: Mapping[int | None, str] = {
 }
 
 
+def system_refused(error: OSError) -> MachineError:
+    """Return a MachineError of one line for an error of the system that nobody expected where it came."""
+    named = f": {error.filename}" if error.filename is not None else ""
+    return MachineError(
+        f"the system refuses it: {error.strerror or error}{named}"[:400],
+        fix=_FIXES.get(error.errno, "check that what is named is there and may be used"),
+    )
+
+
 def unreadable(path: Path, error: OSError) -> MachineError:
     """Return a MachineError of one line for a file that is there and cannot be read."""
     return MachineError(
         f"cannot read {path}: {error.strerror or error}", fix="make it a file that you may read"
     )
+
+
+_QUOTES = (('"', '"'), ("'", "'"), ("\u201c", "\u201d"))
+
+
+def user_path(text: str) -> str:
+    """Return a path as somebody typed or pasted it, without what is not part of it.
+
+    Windows copies a path in quotation marks, pasting brings blanks and line breaks around it, and `~` is the
+    home folder also where no shell has replaced it. Variables such as $HOME stay: they may be names of folders.
+    """
+    path = text.strip()
+    for first, last in _QUOTES:
+        if len(path) > 2 and path.startswith(first) and path.endswith(last):
+            path = path[1:-1].strip()
+    return os.path.expanduser(path)  # noqa: PTH111 - Path raises where there is no home folder
 
 
 def windows_name_problem(name: str) -> str:

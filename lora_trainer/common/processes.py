@@ -229,7 +229,15 @@ def without_compilers(environment: MutableMapping[str, str]) -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence messages meant for users of the libraries; errors still come through."""
+    """Silence messages meant for users of the libraries; errors still come through.
+
+    Raises MachineError where Python runs without docstrings, from which transformers makes functions.
+    """
+    if sys.flags.optimize >= 2:
+        raise MachineError(
+            "Python runs without docstrings (-OO, or PYTHONOPTIMIZE=2), which transformers needs",
+            fix="use -O, or unset PYTHONOPTIMIZE",
+        )
     without_compilers(os.environ)
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"

@@ -17,8 +17,18 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Never, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from typing_extensions import TypeVar  # the one of typing has no default before Python 3.13
+
+from lora_trainer.common.files import user_path
 
 Auto = Literal["auto"]
 T = TypeVar("T")
@@ -200,6 +210,19 @@ NOT_OFT = {"adapter.kind": ("oft",)}
 WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 
 
+def is_path(info: FieldInfo | None) -> bool:
+    """Whether a setting names a file or folder."""
+    extra = info.json_schema_extra if info is not None else None
+    return isinstance(extra, dict) and bool(extra.get("path"))
+
+
+def as_paths(value: Any) -> Any:
+    """Return a value of a setting with each path in it as `user_path` reads it."""
+    if isinstance(value, str):
+        return user_path(value)
+    return [as_paths(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, refuses unknown keys, validates defaults too."""
 
@@ -210,6 +233,17 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # `--set data.trigger=123` is a word, not a number
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_paths(cls, values: Any) -> Any:
+        """Take paths as people type and paste them, in all settings that name files or folders."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: as_paths(value) if is_path(cls.model_fields.get(name)) else value
+            for name, value in values.items()
+        }
 
 
 # ---- formats of the frozen base's weights

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lora_trainer.common.errors import InputError, MachineError, first_line
+from lora_trainer.common.wording import is_hub_id
 
 # Configurations, vocabularies, SentencePiece's models, chat templates.
 TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
@@ -44,6 +45,11 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.file_download import repo_folder_name
 
+    if not is_hub_id(source):
+        raise InputError(
+            f"{source!r} is neither a file or folder on this machine nor a model on the Hub (OWNER/NAME)",
+            fix="check the path or the name",
+        )
     # A repository of a VAE alone has no model_index.json.
     for name in ("model_index.json", "config.json"):
         cached_path = try_to_load_from_cache(source, name, revision=revision)
@@ -207,6 +213,13 @@ def fetch(
         raise InputError(
             f"there is no model {source!r} on the Hub that you can read",
             fix="check the name, or give a local folder",
+        ) from None
+    except (
+        ImportError
+    ) as error:  # httpx: "Using SOCKS proxy, but the 'socksio' package is not installed"
+        raise MachineError(
+            f"{model_kind} {source} could not be downloaded: {first_line(error)[:200]}",
+            fix="`pip install 'httpx[socks]'` for a SOCKS proxy, or unset ALL_PROXY",
         ) from None
     except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         fault, fix = f"could not be downloaded ({_reason(error)})", f"connect once, or {instead}"

@@ -53,6 +53,7 @@ from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
+from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.key_formats import format_for, planned_contents
 from lora_trainer.planning.image_size import smaller_sides
 from lora_trainer.planning.known_pace import known_runs
@@ -160,6 +161,10 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     settings = basis.resolved.config
     cache_root = cache_folder(settings.data)
     _refuse_impossible(settings, basis)
+    if (
+        settings.train.init_from is not None and request.run_settings is None
+    ):  # a resume does not read it
+        _refuse_start(Path(settings.train.init_from), settings, basis)
     dataset = read_dataset(request.dataset, settings.data, basis.facts)
     reading = _reading(request, dataset, basis)
     basis = replace(basis, facts=replace(basis.facts, chunks=reading.chunks))
@@ -410,6 +415,38 @@ def _refuse_impossible(settings: Config, basis: Basis) -> None:
                 f"{key}={typed(value)} is not possible with {whose}", fix=f"leave {key} out"
             )
     format_for(basis.family, settings.output.format, planned_contents(settings.adapter))
+
+
+def _refuse_start(file: Path, settings: Config, basis: Basis) -> None:
+    """Raise InputError or RequestError for a train.init_from whose header shows that it cannot be used.
+
+    `Adapter.load_tensors` compares layer by layer, which needs the loaded base.
+    """
+    name = f"train.init_from {file.name}"
+    try:
+        found = inspect_file(file)
+    except InputError as error:
+        raise InputError(f"train.init_from: {error.found}", fix="give a LoRA file") from None
+    if found.family not in (basis.family.name, "unknown"):
+        raise InputError(
+            f"{name} is a LoRA of {found.family}, and the base is of family {basis.family.name}",
+            fix="give a LoRA of this family, or the base that it was trained on",
+        )
+    kinds = set(found.kinds) - {"dora"}
+    if found.kinds and kinds != {settings.adapter.kind}:
+        raise RequestError(
+            f"{name} holds {' and '.join(found.kinds)}, and this run trains {settings.adapter.kind}",
+            fix=f"use --set adapter.kind={min(kinds)}, or make a LoRA of it with `lora-train resize`",
+        )
+    rank, patterns = settings.adapter.rank, settings.adapter.rank_pattern
+    if settings.adapter.kind == "lora" and found.rank is not None and not patterns:
+        widths = {rank, settings.adapter.conv_rank or rank}
+        if not min(widths) <= found.rank[0] <= found.rank[1] <= max(widths):
+            raise RequestError(
+                f"{name} has rank {' to '.join(dict.fromkeys(f'{each:g}' for each in found.rank))}, and this "
+                f"run trains rank {rank}",
+                fix=f"use --set adapter.rank={found.rank[1]:g}, or `lora-train resize {file} OUT --rank {rank}`",
+            )
 
 
 def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRecord]) -> None:

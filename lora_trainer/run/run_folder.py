@@ -21,6 +21,7 @@ from lora_trainer.common.files import (
 )
 from lora_trainer.common.wording import json_text
 from lora_trainer.config.config import all_settings, flatten, retired_in, validation_users
+from lora_trainer.config.declare import as_paths
 from lora_trainer.config.running import Config
 
 if TYPE_CHECKING:  # these import torch
@@ -149,6 +150,9 @@ def compare(
     have counts as its default; one that is gone counts where its value had an effect.
     """
     before = flatten(Config()) | dict(before)
+    # Older versions recorded `~` as it was typed.
+    named = {info.key for info in all_settings() if info.path}
+    before |= {key: as_paths(before[key]) for key in named}
     # Where validations influence the training, when and of what they are does too.
     validates = any(now[key] for key in validation_users())
     effects = {

@@ -22,9 +22,15 @@ from pydantic import TypeAdapter
 from lora_trainer import __version__
 from lora_trainer.cache.store import in_use
 from lora_trainer.checkpoint.states import TrainingState, load_newest
-from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, first_line
+from lora_trainer.common.errors import (
+    InputError,
+    LoraTrainError,
+    MachineError,
+    TrainingStopped,
+    first_line,
+)
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
-from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.common.files import json_bytes, system_refused, write_atomic
 from lora_trainer.common.processes import read_dist_env
 from lora_trainer.common.wording import gib, without_secrets
 from lora_trainer.config.config import build_config, flatten
@@ -171,13 +177,31 @@ def _download_phase(events: EventStream) -> OnBytes:
 
 @contextmanager
 def _end_recorded(folder: Path, events: EventStream) -> Iterator[None]:
-    """Record an error that ends the run in its events, status and report."""
+    """Record an error that ends the run in its events, status and report.
+
+    Errors of the system and of memory become a LoraTrainError; a mistake of ours is recorded and raised as it is.
+    """
     try:
         yield
-    except LoraTrainError as error:
-        _record_end(folder, events, str(error), code=error.exit_code)
+    except Exception as error:
+        known = _as_known(error)
+        reason = str(known) if known is not None else f"{type(error).__name__}: {first_line(error)}"
+        _record_end(folder, events, reason, code=known.exit_code if known is not None else 1)
         _report(folder, events)
-        raise
+        if known is None or known is error:
+            raise
+        raise known from error
+
+
+def _as_known(error: Exception) -> LoraTrainError | None:
+    if isinstance(error, LoraTrainError):
+        return error
+    if isinstance(error, MemoryError):
+        return TrainingStopped(
+            "the memory of the machine, or its limit for this program, is used up",
+            fix="raise the limit (`ulimit -v`) or free memory, and run again with --resume",
+        )
+    return system_refused(error) if isinstance(error, OSError) else None
 
 
 def _report(folder: Path, events: EventStream) -> None:
@@ -195,7 +219,10 @@ def _report(folder: Path, events: EventStream) -> None:
 
 
 def _record_end(folder: Path, events: EventStream, reason: str, *, code: int) -> None:
-    events.emit("stopped", reason=reason, exit_code=code, step=last_step(folder))
+    step = 0
+    with suppress(LoraTrainError):  # events.jsonl may be what failed
+        step = last_step(folder)
+    events.emit("stopped", reason=reason, exit_code=code, step=step)
 
 
 def _previous(request: Request) -> Path | None:

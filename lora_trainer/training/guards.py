@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lora_trainer.common.errors import TrainingStopped
+from lora_trainer.common.errors import InputError, TrainingStopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,8 @@ class GuardState:
         if finite:
             return replace(self, skipped_in_row=0)
         state = replace(self, skipped_in_row=self.skipped_in_row + 1)
+        if state.skipped_in_row >= MAX_SKIPPED_IN_ROW and state.skipped_in_row >= step:
+            raise broken_base(step)
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
             raise Unstable(
                 f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, "
@@ -207,6 +209,15 @@ class GuardState:
         if self.fitting_steps + 1 < self.patience_steps:
             return replace(self, fitting_steps=self.fitting_steps + 1)
         return replace(self, micro_batch=min(planned, 2 * self.micro_batch), fitting_steps=0)
+
+
+def broken_base(steps: int) -> InputError:
+    """Return the error of a run whose every step so far was skipped: the adapter has changed nothing yet."""
+    return InputError(
+        f"the base model gives values that are not finite numbers from the first step on ({steps} of {steps} "
+        "steps), where the adapter changes nothing yet: its weights are damaged, or too large for the precision",
+        fix="download the base again and compare its hash; with train.precision=fp16 use bf16 or fp32",
+    )
 
 
 class Unstable(Exception):

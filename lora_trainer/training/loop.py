@@ -133,7 +133,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 for parameter, end_step in training.stages:
                     parameter.requires_grad_(progress.step < end_step)
                 loss, guard = compute_gradients_with_oom_retry(training, samples, progress.guard)
-            except (MachineError, TrainingStopped) as error:
+            except (MachineError, TrainingStopped, MemoryError) as error:
                 if isinstance(error, NoFallbackLeft):  # a resume must not try again what failed
                     progress = replace(progress, guard=error.guard)
                 # The weights are those of the last whole step, so its state is worth saving. With several
@@ -210,9 +210,10 @@ def _save_whole_steps(training: Training, progress: Progress) -> None:
     progress = replace(progress, ending=True, stopping=True)
     try:
         _act(training, _due(training, progress), progress)
-    except LoraTrainError as error:
+    except (LoraTrainError, MemoryError) as error:
         # The caller raises the error of the step, which the user needs more.
-        training.events.problem(error.found, fix=error.fix, code="CKP-03")
+        fix = error.fix if isinstance(error, LoraTrainError) else "free memory"
+        training.events.problem(first_line(error), fix=fix, code="CKP-03")
 
 
 def _due(training: Training, progress: Progress, *, but: Collection[Action] = ()) -> list[Action]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.errors import TrainingStopped
+from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.training import guards
 
 START = guards.GuardState(micro_batch=8)
@@ -26,6 +26,10 @@ def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(steps: list[bool]
     text = "".join("." if finite else "x" for finite in steps)
     state = START
     for number, finite in enumerate(steps, start=1):
+        if text[:number] == "x" * 5:  # the adapter has changed nothing yet: it cannot be the fault
+            with pytest.raises(InputError, match="from the first step on"):
+                state.after_step(finite=finite, step=number)
+            return
         if text[:number].endswith("x" * 5):
             with pytest.raises(
                 guards.Unstable, match=f"5 steps in a row, up to step {number}$"
