@@ -15,8 +15,9 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import one_line
+from lora_trainer.config.prompt_line import plain_prompt, read_prompt
 from lora_trainer.reporting.charts import Html
-from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_name
+from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_names
 
 from . import jobs, launch, state
 from .lora_files import Header, LoraFile, recorded_base
@@ -55,6 +56,8 @@ def wish(*, prompts: str, strengths: str, seed: float | None, base: str) -> Wish
         raise RequestError(
             f"{len(lines)} prompts are given", fix=f"type 1 to {MAX_PROMPTS}, each on its own line"
         )
+    for line in lines:
+        read_prompt(line)
     chosen = float(SEED if seed is None else seed)
     if not chosen.is_integer() or not 0 <= chosen < MAX_SEED:
         raise RequestError(f"{chosen:g} is no seed", fix="type a whole number from 0")
@@ -145,15 +148,11 @@ def images(work: Workplace, job: jobs.Job) -> dict[tuple[int, float], Path]:
     except OSError:  # none yet
         return {}
     stem, strengths = _stem(job), _numbers(job)
-    names = {
-        (row, strength): try_name(
-            stem,
-            seed=_seed(job) + row,
-            strength=strength if len(strengths) > 1 else None,
-        )
-        for row in range(len(_prompts(job)))
-        for strength in strengths
-    }
+    try:
+        prompts = [read_prompt(line) for line in _prompts(job)]
+    except RequestError:  # of a job of an earlier version, or a record that was changed
+        prompts = [plain_prompt(line) for line in _prompts(job)]
+    names = try_names(stem, prompts, seed=_seed(job), strengths=strengths)
     return {place: there[name] for place, name in names.items() if name in there}
 
 

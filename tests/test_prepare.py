@@ -219,6 +219,20 @@ def test_more_resolutions_are_planned_for(place: Toy) -> None:
     assert f"{len(both.trained)} of {len(both.trained)} images" in enlarged
 
 
+def test_prompts_are_read_with_their_options_before_anything_is_encoded(place: Toy) -> None:
+    lines = ["a cat --n mud --d 3", "a dog --n mud"]
+    prepared = planned(place, **{"sampling.prompts": lines})
+    assert prepared.sample_texts == ("a cat", "a dog", "mud")
+    assert [prompt.seed for prompt in prepared.drawn_prompts] == [3, None]
+    for line, said in (
+        ("a cat --ar 16:9", "--ar, which is not read here"),
+        ("a cat --w 15", "multiples of"),
+        ("a cat --w 4096 --h 4096", "memory is planned for"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            planned(place, **{"sampling.prompts": [line]})
+
+
 def test_resolutions_that_make_no_sense_are_refused(place: Toy) -> None:
     for more, said in ((41, "more_resolutions=41 is not a multiple"), (64, "name a size twice")):
         with pytest.raises(RequestError, match=said):

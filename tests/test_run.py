@@ -331,6 +331,7 @@ def test_a_stop_now_file_stops_without_saving_in_one_line(
 # ---- a prompt that somebody asks for
 
 ASKED = "a zorble on a snowy hill"
+OPTIONS = "--n mud --w 8 --h 24 --d 77 --l 2.5 --s 3"
 
 
 def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
@@ -338,7 +339,7 @@ def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
 ) -> None:
     """Its images are of control/sample, between two steps."""
     plain, asked = place.copy(tmp_path / "plain"), place.copy(tmp_path / "asked")
-    Control(asked.run).request("sample", prompt=f" {ASKED}\n")
+    Control(asked.run).request("sample", prompt=f" {ASKED} {OPTIONS}\n")
     for each in (plain, asked):
         assert each.train("--resume", steps=STEPS + 3, **QUIET) == 0
     assert trajectory(asked.run) == trajectory(plain.run)
@@ -347,11 +348,14 @@ def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
         assert states[0] == states[1]
     (row,) = (row for row in events(asked.run, "sample") if row["step"] == STEPS + 1)
     (image,) = row["images"]
-    assert (image["prompt"], row["asked"]) == (ASKED, True)
+    assert (image["prompt"], row["asked"]) == (f"{ASKED} {OPTIONS}", True)
     assert image["file"] == f"samples/step-{STEPS + 1:08d}/asked-00.png"
-    assert image["seed"] == events(asked.run, "sample")[0]["images"][0]["seed"]
+    assert image["seed"] == 77
     with Image.open(asked.run / image["file"]) as drawn:
-        assert drawn.info["parameters"].startswith(ASKED)
+        assert drawn.info["parameters"] == (
+            f"{ASKED}\nNegative prompt: mud\nSteps: 3, CFG scale: 2.5, Seed: 77, Size: 8x24"
+        )
+        assert drawn.size == (8, 24)
         assert drawn.getcolors(1) is None, "an image, not one colour"
     assert not Control(asked.run).pending()
 

@@ -34,7 +34,7 @@ def sample(
 ) -> None:
     """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline.
 
-    :param prompt: prompt of an image, repeatable
+    :param prompt: prompt of an image, repeatable; options behind it as in `sampling.prompts`: "a cat --w 512 --s 20"
     :param output: folder for the images
     :param seed: seed of the first image
     :param strength: strength of the LoRA, repeatable [default: 1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from lora_trainer.common.files import open_regular
+from lora_trainer.config.prompt_line import SamplePrompt, seeds
 
 
 def last_samples(samples: Path) -> list[Path]:
@@ -25,6 +27,19 @@ def sample_prompt(image: Path) -> str:
     return text.split("\nNegative prompt:")[0].split("\nSteps:")[0]
 
 
-def try_name(stem: str, *, seed: int, strength: float | None = None) -> str:
-    """Return the name of an image drawn with a finished file; `strength` where there are several."""
-    return f"{stem}-{seed}{'' if strength is None else f'-x{strength:g}'}.png"
+def try_names(
+    stem: str, prompts: Sequence[SamplePrompt], *, seed: int, strengths: Sequence[float]
+) -> dict[tuple[int, float], str]:
+    """Return the names of images drawn with a finished file, by the place of the prompt and the strength.
+
+    The strength is in them where there are several. Prompts with the same seed of their own get a number.
+    """
+    names = {}
+    own_seeds = seeds(prompts, seed)
+    for at, own in enumerate(own_seeds):
+        before = own_seeds[:at].count(own)
+        again = f"-{before + 1}" if before else ""
+        for strength in strengths:
+            times = f"-x{strength:g}" if len(strengths) > 1 else ""
+            names[at, strength] = f"{stem}-{own}{again}{times}.png"
+    return names

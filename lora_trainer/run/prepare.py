@@ -34,6 +34,7 @@ from lora_trainer.config.layers import (
     read_settings_file,
     resolve,
 )
+from lora_trainer.config.prompt_line import SamplePrompt, check_sizes, plain_prompt, read_prompt
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.caption_rules import (
@@ -143,6 +144,20 @@ class Prepared(PlanInput):
         records = (*self.held_out, *self.trained)
         return sample_prompts((record.caption for record in records), self.config)
 
+    @property
+    def drawn_prompts(self) -> tuple[SamplePrompt, ...]:
+        """The prompts of the sample images, each with how it is drawn; raises RequestError."""
+        is_written = bool(self.config.sampling.prompts)
+        read = read_prompt if is_written else plain_prompt
+        return tuple(read(line) for line in self.sample_prompts)
+
+    @property
+    def sample_texts(self) -> tuple[str, ...]:
+        """The texts that the prompts of the sample images are encoded from, negative ones too."""
+        prompts = self.drawn_prompts
+        negatives = (prompt.negative for prompt in prompts if prompt.negative is not None)
+        return tuple(dict.fromkeys((*(prompt.text for prompt in prompts), *negatives)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
@@ -224,7 +239,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         held_out = tuple(replace(one, placements=one.placements[:1]) for one in held_out)
         dataset = replace(dataset, records=records, regularisation=regularisation)
         plan_input = replace(plan_input, buckets=plan_input.buckets_by_side[side_px])
-    return Prepared(
+    prepared = Prepared(
         **vars(plan_input),
         plan=made,
         dataset=dataset,
@@ -233,6 +248,8 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         held_out=held_out,
         cache_root=cache_root,
     )
+    check_sizes(prepared.drawn_prompts, step_px=basis.facts.bucket_step_px, planned_side_px=side_px)
+    return prepared
 
 
 def _buckets(records: Iterable[ImageRecord]) -> list[tuple[int, int]]:

@@ -45,6 +45,7 @@ from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.declare import Precision
+from lora_trainer.config.prompt_line import SamplePrompt, check_sizes, read_prompt, seeds
 from lora_trainer.config.running import Config, SamplingSettings
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts, Conditioning, SamplingRecipe
@@ -64,7 +65,7 @@ from lora_trainer.lora_file.tensor_file import file_of, holds_adapter
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.sample_files import try_name
+from lora_trainer.reporting.sample_files import try_names
 from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
 from lora_trainer.run.device import CPU, best_device
 from lora_trainer.run.run_folder import RUN_FILE, TrainingJob, read_run
@@ -74,8 +75,13 @@ from lora_trainer.training.actions import Progress
 WORD_IN_PROMPTS = "<new-word>"
 
 
-# An image to draw: its prompt, its seed, the name of its file.
-Drawing = tuple[str, int, str]
+@dataclass(frozen=True)
+class Drawing:
+    """An image to draw: what its prompt says, its seed, the name of its file."""
+
+    prompt: SamplePrompt
+    seed: int
+    name: str
 
 
 @dataclass(kw_only=True)
@@ -132,11 +138,11 @@ class SampleAction:
         try:
             target.mkdir(parents=True, exist_ok=True)
             # Text encoders are loaded before memory is needed for images, and let go.
-            seed = self.job.prepared.config.sampling.seed
+            prompts = self.job.prepared.drawn_prompts if self._own_due else ()
+            own_seeds = seeds(prompts, self.job.prepared.config.sampling.seed)
             drawings = [
-                (prompt, seed + index, f"{index:02d}.png")
-                for index, prompt in enumerate(self.job.prepared.sample_prompts)
-                if self._own_due
+                Drawing(prompt, seed, f"{index:02d}.png")
+                for index, (prompt, seed) in enumerate(zip(prompts, own_seeds, strict=True))
             ]
             drawings += self._asked(target, step=progress.step)
             with (
@@ -165,20 +171,27 @@ class SampleAction:
 
     def _asked(self, target: Path, *, step: int) -> list[Drawing]:
         """Return the drawing of the prompt that somebody asked for; one that cannot be encoded is a problem."""
-        prompt = self._asked_due
-        if not prompt or self.job.stop() is not None:
+        line, prepared = self._asked_due, self.job.prepared
+        if not line or self.job.stop() is not None:
             return []
         self.job.events.emit("phase", phase="sample", message="reading the prompt", done=0, total=0)
         try:
-            encode_prompt(self.job, self.entries.cache, prompt)
+            prompt = read_prompt(line)
+            check_sizes(
+                (prompt,),
+                step_px=prepared.facts.bucket_step_px,
+                planned_side_px=prepared.config.data.resolution,
+            )
+            for text in filter(None, (prompt.text, prompt.negative)):
+                encode_prompt(self.job, self.entries.cache, text)
         except LoraTrainError as error:
-            what = f"no sample image of {prompt[:60]!r} at step {step}: {error.found}"
+            what = f"no sample image of {line[:60]!r} at step {step}: {error.found}"
             self._problem(what, fix=error.fix)
             return []
         # A resumed run may come to a step again, with another prompt asked for.
         number = len(list(target.glob("asked-*.png")))
-        seed = self.job.prepared.config.sampling.seed
-        return [(prompt, seed, f"asked-{number:02d}.png")]
+        (seed,) = seeds((prompt,), prepared.config.sampling.seed)
+        return [Drawing(prompt, seed, f"asked-{number:02d}.png")]
 
     def _images(
         self, target: Path, drawings: list[Drawing], *, step: int
@@ -188,7 +201,7 @@ class SampleAction:
         prepared = self.job.prepared
         settings, side_px = prepared.config.sampling, prepared.config.data.resolution
         key = texts_as(prepared).key
-        for index, (prompt, seed, name) in enumerate(drawings):
+        for index, drawing in enumerate(drawings):
             if self.job.stop() is not None:
                 self.job.events.problem(
                     f"{len(images)} of {len(drawings)} sample images at step {step}: asked to stop",
@@ -200,24 +213,29 @@ class SampleAction:
             self.job.events.emit(
                 "phase", phase="sample", message="sample images", done=index, total=len(drawings)
             )
+            prompt, seed = drawing.prompt, drawing.seed
+            negative = settings.negative_prompt if prompt.negative is None else prompt.negative
+            steps = prompt.steps or settings.steps
+            scale = prompt.guidance_scale or settings.guidance_scale
             image = self.sampler.image(
-                self._text(key(prompt)),
-                self._text(key(settings.negative_prompt)),
+                self._text(key(prompt.text)),
+                self._text(key(negative)),
                 seed=seed,
-                size_px=(side_px, side_px),
-                steps=settings.steps,
-                guidance_scale=settings.guidance_scale,
+                size_px=prompt.size_px(side_px),
+                steps=steps,
+                guidance_scale=scale,
             )
             info = PngInfo()
             width, height = image.size
             info.add_text(
                 "parameters",
-                f"{prompt}\nNegative prompt: {settings.negative_prompt}\nSteps: {settings.steps}, "
-                f"CFG scale: {settings.guidance_scale:g}, Seed: {seed}, Size: {width}x{height}",
+                f"{prompt.text}\nNegative prompt: {negative}\nSteps: {steps}, "
+                f"CFG scale: {scale:g}, Seed: {seed}, Size: {width}x{height}",
             )
-            image.save(target / name, pnginfo=info)
-            file = f"samples/{target.name}/{name}"
-            images.append({"prompt": prompt, "seed": seed, "file": file})
+            image.save(target / drawing.name, pnginfo=info)
+            file = f"samples/{target.name}/{drawing.name}"
+            # The whole line: rows of the same words are told apart by their options.
+            images.append({"prompt": prompt.line, "seed": seed, "file": file})
         return images
 
     def _text(self, key: CacheKey) -> Conditioning:
@@ -275,25 +293,32 @@ class LoadedAdapter:
     def image(self, prompt: str, *, seed: int, strength: float = 1.0) -> Image:
         """Draw one image; the same prompt, seed and strength give the same image on the same machine.
 
-        Raises RequestError for a strength that is not finite.
+        Options behind the prompt (`a cat --n blurry --w 512`) stand above what is said otherwise, the seed too.
+        Raises RequestError for a strength that is not finite, and for options that cannot be drawn.
         """
         _refuse_not_finite(strength)
+        wanted = read_prompt(prompt)
+        check_sizes((wanted,), step_px=self.facts.bucket_step_px)
+        width_px, height_px = wanted.size_px(self.side_px)
+        (seed,) = seeds((wanted,), seed)
         pipeline = self.pipeline
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         arguments = pipeline_arguments(
             self.family,
             pipeline,
             self.facts,
-            prompt if self.word is None else WORD_IN_PROMPTS.join(self.word.split(prompt)),
-            self.negative_prompt,
-            guidance_scale=self.drawing.guidance_scale,
+            wanted.text
+            if self.word is None
+            else WORD_IN_PROMPTS.join(self.word.split(wanted.text)),
+            self.negative_prompt if wanted.negative is None else wanted.negative,
+            guidance_scale=wanted.guidance_scale or self.drawing.guidance_scale,
         )
         image: Image = pipeline(
             **arguments,
             generator=torch.Generator().manual_seed(seed),
-            num_inference_steps=self.drawing.steps,
-            width=self.side_px,
-            height=self.side_px,
+            num_inference_steps=wanted.steps or self.drawing.steps,
+            width=width_px,
+            height=height_px,
         ).images[0]
         return image
 
@@ -428,21 +453,21 @@ def make_images(
     """Write and yield an image for each prompt and strength; `run` is a run folder or an adapter file.
 
     All strengths of a prompt have the same seed. Raises InputError without an adapter, RequestError if the
-    base is unknown, MachineError if the disk refuses.
+    base is unknown or options behind a prompt cannot be drawn, MachineError if the disk refuses.
     """
     for strength in strengths:
         _refuse_not_finite(strength)
+    wanted = [read_prompt(prompt) for prompt in prompts]
     adapter = load_adapter(run, base=base)
+    check_sizes(wanted, step_px=adapter.facts.bucket_step_px)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise disk_error(output, error) from error
-    several = len(strengths) > 1
+    names = try_names(adapter.file.stem, wanted, seed=seed, strengths=strengths)
     for (index, prompt), strength in product(enumerate(prompts), strengths):
         image = adapter.image(prompt, seed=seed + index, strength=strength)
-        name = try_name(
-            adapter.file.stem, seed=seed + index, strength=strength if several else None
-        )
+        name = names[index, strength]
         png = BytesIO()
         image.save(png, format="PNG")
         write_atomic(output / name, png.getvalue(), durable=False)

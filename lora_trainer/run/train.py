@@ -119,7 +119,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
     output = prepared.config.output
     name = checked_name(_dataset_name(request) if output.name == "auto" else output.name)
     _refuse(request, prepared)
-    cache_needs = plan_cache(prepared, prepared.sample_prompts)
+    cache_needs = plan_cache(prepared, prepared.sample_texts)
     refuse_small_cache(prepared, cache_needs)
     if output.hub_repo is not None:
         check_upload(output.hub_repo)
@@ -484,7 +484,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
             TrainingJob(
                 prepared=prepared,
                 folder=folder,
-                cache_needs=plan_cache(prepared, prepared.sample_prompts),
+                cache_needs=plan_cache(prepared, prepared.sample_texts),
                 state=None,
                 events=events,
                 stop=stop,

@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         refused(lora_tools.merge, work, file, weight=weight, others=others, rank="", name="")
     fine: dict[str, Any] = {"prompts": "x", "strengths": "1", "seed": 1, "base": ""}
     for key, values in {
-        "prompts": (" \n ", "\n".join(map(str, range(13)))),
+        "prompts": (" \n ", "\n".join(map(str, range(13))), "a cat --ar 16:9", "a cat --s 0"),
         "strengths": ("", "a", "nan", "1e9"),
         "seed": (-1.0, 0.5, 1e30, float("nan")),
     }.items():

@@ -1,0 +1,168 @@
+"""A line that says what a sample image shows and, behind it, how it is drawn: `a cat --n blurry --w 512 --d 1 --s 20`.
+
+The letters are those of sd-scripts and ai-toolkit. Everything that takes prompts reads them here: `sampling.prompts`,
+`lora-train sample`, what somebody asks of a run, tries on the page, imports. Captions that serve as prompts have no
+options. What a line does not say is that of the settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import build_config
+
+# An option and its value, up to the next one: a blank, two dashes, letters, a blank or the end.
+_OPTION = re.compile(
+    r"(?:^|(?<=\s))--([A-Za-z_]+)(?:\s+(.*?))??(?=\s+--[A-Za-z_]+(?:\s|$)|\s*$)", re.S
+)
+NEGATIVE, WIDTH, HEIGHT, SEED, GUIDANCE, DISTILLED, STEPS = "nwhdlgs"
+# What checks the number behind a letter. A size has limits of its own.
+_SETTINGS = {
+    SEED: "sampling.seed",
+    GUIDANCE: "sampling.guidance_scale",
+    DISTILLED: "sampling.guidance_scale",
+    STEPS: "sampling.steps",
+}
+LETTERS = {
+    NEGATIVE: "negative prompt",
+    WIDTH: "width",
+    HEIGHT: "height",
+    SEED: "seed",
+    GUIDANCE: "guidance",
+    DISTILLED: "guidance",
+    STEPS: "steps",
+}
+MOST_PX = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompt:
+    """What an image shows, and how it is drawn; None: as the settings say.
+
+    `line` is the prompt as it was written.
+    """
+
+    line: str
+    text: str
+    negative: str | None = None
+    width_px: int | None = None
+    height_px: int | None = None
+    seed: int | None = None
+    guidance_scale: float | None = None
+    steps: int | None = None
+
+    def size_px(self, side_px: int) -> tuple[int, int]:
+        """Return width and height; a side that is not given is `side_px`."""
+        return self.width_px or side_px, self.height_px or side_px
+
+
+def parted(line: str) -> tuple[str, dict[str, str]]:
+    """Return a prompt without its options, and these by letter."""
+    options = {match[1].lower(): (match[2] or "").strip() for match in _OPTION.finditer(line)}
+    return _OPTION.sub("", line).strip(), options
+
+
+def read_prompt(line: str) -> SamplePrompt:
+    """Read a prompt with its options; raises RequestError for one that is unknown or has no such value."""
+    text, options = parted(line)
+    for name in options.keys() - LETTERS.keys():
+        raise RequestError(
+            f"the sample prompt {_short(line)} has the option --{name}, which is not read here",
+            fix=f"leave it out; known are {', '.join(f'--{one} ({LETTERS[one]})' for one in LETTERS)}",
+        )
+    numbers = {
+        letter: number
+        for letter, value in options.items()
+        if letter != NEGATIVE and (number := _number(line, letter, value)) is not None
+    }
+    guidance = {numbers[letter] for letter in (GUIDANCE, DISTILLED) if letter in numbers}
+    if len(guidance) > 1:
+        # FLUX and its like have a guidance inside (--g) beside a plain one that is 1: off.
+        guidance -= {1}
+    if len(guidance) > 1:
+        raise RequestError(
+            f"the sample prompt {_short(line)} has two values of guidance, --l and --g",
+            fix="leave one of them out",
+        )
+
+    def whole(letter: str) -> int | None:
+        return int(numbers[letter]) if letter in numbers else None
+
+    return SamplePrompt(
+        line=line,
+        text=text,
+        negative=options.get(NEGATIVE),
+        width_px=whole(WIDTH),
+        height_px=whole(HEIGHT),
+        seed=whole(SEED),
+        guidance_scale=next(iter(guidance), None),
+        steps=whole(STEPS),
+    )
+
+
+def plain_prompt(text: str) -> SamplePrompt:
+    """Return a text that has no options, as captions have none."""
+    return SamplePrompt(line=text, text=text)
+
+
+def seeds(prompts: Sequence[SamplePrompt], first: int) -> list[int]:
+    """Return the seed of each prompt: its own, else `first` plus its place."""
+    return [first + at if prompt.seed is None else prompt.seed for at, prompt in enumerate(prompts)]
+
+
+def check_sizes(
+    prompts: Sequence[SamplePrompt], *, step_px: int, planned_side_px: int | None = None
+) -> None:
+    """Raise RequestError for a size that the base cannot draw, or that takes more memory than is planned.
+
+    A training plans for square images of `planned_side_px`: the memory goes with the area.
+    """
+    for prompt in prompts:
+        for letter, side_px in ((WIDTH, prompt.width_px), (HEIGHT, prompt.height_px)):
+            if side_px is not None and side_px % step_px:
+                near = max(step_px, round(side_px / step_px) * step_px)
+                raise RequestError(
+                    f"the sample prompt {_short(prompt.line)} has --{letter} {side_px}, and this base "
+                    f"draws multiples of {step_px} px",
+                    fix=f"write --{letter} {near}",
+                )
+        if planned_side_px is None:
+            continue
+        width_px, height_px = prompt.size_px(planned_side_px)
+        if width_px * height_px > planned_side_px**2:
+            raise RequestError(
+                f"the sample prompt {_short(prompt.line)} asks for {width_px}x{height_px} px; memory is "
+                f"planned for sample images of the area of {planned_side_px}x{planned_side_px} px",
+                fix="make --w and --h smaller, or draw it with `lora-train sample` afterwards",
+            )
+
+
+def _number(line: str, letter: str, value: str) -> float | None:
+    """Return the number behind a letter, None for the seed -1, which leaves it open; raises RequestError."""
+    where = f"the sample prompt {_short(line)} has --{letter} {value}".rstrip()
+    try:
+        number = float(value)
+    except ValueError:
+        raise RequestError(
+            f"{where}, which is not a number", fix=f"write --{letter} with its {LETTERS[letter]}"
+        ) from None
+    if letter == SEED and number == -1:
+        return None
+    if letter in (WIDTH, HEIGHT):
+        if not (number.is_integer() and 1 <= number <= MOST_PX):
+            raise RequestError(where, fix=f"write a whole number of px from 1 to {MOST_PX}")
+        return number
+    try:
+        build_config({_SETTINGS[letter]: int(number) if number.is_integer() else number})
+    except RequestError as error:
+        raise RequestError(
+            f"{where}: {error.found}", fix=f"write another number behind --{letter}"
+        ) from None
+    return number
+
+
+def _short(line: str) -> str:
+    return repr(line if len(line) <= 80 else f"{line[:77]}...")
