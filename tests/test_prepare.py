@@ -130,6 +130,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "flux", {"adapter__new_tokens": 1, "data__trigger": "toy"},
     ),
     "adapter.refiners=false, but": ("flux", {"adapter__refiners": False}),
+    "have no system prompt": ("sd15", {"base__system_prompt": "Be brief."}),
     "data.emphasis=true is not possible": ("sd3", {"data__emphasis": True}),
     "base.prediction=flow, but": ("sd15", {"base__prediction": "flow"}),
     "pure noise says nothing": ("sd15", {"objective__zero_terminal_snr": True}),

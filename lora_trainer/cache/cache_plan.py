@@ -131,8 +131,8 @@ class Needs:
 class TextEntries:
     """The content of a text's entry: embeddings in a dtype, or tokens where text encoders are trained.
 
-    `text_tokens` and `clip_skip` are the base's. `word`: the new word whose token numbers the entry holds. With
-    `emphasis`, brackets in a text are prompt weights and not words.
+    `text_tokens`, `clip_skip` and `system_prompt` are the base's. `word`: the new word whose token numbers the
+    entry holds. With `emphasis`, brackets in a text are prompt weights and not words.
     """
 
     encoder_identity: str
@@ -142,6 +142,7 @@ class TextEntries:
     word: NewWord | None = None
     emphasis: bool = False
     clip_skip: int = 1
+    system_prompt: str | None = None
 
     def key(self, text: str) -> CacheKey:
         """Return the name of a text's entry."""
@@ -163,6 +164,8 @@ class TextEntries:
             content = f"tokens, {self.word.tokens} for {self.word.text}"
         if not self.tokens_only and self.clip_skip > 1:
             content = f"{content}, clip skip {self.clip_skip}"
+        if self.system_prompt is not None:
+            content = f"{content}, after {self.system_prompt!r}"
         return f"{content}, weighted" if self._is_weighted(text) else content
 
     def _is_weighted(self, text: str) -> bool:

@@ -28,6 +28,7 @@ TagCount = Annotated[int, Field(ge=0, le=50)]
 EpochCount = Annotated[int, Field(ge=0, le=10_000)]
 Separator = Annotated[str, Field(min_length=1, max_length=20)]
 CaptionWords = Annotated[str, Field(max_length=1000)]
+SystemPrompt = Annotated[str, Field(max_length=1000)]
 CaptionLines = Literal["join", "one"]
 # The key in `data.folders` of the images directly in the dataset folder.
 OWN_FOLDER = "."
@@ -80,6 +81,11 @@ class BaseSettings(Section):
     clip_skip: Annotated[int, Field(ge=1, le=12)] = setting(
         1,
         "text encoder layer, from the last, for Stable Diffusion 1 and 2; 2 is usual for anime bases",
+        replans=True,
+    )
+    system_prompt: SystemPrompt = setting(
+        "auto",
+        "sentence put before every prompt, for Lumina 2; auto: the base's own, by its name; empty: none",
         replans=True,
     )
     assistant: str | None = setting(

@@ -103,6 +103,8 @@ class Family(ABC):
         """Return the facts of a release, or of the base in `layout` that is described like one."""
         channels, factor = self.latents.shape(release.vae)
         native_px, token_px = self.latents.native_side * factor, factor * self.traits.patch
+        stated_prompt = release.system_prompt
+        system_prompt = self.text.system_prompt if stated_prompt is None else stated_prompt
         return BaseFacts(
             family=self.name,
             source=source,
@@ -117,7 +119,7 @@ class Family(ABC):
             patch=self.traits.patch,
             shifts_by_tokens=self.traits.shifts_by_tokens,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
-            **vars(release),
+            **{**vars(release), "system_prompt": system_prompt},
         )
 
     @abstractmethod
@@ -181,6 +183,7 @@ class Family(ABC):
 
         What a single file leaves open is assumed from the file alone, whatever its companion is.
         """
+        release = replace(release, system_prompt=stated.system_prompt(self.name))
         kind = stated.distillation(self.name)
         if kind is None and release.distilled:  # by its tensors, or by its folder's configurations
             kind = "few-step"

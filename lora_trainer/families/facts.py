@@ -119,6 +119,7 @@ class PipelineTraits:
     pipeline's argument for it, of texts as `as_read` returns the prompt's and the negative prompt's.
     `scale_argument`: its guidance scale, which is `scale_offset` less than ours, prompt + (scale - 1) (prompt -
     negative). `takes_negative`: whether it takes a negative prompt, before which `negative_prefix` has to be put.
+    `system_argument`: its argument for another system prompt.
     `guidance`: how a base of this architecture, distilled or not, follows a guidance scale. `states`: arguments that
     say what a base is; else a pipeline would take them from the folder that brings its other parts.
     `reads_vae`: it reads the VAE's statistics also for latents, and counts them before they are folded to squares.
@@ -136,6 +137,7 @@ class PipelineTraits:
     scale_argument: str = "guidance_scale"
     scale_offset: float = 0.0
     takes_negative: bool = True
+    system_argument: str = ""
     negative_prefix: str = ""
     guidance: Callable[[Mapping[str, Any], bool], Guidance] = lambda architecture, distilled: (
         BY_TWO_PASSES
@@ -310,7 +312,8 @@ class BaseRelease:
     well-known ones made from it, with which its LoRAs work too. `variant` names the release where a family has
     several ("medium", "schnell"); `distilled` bases lose their few-step ability in training, `distillation` is the
     kind ("lightning"). `drawing`: how it is drawn. `zero_terminal_snr`: the last training timestep is pure noise.
-    `assumed`: the facts that no file states.
+    `system_prompt` is put before every prompt, None where the family's text has none. `assumed`: the facts that no
+    file states.
     """
 
     ids: Sequence[str]
@@ -328,6 +331,7 @@ class BaseRelease:
     distillation: str = ""
     prediction: Prediction = "flow"
     zero_terminal_snr: bool = False
+    system_prompt: str | None = None
     assumed: Sequence[Assumption] = ()
 
     def assuming(self, fact: str, value: str, *, key: str, other: str, name: str) -> Self:
@@ -393,6 +397,17 @@ class BaseFacts(BaseRelease):
             f"base.clip_skip={clip_skip}, but the most that {self.source} allows is {most}",
             fix=f"use at most {most}, or leave base.clip_skip out",
         )
+
+    def with_system_prompt(self, prompt: str) -> BaseFacts:
+        """Return the facts with `base.system_prompt`; raises RequestError where the family's text has none."""
+        if prompt == "auto" or (self.system_prompt is None and not prompt.strip()):
+            return self
+        if self.system_prompt is None:
+            raise RequestError(
+                f"base.system_prompt is set, but prompts of {self.source} (family {self.family}) have no system prompt",
+                fix="leave base.system_prompt out, or use data.caption_prefix, which is put before captions only",
+            )
+        return replace(self, system_prompt=prompt.strip())
 
     def network_numbers(self) -> Mapping[str, Any]:
         """Return the values of `architecture` that fix the network, as JSON: bases of equal values cost the same.

@@ -124,6 +124,7 @@ def with_choices(
             fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
         )
     facts = facts.with_clip_skip(settings.clip_skip)
+    facts = facts.with_system_prompt(settings.system_prompt)
     family = families.family(facts.family)
     if settings.distilled != "auto" and settings.distilled != facts.distilled:
         is_file = facts.layout is None or facts.layout.part_file("denoiser") is not None

@@ -30,8 +30,15 @@ if TYPE_CHECKING:
 # diffusers' pipeline puts it before a prompt; the base was trained with it.
 SYSTEM_PROMPT = (
     "You are an assistant designed to generate superior images with the superior degree of image-text "
-    "alignment based on textual prompts or user prompts. <Prompt Start> "
+    "alignment based on textual prompts or user prompts."
 )
+PROMPT_START = "<Prompt Start>"
+
+
+def before_prompts(system_prompt: str) -> str:
+    """Return what is put before a prompt, as the pipeline and sd-scripts do; people copy it with the mark."""
+    words = system_prompt.strip().removesuffix(PROMPT_START).rstrip()
+    return f"{words} {PROMPT_START} " if words else ""
 
 
 class Gemma2Encoder(MaskedEncoder):
@@ -43,10 +50,10 @@ class Gemma2Encoder(MaskedEncoder):
     padding_side = "right"  # the tokenizer's own is left; the pipeline sets right
 
     def template(self, prompt: str) -> str:
-        return SYSTEM_PROMPT + prompt if prompt else ""
+        return before_prompts(self.facts.system_prompt or "") + prompt if prompt else ""
 
     def prompt_room(self) -> int:
-        text = SYSTEM_PROMPT.rstrip(" ")
+        text = before_prompts(self.facts.system_prompt or "").rstrip(" ")
         return self.facts.max_tokens - len(self.tokenizers[self.last](text).input_ids)
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
@@ -91,6 +98,8 @@ class Lumina2(FlowFamily):
         unread=("spiece_model",),  # ComfyUI's files bring the tokenizer as a tensor of bytes
         width="cap_feat_dim",
         masked=True,
+        system_prompt=SYSTEM_PROMPT,
+        before_prompts=before_prompts,
     )
     traits = TransformerTraits(
         class_name="Lumina2Transformer2DModel",
@@ -107,7 +116,10 @@ class Lumina2(FlowFamily):
         class_name="Lumina2Pipeline",
         text_arguments={"text": "prompt_embeds", "text_mask": "prompt_attention_mask"},
         as_read=_of_one_length,
-        negative_prefix=SYSTEM_PROMPT,  # the pipeline puts it before the prompt only
+        system_argument="system_prompt",
+        negative_prefix=before_prompts(
+            SYSTEM_PROMPT
+        ),  # the pipeline puts it before the prompt only
     )
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:

@@ -141,23 +141,27 @@ def pipeline_arguments(
 ) -> Mapping[str, Any]:
     """Return the plain pipeline's arguments that reproduce the sampler's images.
 
-    Prompts that `facts` reads in chunks are encoded here, with the pipeline's own encoders.
+    Prompts that `facts` reads in chunks or after another system prompt than the pipeline's are encoded here, with
+    the pipeline's own encoders.
     """
     traits, roles = family.pipeline, family.text.roles
-    if facts.chunks > 1:
+    if facts.chunks > 1 or facts.system_prompt != family.text.system_prompt:
         tokenizers = {name: getattr(pipeline, tokenizer_of(name)) for name in roles}
         networks = {name: getattr(pipeline, name) for name in roles}
         encoder = family.text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
         denoiser = getattr(pipeline, family.traits.folder)
         first = next(iter(tokenizers.values()))
+        prompts = [prompt, negative]
+        if family.text.new_token_keys:  # new words of several tokens
+            prompts = [pipeline.maybe_convert_prompt(text, first) for text in prompts]
         texts = [
             {
-                name: tensor.to(pipeline.device, denoiser.dtype)
-                for name, tensor in encoder.encode_prompts(
-                    [pipeline.maybe_convert_prompt(text, first)]  # new words of several tokens
-                ).items()
+                name: tensor.to(
+                    pipeline.device, denoiser.dtype if tensor.is_floating_point() else None
+                )
+                for name, tensor in encoder.encode_prompts([text]).items()
             }
-            for text in (prompt, negative)
+            for text in prompts
         ]
         return _arguments(traits, *texts, guidance_scale=guidance_scale)
     arguments = {"prompt": prompt, traits.scale_argument: guidance_scale - traits.scale_offset}

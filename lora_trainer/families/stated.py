@@ -81,6 +81,11 @@ class Stated:
                 return str(kind)
         return "" if self.is_known(family) else None
 
+    def system_prompt(self, family: str) -> str | None:
+        """Return the system prompt of the fine-tune that is named, None where none is."""
+        rows = _table()["system_prompts"].get(family, ())
+        return next((prompt for pattern, prompt in rows if self._says(pattern)), None)
+
     def steps(self) -> int:
         """Return the number of steps in the name, 0 without one."""
         match = re.search(_table()["few_steps"]["steps"], self.name)

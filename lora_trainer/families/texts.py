@@ -35,6 +35,8 @@ class TextInputs:
     `unread`: prefixes of tensors in the encoders' files that are never loaded and so cost no memory; `inner`: the
     part of a network that is kept. `optional`: component that a base may lack. `penultimate`: the denoiser reads
     the layer before the last. `encoder_files`: single encoders can be read from files of their own (`Layout.text`).
+    `system_prompt`: the sentence that the family's release puts before every prompt, None where its text has none;
+    `before_prompts` returns what a system prompt puts before a prompt, marks included.
     A setting that needs a field which is False or empty is refused: `trainable` encoders,
     prompt weights as in `(word:1.2)`, prompts above the limit read in `chunks`, and new words
     (`new_token_keys`: component -> key of its vectors in embedding files).
@@ -57,6 +59,8 @@ class TextInputs:
     prompt_weights: bool = False
     chunks: bool = False
     new_token_keys: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
+    before_prompts: Callable[[str], str] = lambda system_prompt: ""
 
     @cached_property
     def layers(self) -> Mapping[str, Shapes]:

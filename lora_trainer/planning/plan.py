@@ -209,6 +209,8 @@ class _Planner:
         self.decide_auto("objective.zero_terminal_snr", zero_snr, "as the base was trained")
         self.decide_auto("base.prediction", facts.prediction, "from the base's files")
         self.decide_auto("base.distilled", facts.distilled, "by the base's files and its name")
+        if facts.system_prompt is not None:
+            self.decide_auto("base.system_prompt", facts.system_prompt, "by the base's name")
         # Settings that this machine cannot follow: a preset's value is replaced, the user's refused.
         hardware = self.inputs.hardware
         for decision in unmet_needs(

@@ -150,6 +150,7 @@ def texts_as(prepared: Prepared) -> TextEntries:
         word=new_word(prepared.config),
         emphasis=prepared.config.data.emphasis,
         clip_skip=prepared.facts.clip_skip,
+        system_prompt=prepared.facts.system_prompt,
     )
 
 

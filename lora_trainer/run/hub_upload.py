@@ -139,6 +139,18 @@ def _drawn(texts: Mapping[str, str], family: str) -> dict[str, float]:
     return {"num_inference_steps": steps, traits.scale_argument: scale - traits.scale_offset}
 
 
+def _system_prompt(texts: Mapping[str, str], family: str) -> tuple[str, dict[str, str]]:
+    """Return what the system prompt of the training puts before a prompt, and the pipeline's argument if it differs."""
+    prompt, kind = header_settings(texts).get("base.system_prompt"), families.family(family)
+    if not isinstance(prompt, str) or kind.text.system_prompt is None:
+        return "", {}
+    is_other = prompt not in ("auto", kind.text.system_prompt)
+    argument = {kind.pipeline.system_argument: prompt} if is_other else {}
+    return kind.text.before_prompts(
+        kind.text.system_prompt if prompt == "auto" else prompt
+    ), argument
+
+
 def _model_card(
     file: Path,
     contents: Contents,
@@ -184,6 +196,7 @@ def _model_card(
         ]
         or None,
     )
+    before_prompts, system_argument = _system_prompt(texts, family)
     template = Template(
         Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
         trim_blocks=True,
@@ -197,6 +210,8 @@ def _model_card(
             trigger=trigger,
             prompt=public_text(prompts[0] if prompts else trigger or ""),
             drawn=_drawn(texts, family),
+            before_prompts=public_text(before_prompts).strip(),
+            system_argument=system_argument,
             base=base,
             base_name=Path(source).name or family,
             repository=repository,

@@ -51,6 +51,8 @@ def test_a_release_is_read_in_a_file_or_asked_for(name: str, tmp_path: Path) -> 
     assert facts.prediction == wanted["prediction"]
     assert facts.zero_terminal_snr == wanted.get("zero_snr", False)
     assert (facts.distilled, facts.distillation) == ("kind" in row, row.get("kind", ""))
+    own = families.family(family).text.system_prompt
+    assert facts.system_prompt == wanted.get("system_prompt", own)
     recipe = facts.drawing
     assert [recipe.steps, recipe.guidance_scale] == wanted["recipe"]
     if facts.prediction != "flow":

@@ -132,6 +132,7 @@ class Studio:
             precision=self.precision,
             tokens_only=self.tokens_only,
             emphasis=self.settings.emphasis,
+            system_prompt=facts.system_prompt,
         )
 
     def encode(

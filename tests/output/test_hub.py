@@ -16,8 +16,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import save_file
 
+from lora_trainer import families
 from lora_trainer.lora_file.metadata import SETTINGS_ENTRY
-from lora_trainer.run.hub_upload import _drawn
+from lora_trainer.run.hub_upload import _drawn, _system_prompt
 from tests.fakes.hub_server import TOKEN, HubServer, hub_in_process
 from tests.fakes.runs import Toy, events, problems, run_cli, toy
 
@@ -156,6 +157,28 @@ def test_the_card_draws_as_the_samples_were_drawn(run: Path, hub: HubServer) -> 
     assert _drawn(headed, "zimage") == {"num_inference_steps": 8, "guidance_scale": 0.0}
     assert _drawn(headed, "qwen") == {"num_inference_steps": 8, "true_cfg_scale": 1.0}
     assert _drawn({}, "zimage") == {}
+
+
+def test_the_card_says_what_to_put_before_a_prompt(run: Path, hub: HubServer) -> None:
+    def asked(prompt: str, family: str = "lumina2") -> tuple[str, dict[str, str]]:
+        return _system_prompt({SETTINGS_ENTRY: json.dumps({"base.system_prompt": prompt})}, family)
+
+    own = families.family("lumina2").text.system_prompt
+    assert own is not None
+    assert asked("auto") == asked(own) == (f"{own} <Prompt Start> ", {})
+    assert asked("Be brief.") == ("Be brief. <Prompt Start> ", {"system_prompt": "Be brief."})
+    assert asked("") == ("", {"system_prompt": ""})
+    assert asked("auto", "sdxl") == _system_prompt({}, "lumina2") == ("", {})
+    linear = "diffusion_model.layers.0.attention.qkv.lora_"
+    tensors = {
+        f"{linear}A.weight": np.ones((4, 2304), dtype=np.float32),
+        f"{linear}B.weight": np.ones((3840, 4), dtype=np.float32),
+    }
+    settings = {SETTINGS_ENTRY: json.dumps({"base.system_prompt": "Be brief."})}
+    save_file(tensors, run / "zibbo.safetensors", metadata=HEADER | settings)
+    text, _ = card(run, hub)
+    assert "begin the prompt with `Be brief. <Prompt Start>`." in text
+    assert 'system_prompt="Be brief.").images[0]' in text
 
 
 def test_a_run_that_tells_nothing_of_its_dataset_publishes_no_prompts(
