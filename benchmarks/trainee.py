@@ -167,6 +167,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
         data=config.data,
         objective=config.objective,
         batch_size=case.batch,
+        draws_latents=True,
         seed=SEED,
     )
 

@@ -103,16 +103,17 @@ def start_workers() -> None:
 
     if not getattr(inductor, "compile_worker_wait_timeout", WORKER_PATIENCE_S):
         inductor.compile_worker_wait_timeout = WORKER_PATIENCE_S
-    if get_compile_threads() <= 1 or not hasattr(signal, "pthread_sigmask"):
+    set_mask = getattr(signal, "pthread_sigmask", None)  # Windows has none of it, nor SIGHUP
+    if get_compile_threads() <= 1 or set_mask is None:
         return  # in this process
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = set_mask(
+        signal.SIG_BLOCK, {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")}
     )
     try:
         with suppress(RuntimeError, OSError):  # then torch compiles in this process
             AsyncCompile.process_pool()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        set_mask(signal.SIG_SETMASK, before)
 
 
 def compiler_version(device: torch.device) -> str:
