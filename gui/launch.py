@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import read_json_object
+from lora_trainer.common.files import read_json_object, windows_name_problem
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware.machine import detect
@@ -131,8 +131,9 @@ def recorded_dataset(run: Path) -> Path | None:
 def run_name(text: str) -> str:
     """Return a name that is one visible folder of the runs folder; raises RequestError."""
     name = text.strip()
-    hidden_or_elsewhere = name.startswith((".", "-")) or any(sign in name for sign in '/\\:*?"<>|')
-    if hidden_or_elsewhere or not name.isprintable() or len(name) > _NAME_MAX_LENGTH:
+    # Windows forbids / and \\ too, and what it forbids no new run may have.
+    unusable = name.startswith((".", "-")) or (name and windows_name_problem(name))
+    if unusable or not name.isprintable() or len(name) > _NAME_MAX_LENGTH:
         raise RequestError(
             f"{name[:_NAME_MAX_LENGTH]!r} cannot be the name of a run",
             fix=f"use at most {_NAME_MAX_LENGTH} letters, digits, spaces, ._-, no . or - in front",

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import struct
+import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,20 @@ def test_the_process_ends_with_the_exit_code_and_one_line() -> None:
     process = start("plan", "absent")
     out, error = process.communicate(timeout=60)
     assert (process.returncode, out, error.count("\n")) == (3, "", 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["can't start new thread", "thread: Resource temporarily unavailable"]
+)
+def test_a_system_that_allows_no_more_threads_is_one_line(
+    text: str, place: Toy, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    ended, error = command.refused(str(place.dataset))
+    assert ended == 4 and "no more threads" in error
 
 
 def test_a_flag_is_a_short_name_of_its_setting(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -226,7 +227,13 @@ def test_memory_that_lasts_to_the_end_is_a_note(monkeypatch: pytest.MonkeyPatch)
     stream, seen = EventStream(), list[Event]()
     stream.subscribe(seen.append)
     config: Any = build_config({"train.steps": 1000})
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     with pace.Notices(config=config, gpu=GPU, events=stream) as notices:
+        # Where memory is used up, a thread that starts in a step may hang it.
+        monkeypatch.setattr(threading.Thread, "start", refused)
         for step in range(100):
             grown = {"host_own_bytes": step * GIB, "vram_now_bytes": step * GIB // 10}
             fields = {"seconds": 1.0, "data_wait_s": 0.0, "latents": 64, "epoch": 1.0, **grown}

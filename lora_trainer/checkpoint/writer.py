@@ -154,7 +154,10 @@ class StateWriter:
             name="lora-train-state-writer",
             daemon=True,  # quitting at once must not wait for the disk
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system allows no more threads: it is written here
+            self._thread = None
         work: Callable[[], None] = lambda: None  # noqa: E731 - if the copy fails
         try:
             frozen = self._newest = freeze(state, copy=self.copies.take)
@@ -163,7 +166,10 @@ class StateWriter:
             blocked_s = time.perf_counter() - began
             work = partial(self._work, frozen, write_export, began, blocked_s, last)
         finally:
-            copied.put(work)
+            if self._thread is not None:
+                copied.put(work)
+            else:
+                work()
 
     def wait(self) -> None:
         """Return when no save is under way; raises errors other than those of the disk or the adapter."""

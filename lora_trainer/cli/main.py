@@ -32,7 +32,7 @@ from lora_trainer.common.errors import (
 from lora_trainer.common.events import shown
 from lora_trainer.common.files import system_refused, user_path
 from lora_trainer.common.output import lost_output, outlast, output_aside
-from lora_trainer.common.processes import made_to_stay
+from lora_trainer.common.processes import made_to_stay, no_thread
 from lora_trainer.common.wording import escaped, json_text, without_secrets
 from lora_trainer.config import Concept, Priority
 from lora_trainer.hardware.devices import use_expandable_segments
@@ -310,6 +310,10 @@ def run(arguments: list[str] | None = None) -> int:
         OSError
     ) as error:  # a name that is too long, a working folder that was removed, a link to itself
         return _told(system_refused(error))
+    except RuntimeError as error:
+        if (refused := no_thread(error)) is None:
+            raise
+        return _told(refused)
     except KeyboardInterrupt as stopped:
         number = stopped.number if isinstance(stopped, Quit) else SIGINT
         if words and words[0] in COMMANDS:  # which have no --resume

@@ -171,7 +171,19 @@ def end_of(code: int) -> str:
     return "was ended by another program" if was_killed(code) else ""
 
 
-# ---- memory, and the messages of libraries
+# ---- memory, threads, and the messages of libraries
+
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+
+
+def no_thread(error: BaseException) -> MachineError | None:
+    """Return the error of a system that allows no more threads, if `error` is Python's or torch's of that."""
+    if not isinstance(error, RuntimeError) or not any(text in str(error) for text in _NO_THREAD):
+        return None
+    return MachineError(
+        "the system allows this user or container no more threads, or has no memory for one",
+        fix="raise the limit (`ulimit -u`, the container's pids limit) or end other programs, and run it again",
+    )
 
 
 @contextmanager

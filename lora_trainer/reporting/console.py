@@ -164,7 +164,12 @@ class ConsoleListener:
     def show_file(self, file: Path) -> None:
         """Say where the LoRA lies; only the process that told of the end of the run does."""
         if self._ended:
-            beside = [name for name in ("samples", "report.html") if (file.parent / name).exists()]
+            folder = file.parent
+            there = {
+                "samples": (folder / "samples").is_dir(),
+                "report.html": (folder / "report.html").is_file(),
+            }
+            beside = [name for name, is_there in there.items() if is_there]
             lie = f"; {' and '.join(beside)} beside it" if beside else ""
             with suppress(Exception):  # as in `__exit__`: the file is there
                 self._say(f"the LoRA: {file}{lie}")

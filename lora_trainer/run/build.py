@@ -33,7 +33,7 @@ from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, 
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.base_layers import LayerNames
-from lora_trainer.lora_file.read_tensors import read_tensors
+from lora_trainer.lora_file.read_tensors import open_adapter, read_tensors
 from lora_trainer.network.block_swap import Streamed, stream_blocks
 from lora_trainer.network.compiling import apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
@@ -217,7 +217,8 @@ def with_adapter(prepared: Prepared, networks: Networks, *, is_new: bool) -> Ada
     if (file := config.train.init_from) is not None and is_new:
         # Layers are named as they are without an adapter.
         names = layer_names(prepared, networks.text)
-        start = read_tensors(Path(file).expanduser(), names=names)
+        with open_adapter(Path(file), names=names, must_be_finite=True) as opened:
+            start = dict(opened)
     adapter = inject(
         inside,
         modules=modules,

@@ -13,6 +13,7 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.events import read_events
 from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
+    WINDOWS_FORBIDDEN,
     disk_error,
     locked,
     read_json_object,
@@ -56,13 +57,17 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {
 _BY_VALIDATIONS = "train.lower_on_plateau"
 
 
-def checked_name(name: str) -> str:
-    """Return a run's name if it works as a folder's name on this system; raises RequestError."""
+def checked_name(name: str, *, is_new: bool = True) -> str:
+    """Return a run's name if it works as a folder's name; raises RequestError.
+
+    A new one works on every system, as its files are copied to others, downloaded and synchronised; that of a run
+    from before this rule has to work here alone.
+    """
     if not name.isprintable():  # includes lone surrogates, which Python makes of undecodable bytes
         problem = "holds characters that cannot be shown"
     elif name != name.strip() or not name.strip(".") or set(name) & set("/\\"):
         problem = "is no plain folder name"
-    elif sys.platform == "win32" and (fault := windows_name_problem(name)):
+    elif (is_new or sys.platform == "win32") and (fault := windows_name_problem(name)):
         problem = fault
     elif len(name.encode()) > MAX_NAME_BYTES:
         problem = f"is {len(name.encode())} bytes long, and {MAX_NAME_BYTES} are allowed"
@@ -71,6 +76,12 @@ def checked_name(name: str) -> str:
     raise RequestError(
         f"{name!r} cannot be the name of a run: it {problem}", fix="give another one with --name"
     )
+
+
+def name_of_folder(folder: str) -> str:
+    """Return the name that a run gets from its dataset's folder, with `_` for what no name of a run may hold."""
+    plain = "".join("_" if sign in WINDOWS_FORBIDDEN else sign for sign in folder).rstrip(". ")
+    return f"_{plain}" if windows_name_problem(plain) else plain
 
 
 def create(parent: Path, name: str) -> AbstractContextManager[Path]:

@@ -54,7 +54,7 @@ from lora_trainer.training.actions import (
 )
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import BASE_STEP, GuardState, broken_base, look_step
+from lora_trainer.training.guards import BASE_STEP, GuardState, broken_start, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.schedules import LearningRate, learning_rate
 from lora_trainer.training.step import OomFallback, Training
@@ -145,7 +145,7 @@ def _export(
 ) -> None:
     """Write the final file, and whatever the settings ask for of a finished training."""
     output, events, best_step = job.prepared.config.output, job.events, end.guard.best
-    refuse_worthless(parts.from_zero, end)
+    refuse_worthless(parts.from_zero, end, start=job.prepared.config.train.init_from)
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
@@ -183,12 +183,19 @@ def _export(
             events.emit("uploaded", address=address, private=output.hub_private)
 
 
-def refuse_worthless(from_zero: Sequence[nn.Parameter], end: Progress) -> None:
-    """Raise the error of a run that has learned nothing: the weights that began at zero are still zero."""
-    if end.step == 0 or not from_zero or any(bool(each.detach().any()) for each in from_zero):
+def refuse_worthless(
+    from_zero: Sequence[nn.Parameter], end: Progress, *, start: str | None
+) -> None:
+    """Raise the error of a run that has learned nothing: no step counted, or what began at zero is still zero.
+
+    `start` is train.init_from, with which nothing begins at zero.
+    """
+    if end.step == 0:
         return
     if end.guard.skipped_in_row >= end.step:
-        raise broken_base(end.step)
+        raise broken_start(end.step, file=start)
+    if not from_zero or any(bool(each.detach().any()) for each in from_zero):
+        return
     raise TrainingStopped(
         f"nothing was learned: after {end.step} steps the adapter is as it began",
         fix="use a higher optimizer.learning_rate or more --steps; the state is saved",

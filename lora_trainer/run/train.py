@@ -31,7 +31,7 @@ from lora_trainer.common.errors import (
 )
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.files import json_bytes, system_refused, write_atomic
-from lora_trainer.common.processes import read_dist_env
+from lora_trainer.common.processes import no_thread, read_dist_env
 from lora_trainer.common.wording import gib, without_secrets
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.running import Config
@@ -70,6 +70,7 @@ from lora_trainer.run.run_folder import (
     cut_events,
     has_no_record,
     last_step,
+    name_of_folder,
     read_run,
 )
 from lora_trainer.run.session import train_job
@@ -105,6 +106,9 @@ def train(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
 def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) -> Path:
     """Plan, write files and report for all processes, and do a share of the training."""
     previous = _previous(request)
+    if previous is None:
+        # Before anything is planned or downloaded; a preset may still give another.
+        _new_name(request, asked_for(request, "output.name"))
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
     on_bytes = _download_phase(EventStream(listeners=list(listeners)))
     request = replace(request, on_bytes=on_bytes)
@@ -117,7 +121,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
     # leaves no folder and does not touch the run it would resume.
     output = prepared.config.output
-    name = checked_name(_dataset_name(request) if output.name == "auto" else output.name)
+    name = _new_name(request, output.name) if previous is None else ""
     _refuse(request, prepared)
     cache_needs = plan_cache(prepared, prepared.sample_texts)
     refuse_small_cache(prepared, cache_needs)
@@ -201,7 +205,7 @@ def _as_known(error: Exception) -> LoraTrainError | None:
             "the memory of the machine, or its limit for this program, is used up",
             fix="raise the limit (`ulimit -v`) or free memory, and run again with --resume",
         )
-    return system_refused(error) if isinstance(error, OSError) else None
+    return system_refused(error) if isinstance(error, OSError) else no_thread(error)
 
 
 def _report(folder: Path, events: EventStream) -> None:
@@ -230,8 +234,18 @@ def _previous(request: Request) -> Path | None:
     if request.resume_from is not None or not request.resume:
         return request.resume_from
     name, folder = (asked_for(request, f"output.{key}") for key in ("name", "folder"))
-    name = _dataset_name(request) if name in (None, "auto") else checked_name(str(name))
-    return Path(folder or Config().output.folder) / name
+    parent = Path(folder or Config().output.folder)
+    if name not in (None, "auto"):
+        return parent / checked_name(str(name), is_new=False)
+    # Runs of earlier versions have the folder's own name.
+    earlier = parent / _dataset_name(request)
+    return earlier if earlier.is_dir() else parent / name_of_folder(_dataset_name(request))
+
+
+def _new_name(request: Request, asked: object) -> str:
+    """Return the name of a new run; raises RequestError for one that cannot be."""
+    auto = asked in (None, "auto")
+    return checked_name(name_of_folder(_dataset_name(request)) if auto else str(asked))
 
 
 def _dataset_name(request: Request) -> str:

@@ -112,13 +112,17 @@ class GuardState:
         current["best"] = BestValidation(**values.get("best", {}))
         return cls(**current | {"learning": Learning(**values.get("learning", {}))})
 
-    def after_step(self, *, finite: bool, step: int) -> GuardState:
-        """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
+    def after_step(self, *, finite: bool, step: int, start: str | None = None) -> GuardState:
+        """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row.
+
+        `start` is the file that the adapter began with, None for one that changes nothing at its start. Where every
+        step of the run was skipped no weight has moved: no lower rate can help, and it is an InputError.
+        """
         if finite:
             return replace(self, skipped_in_row=0)
         state = replace(self, skipped_in_row=self.skipped_in_row + 1)
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW and state.skipped_in_row >= step:
-            raise broken_base(step)
+            raise broken_start(step, file=start)
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
             raise Unstable(
                 f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, "
@@ -211,12 +215,23 @@ class GuardState:
         return replace(self, micro_batch=min(planned, 2 * self.micro_batch), fitting_steps=0)
 
 
-def broken_base(steps: int) -> InputError:
-    """Return the error of a run whose every step so far was skipped: the adapter has changed nothing yet."""
+def broken_start(steps: int, *, file: str | None) -> InputError:
+    """Return the error of a run whose every step so far was skipped, so that no weight has moved.
+
+    `file` is the one that the adapter began with, None for an adapter that changes nothing at its start.
+    """
+    symptom = f"the losses or gradients are not finite numbers from the first step on ({steps} of {steps} steps)"
+    precision = "with train.precision=fp16 use bf16 or fp32"
+    if file is None:
+        return InputError(
+            f"{symptom}, where the adapter changes nothing yet: the weights of the base are damaged, or too large "
+            "for the precision",
+            fix=f"download the base again and compare its hash; {precision}",
+        )
     return InputError(
-        f"the base model gives values that are not finite numbers from the first step on ({steps} of {steps} "
-        "steps), where the adapter changes nothing yet: its weights are damaged, or too large for the precision",
-        fix="download the base again and compare its hash; with train.precision=fp16 use bf16 or fp32",
+        f"{symptom}, as it began with {file}: the values of that file are too large, it belongs to another base, or "
+        "the base is damaged",
+        fix=f"start without train.init_from: if that trains, use an earlier save of the file; {precision}",
     )
 
 

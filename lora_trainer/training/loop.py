@@ -351,7 +351,7 @@ def judge_step(
             fix="nothing if this is rare; else lower optimizer.learning_rate",
             code="TRN-01",
         )
-    guard = guard.after_step(finite=finite, step=step)
+    guard = guard.after_step(finite=finite, step=step, start=training.settings.init_from)
     if not finite:
         return guard
     # Whether the adapter learns at all.

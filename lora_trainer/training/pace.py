@@ -309,6 +309,9 @@ class Notices:
     )
 
     def __enter__(self) -> Notices:
+        # The thread starts here and not in a step: where memory is used up, a thread that starts may die before
+        # Python hears of it, and Python then waits for it for ever.
+        self._beside.submit(int)
         self.events.subscribe(self)
         return self
 

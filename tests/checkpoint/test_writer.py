@@ -104,6 +104,18 @@ def test_training_goes_on_while_state_and_export_of_one_moment_are_written(place
     assert 0 <= saved["blocked_s"] <= saved["seconds"]
 
 
+def test_where_no_thread_can_start_it_is_written_at_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    place.save(3)
+    assert place.on_disk().step == 3
+    place.writer.wait_for_acknowledgement()
+
+
 def test_saved_is_said_once_the_state_is_there_and_none_is_left_out(place: Place) -> None:
     seen: list[int] = []
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 import pytest
-from lora_trainer.gui import jobs
+from lora_trainer.gui import jobs, launch
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common import files
@@ -259,10 +259,21 @@ def test_a_file_that_is_open_is_replaced_when_it_is_closed_or_named_with_what_to
 
 
 def test_a_name_that_windows_refuses_is_refused_before_anything_is_made() -> None:
-    for name in ("a:b", "Aux.v2", "toy."):
-        assert run_folder.checked_name(name) == name
-        with on_windows(), pytest.raises(RequestError, match="--name"):
+    """On every system: the files of a run are copied to others. A run that has such a name is resumed."""
+    for name in ("a:b", "Aux.v2", "toy.", "a?b"):
+        with pytest.raises(RequestError, match="--name"):
             run_folder.checked_name(name)
+        assert run_folder.checked_name(name, is_new=False) == name
+        with on_windows(), pytest.raises(RequestError, match="--name"):
+            run_folder.checked_name(name, is_new=False)
+        with pytest.raises(RequestError, match="cannot be the name of a run"):
+            launch.run_name(name)
+        made = run_folder.name_of_folder(name)
+        assert run_folder.checked_name(made) == made
+    assert (
+        run_folder.name_of_folder("a:b") == "a_b"
+        and run_folder.name_of_folder("aux.v2") == "_aux.v2"
+    )
 
 
 # ---- what the code may not do

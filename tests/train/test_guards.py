@@ -21,23 +21,30 @@ SPOILT = {
 }
 
 
-@given(steps=st.lists(st.booleans(), max_size=60))
-def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(steps: list[bool]) -> None:
+START_FILE = "old.safetensors"
+
+
+@given(steps=st.lists(st.booleans(), max_size=60), start=st.sampled_from([None, START_FILE]))
+def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(
+    steps: list[bool], start: str | None
+) -> None:
     text = "".join("." if finite else "x" for finite in steps)
     state = START
     for number, finite in enumerate(steps, start=1):
-        if text[:number] == "x" * 5:  # the adapter has changed nothing yet: it cannot be the fault
-            with pytest.raises(InputError, match="from the first step on"):
-                state.after_step(finite=finite, step=number)
+        if text[:number] == "x" * 5:  # no weight has moved: a lower rate changes nothing
+            with pytest.raises(InputError, match="from the first step on") as refused:
+                state.after_step(finite=finite, step=number, start=start)
+            assert ("the weights of the base are damaged" in refused.value.found) == (start is None)
+            assert (f"began with {START_FILE}" in refused.value.found) == (start is not None)
             return
         if text[:number].endswith("x" * 5):
             with pytest.raises(
                 guards.Unstable, match=f"5 steps in a row, up to step {number}$"
             ) as caught:
-                state.after_step(finite=finite, step=number)
+                state.after_step(finite=finite, step=number, start=start)
             assert caught.value.state.skipped_in_row == 5
             return
-        state = state.after_step(finite=finite, step=number)
+        state = state.after_step(finite=finite, step=number, start=start)
         row = len(text[:number]) - len(text[:number].rstrip("x"))
         assert state == replace(START, skipped_in_row=row)
 

@@ -212,7 +212,7 @@ def counter(optimizer: torch.optim.Optimizer) -> int:
     return int(state["step"] if "step" in state else group.get("step", group.get("k", 0)))
 
 
-@pytest.mark.parametrize("where", ["the data", "the step"])
+@pytest.mark.parametrize("where", ["the data", "the step", "the machine's memory"])
 def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,15 +232,16 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
         failing_prepare = failing(TrainingDataLoader.prepare, fail, after=3)
         monkeypatch.setattr(TrainingDataLoader, "prepare", failing_prepare)
     else:
-        fail = FULL
+        fail = FULL if where == "the step" else MemoryError()
         monkeypatch.setattr(Model, "losses_of", failing(Model.losses_of, fail, after=9))
     full = "one image at a time and every remedy"
-    with pytest.raises((MachineError, TrainingStopped), match=f"vanished|{full}"):
+    ends = (MachineError, TrainingStopped, MemoryError)
+    with pytest.raises(ends, match=f"vanished|{full}|^$"):
         run(tiny.training, at_start(micro_batch=4))
     last = seen[-1]
     assert (last.ending, last.stopping) == (True, True), "it is asked to save"
     assert last.step == len(tiny.of_kind("step")) > 0
-    if where == "the data":
+    if where != "the step":
         assert (last.guard.micro_batch, last.guard.remedies, taken) == (4, 0, [])
         return
     assert (last.guard.micro_batch, last.guard.remedies) == (1, 2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lora_trainer.checkpoint import writer
 from lora_trainer.checkpoint.states import TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
+from lora_trainer.common.errors import InputError, MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
@@ -135,6 +135,26 @@ def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> No
     assert change["reason"].startswith("back to step 4: step 8 is not saved")
     assert all(weight.isfinite().all() for weight in found.tiny.weights)
     assert all(tensor.isfinite().all() for tensor in found.on_disk().adapter.values())
+
+
+def test_a_rate_far_too_high_is_never_blamed_on_the_base(tmp_path: Path) -> None:
+    """Its first step is finite, and after it only the rate can be the fault: three rollbacks, then exit 5."""
+    tiny = voyage(tmp_path).tiny
+    found = Voyage(tiny=tiny, saves=saves(tiny, tmp_path, every_steps=50))
+    with pytest.raises(TrainingStopped, match="3 times at ever lower") as caught:
+        found.run(learning_rate=lambda _: 1e30)
+    assert "learning_rate" in caught.value.fix and "base" not in str(caught.value)
+
+
+@pytest.mark.parametrize("start", [None, "old.safetensors"])
+def test_steps_that_are_all_skipped_are_the_fault_of_what_the_run_began_with(
+    start: str | None, tmp_path: Path
+) -> None:
+    found = voyage(tmp_path, range(1, 100))
+    settings = found.tiny.training.settings.model_copy(update={"init_from": start})
+    with pytest.raises(InputError, match=start or "weights of the base are damaged") as caught:
+        found.run(settings=settings)
+    assert start is None or "the weights of the base are damaged" not in caught.value.found
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float16])
