@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from lora_trainer.common.errors import first_line
-from lora_trainer.common.files import bounded_int, read_regular, unreadable
+from lora_trainer.common.files import bounded_int, disk_error, read_regular, unreadable
 from lora_trainer.common.wording import escaped, json_text, one_line, without_secrets
 
 Severity = Literal["note", "warning", "error"]
@@ -212,7 +212,7 @@ class JsonlWriter:
             self._refused = True  # before `problem`, whose event comes back to this listener
             self.events.problem(
                 f"{self.path.name} is no longer written: {error.strerror or error}",
-                fix="free some space; the training itself goes on",
+                fix=f"the training itself goes on; {disk_error(self.path, error).fix}",
                 file=self.path.name,
                 code="TRN-05",
             )

@@ -16,6 +16,7 @@ from lora_trainer.checkpoint.states import TrainingState, freeze, snapshot, stat
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import LoraTrainError, RequestError, TrainingStopped
 from lora_trainer.common.events import read_events
+from lora_trainer.common.files import disk_error
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.optimizers import row_of
@@ -41,7 +42,7 @@ from lora_trainer.run.device import (
     oom_fallbacks,
 )
 from lora_trainer.run.hub_upload import push
-from lora_trainer.run.run_folder import EVENTS_FILE, STATES, TrainingJob, cut_events
+from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE, STATES, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
 from lora_trainer.training.actions import (
@@ -147,6 +148,7 @@ def _export(
     output, events, best_step = job.prepared.config.output, job.events, end.guard.best
     refuse_worthless(parts.from_zero, end, start=job.prepared.config.train.init_from)
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
+    make_folder_again(job)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
             # Nothing trains any more, so the tensors themselves are written.
@@ -181,6 +183,22 @@ def _export(
             events.problem(error.found, fix=error.fix, code="HUB-01")
         else:
             events.emit("uploaded", address=address, private=output.hub_private)
+
+
+def make_folder_again(job: TrainingJob) -> None:
+    """Make the run folder again where somebody removed it: the LoRA is still in memory."""
+    if (job.folder / RUN_FILE).is_file():  # a save may have made the folder again
+        return
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(job.folder, error) from error
+    job.events.problem(
+        f"{job.folder} was removed while the run trained; it was made again for the LoRA, and the samples, "
+        "states and records from before are gone",
+        fix="nothing: the LoRA is complete",
+        code="CKP-03",
+    )
 
 
 def refuse_worthless(

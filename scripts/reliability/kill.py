@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
 from tests.fakes.runs import MEASURES, Toy, last_state, toy  # noqa: E402 - after sys.path
 
 STEPS = 10
+# Packages of extras: the 8-bit optimizer of a scenario, and the log that every start loads once.
+NEEDED = ("bitsandbytes", "tensorboard")
 TIMEOUT_S = 300.0
 POLL_S = 0.002
 SCENARIOS: Mapping[str, Mapping[str, Any]] = {
@@ -429,6 +432,10 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="folder that keeps the campaign")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        parser.exit(
+            4, f"error: this needs {' and '.join(missing)}. Fix: pip install {' '.join(missing)}.\n"
+        )
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     load_everything()
     with tempfile.TemporaryDirectory(prefix="lora-train-kill-") as temporary:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from lora_trainer.checkpoint import writer
 from lora_trainer.checkpoint.states import TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import InputError, MachineError, StoppedBySignal, TrainingStopped
+from lora_trainer.common.events import Event, EventStream
+from lora_trainer.run.session import make_folder_again
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
@@ -254,3 +257,14 @@ def test_a_stop_on_a_full_device_is_tried_again_and_then_no_stop_but_an_error(
     with pytest.raises(TrainingStopped, match="the saved state of step 1 is missing"):
         trained(tmp_path / "always", stop=lambda: 15, adapt=full(99))
     assert load_newest(tmp_path / "always", events=None) is None
+
+
+def test_a_folder_that_was_removed_is_made_again_for_the_lora(tmp_path: Path) -> None:
+    events, said, folder = EventStream(), list[Event](), tmp_path / "runs" / "toy"
+    events.subscribe(said.append)
+    job: Any = SimpleNamespace(folder=folder, events=events)
+    make_folder_again(job)
+    assert folder.is_dir() and "was removed while the run trained" in said[0].fields["what"]
+    (folder / "run.json").touch()
+    make_folder_again(job)
+    assert len(said) == 1, "nothing is said of a folder that is there"
