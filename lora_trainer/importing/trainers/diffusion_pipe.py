@@ -87,6 +87,8 @@ def _timesteps(foreign: Foreign, model: str) -> None:
     normal = method == "logit_normal" and foreign.is_flow
     std = foreign.sourced("model.sigmoid_scale", 1.0) if normal else (1.0, THERE)
     shift = foreign.sourced("model.shift", 1.0)
+    if foreign.flag("model.lumina_shift") and not foreign.on("model.shift"):
+        shift = ("resolution", "model.lumina_shift")
     if foreign.flag("model.flux_shift") and not foreign.on("model.shift"):
         shift = ("resolution", "model.flux_shift")
         if foreign.is_flow and model != "flux":

@@ -56,7 +56,7 @@ def read_training(foreign: Foreign) -> None:
             fix="see docs/models.md for those that are",
         )
     is_flow = any(foreign.on(key) is not None for key in foreign.table["base"]["flow_keys"])
-    is_flow |= module.rpartition("_")[2] in ("flux", "sd3")
+    is_flow |= module.rpartition("_")[2] in ("flux", "sd3", "lumina")
     foreign.is_flow, foreign.trains_text = is_flow, not is_flow
     read_adapter(foreign)
     _text_encoder(foreign, read_rates(foreign))
@@ -178,7 +178,9 @@ def _objective(foreign: Foreign) -> None:
     if not foreign.is_flow:
         training.set_timesteps(foreign, "uniform", THERE)
         return
-    if is_sd3:
+    if _is_lumina(foreign):
+        _lumina(foreign)
+    elif is_sd3:
         set_density(foreign, sign=1, shift=foreign.sourced("training_shift", 1.0))
     else:
         _flux(foreign)
@@ -242,6 +244,32 @@ def _flux(foreign: Foreign) -> None:
     guidance = foreign.number("guidance_scale", 3.5)
     foreign.carry("objective.guidance_scale", "guidance_scale", guidance)
     kind = foreign.word("model_prediction_type", "sigma_scaled")
+    if kind != "raw":
+        foreign.is_nearest("model_prediction_type", f"{kind}: raw, the velocity as it is")
+
+
+def _is_lumina(foreign: Foreign) -> bool:
+    """Say whether it is a training of Lumina 2: by its module, or by its text encoder."""
+    module = str(foreign.values.get("network_module", ""))
+    return module.endswith("lumina") or foreign.on("gemma2") is not None
+
+
+def _lumina(foreign: Foreign) -> None:
+    """Set system prompt and timesteps; both differ from FLUX's trainer in their defaults."""
+    prompt = foreign.get("system_prompt", "")
+    foreign.set("base.system_prompt", str(prompt).strip(), "system_prompt")
+    sampling = foreign.word("timestep_sampling", "shift")
+    shift = foreign.sourced("discrete_flow_shift", 6.0)
+    if sampling == "sigma":
+        set_density(foreign, sign=-1, shift=shift)
+    elif sampling == "nextdit_shift":
+        set_sampling(foreign, "uniform", ("resolution", "timestep_sampling"))
+    else:
+        if sampling != "shift":
+            by_size = sampling == "flux_shift"
+            shift = ("resolution" if by_size else 1.0, "timestep_sampling")
+        set_sampling(foreign, sampling, shift)
+    kind = foreign.word("model_prediction_type", "raw")
     if kind != "raw":
         foreign.is_nearest("model_prediction_type", f"{kind}: raw, the velocity as it is")
 
