@@ -1,7 +1,7 @@
 """Settings files of other trainers, read as settings of this one: the file, the trainer, every key.
 
-Input: a TOML, JSON or YAML file. Output: `Foreign`. The trainer is told by its keys; what is nobody's, or is
-of this program, is refused and says why.
+Input: a TOML, JSON or YAML file, or a script that starts the trainer. Output: `Foreign`. The trainer is told by its
+keys; what is nobody's, or is of this program, is refused and says why.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 import yaml
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
+from lora_trainer.importing.command_lines import SHELLS, read_commands
 from lora_trainer.importing.foreign import LIST, Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers import (
     ai_toolkit,
@@ -59,7 +60,12 @@ def import_bytes(raw: bytes, name: str) -> Foreign:
 
 
 def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
-    data = read_tables(raw, file)
+    still_open: Mapping[str, str] = {}
+    if PurePath(file).suffix.lower() in SHELLS:
+        command = read_commands(decoded(raw, file), file)
+        data, still_open = _with_config_file(command.options, beside), command.open
+    else:
+        data = read_tables(raw, file)
     trainer, values = recognised(data, file)
     foreign = Foreign(
         trainer=trainer.name, table=trainer.table, values=values, data=data, beside=beside
@@ -77,6 +83,7 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
         if "optimizer.name" in foreign.settings and "data.caption_dropout" not in foreign.settings:
             foreign.set("data.caption_dropout", 0.0, note="it is not there")
         build_config(foreign.settings)
+        foreign.without_equivalent |= still_open
     except RequestError as error:
         raise RequestError(
             f"{file} is of {trainer.name} and says what cannot be done here: {error.found}",
@@ -94,8 +101,8 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
     return foreign
 
 
-def read_tables(raw: bytes, file: str) -> Mapping[str, Any]:
-    """Return the values in the bytes of a TOML, JSON or YAML file called `file`; raises InputError."""
+def decoded(raw: bytes, file: str) -> str:
+    """Return the text in the bytes of a file; raises InputError for what is no text, or too much of it."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -104,6 +111,31 @@ def read_tables(raw: bytes, file: str) -> Mapping[str, Any]:
         raise InputError(
             f"{file} is larger than a settings file can be", fix="give a settings file"
         )
+    return text
+
+
+def _with_config_file(options: dict[str, Any], beside: Path | None) -> Mapping[str, Any]:
+    """Return options with those of the settings file that they name beneath them, as sd-scripts reads both.
+
+    Without the file they stay as they are, and `config_file` is named with the other keys.
+    """
+    named = options.get("config_file")
+    if not isinstance(named, str) or beside is None:
+        return options
+    file = beside / PureWindowsPath(named).as_posix()
+    file = file if file.suffix == ".toml" else file.with_name(f"{file.name}.toml")
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError:
+        return options
+    below = sd_scripts.without_sections(read_tables(raw, str(file)))
+    return {**below, **{key: value for key, value in options.items() if key != "config_file"}}
+
+
+def read_tables(raw: bytes, file: str) -> Mapping[str, Any]:
+    """Return the values in the bytes of a TOML, JSON or YAML file called `file`; raises InputError."""
+    text = decoded(raw, file)
     kind, parse = _PARSERS.get(PurePath(file).suffix.lower(), ("TOML", tomllib.loads))
     try:
         data = parse(text)
