@@ -198,6 +198,11 @@ def fingerprint(made: Plan) -> str:
         "adapter": made.load.adapter.model_dump(),
         "at_once": list(made.images_at_once.items()),
     }
+    # Newer than many replays, which remain what they were where these are as before.
+    if not load["optimizer_options"]:
+        del load["optimizer_options"]
+    if load["adapter"]["refiners"]:
+        del load["adapter"]["refiners"]
     return hashlib.sha256(json.dumps(load, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
