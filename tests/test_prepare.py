@@ -197,11 +197,11 @@ def test_the_plan_counts_what_is_trained(place: Toy) -> None:
 
 
 def test_a_preset_s_resolution_is_not_above_what_the_base_was_trained_on(place: Toy) -> None:
-    """Those of FLUX.1 are for the releases; whoever types a larger one gets it."""
+    """Whoever types a larger one gets it."""
     base = str(base_of("flux"))
     prepared = planned(place, CARD, base__model=base)
     assert prepared.config.data.resolution == prepared.facts.resolution_px < 512
-    assert "512 is preset" in prepared.plan.origins["data.resolution"].reason
+    assert "was trained on" in prepared.plan.origins["data.resolution"].reason
     assert max(max(size) for size in prepared.plan.images_at_once) < 512
     typed = planned(place, CARD, base__model=base, data__resolution=512)
     assert typed.config.data.resolution == 512

@@ -1,17 +1,15 @@
 """The size of the images where nobody has set it: the largest that fits and ends within the priority's hours.
 
-Input is a plan's input and what makes a plan of it; output the side in pixels with its reason. The sizes to choose
-from are the base's own and the smaller ones that its family trains well at (`NetworkTraits.sides`). Compared are runs
+Input is a plan's input and what gives the hours of such a run; output the side in pixels with its reason. The sizes
+to choose from are the base's own and the smaller ones that its family trains well at (`NetworkTraits.sides`). Compared are runs
 of as many images as the hours are meant for, on an idle machine, so the size depends on the GPU, the base and the
 settings and not on the dataset or on what else is running.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.families.base import Family
@@ -19,19 +17,16 @@ from lora_trainer.families.facts import BaseFacts
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import MOST_HOURS
 
-if TYPE_CHECKING:
-    from lora_trainer.planning.plan import Plan
-
 SIDE = "data.resolution"
 # The images that `MOST_HOURS` are meant for.
 IMAGES = 20
 HELD_OUT = 2
 
 
-def with_image_size(inputs: PlanInput, plan_of: Callable[[PlanInput], Plan]) -> PlanInput:
+def with_image_size(inputs: PlanInput, hours_of: Callable[[PlanInput], float]) -> PlanInput:
     """Return the input with the size that suits it, unchanged where the size is set or the base has only its own.
 
-    Raises as `plan_of` where no size fits.
+    `hours_of` gives the hours of a run on an idle machine; raises as it does where no size fits.
     """
     sides = _sides_px(inputs)
     if len(sides) < 2:
@@ -41,7 +36,7 @@ def with_image_size(inputs: PlanInput, plan_of: Callable[[PlanInput], Plan]) -> 
     fastest: tuple[float, int] | None = None
     for side_px in sides:
         try:
-            hours = _hours(plan_of(_typical(_at(inputs, side_px))))
+            hours = hours_of(_typical(_at(inputs, side_px)))
         except MachineError:
             if side_px == sides[-1] and fastest is None:
                 raise
@@ -99,9 +94,3 @@ def _typical(inputs: PlanInput) -> PlanInput:
         held_out_count=HELD_OUT,
         past_runs=(),
     )
-
-
-def _hours(plan: Plan) -> float:
-    """Return the predicted hours of a run on an idle machine."""
-    busy = math.sqrt(math.prod(plan.seconds_per_step)) / plan.idle_step_s
-    return plan.run_time.seconds / busy / 3600

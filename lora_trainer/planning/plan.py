@@ -69,7 +69,14 @@ def plan(inputs: PlanInput) -> Plan:
     Raises MachineError naming the nearest setting that fits when nothing does, and RequestError for
     settings that do not work with this base or GPU.
     """
-    return _plan(with_image_size(inputs, _plan))
+    return _plan(with_image_size(inputs, _idle_hours))
+
+
+def _idle_hours(inputs: PlanInput) -> float:
+    """Return the predicted hours of a run on an idle machine."""
+    made = _plan(inputs)
+    busy = math.sqrt(math.prod(made.seconds_per_step)) / made.idle_step_s
+    return made.run_time.seconds / busy / 3600
 
 
 def _plan(inputs: PlanInput) -> Plan:
