@@ -1,9 +1,9 @@
 """The size of the images where nobody has set it: the largest that fits and ends within the priority's hours.
 
 Input is a plan's input and what gives the hours of such a run; output the side in pixels with its reason. The sizes
-to choose from are the base's own and the smaller ones that its family trains well at (`NetworkTraits.sides`). Compared are runs
-of as many images as the hours are meant for, on an idle machine, so the size depends on the GPU, the base and the
-settings and not on the dataset or on what else is running.
+to choose from are the base's own and the smaller ones that its family trains well at (`NetworkTraits.sides`).
+Compared are runs of as many images as the hours are meant for, on an idle machine, so the size depends on the GPU,
+the base and the settings and not on the dataset or on what else is running.
 """
 
 from __future__ import annotations

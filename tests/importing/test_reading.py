@@ -163,7 +163,7 @@ KEYS = next(trainer.keys for trainer in reading.TRAINERS if trainer.name == "sd-
 VALUES: tuple[Any, ...] = ("x", 0.5, True, ["a=b"], "", "odd_shift", "sigma_sqrt")
 ELSEWHERE = """image_dir class_tokens batch_size general datasets is_reg dataset_class metadata_file
     token_warmup_min in_json min_bucket_reso max_bucket_reso model_type train_data_dir dataset_repeats
-    huber_c huber_schedule huber_scale sigmoid_scale mode_scale"""
+    huber_c huber_schedule huber_scale sigmoid_scale mode_scale system_prompt"""
 """Options that say something in a dataset only, or beside others."""
 
 
