@@ -30,7 +30,7 @@ from lora_trainer.dataset.buckets import cut, mask_values
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.masks import decode_mask
 from lora_trainer.families.latents import ImageEncoder
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.texts import WEIGHTS, TextEncoder
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 
 # Of images that are decoded ahead together: 200 MB as they are decoded, twice that while turned.
@@ -239,7 +239,9 @@ def _encode_texts(
     """Return the entries of the first texts, of as many as the encoder takes at once."""
     entries = encoder.together([partial(texts_as.encode, text, encoder) for text in texts])
     for text, entry in zip(texts, entries, strict=False):
-        for values in entry.values():
+        for name, values in entry.items():
+            if name.endswith(WEIGHTS):  # prompt weights may well be all 1
+                continue
             if values.dtype.kind == "f" and not (np.isfinite(values).all() and np.ptp(values) > 0):
                 raise _damaged("text encoder", f"the caption {text[:40]!r}")
     return entries

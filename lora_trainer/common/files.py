@@ -161,7 +161,8 @@ _FIXES: Mapping[int | None, str] = {
     "another file system",
     errno.EISDIR: "move the folder that has the name of this file away",
     errno.ENOTEMPTY: "move the folder that has the name of this file away",
-    errno.ENOTDIR: "move the file that has the name of a folder away, or choose another folder",
+    errno.ENOTDIR: "move the file that has the name of a folder away, or choose another folder with --output or "
+    "--set data.cache_dir=FOLDER",
     errno.ENOENT: "the folder is gone: make it again, or choose another one with --output",
     errno.ENAMETOOLONG: "choose shorter names for the run and its folder",
     errno.EINVAL: "choose a name without characters that this file system refuses, such as `:`",

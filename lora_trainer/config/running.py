@@ -151,8 +151,7 @@ class OutputSettings(Section, Generic[A_co]):
     license: str = free_setting("", "the adapter's licence, written into exported files")
     dataset_in_header: bool = free_setting(
         True,
-        "folder names, tag counts and prompts in exported files, for programs that list them; "
-        "off: nothing of folders and captions, in the model card neither",
+        "write folder names, tag counts and prompts into exported files and model cards",
     )
     hub_repo: str | None = free_setting(
         None, "Hub repository (owner/name) to upload the result to, with a model card"

@@ -122,7 +122,7 @@ def test_a_changed_broken_or_hostile_file_is_read_again_and_says_why(work: Workp
     lora(run / "zorble.safetensors", modelspec__title="another")
     assert lora_files.entries(work)[0].header.title == "another"
     for content, said in (
-        (b"", "is not a safetensors file"),
+        (b"", "is empty, not weights"),
         (b"\x08" + b"\0" * 7 + b"{}      ", "holds no LoRA"),
     ):
         (run / "zorble.safetensors").write_bytes(content)

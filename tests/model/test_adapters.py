@@ -388,8 +388,12 @@ def test_a_linear_layer_written_as_a_convolution_is_taken() -> None:
         ({"dora": True}, "holds a lora dora adapter", "adapter.dora=true"),
         ({"rank": 8}, "has rank 8 in denoiser.linear, this run has rank 4", "adapter.rank"),
         ({"conv_rank": 2}, "has rank 2 in denoiser.conv", "conv_rank"),
-        ({"modules": ("linear", "conv")}, "changes 0 layers that this run", "adapter.targets and"),
-        ({"text": True}, "changes 1 layers", "adapter.targets and adapter.text_encoder"),
+        (
+            {"modules": ("linear", "conv")},
+            "changes 0 layers that this run",
+            "adapter.targets, adapter.refiners and",
+        ),
+        ({"text": True}, "changes 1 layers", "and adapter.text_encoder"),
         ({"averaged": True}, "", ""),  # only a state has an average
     ],
     ids=str,
