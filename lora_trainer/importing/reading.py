@@ -102,7 +102,7 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
 
 
 def decoded(raw: bytes, file: str) -> str:
-    """Return the text in the bytes of a file; raises InputError for what is no text, or too much of it."""
+    """Return the text in the bytes of a file; raises InputError for what is not text, or too much of it."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -312,7 +312,7 @@ class MemoryChooser(Evaluator):
             f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}, "
             f"but there are only {self.limit}"
         )
-        # One number in both halves: what smaller settings would need, which do not fit either, is no help.
+        # One number in both halves: what smaller settings would need, which do not fit either, does not help.
         machine, needed_bytes = "a GPU", need.peak_bytes
         beside = ""
         if ideal_load.device == "cpu":

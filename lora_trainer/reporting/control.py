@@ -71,7 +71,7 @@ class StopFlag:
         A closed terminal (SIGHUP, on Windows SIGBREAK) stops the run as SIGTERM does.
         """
         now_s = time.monotonic()
-        # Session managers repeat the signal of a terminal that is closed: that is no impatience.
+        # Session managers repeat the signal of a terminal that is closed: nobody is impatient.
         is_repeated = self.received > 0 and number == getattr(signal, "SIGHUP", None)
         if now_s - self.last_s >= 1.0 and not is_repeated:
             self.received += 1

@@ -19,7 +19,7 @@ GGUF_MAGIC = b"GGUF"
 
 
 class ForeignFileError(ValueError):
-    """A file that is no weight file: what it is (`fault`, the predicate of a sentence), and what to do."""
+    """A file that is not a weight file: what it is (`fault`, the predicate of a sentence), and what to do."""
 
     def __init__(self, fault: str, *, fix: str) -> None:
         super().__init__(fault)
@@ -52,7 +52,7 @@ _KINDS: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
 
 
 def check_first_bytes(first: bytes, *, name: str) -> None:
-    """Raise ForeignFileError for the first bytes of a file of that name that is no weight file."""
+    """Raise ForeignFileError for the first bytes of a file of that name that is not a weight file."""
     if not first:
         raise ForeignFileError("is empty", fix=_AGAIN)
     wants_gguf, stem = name.endswith(".gguf"), Path(name).stem

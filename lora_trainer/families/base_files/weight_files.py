@@ -80,7 +80,7 @@ def read_header(file: Path) -> Header:
     return {
         name: info
         for name, info in _raw_header(file).items()
-        # Scales are no layers: they would count as parameters, and no network has them.
+        # Scales are not layers: they would count as parameters, and no network has them.
         if name.rpartition(".")[2] not in BESIDE_WEIGHTS
     }
 
