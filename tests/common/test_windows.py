@@ -285,6 +285,10 @@ ALLOWED = {
     ("lora_trainer/common/processes.py", "os.kill"): "behind sys.platform",
     ("lora_trainer/common/processes.py", "start_new_session"): "behind sys.platform",
     ("lora_trainer/checkpoint/states.py", "os.rename"): "tried again while it is open",
+    (
+        "lora_trainer/importing/command_lines.py",
+        "posix",
+    ): "an argument of shlex, which is the same everywhere",
     ("gui/journal.py", "os.sync"): "where it is there, else file by file",
     ("gui/access.py", "os.link"): "a rename where there are no links",
 }
