@@ -26,7 +26,7 @@ from tests.fakes.nvml import GIB
 from tests.fakes.plans import CARD, FLUX, MACHINE, QWEN, WITHOUT_CARD, machine, planned, request
 
 LEFT_TO_RUN = {
-    "base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"
+    "base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "base.system_prompt", "output.name"
 }  # fmt: skip
 
 
