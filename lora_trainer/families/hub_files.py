@@ -111,11 +111,11 @@ def _only(found: Sequence[str], *, where: str) -> str:
 
 
 def wanted_companion(names: Iterable[str], *, source: str, without: frozenset[str]) -> list[str]:
-    """Choose the files of a checkpoint's companion to download; raises InputError where that is no diffusers folder."""
+    """Choose the files of the companion that a user named; raises InputError where it is not a diffusers folder."""
     all_names = list(names)
     if _INDEX not in all_names:
         raise InputError(
-            f"base.companion {source} has no {_INDEX}: it is no diffusers folder",
+            f"base.companion {source} has no {_INDEX}: it is not a diffusers folder",
             fix="name a diffusers folder or its Hub id, or leave base.companion at auto",
         )
     return wanted(all_names, without=without)

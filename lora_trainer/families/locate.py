@@ -219,6 +219,7 @@ def _companion_folder(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Pa
     The folder made before comes first: with another one of the same content a resume would find another
     text encoder.
     """
+    settings = checkpoint.settings
     source, makeable = checkpoint.companion, checkpoint.open_companion
     if makeable is not None:
         if makeable.is_made():
@@ -230,10 +231,10 @@ def _companion_folder(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Pa
             revision=None,
             on_bytes=on_bytes,
             without=checkpoint.present,
-            kind="companion",
+            kind="default companion" if settings.companion == "auto" else "named companion",
         )
     except MachineError as error:
-        if checkpoint.settings.companion != "auto" or (
+        if settings.companion != "auto" or (
             checkpoint.family.name not in companion_table()["families"]
         ):
             raise
@@ -277,7 +278,7 @@ def _folder(
     revision: str | None,
     on_bytes: OnBytes | None,
     without: frozenset[str] = frozenset(),
-    kind: Literal["base", "companion", "vae"],
+    kind: Literal["base", "default companion", "named companion", "vae"],
 ) -> Path | None:
     """Return the local folder of a source, None if it is not on this machine; with `on_bytes` download it.
 
@@ -301,7 +302,8 @@ def _folder(
     if on_bytes is not None:
         choices: dict[str, Callable[..., list[str]]] = {
             "base": partial(wanted_base, source=source),
-            "companion": partial(wanted_companion, source=source),
+            "default companion": wanted,
+            "named companion": partial(wanted_companion, source=source),
             "vae": wanted,
         }
         return fetch(

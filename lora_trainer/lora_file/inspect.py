@@ -344,7 +344,8 @@ def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -
     if not rslora and all(part.kind != "oft" for part in parts):
         in_tensors["ss_network_alpha"] = {*tensors.alphas.values(), *contents.stated_alphas()}
     for key, values in sorted(in_tensors.items()):
-        if metadata.get(key, "None") == "None":  # as sd-scripts writes what was not given
+        # As sd-scripts writes what was not given, and ranks that its resizing makes differ by layer.
+        if metadata.get(key, "None") in ("None", "Dynamic"):
             continue
         stated_number = _number(metadata[key])
         if stated_number is None:

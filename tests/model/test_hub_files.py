@@ -284,7 +284,8 @@ def test_a_repository_without_a_base_is_refused_before_a_download(
         locate(BaseSettings(model="somebody/else"))
     file = tmp_path / "tiny.safetensors"
     file.write_bytes(tiny_checkpoint(tmp_path))
-    with pytest.raises(InputError, match=r"base\.companion somebody/else has no model_index\.json"):
+    said = r"base\.companion somebody/else has no model_index\.json: it is not a diffusers folder"
+    with pytest.raises(InputError, match=said):
         locate(BaseSettings(model=str(file), companion="somebody/else"))
     assert hub.fetched == []
 
