@@ -499,8 +499,12 @@ def test_other_files_are_no_items_and_a_folder_in_the_place_of_one_is_damage(pla
     assert ids(place) == [item.id]
     (place.runs / ".queue" / "0007-odd.json").mkdir()
     assert [item.state for item in commands.items(place.runs)] == ["waiting", "failed"]
-    with pytest.raises(MachineError):
-        commands.remove(place.runs, "0007-odd")
+    (place.runs / ".queue" / f"{item.id}.log").mkdir()
+    for id, name in (("0007-odd", "0007-odd.json"), (item.id, f"{item.id}.log")):
+        with pytest.raises(MachineError, match=rf"{name}.* move the folder"):
+            commands.remove(place.runs, id)
+        assert (place.runs / ".queue" / name).is_dir()
+    assert ids(place) == [item.id, "0007-odd"]
     blocked = Place(folder=place.folder / "blocked")
     blocked.runs.mkdir(parents=True)
     (blocked.runs / ".queue").write_text("a file")

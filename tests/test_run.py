@@ -366,6 +366,8 @@ def test_a_prompt_too_long_or_no_text_is_refused(tmp_path: Path) -> None:
             Control(tmp_path).request("sample", prompt=text)
     assert not Control(tmp_path).pending()
     (tmp_path / "control").mkdir()
-    (tmp_path / "control" / "sample").write_text("x" * 9_000)  # not read to its end
-    with pytest.raises(RequestError, match="the prompt has 8,000 characters"):
-        Control(tmp_path).take_samples()
+    for character in ("x", "\u732b"):  # of one byte and of three
+        (tmp_path / "control" / "sample").write_text(character * 20_000, encoding="utf-8")
+        # It is not read to its end.
+        with pytest.raises(RequestError, match="the prompt has 8,000 characters"):
+            Control(tmp_path).take_samples()

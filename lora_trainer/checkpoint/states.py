@@ -14,6 +14,7 @@ How a value is added to a state: at `TrainingState`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -294,7 +295,7 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
 
     Newer states that do not verify are moved aside as `bad-step-…` and reported; what dead
     processes left half-written or half-removed is cleaned up. Raises MachineError only when the
-    folder itself cannot be listed: starting anew would be worse.
+    folder cannot be listed or a state cannot be read: starting anew, or from an older state, would be worse.
     """
     state = None
     try:
@@ -377,8 +378,15 @@ def _manifest(step: int, contents: Mapping[str, Data]) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "step": step, "files": files}
 
 
+# Errors that say that something else is in the place of a file.
+_NOT_FILES = (errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+
+
 def _read(folder: Path, *, step: int) -> TrainingState | str:
-    """Read and verify a state; return the reason when it is not valid."""
+    """Read and verify a state; return the reason when it is not valid.
+
+    Raises MachineError when it cannot be read, as its files are then not known to be damaged.
+    """
     try:
         manifest = json.loads(read_regular(folder / MANIFEST))
         contents = {name: read_regular(folder / name) for name in FILES}
@@ -392,7 +400,15 @@ def _read(folder: Path, *, step: int) -> TrainingState | str:
         return state_of(contents)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+    except OSError as error:
+        if error.errno in _NOT_FILES:
+            return f"{type(error).__name__}: {error}"
+        # What the disk does not give now may be whole; the run must not go on from an older state.
+        raise MachineError(
+            f"cannot read the state {folder}: {error.strerror or error}",
+            fix="make it readable, then resume; without that folder the run goes on from the state before it",
+        ) from error
+    except (ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -8,6 +8,7 @@ process (`worker.py`) starts the items.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -338,6 +339,9 @@ def remove(runs: Path, id: str) -> None:
         if item.state == "running":
             raise RequestError(f"{id} is running", fix="stop its training first, then remove it")
         file = item_file(runs, id)
+        for path in (item_file(runs, id, "log"), file):
+            if path.is_dir():  # not of the queue; what is removed is forgotten after a while
+                raise disk_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
         try:
             _forget_removed(runs)
             (queue_folder(runs) / _REMOVED).mkdir(exist_ok=True)

@@ -17,6 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from stat import S_ISREG
 from types import FrameType
@@ -236,10 +237,12 @@ class Control:
         if self.asked_at_s("sample") is None:
             return None
         try:
-            with open_regular(self.folder / "sample") as opened:
-                # More than is allowed, which is then refused; never all of an endless file.
-                most_bytes = 16 * MAX_PROMPT_CHARACTERS
-                text = opened.read(most_bytes).decode("utf-8-sig")
+            with TextIOWrapper(
+                open_regular(self.folder / "sample"), encoding="utf-8-sig"
+            ) as opened:
+                # More than is allowed, which is then refused; never all of an endless file. In
+                # characters: a bound in bytes would cut one in two.
+                text = opened.read(4 * MAX_PROMPT_CHARACTERS)
         except OSError as error:
             raise RequestError(
                 f"the request for sample images cannot be read: {error.strerror or error}",

@@ -45,6 +45,7 @@ class Disk:
         self.dead = False
         self.open_files: set[int] = set()
         self.real = {name: getattr(os, name) for name in self.OPERATIONS}
+        self._fdopen = os.fdopen
 
     def operation(self, name: str) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -73,11 +74,18 @@ class Disk:
             self.open_files.discard(args[0])
         return result
 
+    def _hand_over(self, descriptor: int, *args: Any, **options: Any) -> Any:
+        """Make a file object, which closes its descriptor itself, and not through `os.close`."""
+        opened = self._fdopen(descriptor, *args, **options)
+        self.open_files.discard(descriptor)
+        return opened
+
     @contextmanager
     def in_use(self) -> Iterator[Disk]:
         with pytest.MonkeyPatch.context() as patch:
             for name in self.OPERATIONS:
                 patch.setattr(os, name, self.operation(name))
+            patch.setattr(os, "fdopen", self._hand_over)
             try:
                 yield self
             finally:
