@@ -136,7 +136,11 @@ class Studio:
         )
 
     def encode(
-        self, wanted: Any = None, *, stop: Callable[[], int | None] = lambda: None
+        self,
+        wanted: Any = None,
+        *,
+        texts_as: TextEntries | None = None,
+        stop: Callable[[], int | None] = lambda: None,
     ) -> tuple[dict[str, int], Counting | None, Counting | None]:
         """Fill the cache; return what it says it did and the encoders that were loaded."""
         loaded: dict[Any, Counting] = {}
@@ -158,7 +162,7 @@ class Studio:
             load_image_encoder=loads(image_encoder),
             load_text_encoder=loads(text_encoder),
             devices=[CPU],
-            texts_as=self.texts_as(),
+            texts_as=texts_as or self.texts_as(),
             events=stream,
             stop=stop,
         )

@@ -121,10 +121,11 @@ def test_cac_02_04_caching_goes_on_where_a_kill_or_a_disk_that_refuses_ended_it(
     """At every second or third operation, at all of them at full length; test_ckp_sweep.py has all of one entry."""
     studio.encode()
     whole = files_of(studio.cache.folder.root)
-    wanted = studio.needs()
+    # The files of the base are read before caching begins.
+    wanted, texts_as = studio.needs(), studio.texts_as()
     counting = elsewhere(studio, tmp_path / "count")
     with Disk().in_use() as disk:
-        counting.encode(wanted)
+        counting.encode(wanted, texts_as=texts_as)
     kills = [(at, Killed(), at % 4 == 0) for at in range(0, disk.count, 2)]
     refusals = [(at, CODES[at % len(CODES)]) for at in range(1, disk.count, 3)]
     if CASES > 60:
@@ -136,7 +137,7 @@ def test_cac_02_04_caching_goes_on_where_a_kill_or_a_disk_that_refuses_ended_it(
         again = elsewhere(studio, tmp_path / f"{number}")
         try:
             with Disk(at=at, error=error, after=after).in_use():
-                again.encode(wanted)
+                again.encode(wanted, texts_as=texts_as)
         except Killed:
             found_again.add(len(files_of(again.cache.folder.root)))
         except MachineError as refusal:
@@ -149,7 +150,7 @@ def test_cac_02_04_caching_goes_on_where_a_kill_or_a_disk_that_refuses_ended_it(
             assert isinstance(error, OSError), "no kill is survived"
         there = files_of(again.cache.folder.root)
         assert there.items() <= whole.items(), "what is there is whole"
-        done, *_ = again.encode(wanted)
+        done, *_ = again.encode(wanted, texts_as=texts_as)
         assert (done["found"], done["latents"] + done["texts"]) == (
             len(there),
             ENTRIES - len(there),
