@@ -42,7 +42,7 @@ def test_sec_03_04_no_name_is_a_command_and_no_secret_reaches_any_output_of_a_wh
     for index, caption in enumerate(CAPTIONS):
         (place.dataset / f"p{index}.txt").write_text(caption, encoding="utf-8")
     # Prompts are taken from the captions, so these reach the sample images and the report.
-    name = "--strict; touch marker|`touch marker`$(touch marker)"
+    name = "--strict; touch marker && `touch marker`$(touch marker)"  # `|` is refused: Windows forbids it in names
     assert place.train(f"--name={name}", sampling__prompts=[]) == 0
     assert not list(place.folder.rglob("marker")) and not Path("marker").exists()
     console = capsys.readouterr()
