@@ -96,7 +96,7 @@ def _opened(archive: Path, name: str) -> Iterator[zipfile.ZipFile]:
 
 
 def _unreadable(name: str, error: Exception) -> InputError:
-    found = f"{name} is no zip that can be unpacked: {first_line(error)}"
+    found = f"{name} is not a zip that can be unpacked: {first_line(error)}"
     return InputError(found, fix="pack it again")
 
 

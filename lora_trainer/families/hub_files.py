@@ -87,7 +87,7 @@ def checkpoints(names: Iterable[str]) -> list[str]:
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Return the only checkpoint in a folder that is no diffusers folder, None for a diffusers folder.
+    """Return the only checkpoint in a folder that is not a diffusers folder, None for a diffusers folder.
 
     Raises InputError that names them for several; a folder without any is left to who knows what it should be.
     """

@@ -88,7 +88,7 @@ def stripes(data: bytes, folder: Path) -> tuple[list[tuple[int, ...]], list[str]
     file.write_bytes(data)
     decoded = decode(file, settings=DataSettings())
     colours = [decoded.image.getpixel((x, 10)) for x in (4, 12, 20)]
-    return colours, [note.partition(": ")[0] for note in decoded.notes]  # type: ignore[misc]
+    return colours, [note.partition(": ")[0] for note in decoded.notes]  # type: ignore[misc]  # a note is text here
 
 
 @pytest.mark.parametrize("mode", ["RGB", "P", "RGBA"])
@@ -162,7 +162,7 @@ def test_heic_is_read_where_the_decoder_is_installed(name: str, tmp_path: Path) 
     (tmp_path / name).write_bytes(heic())
     decoded = decode(tmp_path / name, settings=DataSettings())
     assert decoded.image.size == (24, 24) and decoded.notes == ()
-    assert np.abs(np.subtract(decoded.image.getpixel((4, 10)), RED)).max() < 12  # type: ignore[arg-type]
+    assert np.abs(np.subtract(decoded.image.getpixel((4, 10)), RED)).max() < 12  # type: ignore[arg-type]  # of RGB it is a tuple
     with pytest.raises(ImageDecodeError, match="ends early|damaged"):
         (tmp_path / name).write_bytes(heic()[:-40])
         decode(tmp_path / name, settings=DataSettings())

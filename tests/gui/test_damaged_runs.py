@@ -52,7 +52,7 @@ def replaced(value: Any, path: tuple[Any, ...], wrong: Any) -> Any:
 
 
 def every_page(work: Workplace, hardware: Any) -> str:
-    """Return all that the pages show of the runs; what they call an error is no exception."""
+    """Return all that the pages show of the runs; what they call an error is not one of Python."""
     followed = Followed()
     shown = [json.dumps(live.live(work, followed)), home_view.stamp(work)]
     shown.append(str(home_view.page(work, followed, hardware)))

@@ -99,7 +99,7 @@ def test_the_free_memory_decides_how_many_texts_run_together(
         type = "cuda"
 
     offloaded = Offloaded([t5()], CPU)
-    offloaded.device = Device()  # type: ignore[assignment]
+    offloaded.device = Device()  # type: ignore[assignment]  # plays a device
     monkeypatch.setattr(offload, "kind_of", lambda _: offload_kind)
     offload_kind = type("Kind", (), {"own_memory": True})()
     weights = offloaded._weights_bytes
