@@ -75,8 +75,12 @@ class PinningDriver:
 def pinning_driver(
     monkeypatch: pytest.MonkeyPatch, *, most_bytes: float = float("inf")
 ) -> PinningDriver:
-    """Let all devices be copied to from memory that such a driver pins."""
+    """Let all devices be copied to from memory that such a driver pins; the process's count begins at 0.
+
+    What a test leaves pinned is counted for that test only: the count of the process comes back after it.
+    """
     driver = PinningDriver(most_bytes=most_bytes)
+    monkeypatch.setattr(pinned_memory, "_count", pinned_memory.PinnedMemory())
     monkeypatch.setattr(pinned_memory, "pins_for", lambda device, in_place=False: True)
     monkeypatch.setattr(pinned_memory, "_empty", driver.empty)
     monkeypatch.setattr(pinned_memory, "register_host", driver.register)
