@@ -142,9 +142,8 @@ def _groups(folder: Path, findings: Sequence[Mapping[str, Any]]) -> Iterator[Htm
     for row in findings:
         kind = str(row.get("kind"))
         # Files that cannot be read have different reasons, each with its own cure.
-        kinds.setdefault(f"{kind}: {row.get('what')}" * (kind == "unusable") or kind, []).append(
-            row
-        )
+        group = f"{kind}: {row.get('what')}" if kind == "unusable" else kind
+        kinds.setdefault(group, []).append(row)
     order = {"error": 0, "warning": 1}
     for group, rows in sorted(
         kinds.items(), key=lambda item: order.get(str(item[1][0].get("severity")), 2)

@@ -82,8 +82,9 @@ def replaced(draft: Draft, *, text: str, name: str = _PASTED) -> Edited:
         raise RequestError(_in_words(error.found), fix=error.fix) from None
     values = {key: value for key, value in read.values.items() if key != FOLDER}
     edited = _with(draft, values)
-    left_out = FOLDER in read.values
-    note = f"{FOLDER} was left out: runs of this interface go into its own folder." * left_out
+    note = ""
+    if FOLDER in read.values:
+        note = f"{FOLDER} was left out: runs of this interface go into its own folder."
     return Edited(draft=edited, note=note)
 
 

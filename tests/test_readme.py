@@ -69,6 +69,20 @@ def test_named_paths_and_linked_pages_exist() -> None:
         assert not [name for name in linked if not (ROOT / "docs" / name).exists()], page
 
 
+def test_every_code_of_a_problem_is_explained_and_every_page_is_in_the_navigation() -> None:
+    code = re.compile(r"\b[A-Z]{3}-\d{2}\b")
+    findings = (ROOT / "lora_trainer/dataset/finding_texts.toml").read_text(encoding="utf-8")
+    texts = [
+        node.value for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    ]
+    written = {text for text in map(str, texts) if code.fullmatch(text)} | set(
+        code.findall(findings)
+    )
+    assert set(code.findall(PAGES["faults"])) == written
+    site = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    assert not [page for page in PAGES if f'"{page}.md"' not in site]
+
+
 def test_tree_shows_what_is_there() -> None:
     tree = PAGES["architecture"].split("```")[1]
     modules = re.findall(r"^  (\S+(?: \S+)*)  ", tree, re.MULTILINE)

@@ -1,7 +1,7 @@
 """What the page Train does: from the values of its fields to the draft, the report, the plan, the queue.
 
 Each function returns a handler for one event of the page. Inputs: the fields in the order of
-`train.Widgets.fields`, of which a draft keeps all. Outputs: gradio updates; a refusal is a line of
+`train_page.Widgets.fields`, of which a draft keeps all. Outputs: gradio updates; a refusal is a line of
 markup and loses nothing.
 """
 

@@ -185,7 +185,9 @@ class TrainingState:
             scaler._per_optimizer_states.clear()
 
 
-LOOP_FIELDS = [field.name for field in fields(TrainingState)][4:]
+# The fields that have a place of their own in a state's files; the loop's own values are all others.
+_OWN_PLACE = ("step", "images_seen", "adapter", "optimizer")
+LOOP_FIELDS = [field.name for field in fields(TrainingState) if field.name not in _OWN_PLACE]
 
 
 @dataclass(frozen=True, kw_only=True)

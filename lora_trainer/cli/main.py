@@ -275,7 +275,7 @@ for name, function in COMMANDS.items():
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with the code DESIGN gives the outcome."""
+    """Run the command line and exit with the code of the outcome (docs/commands.md)."""
     quitting.begin()
     outlast("stdout")
     outlast("stderr")

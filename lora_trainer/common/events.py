@@ -190,7 +190,7 @@ class JsonlWriter:
     """Listener that appends events whose kind passes `kinds`, one JSON object a line.
 
     Each line is one `write` call and flushed, so a kill can truncate only the last line. A disk error is
-    reported once; the run then goes on without this record (FAULTS TRN-05).
+    reported once; the run then goes on without this record (TRN-05 in docs/faults.md).
     """
 
     path: Path
@@ -270,7 +270,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing found; `file` is relative to the dataset folder, `code` a case in FAULTS.
+    """One thing found; `file` is relative to the dataset folder, `code` one of docs/faults.md.
 
     `what` continues the file's name ("is empty"), or is a sentence of its own when `file` is None.
     Severity "error" is an image that is left out.

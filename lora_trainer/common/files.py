@@ -1,8 +1,8 @@
 """Files that are whole or absent: atomic writes, hashing, strict JSON, size-capped folders.
 
 A write goes to a temporary name on the same filesystem and is renamed into place. `durable=True` adds
-fsync of the file and its folder, for files that must survive a power cut (FAULTS: without fsync all
-acknowledged states were lost). Caches skip fsync and carry checksums instead. Windows' differences are
+fsync of the file and its folder, for files that must survive a power cut: without it a cut can lose
+every state that was reported as saved. Caches skip fsync and carry checksums instead. Windows' differences are
 handled here too: text mode, files held open by other programs, forbidden names.
 """
 

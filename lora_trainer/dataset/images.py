@@ -242,7 +242,7 @@ def _formats(head: bytes) -> tuple[str, ...]:
 
 
 class ImageDecodeError(InputError):
-    """An image that cannot be used: `reason` without its path, `code` of the case in FAULTS."""
+    """An image that cannot be used: `reason` without its path, `code` one of docs/faults.md."""
 
     def __init__(self, path: Path, reason: str, *, code: str, fix: str) -> None:
         super().__init__(f"{shown(str(path))} {reason}", fix=fix)

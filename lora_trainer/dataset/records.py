@@ -1,7 +1,7 @@
 """A checked dataset: its usable images with their captions and masks, findings about it, samples of an epoch.
 
-`scan` makes it from a folder; planning, encoding, training and reports read it. The findings' severity, case in
-FAULTS, sentence and advice are in finding_texts.toml.
+`scan` makes it from a folder; planning, encoding, training and reports read it. The findings' severity,
+code (docs/faults.md), sentence and advice are in finding_texts.toml.
 
 Which samples an epoch holds, and in which order, are pure functions of the seed and the epoch's number. Every sample
 of the dataset is in every epoch once. Of the regularisation samples each epoch takes the next few of an endless

@@ -1,6 +1,6 @@
 """Everything a validation needs: the base with an adapter of adjustable strength, cached data, a sampler.
 
-Input: a EvaluatedLora and a dataset; output: a Evaluation. It is prepared like a training, so devices, precisions and
+Input: an EvaluatedLora and a dataset; output: an Evaluation. It is prepared like a training, so devices, precisions and
 caches are the plan's; text encoders run in every pass where the adapter changes them.
 """
 
@@ -37,8 +37,7 @@ from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.lora_file.tensor_file import holds_adapter
 from lora_trainer.run import build
 from lora_trainer.run.device import check_allocator, planned_device, setup_torch
-from lora_trainer.run.prepare import Prepared as Plan
-from lora_trainer.run.prepare import Request, prepare_with_base
+from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
 from lora_trainer.run.run_folder import TrainingJob, read_run
 from lora_trainer.run.samples import OF_THE_BASE, file_and_base, is_own_base
 from lora_trainer.run.saving import WeightFigures, weight_figures
@@ -61,7 +60,7 @@ class Evaluation:
     """
 
     subject: EvaluatedLora
-    plan: Plan
+    prepared: Prepared
     model: Model
     dial: LoraStrength
     weights: WeightFigures
@@ -98,7 +97,7 @@ class Evaluation:
         return fmean(torch.cat(changes).tolist()), fmean(torch.cat(errors).tolist())
 
     def _split(self, samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
-        at_once = self.plan.config.memory.micro_batch
+        at_once = self.prepared.config.memory.micro_batch
         return split(samples, cap=at_once, group_key=self.model.batch_group_key)
 
     def batches(self, records: Sequence[ImageRecord]) -> list[tuple[Sample, ...]]:
@@ -110,9 +109,9 @@ class Evaluation:
 
     def samples(self, prompts: Sequence[str], *, strength: float) -> list[Image.Image]:
         """Draw an image for each prompt, with the seeds of a training's sample images."""
-        settings, key = self.plan.config.sampling, build.texts_as(self.plan).key
+        settings, key = self.prepared.config.sampling, build.texts_as(self.prepared).key
         model, read = self.model, self.feeder.entries.read
-        side = self.plan.config.data.resolution
+        side = self.prepared.config.data.resolution
         with self.dial.at(strength), torch.no_grad():
             return [
                 self.sampler.image(
@@ -131,15 +130,18 @@ class Evaluation:
         self, prompts: Sequence[str], images: Sequence[Image.Image]
     ) -> list[tuple[Sample, ...]]:
         """Return batches as `batches` does, of generated images that are not in the dataset."""
-        encoder = self.plan.family.latents.encoder(
-            self.plan.facts, device=planned_device(self.plan)
+        encoder = self.prepared.family.latents.encoder(
+            self.prepared.facts, device=planned_device(self.prepared)
         )
-        side = self.plan.config.data.resolution
+        side = self.prepared.config.data.resolution
         latents = [
             encoder.encode_images(pixels(image, side_px=side) * 2 - 1)[0].mean for image in images
         ]
         whole = Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
-        shared = {**self.plan.facts.geometry_conditioning(whole), **self.feeder.shared_conditioning}
+        shared = {
+            **self.prepared.facts.geometry_conditioning(whole),
+            **self.feeder.shared_conditioning,
+        }
 
         def sample(prompt: str, latent: Tensor, level: Level) -> Sample:
             seed = draw_seed(self.feeder.seed, Stream.DRIFT_NOISE, prompt, int(level.timestep))
@@ -152,7 +154,7 @@ class Evaluation:
                 conditioning={**self.feeder.entries.read(text_key(prompt)), **shared},
             )
 
-        text_key, at = build.texts_as(self.plan).key, self.feeder.levels.at
+        text_key, at = build.texts_as(self.prepared).key, self.feeder.levels.at
         return [
             tuple(
                 sample(prompt, latent, at((quantile + 0.5) / QUANTILES))
@@ -163,7 +165,7 @@ class Evaluation:
 
     def pictures(self, records: Sequence[ImageRecord]) -> list[Image.Image]:
         """Return the dataset's images as they are trained: scaled and cropped."""
-        data = self.plan.config.data
+        data = self.prepared.config.data
         return [
             cut(
                 decode(record.path, settings=data, content_hash=record.content_hash).image,
@@ -180,61 +182,61 @@ def pixels(image: Image.Image, *, side_px: int) -> Tensor:
     return torch.from_numpy(np.array(square, dtype=np.float32)).permute(2, 0, 1)[None] / 255
 
 
-def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
+def prepare_again(subject: EvaluatedLora, dataset: Path) -> Prepared:
     """Prepare the dataset as the adapter's training did; raises as `prepare` does."""
-    plan = prepare_with_base(Request(dataset=dataset, overrides=subject.settings))
-    spellings = LayerNames(plan.family, plan.family.text.layers)
+    prepared = prepare_with_base(Request(dataset=dataset, overrides=subject.settings))
+    spellings = LayerNames(prepared.family, prepared.family.text.layers)
     parts = read_contents(subject.file).parts
     changes_text = any(spellings.find(name, size=part.size) for name, part in parts.items())
-    if changes_text != plan.config.adapter.text_encoder:
+    if changes_text != prepared.config.adapter.text_encoder:
         settings = {**subject.settings, "adapter.text_encoder": changes_text}
-        plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
-    return plan
+        prepared = prepare_with_base(Request(dataset=dataset, overrides=settings))
+    return prepared
 
 
 def build_evaluation(
-    subject: EvaluatedLora, plan: Plan, *, prompts: Sequence[str], events: EventStream
+    subject: EvaluatedLora, prepared: Prepared, *, prompts: Sequence[str], events: EventStream
 ) -> Evaluation:
     """Fill the caches and load the base with the adapter attached; raises LoraTrainError."""
-    setup_torch(plan)
-    check_allocator(planned_device(plan), events)
+    setup_torch(prepared)
+    check_allocator(planned_device(prepared), events)
     job = TrainingJob(
-        prepared=plan,
+        prepared=prepared,
         folder=subject.file.parent,
-        cache_needs=build.plan_cache(plan, prompts),
+        cache_needs=build.plan_cache(prepared, prompts),
         state=None,
         events=events,
         stop=lambda: None,
         started_at_s=time.time(),
         ranks=ProcessGroup(),
     )
-    cache = build.open_cache(plan, events)
+    cache = build.open_cache(prepared, events)
     build.fill_caches(job, cache)
-    events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
-    networks = build.load_networks(plan)
+    events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
+    networks = build.load_networks(prepared)
     # New tokens that were trained with the adapter are added to the text encoders.
-    word, words = new_word(plan.config), build.new_tokens(plan.config, networks.text)
+    word, words = new_word(prepared.config), build.new_tokens(prepared.config, networks.text)
     trained = trained_vectors(subject.file, word) if words and word is not None else {}
     for component, vectors in words.items():
         vectors.requires_grad_(False)
-        vectors.copy_(torch.from_numpy(trained[plan.family.text.new_token_keys[component]]))
+        vectors.copy_(torch.from_numpy(trained[prepared.family.text.new_token_keys[component]]))
     inside = networks.by_component
-    tensors = read_tensors(subject.file, names=build.layer_names(plan, networks.text))
+    tensors = read_tensors(subject.file, names=build.layer_names(prepared, networks.text))
     weights = weight_figures(inside, tensors)
     dial = attach_lora(inside, tensors)
-    build.arrange(plan, networks)
+    build.arrange(prepared, networks)
     model = replace(
-        build.build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None
+        build.build_model(prepared, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None
     )
     return Evaluation(
         subject=subject,
-        plan=plan,
+        prepared=prepared,
         model=model,
         dial=dial,
         weights=weights,
         feeder=build.build_dataloader(job, cache),
         sampler=build_sampler(
-            plan.family, plan.facts, denoiser=networks.denoiser, device=model.device
+            prepared.family, prepared.facts, denoiser=networks.denoiser, device=model.device
         ),
         sources=job.cache_needs.sources,
     )

@@ -34,7 +34,7 @@ from lora_trainer.evaluate.evaluation import (
     build_evaluation,
     evaluated_lora_of,
     pixels,
-    plan_of,
+    prepare_again,
 )
 from lora_trainer.families.hub_files import cached_snapshot
 from lora_trainer.families.locate import EMBEDDED, locate
@@ -77,18 +77,18 @@ def validate(
     events = EventStream(listeners=[*listeners])
     features = find_features(clip)
     subject = evaluated_lora_of(path, base=base, overrides=overrides)
-    plan = plan_of(subject, dataset)
-    records = (*plan.held_out, *plan.trained)
+    prepared = prepare_again(subject, dataset)
+    records = (*prepared.held_out, *prepared.trained)
     # Different captions, those of held-out images first.
     prompts = list(dict.fromkeys(each.caption for each in records if each.caption))[:SAMPLES]
-    captions, triggers = {record.caption for record in records}, plan.config.data.triggers
+    captions, triggers = {record.caption for record in records}, prepared.config.data.triggers
     unrelated = [
         prompt
         for prompt in UNRELATED
         if prompt not in captions and not any(has_trigger(prompt, word) for word in triggers)
     ]
-    with pinning(plan, events):
-        scene = build_evaluation(subject, plan, prompts=(*prompts, *unrelated), events=events)
+    with pinning(prepared, events):
+        scene = build_evaluation(subject, prepared, prompts=(*prompts, *unrelated), events=events)
         notes = [f"image features: {features.name}", *_notes(scene)]
         findings = Validation(file=subject.file.name, notes=notes)
         measure_weights(scene.weights, findings)
@@ -118,23 +118,23 @@ def _notes(scene: Evaluation) -> Iterator[str]:
         yield "the file does not say which images it was trained on, so all count as held out"
     elif not subject.fingerprint:
         yield "the dataset is assumed to be the unchanged dataset of the training"
-    elif subject.fingerprint != scene.plan.dataset.fingerprint:
+    elif subject.fingerprint != scene.prepared.dataset.fingerprint:
         yield (
             "images or captions changed since the training: "
             "images that count as held out may have been trained"
         )
-    if scene.plan.config.adapter.new_tokens:
+    if scene.prepared.config.adapter.new_tokens:
         yield "the base is measured with the new tokens, so all parts rate the adapter's layers alone"
-    if subject.has_settings and not scene.plan.held_out:
+    if subject.has_settings and not scene.prepared.held_out:
         yield "no image is held out, so gain and strength are measured on trained images"
 
 
 def _measure_losses(scene: Evaluation, findings: Validation) -> None:
     """Measure gain, strength and generalisation."""
-    plan = scene.plan
+    prepared = scene.prepared
     # Without the training's settings nobody knows which images were held out, so all of them are measured.
-    has_held_out = bool(scene.subject.has_settings and plan.held_out)
-    unseen = plan.held_out if has_held_out else (*plan.held_out, *plan.trained)
+    has_held_out = bool(scene.subject.has_settings and prepared.held_out)
+    unseen = prepared.held_out if has_held_out else (*prepared.held_out, *prepared.trained)
     batches = scene.batches(unseen)
     by_strength = {s: scene.losses(batches, strength=s) for s in STRENGTHS}
     means = {strength: fmean(losses) for strength, losses in by_strength.items()}
@@ -155,7 +155,7 @@ def _measure_losses(scene: Evaluation, findings: Validation) -> None:
     if not has_held_out:
         findings.leave_out("no image is known to be held out", "generalisation")
         return
-    trained = scene.batches(plan.trained)
+    trained = scene.batches(prepared.trained)
     before, after = (fmean(scene.losses(trained, strength=s)) for s in (0.0, 1.0))
     gains = {"trained_gain": 1 - after / before, "held_out_gain": 1 - means[1.0] / means[0.0]}
     findings.parts["generalisation"] = score.generalisation_part(**gains)
@@ -166,14 +166,14 @@ def _measure_samples(
     scene: Evaluation, prompts: Sequence[str], features: Features, findings: Validation
 ) -> None:
     """Measure similarity and memorisation."""
-    plan = scene.plan
-    records = (*plan.held_out, *plan.trained)[:MAX_ALBUM]
+    prepared = scene.prepared
+    records = (*prepared.held_out, *prepared.trained)[:MAX_ALBUM]
     both = ("similarity", "memorisation")
     if len(records) < LEAST_PICTURES or len(prompts) < LEAST_PICTURES:
         findings.leave_out("needs at least two images with different captions", *both)
         return
     album = features.encode(scene.pictures(records))
-    images = [(record.caption, record not in plan.held_out) for record in records]
+    images = [(record.caption, record not in prepared.held_out) for record in records]
     base, adapted = (
         features.encode(scene.samples(prompts, strength=strength)) for strength in (0.0, 1.0)
     )

@@ -397,7 +397,7 @@ class Family(ABC):
     # ---- files
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        """Return the name of a module in a file of that format, of `file_formats`.
+        """Return the name of a module in a file of that format, one of `formats.written`.
 
         `component` is `denoiser`, `text_encoder`, ...; `module` the name in the network that
         `load_denoiser` or `load_text_encoder` gives.

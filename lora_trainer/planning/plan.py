@@ -238,12 +238,13 @@ class _Planner:
         best = next(filter(self.gpu.computes, self.inputs.family.traits.precisions))
         if best == "bf16":
             return best, f"{self.gpu.capability} has bf16"
-        overflow = (
-            f", and in fp16 {self.inputs.facts.family} bases overflow to NaN; fp32 takes twice the "
-            "memory of 16 bits and several times as long"
-        )
         reason = f"{self.gpu.capability}: not known to have bf16"
-        return best, reason + overflow * (best == "fp32")
+        if best == "fp32":
+            reason += (
+                f", and in fp16 {self.inputs.facts.family} bases overflow to NaN; fp32 takes twice the "
+                "memory of 16 bits and several times as long"
+            )
+        return best, reason
 
     def decide_optimizer(self) -> None:
         """Replace presets that suit only AdamW where another optimizer is used; the user's values stay."""

@@ -2,8 +2,8 @@
 
 Inputs: the run's events, the names of the trackers wanted. Outputs: scalars and sample images in
 TensorBoard, Weights & Biases and the like. A dashboard is never worth a run: whatever a tracker raises is one problem,
-after which it is left alone (FAULTS TRN-05), and threads beside the training wait for the services. Torch-free
-until a tracker starts.
+after which it is left alone (TRN-05 in docs/faults.md), and threads beside the training wait for the services.
+Torch-free until a tracker starts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def start_trackers(
                 fix=f"pip install {package}, or drop it from logging.trackers",
             )
             continue
-        # TensorBoard's run name is a folder; DESIGN wants runs/NAME/tensorboard.
+        # TensorBoard's run name is a folder in the run folder: runs/NAME/tensorboard.
         label = name if name == "tensorboard" else run_folder.name
         folder = (run_folder,) if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory else ()
         tracker = LOGGER_TYPE_TO_CLASS[name](label, *folder)

@@ -56,7 +56,7 @@ def open_cache(prepared: Prepared, events: EventStream) -> Cache:
 
 
 def refuse_small_cache(prepared: Prepared, cache_needs: Needs) -> None:
-    """Raise MachineError if the disk has no room for the missing cache entries (FAULTS CAC-05).
+    """Raise MachineError if the disk has no room for the missing cache entries (CAC-05 in docs/reliability.md).
 
     Missing entries are counted; their size is the planner's, in proportion.
     """

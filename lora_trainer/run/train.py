@@ -255,7 +255,7 @@ def _dataset_name(request: Request) -> str:
 def _refuse(request: Request, prepared: Prepared) -> None:
     """Raise InputError for a dataset with problems where the user is strict, MachineError for a small disk.
 
-    States and exports are predicted (FAULTS CKP-06).
+    States and exports are predicted (CKP-06 in docs/reliability.md).
     """
     problems = [finding for finding in prepared.report.findings if finding.severity != "note"]
     if request.strict and problems:

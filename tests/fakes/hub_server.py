@@ -167,7 +167,9 @@ def hub_server() -> Iterator[HubServer]:
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
-            if code := code or "EntryNotFound" * (status == 404):
+            if not code and status == 404:
+                code = "EntryNotFound"
+            if code:
                 self.send_header("x-error-code", code)
                 self.send_header("x-repo-commit", REVISION)
             self.send_header("content-length", str(len(body)))

@@ -2,7 +2,7 @@
 
 Mutations are seeded, so that a crash is found again by its number; what hypothesis draws comes on
 top. A case is over the limit with more than two seconds of processor time, a kind of file with more
-than 200 MB of memory beside what the first cases took (FAULTS MOD-02).
+than 200 MB of memory beside what the first cases took (MOD-02 in docs/reliability.md).
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ WAYS = [
     (name, own, through)
     for name in families.MODULES
     for formats in [families.family(name).formats.written]
-    for own, through in [*combinations(formats, 2), *([(*formats, *formats)] * (len(formats) == 1))]
+    # A family of one format has no second to go through.
+    for own, through in list(combinations(formats, 2)) or [(*formats, *formats)]
 ]
 """(family, format of the file, format it goes through)."""
 
