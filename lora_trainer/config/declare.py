@@ -85,9 +85,6 @@ KEEP_ATTENTION: tuple[Checkpointing, ...] = ("light", "selective")
 Targets = Literal["attention", "transformer", "all"]
 # From the fewest layers to the most; each includes the layers of the previous.
 TARGETS: tuple[Targets, ...] = get_args(Targets)
-# Error functions of the loss, each a function of `training/loss.py`.
-LossName = Literal["mse", "huber", "smooth_l1", "log_cosh"]
-WITH_DELTA: tuple[LossName, ...] = ("huber", "smooth_l1")
 Weighting = Literal["none", "min_snr", "soft_min_snr", "debiased", "p2", "sigma_sqrt", "cosmap"]
 FLOW_WEIGHTINGS: tuple[Weighting, ...] = ("sigma_sqrt", "cosmap")
 SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", "p2")

@@ -12,7 +12,6 @@ from lora_trainer.config.declare import (
     CARD,
     LORA,
     NOT_OFT,
-    WITH_DELTA,
     WITHOUT_NEW_TOKENS,
     WITHOUT_VALIDATION,
     A_co,
@@ -21,7 +20,6 @@ from lora_trainer.config.declare import (
     Count,
     Factor,
     Interval,
-    LossName,
     Pattern,
     Portion,
     Precision,
@@ -35,6 +33,7 @@ from lora_trainer.config.declare import (
     setting,
 )
 from lora_trainer.config.inputs import NO_REGULARISATION
+from lora_trainer.config.losses import WITH_DELTA, LossName
 from lora_trainer.config.optimizers import NOT_SCHEDULE_FREE
 
 Scale = Annotated[float, Field(gt=0, le=4096)]

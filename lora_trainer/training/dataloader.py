@@ -21,7 +21,6 @@ from lora_trainer.cache.cache_plan import Entries, SampleSource, SampleView
 from lora_trainer.cache.store import CacheKey
 from lora_trainer.common.processes import DistEnv, share
 from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
-from lora_trainer.config.declare import LossName
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.records import epoch_order, sample_id
@@ -46,7 +45,7 @@ class Sample:
     weight: float
     conditioning: Conditioning
     input_noise: Tensor | None = None
-    loss: LossName = "mse"
+    loss: str = "mse"
     delta: float = 1.0
     dropout_seed: int = 0
     mask_weights: Tensor | None = None

@@ -9,14 +9,11 @@ Where an image has a mask, the mean over its positions i is weighted by it; with
 another eps than the target. x are the latents, eps the noise, c the conditioning, F the denoiser (Ho et al. 2020,
 arXiv 2006.11239, eq. 4 and 14; for flow matching alpha = 1 - sigma, Lipman et al. 2022, arXiv 2210.02747).
 
-To add an error function E, write it below, name it in `ERRORS`, and add its name to `LossName`, and to
-`WITH_DELTA` if it has a delta (both in config/declare.py); then run scripts/write_schema.py. `smooth_l1` is
-Huber's error over its delta.
+The error functions E are the rows of config/losses.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,53 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lora_trainer.config.declare import LossName
+from lora_trainer.config.losses import LOSSES
 from lora_trainer.families.facts import Conditioning, Prediction
 from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.lora.dropout import SampleMasks, halves
 from lora_trainer.network.pinned_memory import pinned, pinned_copy
 from lora_trainer.training.dataloader import Sample
-
-# ---- the error of one element: (difference d, delta) -> error, all of the same shape or broadcast to it
-
-
-def _pseudo_huber(difference: Tensor, delta: Tensor) -> Tensor:
-    """Return 2 delta (sqrt(d^2 + delta^2) - delta): d^2 near 0, 2 delta |d| far from it.
-
-    Song & Dhariwal 2023, arXiv 2310.14189, at the scale of sd-scripts.
-    """
-    squares = difference.square()
-    # The formula multiplied by its conjugate: for d << delta the difference sqrt(d^2 + delta^2) - delta
-    # of two almost equal numbers would lose the digits of d.
-    return 2 * delta * squares / ((squares + delta.square()).sqrt() + delta)
-
-
-def _smooth_l1(difference: Tensor, delta: Tensor) -> Tensor:
-    """Return 2 (sqrt(d^2 + delta^2) - delta), the smooth L1 error of sd-scripts: 2 |d| far from 0.
-
-    Where delta falls with the noise level (noise.py: loss_delta), this error weighs noisier levels more than
-    Huber's does. A change of `_pseudo_huber` changes it too.
-    """
-    return _pseudo_huber(difference, delta) / delta
-
-
-def _log_cosh(difference: Tensor, delta: Tensor) -> Tensor:
-    """Return log(cosh(d)): d^2 / 2 near 0, |d| - log 2 far from it.
-
-    OneTrainer's formula, with |d| for d: the error is even, and in float32 d + softplus(-2 d) has lost its
-    digits at large negative d.
-    """
-    distance = difference.abs()
-    return distance + F.softplus(-2.0 * distance) - math.log(2.0)
-
-
-# The error functions by the names of `objective.loss`.
-ERRORS: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
-    "mse": lambda difference, _: difference.square(),
-    "huber": _pseudo_huber,
-    "smooth_l1": _smooth_l1,
-    "log_cosh": _log_cosh,
-}
 
 
 def add_noise(latents: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -99,7 +55,7 @@ def sample_losses(
     predicted: Tensor,
     targets: Tensor,
     *,
-    loss: LossName = "mse",
+    loss: str = "mse",
     delta: Tensor | None = None,
     mask_weights: Tensor | None = None,
 ) -> Tensor:
@@ -112,7 +68,7 @@ def sample_losses(
     difference = predicted.float() - targets.float()
     # Error functions without a scale take any and ignore it.
     scale = difference.new_ones(1) if delta is None else delta
-    errors = ERRORS[loss](difference, _per_sample(scale, difference))
+    errors = LOSSES[loss].formula(difference, _per_sample(scale, difference))
     if mask_weights is not None:
         errors = errors * mask_weights
     return errors.mean(dim=tuple(range(1, errors.dim())))
@@ -145,7 +101,7 @@ class Batch:
     as_base: Tensor | None
     conditioning: Conditioning
     base_conditioning: Conditioning
-    loss: LossName
+    loss: str
     precision: torch.dtype
 
     def on(self, device: torch.device) -> Batch:

@@ -32,12 +32,12 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderMo
 from lora_trainer import families
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import resolve as resolve_settings
+from lora_trainer.config.losses import LOSSES
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.reading import import_file
-from lora_trainer.training.loss import ERRORS
 from lora_trainer.training.noise import levels_of, loss_delta, loss_weight
 from lora_trainer.training.schedules import learning_rate
 from tests.importing.corpus import CASES
@@ -147,7 +147,7 @@ def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
         level = levels.at(fraction)
         weight = loss_weight(objective, level, prediction)
         delta = loss_delta(objective, level)
-        error = ERRORS[objective.loss]
+        error = LOSSES[objective.loss].formula
         for difference in DIFFERENCES:
             errors.append(weight * float(error(torch.tensor(difference), torch.tensor(delta))))
     return {"noise": quantiles(drawn), "errors": errors}

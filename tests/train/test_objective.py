@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +16,12 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import ObjectiveSettings
+from lora_trainer.config.losses import LOSSES
 from lora_trainer.families.facts import Prediction
 from lora_trainer.training.dataloader import Sample
 from lora_trainer.training.loss import Model
@@ -144,10 +146,27 @@ def test_errors_are_those_of_their_papers_and_of_other_trainers(error: float, de
         "smooth_l1": 2 * root,
         "log_cosh": float(exact + F.softplus(-2.0 * exact) - math.log(2.0)),
     }
-    assert list(wanted) == list(get_args(ObjectiveSettings.model_fields["loss"].annotation))
     for name, value in wanted.items():
         found = error_of(error, loss=name, delta=delta)
         assert found == pytest.approx(value, rel=1e-4, abs=2e-7), name
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_error_is_even_grows_from_zero_and_has_a_gradient_everywhere(name: str) -> None:
+    distances = [0.0, 1e-6, 1e-3, 0.1, 1.0, 30.0, 1e3]
+    found = [error_of(distance, loss=name, delta=0.3) for distance in distances]
+    assert found[0] == 0.0 and found == sorted(found) and all(map(math.isfinite, found))
+    assert found[3:] == [error_of(-distance, loss=name, delta=0.3) for distance in distances[3:]]
+    at = torch.tensor([-2.0, 0.0, 2.0], requires_grad=True)
+    LOSSES[name].formula(at, torch.tensor(0.3)).sum().backward()
+    assert at.grad is not None
+    below, zero, above = at.grad.tolist()
+    assert below == -above < 0.0 == zero
+
+
+def test_an_error_function_that_is_not_there_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValidationError, match=r"not an error function: .*log_cosh.*smooth_l1"):
+        ObjectiveSettings.model_validate({"loss": "smooth_l2"})
 
 
 def test_pseudo_huber_keeps_the_digits_of_small_errors_and_each_sample_has_its_delta() -> None:
