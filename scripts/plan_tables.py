@@ -41,47 +41,49 @@ DESKTOP_GIB = 0.5
 MACHINE_GIB = 28
 TEXT = """# Plans
 
-What `lora-train plan` chooses and predicts on four GPUs, before anything is downloaded or loaded, made by
-`scripts/plan_tables.py`. Assumed: the GPU is empty but for half a GiB of desktop, 28 GiB of the machine's memory
-are free, 20 images as large as is trained (18 trained, 2 held out), everything left to the presets and the plan.
+This page shows what `lora-train plan` chooses and predicts for four GPUs, before anything is downloaded or loaded.
+`scripts/plan_tables.py` writes the page. It assumes a GPU that is empty except for half a GiB of desktop, 28 GiB of
+free memory in the machine, 20 images at training resolution (18 trained, 2 held out), and default settings.
 
-No GPU was at hand: the predictions follow from the networks' own arithmetic, checked against published
-measurements (tests/planning/test_memory.py); on these GPUs they are **not yet
-measured**. Times are estimates: a step is given as a range, a whole run by the middle of its range (half to
-twice as long is possible).
+The predictions are **not yet measured** on these GPUs: they follow from the arithmetic of the networks and were
+compared with published measurements (tests/planning/test_memory.py). Times are estimates. The time of a step is shown
+as a range. The time of a whole run is the middle of its range; it may be half or twice as long.
 
-How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
-in 8 or in 4 bits; nothing recomputed, or blocks with or without their dear results,
-with inputs in host memory where needed; blocks streamed from host memory; images at once),
-`speed` and `balanced` take the fewest seconds a step by the estimate, where the seconds of 8 bits count 1.1
-(`speed`) or 1.2 times (`balanced`) and those of 4 bits 1.2 or 1.5 times; `quality` takes the most precise, then
-the fastest. Sample images are kept where they make a step at most a fifth longer. Nothing fits: the run is
-refused with the nearest setting that does.
+The planner never changes the batch, and never increases a value you set. It tries every combination of base precision
+(unquantised, 8 bits or 4 bits), gradient checkpointing (from nothing recomputed to inputs kept in host memory),
+streamed blocks and images at a time. Of the combinations that fit, `speed` and `balanced` take the one with the
+fewest estimated seconds a step. To prefer more bits, these seconds are multiplied by 1.1 (`speed`) or 1.2
+(`balanced`) for 8 bits, and by 1.2 or 1.5 for 4 bits. `quality` takes the most precise base that fits, then the
+fastest combination. Sample images are drawn if they make a step at most a fifth longer. If nothing fits, the run is
+refused and the error names the nearest setting that fits.
 
 ## How long a run takes
 
-From the command to the file: start, caching, all steps, validation, sample images. On these GPUs a run of 20
-images takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`**
-(tests/scripts/test_tables.py, for every release). What decides it:
+A run lasts from the command to the finished file: start, caching, all steps, validation, sample images. With 20
+images it takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`** on these GPUs
+(tests/scripts/test_tables.py, for every release). Three things decide the time:
 
-* **The size of the images.** Where nobody sets `data.resolution`, a transformer is trained at the largest of its own
-  size, three quarters, five eighths and half of it (1024, 768, 640 and 512 px) that fits the GPU and ends within these
-  hours with 20 images on an idle machine; `plan` names the sizes it passed over and what they would take. Where none
-  does, it is the fastest, and `plan` warns. At 1024 px FLUX.1 would train for 9 hours on 12 GB with `balanced` and for
-  8 on 16 GB. Others have the same sizes: OneTrainer's presets for 8 and 16 GB (512 px: Chroma, FLUX.2 klein,
-  Qwen-Image, Z-Image; FLUX.1 768 px in 4 bits), kohya_ss' for FLUX.1 (512 px), ai-toolkit's mixture that begins at
-  512. The U-Nets are trained at their own size everywhere.
-* **The number of updates**, the same on all GPUs ([presets.md](presets.md)): 500, 1,500 and 3,000 of one image for
-  transformers (ai-toolkit's FLUX.1 example: 2,000, "500 - 4000 is a good range"). Qwen-Image, the dearest, has
-  440, 1,200 and 3,000.
-* **Sample images** are drawn at every save, or at every second or the last one where they would take more than 15 %
-  of the steps' time and three minutes; transformers draw two instead of four with `speed`.
+* **The size of the images.** If you do not set `data.resolution`, a transformer is trained at its own size, or at
+  three quarters, five eighths or half of it (1024, 768, 640 and 512 px). The planner takes the largest of these sizes
+  that fits the GPU and finishes 20 images within the hours above on an idle machine. `plan` shows the larger sizes
+  and the time they would take. If no size finishes in time, the planner takes the fastest size and `plan` warns. At
+  1024 px, FLUX.1 would train for 9 hours on 12 GB with `balanced`, and for 8 hours on 16 GB. Other trainers use the
+  same sizes: OneTrainer's presets for 8 and 16 GB (512 px for Chroma, FLUX.2 klein, Qwen-Image and Z-Image; 768 px in
+  4 bits for FLUX.1), kohya_ss' preset for FLUX.1 (512 px), and ai-toolkit's mixture of sizes that begins at 512.
+  U-Nets are always trained at their own size.
+* **The number of updates.** It is the same on all GPUs ([presets.md](presets.md)): 500, 1,500 and 3,000 updates of
+  one image for transformers (ai-toolkit's FLUX.1 example: 2,000, "500 - 4000 is a good range"). Qwen-Image, the
+  slowest, has 440, 1,200 and 3,000.
+* **Sample images.** They are drawn at every save. If they would take more than 15 % of the steps' time and more than
+  three minutes, they are drawn at every second save or only at the last. Transformers draw two samples instead of
+  four with `speed`.
 
-A larger set takes longer: steps grow with the images, up to 160 of them. So does a slower GPU. `plan` says what the
-run takes, by parts, and warns where it is more than these hours.
+A larger dataset takes longer, because the number of steps grows with the number of images, up to 160 images. A slower
+GPU also takes longer. `plan` shows the time of each part of the run, and warns if the run takes more than these
+hours.
 """
-TIMES = """On a processor alone the embedded miniature base ends in minutes; a base of true size takes days there. The
-tier `cpu` is not bounded for that reason.
+TIMES = """On a processor, the embedded miniature base is trained in minutes, but a base of true size takes days.
+The tier `cpu` therefore has no limit of hours.
 """
 
 
