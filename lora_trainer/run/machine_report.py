@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -43,6 +42,12 @@ from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_recor
 
 Mark = Literal["ok", "warn"]
 _STYLES: Mapping[Mark, str] = {"ok": "green", "warn": "bold yellow"}
+# The share of a GPU's memory that other programs may use before it is a warning.
+_MOST_USED_BY_OTHERS = 0.15
+_LITTLE_DISK_BYTES = 20 * 2**30
+_LITTLE_MEMORY_BYTES = 15 * 2**30
+# Packages that are of use only with GPUs for which code is compiled.
+_WHERE_COMPILED = ("xformers", "triton")
 
 
 class MachineCheck(NamedTuple):
@@ -69,42 +74,141 @@ def _lacking(gpu: Gpu) -> str:
 def checks(
     hardware: Hardware, *, cache: Path, environment: Mapping[str, str]
 ) -> Iterator[MachineCheck]:
-    """Yield all sentences about a machine, the most important first; they stand in machine_report.txt."""
-    sentences = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    sentences.filters["capital"] = _capital
-    sentences.tests["optional"] = is_optional
-    notes, disk_bytes, disk_fault = package_notes(hardware.packages), 0, ""
-    notes |= {name: f"{why}: pip uninstall {name}" for name, why in hardware.unfit.items()}
-    advised = [name for name in notes if name != "xformers" or fits_xformers(hardware.torch)]
-    try:
-        disk_bytes = hardware.disk_free_bytes(cache)
-    except OSError as error:
-        disk_fault = error.strerror or str(error)
-    file = Path(__file__).with_suffix(".txt")
-    # A path may hold the arrow, but no separator of units, which `shown` escapes.
-    source = file.read_text(encoding="utf-8").replace(" => ", "\x1f")
-    text = sentences.from_string(source).render(
-        hardware=hardware,
-        tier=tier,
-        tier_problem=tier_problem,
-        gib=gib,
-        lacking=_lacking,
-        version=__version__,
-        python=platform.python_version(),
-        system=platform.system() or sys.platform,
-        notes=notes,
-        missing=[name for name in advised if is_optional(name) and hardware.packages[name] is None],
-        purposes=PURPOSES,
-        cache=shown(str(cache)),
-        disk_bytes=disk_bytes,
-        disk_fault=disk_fault,
-        is_offline=environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
-        has_compiler=sys.platform == "win32" or shutil.which("cc") or shutil.which("gcc"),
+    """Yield all sentences about a machine, the most important first."""
+    yield from _accelerator(hardware)
+    for gpu in hardware.gpus:
+        yield from _gpu(hardware, gpu)
+    yield from _processor_and_memory(hardware)
+    yield from _packages(hardware)
+    yield _cache_disk(hardware, cache)
+    if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        yield ok(
+            "Nothing is downloaded, because HF_HUB_OFFLINE is set.",
+            "unset it to download base models that are not on this machine",
+        )
+    has_compiler = sys.platform == "win32" or shutil.which("cc") or shutil.which("gcc")
+    if not has_compiler:
+        yield ok(
+            "There is no C compiler, so hardware.compile=blocks cannot be used.",
+            "install gcc to use it",
+        )
+
+
+def _judged(sentence: str, *, is_bad: bool, fix: str) -> MachineCheck:
+    """Return a fact about the machine, a warning with `fix` where it is bad."""
+    return warn(sentence, fix) if is_bad else ok(sentence)
+
+
+def _accelerator(hardware: Hardware) -> Iterator[MachineCheck]:
+    """Yield the device that trainings use, and why."""
+    best, why = hardware.accelerator()
+    count = len(hardware.gpus)
+    if best is None:
+        fix = "the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
+        if count:
+            why, fix = "torch can use none of the GPUs", "see below"
+        yield warn(f"Trainings run on the CPU, because there is no usable GPU: {why}.", fix)
+        return
+    among = f", the best of {count} for this torch" if count > 1 else ""
+    precision = "bf16" if best.has_bf16 else "fp16, as it does not compute bf16 itself"
+    presets = f"with the presets for {tier(best.total_bytes)} GiB"
+    yield ok(f"Trainings run on {best.name}{among}, in {precision}, {presets}.")
+    if problem := tier_problem(best.total_bytes):
+        fix = "lower data.resolution or adapter.rank if a plan does not fit"
+        yield warn(f"{_capital(problem)}.", fix)
+
+
+def _gpu(hardware: Hardware, gpu: Gpu) -> Iterator[MachineCheck]:
+    reason, cure = hardware.against(gpu)
+    if reason:
+        yield warn(f"{reason}.", cure)
+        return
+    details = []
+    if gpu.driver:
+        details.append(f"driver {gpu.driver}")
+    if gpu.compute_capability:
+        details.append(gpu.capability)
+    more = f" ({', '.join(details)})" if details else ""
+    yield _judged(
+        f"GPU {gpu.index} is {gpu.name}, {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free{more}.",
+        is_bad=gpu.free_bytes < (1 - _MOST_USED_BY_OTHERS) * gpu.total_bytes,
+        fix="close other programs that use it, because plans use only free memory",
     )
-    for line in text.splitlines():
-        mark, _, words = line.partition(": ")
-        sentence, _, fix = words.partition("\x1f")
-        yield MachineCheck("ok" if mark == "ok" else "warn", sentence, fix)
+    if hardware.pinnable_bytes is not None and gpu.can.pins:
+        reason = hardware.reasons.get("pinnable_bytes", "as set")
+        yield ok(
+            f"Of the machine's memory {gib(hardware.pinnable_bytes)} may be pinned for copies to it "
+            f"({reason}); unpinned copies are slower."
+        )
+    if gpu.spills:
+        yield ok(
+            "When its memory is full, its driver uses host memory, which makes trainings ten times "
+            "slower; plans stay below that limit."
+        )
+    if lacking := _lacking(gpu):
+        yield ok(f"{_capital(gpu.can.says)} has no {lacking}: adamw is used instead.")
+
+
+def _processor_and_memory(hardware: Hardware) -> Iterator[MachineCheck]:
+    cores = f"{hardware.cpu_threads} core{'' if hardware.cpu_threads == 1 else 's'}"
+    reason = hardware.reasons.get("cpu_threads", "")
+    yield ok(f"The CPU is {hardware.cpu_name}; trainings use {cores} of it ({reason}).")
+    free, total = gib(hardware.ram_free_bytes), gib(hardware.ram_total_bytes)
+    reason = hardware.reasons.get("ram_total_bytes", "memory of the machine")
+    yield _judged(
+        f"{free} of {total} of memory are free, of which plans may use "
+        f"{gib(hardware.usable_ram_bytes)} ({reason}).",
+        is_bad=hardware.ram_total_bytes < _LITTLE_MEMORY_BYTES,
+        fix="parts of large bases stay in it during training: 32 GiB are enough for most",
+    )
+
+
+def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
+    """Yield the version of this program, packages that are wrong, and optional ones that are missing."""
+    if hardware.torch is not None:
+        python = f"Python {platform.python_version()} on {platform.system() or sys.platform}"
+        yield ok(f"lora-train {__version__} runs on {python} with {hardware.torch}.")
+    versions, gpu = hardware.packages, hardware.accelerator()[0]
+    notes = package_notes(versions)
+    notes |= {name: f"{why}: pip uninstall {name}" for name, why in hardware.unfit.items()}
+    missing = [
+        name
+        for name in notes
+        if is_optional(name)
+        and versions[name] is None
+        and (name != "xformers" or fits_xformers(hardware.torch))
+    ]
+    for name, note in notes.items():
+        # An xformers that is neither installed nor made for this torch is not worth a word.
+        if name in missing or (name == "xformers" and not versions[name]):
+            continue
+        reason, _, command = note.partition(": ")
+        package = f"{name} {versions[name] or ''}".strip()
+        yield warn(f"{package} ({PURPOSES[name]}): {reason}.", command)
+    if all(map(is_optional, notes)):
+        yield ok("All required packages are installed.")
+    for name in missing:
+        if name in _WHERE_COMPILED and (gpu is None or not gpu.can.compiles):
+            continue
+        purpose = PURPOSES[name].removeprefix("optional: ")
+        sentence = f"{name} is not installed and not required: {purpose}."
+        yield ok(sentence, f"to install it: pip install {name}")
+
+
+def _cache_disk(hardware: Hardware, cache: Path) -> MachineCheck:
+    place = shown(str(cache))
+    try:
+        free_bytes = hardware.disk_free_bytes(cache)
+    except OSError as error:
+        return warn(
+            f"The cache folder {place} cannot be read: {error.strerror or error}.",
+            "choose another one with --set data.cache_dir=FOLDER",
+        )
+    return _judged(
+        f"Encoded images and captions are stored in {place}, where {gib(free_bytes)} are free.",
+        is_bad=free_bytes < _LITTLE_DISK_BYTES,
+        fix="lora-train doctor --clear-cache empties it",
+    )
 
 
 def doctor_text(results: list[MachineCheck]) -> RenderableType:
