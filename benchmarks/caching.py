@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer.cache.encode import fill  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 from lora_trainer.common.processes import made_to_stay  # noqa: E402 - after sys.path
-from lora_trainer.families.latents import Latents  # noqa: E402 - after sys.path
+from lora_trainer.families.base.latents import Latents  # noqa: E402 - after sys.path
 from lora_trainer.run.build import open_cache, plan_cache, texts_as  # noqa: E402 - after sys.path
 from lora_trainer.run.prepare import Prepared, Request, prepare  # noqa: E402 - after sys.path
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainee import Batch, Case, training
 
 from lora_trainer.common.events import Event, EventStream, JsonlWriter
-from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.reporting.status import StatusWriter

@@ -185,7 +185,7 @@ class _Encoder:
     def encode_images(self, pixels: Any) -> Any:
         import torch
 
-        from lora_trainer.families.latents import Latents
+        from lora_trainer.families.base.latents import Latents
 
         factor, channels = self.facts.vae_factor, self.facts.latent_channels
         size = (pixels.shape[-2] // factor, pixels.shape[-1] // factor)

@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 from lora_trainer import families  # noqa: E402 - after sys.path
 from lora_trainer.config.inputs import BaseSettings  # noqa: E402 - after sys.path
-from lora_trainer.families.locate import locate  # noqa: E402 - after sys.path
-from lora_trainer.families.sampling import plain_pipeline  # noqa: E402 - after sys.path
+from lora_trainer.families.base.sampling import plain_pipeline  # noqa: E402 - after sys.path
+from lora_trainer.families.files.locate import locate  # noqa: E402 - after sys.path
 from lora_trainer.training.loss import add_noise, target  # noqa: E402 - after sys.path
 
 EXAMPLE = ROOT / "datasets" / "example"

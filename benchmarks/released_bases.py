@@ -25,7 +25,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer import families  # noqa: E402 - after sys.path
-from lora_trainer.families.locate import EMBEDDED_FOLDER  # noqa: E402 - after sys.path
+from lora_trainer.families.files.locate import EMBEDDED_FOLDER  # noqa: E402 - after sys.path
 from tests.fakes.ldm_file import write_checkpoint  # noqa: E402 - after sys.path
 
 FILES: Mapping[str, Mapping[str, Any]] = json.loads(

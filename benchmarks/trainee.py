@@ -28,8 +28,8 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import Config
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Geometry
+from lora_trainer.families.base.facts import BaseFacts, Geometry
+from lora_trainer.families.base.family import Family
 from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Batch, Model, collate

@@ -17,7 +17,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
-from lora_trainer.families.hub_files import SUFFIXES
+from lora_trainer.families.files.hub_files import SUFFIXES
 
 from .workplace import Workplace
 

@@ -12,7 +12,7 @@ from typing import get_args
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import one_line
-from lora_trainer.families.facts import FileFormat
+from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.reporting.charts import Html
 
 from . import jobs, launch

@@ -21,7 +21,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import Severity
 from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
 from lora_trainer.common.wording import public_text
-from lora_trainer.families.recognise import a1111_version
+from lora_trainer.families.files.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.tensor_file import whole_or_absent
 from lora_trainer.reporting.charts import Html

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer import families
 from lora_trainer.config.layers import resolve
 from lora_trainer.dataset.buckets import buckets_for, place
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
 from lora_trainer.hardware.machine import GIB, Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.image_size import smaller_sides

@@ -16,9 +16,9 @@ from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.flow import FlowFamily
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.flow import FlowFamily
 
 SIZES_PX = ((640, 384), (704, 704), (896, 640), (1024, 1024), (1344, 768))
 MICRO_BATCHES = (1, 4)

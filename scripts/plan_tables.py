@@ -18,7 +18,7 @@ from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.layers import lowered_to, resolve
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.families import MODULES, family, known_base
-from lora_trainer.families.base import Family
+from lora_trainer.families.base.family import Family
 from lora_trainer.hardware.machine import GIB, Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import MemoryItem

@@ -19,7 +19,7 @@ from lora_trainer import families
 from lora_trainer.config import Priority
 from lora_trainer.config.layers import resolve
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.training.noise import levels_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "objective.md"

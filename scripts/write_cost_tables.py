@@ -34,9 +34,10 @@ from lora_trainer.costs.sample_cost import (
     Workload,
     entry,
 )
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Layout
-from lora_trainer.families.flow import FlowFamily
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.flow import FlowFamily
+from lora_trainer.families.base.layout import Layout
 
 VERSION = 3
 """Raised when the same workload costs something else: what was traced before is traced again."""

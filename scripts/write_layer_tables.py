@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.families.releases import FILE, Row
+from lora_trainer.families.base.releases import FILE, Row
 
 # `blocks.1.` and `linear_1` get `#`; the digit of `w1` belongs to its letter and stays.
 _NUMBER = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")

@@ -1,6 +1,6 @@
 """What is installed is what is in the tree: the wheel, made by way of the sdist, is compared.
 
-An editable install finds a new sub-package that pyproject.toml does not list; a wheel lacks it. The
+An editable install finds a data file that pyproject.toml does not list; a wheel lacks it. The
 sources are built from a copy, because setuptools keeps stale files in `build/`.
 """
 
@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("lora_trainer", "datasets", "gui", "presets", "pyproject.toml", "README.md", "LICENSE")
+TEXTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = ("lora_trainer", "datasets", "gui", "presets", *TEXTS)
 # Folder in the tree -> folder in the wheel.
 INSTALLED_AS = {
     "lora_trainer": "lora_trainer",

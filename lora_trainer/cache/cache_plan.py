@@ -24,8 +24,8 @@ from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_rules import class_texts, variants
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
+from lora_trainer.families.base.texts import TextEncoder
 
 RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
 

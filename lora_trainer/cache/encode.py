@@ -29,8 +29,8 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut, mask_values
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.masks import decode_mask
-from lora_trainer.families.latents import ImageEncoder
-from lora_trainer.families.texts import WEIGHTS, TextEncoder
+from lora_trainer.families.base.latents import ImageEncoder
+from lora_trainer.families.base.texts import WEIGHTS, TextEncoder
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 
 # Of images that are decoded ahead together: 200 MB as they are decoded, twice that while turned.

@@ -33,7 +33,7 @@ from lora_trainer.common.errors import (
     package_problem,
 )
 from lora_trainer.common.wording import is_hub_id
-from lora_trainer.families.hub_files import cached_snapshot, fetch
+from lora_trainer.families.files.hub_files import cached_snapshot, fetch
 
 Writes = Literal["sentences", "tags"]
 TAGGER_FILES = ("model.onnx", "selected_tags.csv")

@@ -31,7 +31,7 @@ from lora_trainer.captioning.captioners import (
     weight_files,
 )
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
-from lora_trainer.families.base_files.weight_files import count_parameters
+from lora_trainer.families.files.weight_files import count_parameters
 from lora_trainer.hardware.device_calls import free_and_total_bytes
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory

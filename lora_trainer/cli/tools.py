@@ -20,7 +20,7 @@ from lora_trainer.cli.main import Json, Reply
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.config.declare import Precision, Targets
-from lora_trainer.families.facts import FileFormat
+from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.key_formats import FormatRequest
 

@@ -37,8 +37,9 @@ from lora_trainer.config.declare import (
 )
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.sample_cost import SampleCost, Workload, entry, release_of, tabled
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Part
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import Part
 from lora_trainer.lora.adapter_size import Shape, adapter_tensors
 
 if TYPE_CHECKING:

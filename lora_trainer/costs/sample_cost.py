@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.declare import Checkpointing, Targets
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
 
 FILE = Path(__file__).with_name("cost_tables.json")
 KIB = 1024

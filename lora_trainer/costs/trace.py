@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry
+from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
+from lora_trainer.families.base.family import Family
 from lora_trainer.lora.adapter_layers import CUSTOM
 from lora_trainer.network.gradient_checkpointing import (
     BlockRunner,

@@ -43,8 +43,8 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.captions import clean
 from lora_trainer.dataset.records import ImageRecord, finding
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
 
 TRIGGER_PLACEHOLDER = "[trigger]"
 CLIP_TOKENS = 77

@@ -55,7 +55,7 @@ from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.dataset.masks import Mask, MaskFacts, facts_of
 from lora_trainer.dataset.quality import findings_of
 from lora_trainer.dataset.records import REGULARISATION, Dataset, ImageRecord, finding
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB
 
 MAX_REASONS = 100

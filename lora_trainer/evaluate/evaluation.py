@@ -26,8 +26,8 @@ from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.families.facts import Geometry
-from lora_trainer.families.sampling import Sampler, build_sampler
+from lora_trainer.families.base.facts import Geometry
+from lora_trainer.families.base.sampling import Sampler, build_sampler
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
 from lora_trainer.lora_file.base_layers import LayerNames

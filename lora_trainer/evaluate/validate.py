@@ -36,8 +36,8 @@ from lora_trainer.evaluate.evaluation import (
     pixels,
     prepare_again,
 )
-from lora_trainer.families.hub_files import cached_snapshot
-from lora_trainer.families.locate import EMBEDDED, locate
+from lora_trainer.families.files.hub_files import cached_snapshot
+from lora_trainer.families.files.locate import EMBEDDED, locate
 from lora_trainer.reporting import score
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS, Validation

@@ -1,7 +1,6 @@
-"""The registry: families by name, each a module here, imported on demand.
+"""The registry: families by name, each a folder here, imported on demand.
 
-Adding a family adds its name here; its other entries are listed at the top of base.py and, step by step, in
-docs/adding-a-family.md. Modules of this folder that MODULES does not name serve all families.
+base/ and files/ serve all families. docs/adding-a-family.md says what a family's folder holds.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import importlib
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Header, Part
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import Header, Part
 
 MODULES = ("sd15", "sd2", "sdxl", "sd3", "flux", "flux2", "chroma", "zimage", "qwen", "lumina2")
 DEFAULT_FAMILY = MODULES[0]
@@ -21,7 +21,7 @@ def family(name: str) -> Family:
     """Return the family of that name; raises KeyError for an unregistered name."""
     if name not in MODULES:
         raise KeyError(name)
-    instance = importlib.import_module(f"{__name__}.{name}").FAMILY
+    instance = importlib.import_module(f"{__name__}.{name}.family").FAMILY
     assert isinstance(instance, Family)
     return instance
 

@@ -20,9 +20,9 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.optimizers import OptimizerSettings
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import DENOISER
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.lora.adapter_size import first_match
 from lora_trainer.lora.dropout import SampleMasks, drops
 from lora_trainer.lora.inject import AdaptedLayer, adapt

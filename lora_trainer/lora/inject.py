@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter_layers import CUSTOM, FusedLinear, LeanConv2d, LeanDora, RotatedLayer
 from lora_trainer.lora.adapter_size import (
     AdapterKind,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.low_rank import fits, kind_name
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key, update
 from lora_trainer.network.quantize import frozen_weight

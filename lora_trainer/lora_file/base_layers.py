@@ -17,10 +17,10 @@ from pathlib import Path
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import DENOISER
-from lora_trainer.families.recognise import adapter_family, stated_version
-from lora_trainer.families.releases import released_layers
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.releases import released_layers
+from lora_trainer.families.files.recognise import adapter_family, stated_version
 from lora_trainer.lora_file.key_formats import PART_MARK, kind_of_others
 from lora_trainer.lora_file.read import Contents, ModuleFactors, read_contents
 from lora_trainer.lora_file.tensor_file import refuse

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.common.files import disk_error
-from lora_trainer.families.facts import Header, TensorInfo
+from lora_trainer.families.base.layout import Header, TensorInfo
 from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.lora_file.tensor_file import numbers, open_checked, ordered, refuse, write_tensors
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import Severity
-from lora_trainer.families.recognise import STATED, stated_version
+from lora_trainer.families.files.recognise import STATED, stated_version
 from lora_trainer.lora.adapter_size import BASED, factored_norm
 from lora_trainer.lora_file.base_layers import Fit, recognise, sized
 from lora_trainer.lora_file.embedding import BUNDLED, WORD, holds_vectors, trained_words

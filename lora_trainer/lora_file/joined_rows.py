@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import DENOISER, FileFormat
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.lora.adapter_size import KIND_NAMES
 from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.lora_file.base_layers import Shape

@@ -13,8 +13,9 @@ from typing import Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import DENOISER, FileFormat
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.lora.adapter_size import KIND_NAMES, AdapterKind
 from lora_trainer.lora_file.tensor_file import packaged
 

@@ -26,7 +26,7 @@ from lora_trainer.common.whole_words import same_word, tags_of
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.config import all_settings
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
-from lora_trainer.families.facts import Prediction
+from lora_trainer.families.base.facts import Prediction
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora_file.tensor_file import json_object, packaged
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter_size import AdapterKind, update_size
 from lora_trainer.lora_file.key_formats import BESIDE, NEEDED, PART_MARK, Role, parse_key
 from lora_trainer.lora_file.module_update import Update, normal_form, ranks_of

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Precision
-from lora_trainer.families.facts import TensorInfo
+from lora_trainer.families.base.layout import TensorInfo
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.base_layers import LayerNames, LayerRows
 from lora_trainer.lora_file.embedding import BUNDLED

@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.files import disk_error, retry_while_open, sync_folder, temporary_beside
-from lora_trainer.families.base_files.foreign import ForeignFileError
-from lora_trainer.families.base_files.weight_files import check_limits, safetensors_header
-from lora_trainer.families.facts import Header, TensorInfo
+from lora_trainer.families.base.layout import Header, TensorInfo
+from lora_trainer.families.files.foreign import ForeignFileError
+from lora_trainer.families.files.weight_files import check_limits, safetensors_header
 
 Array = np.ndarray[Any, Any]
 PEFT_FILE = "adapter_model.safetensors"

@@ -21,8 +21,9 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError, MachineError, RequestError, TrainingStopped
 from lora_trainer.common.files import disk_error, retry_while_open
 from lora_trainer.config.declare import Precision
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import DENOISER, FileFormat, TensorInfo
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER, TensorInfo
+from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
 from lora_trainer.lora_file.base_layers import LayerNames, Shape

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import MOST_HOURS
 

@@ -31,7 +31,7 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
 from lora_trainer.costs.sample_cost import Workload
-from lora_trainer.families.base_files.weight_files import READ_BYTES
+from lora_trainer.families.files.weight_files import READ_BYTES
 from lora_trainer.hardware.devices import KINDS, RESERVED_BYTES, TorchType
 from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements
 from lora_trainer.planning.optimizer_facts import (

@@ -18,8 +18,8 @@ from typing import Any
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.layers import Resolved
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.known_pace import PastRun
 

@@ -27,8 +27,9 @@ from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.scan import cache_in
-from lora_trainer.families.facts import DENOISER, Conditioning
-from lora_trainer.families.texts import WEIGHTS, TextEncoder
+from lora_trainer.families.base.facts import Conditioning
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.texts import WEIGHTS, TextEncoder
 from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES

@@ -21,7 +21,7 @@ from lora_trainer.common.processes import share
 from lora_trainer.common.wording import duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.dataset.records import finding
-from lora_trainer.families.facts import FileFormat
+from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.key_formats import format_notes, planned_contents
 from lora_trainer.planning.optimizer_facts import optimizer_remarks

@@ -49,10 +49,10 @@ from lora_trainer.dataset.caption_rules import (
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regularisation_count
 from lora_trainer.dataset.scan import BAD_MASK, cache_folder, read_dataset
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.hub_files import OnBytes, unheard
-from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.files.hub_files import OnBytes, unheard
+from lora_trainer.families.files.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.key_formats import format_for, planned_contents

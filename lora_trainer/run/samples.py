@@ -47,15 +47,15 @@ from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.prompt_line import SamplePrompt, check_sizes, read_prompt, seeds
 from lora_trainer.config.running import Config, SamplingSettings
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Conditioning, SamplingRecipe
-from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
-from lora_trainer.families.sampling import (
+from lora_trainer.families.base.facts import BaseFacts, Conditioning, SamplingRecipe
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.sampling import (
     Sampler,
     build_sampler,
     pipeline_arguments,
     plain_pipeline,
 )
+from lora_trainer.families.files.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.embedding import trained_vectors, trained_words

@@ -22,7 +22,7 @@ from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.optimizers import row_of
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.write import final_export_name

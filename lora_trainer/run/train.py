@@ -36,7 +36,7 @@ from lora_trainer.common.wording import gib, without_secrets
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
-from lora_trainer.families.hub_files import OnBytes
+from lora_trainer.families.files.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals

@@ -23,9 +23,10 @@ from lora_trainer.common.errors import InputError, LoraTrainError, RequestError,
 from lora_trainer.common.wording import is_hub_id
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import DENOISER, FileFormat
-from lora_trainer.families.locate import EMBEDDED, describe
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.traits import FileFormat
+from lora_trainer.families.files.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors

@@ -19,11 +19,12 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import Family
-from lora_trainer.families.base_files.weight_files import AGAIN, BESIDE_WEIGHTS, unread_quantisation
-from lora_trainer.families.facts import DENOISER, BaseFacts, WeightPlace
-from lora_trainer.families.locate import describe, locate
-from lora_trainer.families.releases import released_layers
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER, WeightPlace
+from lora_trainer.families.base.releases import released_layers
+from lora_trainer.families.files.locate import describe, locate
+from lora_trainer.families.files.weight_files import AGAIN, BESIDE_WEIGHTS, unread_quantisation
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.base_layers import LayerNames, released_names
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES

@@ -18,8 +18,8 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import Targets
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.facts import DENOISER
-from lora_trainer.families.locate import describe
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.files.locate import describe
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.base_layers import sized

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.wording import public_text
-from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.low_rank import (
     LowRankUpdate,
     NotLowRank,

@@ -20,7 +20,7 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import disk_error, retry_while_open, sync_folder, temporary_beside
 from lora_trainer.common.wording import public_text
-from lora_trainer.families.facts import WeightPlace
+from lora_trainer.families.base.layout import WeightPlace
 from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import update
 from lora_trainer.lora_file.read_tensors import tensor_bytes

@@ -24,7 +24,7 @@ from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.records import epoch_order, sample_id
-from lora_trainer.families.facts import Conditioning, Prediction
+from lora_trainer.families.base.facts import Conditioning, Prediction
 from lora_trainer.training.noise import Level, Levels, draw_noise, loss_delta, loss_weight
 
 

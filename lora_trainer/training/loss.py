@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_trainer.config.losses import LOSSES
-from lora_trainer.families.facts import Conditioning, Prediction
+from lora_trainer.families.base.facts import Conditioning, Prediction
 from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.lora.dropout import SampleMasks, halves
 from lora_trainer.network.pinned_memory import pinned, pinned_copy

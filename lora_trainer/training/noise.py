@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.families.facts import BaseFacts, Prediction
+from lora_trainer.families.base.facts import BaseFacts, Prediction
 
 TIMESTEPS = 1000
 # (width, height) in pixels.

@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.families.facts import FileFormat
+from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.lora.adapter import layer_shapes
 from lora_trainer.lora.tensors import AdapterTensors, update
 from lora_trainer.lora_file.key_formats import format_for

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_trainer import families
-from lora_trainer.families.base import Family
-from lora_trainer.families.base_files.unet_file import ldm_module
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.files.unet_file import ldm_module
 
 SD3_HEAD = 64
 """ComfyUI takes the width of SD3 as 64 times its depth."""

@@ -26,8 +26,9 @@ from lora_trainer.costs.trace import (
     add_adapters,
     empty_conditioning,
 )
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import AUTOENCODER_KL, BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.traits import AUTOENCODER_KL
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize

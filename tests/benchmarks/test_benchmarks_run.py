@@ -101,7 +101,7 @@ from pathlib import Path
 sys.path.insert(0, "benchmarks")
 from released_bases import BASES, tiny, write_file, write_folder
 from lora_trainer import families
-from lora_trainer.families.base_files.weight_files import read_header
+from lora_trainer.families.files.weight_files import read_header
 place = Path(sys.argv[1])
 for name, base in BASES.items():
     assert families.detect(write_folder(tiny(base), place / name)).name == name

@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 from lora_trainer import families
-from lora_trainer.families.releases import BY_ROLE, released_layers
+from lora_trainer.families.base.releases import BY_ROLE, released_layers
 from tests.fakes.original_names import NORMS, ORIGINAL
 
 Shapes = dict[str, tuple[int, ...]]

@@ -10,7 +10,7 @@ import pytest
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.locate import describe
+from lora_trainer.families.files.locate import describe
 from tests.checkpoint_files.cases import CASES, Case
 from tests.checkpoint_files.files import write
 from tests.checkpoint_files.layouts import UNET
@@ -63,7 +63,7 @@ DESCRIBE = """
 import sys
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.locate import describe
+from lora_trainer.families.files.locate import describe
 for file in sys.argv[1:]:
     try:
         print(describe(BaseSettings(model=file)).family)

@@ -16,8 +16,8 @@ import pytest
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base_files.weight_files import READABLE, refuse_quantised
-from lora_trainer.families.locate import describe
+from lora_trainer.families.files.locate import describe
+from lora_trainer.families.files.weight_files import READABLE, refuse_quantised
 from lora_trainer.lora_file.read import read_contents
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write

@@ -12,7 +12,7 @@ import pytest
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.locate import describe, with_choices
+from lora_trainer.families.files.locate import describe, with_choices
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
 from tests.checkpoint_files.layouts import network

@@ -12,7 +12,7 @@ import pytest
 
 from lora_trainer.cli import main
 from lora_trainer.dataset import caption_rules
-from lora_trainer.families.locate import EMBEDDED_FOLDER
+from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from tests.fakes.runs import write_dataset
 
 TOKENIZER = EMBEDDED_FOLDER / "tokenizer"

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry, Layout
-from lora_trainer.families.sampling import plain_pipeline
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import Layout
+from lora_trainer.families.base.sampling import plain_pipeline
+from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.training.loss import padded_alike
 from tests.fakes.tiny_base import write_base
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.families.base_files.unet_file import ldm_module
+from lora_trainer.families.files.unet_file import ldm_module
 from tests.fakes.original_names import RULES
 
 PARTS = ("denoiser", "vae", "text_encoder")

@@ -11,7 +11,7 @@ from lora_trainer import families
 from lora_trainer.config import layers as setting_layers
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import Load

@@ -27,9 +27,10 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.scan import scan
-from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry, Layout
-from lora_trainer.families.locate import identified
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
+from lora_trainer.families.base.layout import Layout
+from lora_trainer.families.base.texts import TextEncoder
+from lora_trainer.families.files.locate import identified
 from tests.fakes.training import CPU, tiny_base
 
 SIZES = ((20, 20), (40, 20), (20, 34))

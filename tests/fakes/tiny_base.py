@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AddedToken, CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from lora_trainer.families.locate import EMBEDDED_FOLDER
+from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 
 BASES = Path(__file__).with_name("bases")
 WORDS = tomllib.loads(Path(__file__).with_name("tokenizers.toml").read_text(encoding="utf-8"))

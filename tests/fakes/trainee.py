@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import Family
-from lora_trainer.families.facts import DENOISER, BaseFacts, Conditioning
+from lora_trainer.families.base.facts import BaseFacts, Conditioning
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks
 from lora_trainer.network.compiling import CompiledBlocks

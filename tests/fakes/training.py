@@ -27,7 +27,8 @@ from lora_trainer.config.config import build_config
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings
 from lora_trainer.config.optimizers import OptimizerSettings
-from lora_trainer.families.facts import DENOISER, BaseFacts, Layout, Prediction
+from lora_trainer.families.base.facts import BaseFacts, Prediction
+from lora_trainer.families.base.layout import DENOISER, Layout
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.training import optimizers, schedules
 from lora_trainer.training.actions import Progress, SaveAction

@@ -19,8 +19,8 @@ from lora_trainer.common import caption_markup
 from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.locate import describe
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.files.locate import describe
 from tests.fakes.family_bases import CPU, copy_of, edit_json, facts_at, pipeline_of
 from tests.fakes.family_bases import encoder_of as tiny_encoder
 from tests.fakes.family_bases import facts_of as facts_of_tiny

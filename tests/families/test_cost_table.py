@@ -17,7 +17,7 @@ from diffusers import Flux2Transformer2DModel, UNet2DConditionModel
 from lora_trainer import families
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import Workload
-from lora_trainer.families.base import Family
+from lora_trainer.families.base.family import Family
 from tests.fakes.family_bases import facts_of
 
 WORKLOAD = Workload(
@@ -130,7 +130,9 @@ def test_defaults_may_be_left_out_or_written_and_another_network_is_not_taken_fo
         assert not is_known(architecture={**facts.architecture, **changes})
     assert not is_known(max_tokens=facts.max_tokens - 1)
     parameters = inspect.signature(UNet2DConditionModel.__init__).parameters
-    defaults = json.loads((Path(families.__file__).parent / "unet_defaults.json").read_text())
+    defaults = json.loads(
+        (Path(families.__file__).parent / "base" / "unet_defaults.json").read_text()
+    )
     assert defaults == json.loads(json.dumps({key: parameters[key].default for key in defaults}))
 
 

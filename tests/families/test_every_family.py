@@ -20,8 +20,8 @@ from lora_trainer import families
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.facts import DENOISER
-from lora_trainer.families.sampling import pipeline_arguments
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.sampling import pipeline_arguments
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import halves
 from lora_trainer.training.loss import add_noise, sample_losses, target

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.training.loss import add_noise, padded_alike, sample_losses, target
 from tests.fakes.family_bases import (
     CPU,

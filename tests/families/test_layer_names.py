@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
-from lora_trainer.families.base_files.unet_file import ldm_module
-from lora_trainer.families.facts import DENOISER
-from lora_trainer.families.recognise import adapter_family
-from lora_trainer.families.releases import released_layers
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.releases import released_layers
+from lora_trainer.families.files.recognise import adapter_family
+from lora_trainer.families.files.unet_file import ldm_module
 from lora_trainer.lora_file.base_layers import LayerNames, released_names
 from lora_trainer.lora_file.read_tensors import read_tensors
 from tests.checkpoint_files import layouts

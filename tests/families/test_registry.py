@@ -22,11 +22,12 @@ from lora_trainer.config.declare import TARGETS
 from lora_trainer.config.layers import preset_families
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.base import Family
-from lora_trainer.families.base_files.weight_files import read_header
-from lora_trainer.families.facts import DENOISER, BaseFacts, Conditioning
-from lora_trainer.families.sampling import build_sampler, pipeline_arguments
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.facts import BaseFacts, Conditioning
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.sampling import build_sampler, pipeline_arguments
+from lora_trainer.families.base.texts import TextEncoder
+from lora_trainer.families.files.weight_files import read_header
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import adapter_tensors, total_elements
 from tests.fakes.family_bases import (

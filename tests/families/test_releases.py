@@ -19,8 +19,8 @@ from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.trace import LiveStorages
-from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.releases import release_tables, released_layers
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.releases import release_tables, released_layers
 from lora_trainer.lora.adapter import denoiser_layers
 
 SOURCES = [
@@ -28,7 +28,7 @@ SOURCES = [
     for name in families.MODULES
     for release in families.family(name).published
 ]
-COMPANIONS = Path(families.__file__).parent / "open_companions.json"
+COMPANIONS = Path(families.__file__).parent / "files" / "open_companions.json"
 OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
 CONFIGS = json.loads(Path(__file__).with_name("part_configs.json").read_text(encoding="utf-8"))
 """Configurations that are not published with the program: a key that is left out has its class's default."""

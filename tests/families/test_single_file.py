@@ -22,9 +22,9 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base_files.weight_files import read_header
-from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.locate import describe, with_choices
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.files.locate import describe, with_choices
+from lora_trainer.families.files.weight_files import read_header
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -377,7 +377,7 @@ def test_a_file_is_mapped_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         with real(path, **options) as file:
             yield SimpleNamespace(keys=file.keys, get_tensor=get_tensor)
 
-    module = "lora_trainer.families.base_files.weight_files"
+    module = "lora_trainer.families.files.weight_files"
     monkeypatch.setattr(f"{module}.safe_open", counting)
     monkeypatch.setattr(f"{module}.READ_BYTES", part_bytes)
     network_of(facts_of("sdxl"), torch.bfloat16)

@@ -13,9 +13,9 @@ import torch
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import TextEntries
 from lora_trainer.common.errors import RequestError
-from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.lumina2 import SYSTEM_PROMPT, before_prompts
-from lora_trainer.families.sampling import build_sampler, pipeline_arguments
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.sampling import build_sampler, pipeline_arguments
+from lora_trainer.families.lumina2.family import SYSTEM_PROMPT, before_prompts
 from tests.fakes.family_bases import (
     CPU,
     copy_of,

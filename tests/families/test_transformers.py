@@ -21,7 +21,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.layers import resolve
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.sampling import build_sampler
+from lora_trainer.families.base.sampling import build_sampler
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.facts import Geometry
-from lora_trainer.families.sampling import build_sampler
-from lora_trainer.families.stated import stated_in
+from lora_trainer.families.base.facts import Geometry
+from lora_trainer.families.base.sampling import build_sampler
+from lora_trainer.families.base.stated import stated_in
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import (
     CPU,

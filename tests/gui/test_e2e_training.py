@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_trainer.families.locate import EMBEDDED_FOLDER
+from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from lora_trainer.queue import commands
 from lora_trainer.reporting.status import read_status
 from tests.fakes.gui_server import ROOT, GuiServer

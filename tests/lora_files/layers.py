@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from lora_trainer import families
-from lora_trainer.families.releases import released_layers
+from lora_trainer.families.base.releases import released_layers
 from tests.fakes.original_names import ORIGINAL
 
 UNET = re.compile(r"(?:input_blocks|middle_block|output_blocks|time_embed|label_emb)\.")

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.hub_files import fetch, wanted
-from lora_trainer.families.locate import describe, locate
+from lora_trainer.families.files.hub_files import fetch, wanted
+from lora_trainer.families.files.locate import describe, locate
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write

@@ -14,7 +14,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.locate import describe, identified, locate, with_choices
+from lora_trainer.families.files.locate import describe, identified, locate, with_choices
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -89,7 +89,7 @@ def test_without_its_companion_a_single_file_is_described_by_its_family(
         asked.append((source, choose(names)))
         raise MachineError("no connection", fix="connect")
 
-    monkeypatch.setattr("lora_trainer.families.locate.fetch", fetch)
+    monkeypatch.setattr("lora_trainer.families.files.locate.fetch", fetch)
     with pytest.raises(MachineError):
         locate(base(single))
     default = next(iter(families.family("sd15").releases))

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from lora_trainer import families
 from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
-from lora_trainer.families.sampling import plain_pipeline
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.sampling import plain_pipeline
+from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.lora.adapter import add_new_tokens
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, write_embedding
 from tests.fakes.family_bases import CPU, facts_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
-from lora_trainer.families.texts import TextEncoder
+from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.network import offload
 from lora_trainer.network.offload import Offloaded
 from tests.fakes import studio

@@ -16,7 +16,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config import declare
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.tensors import update
 from lora_trainer.network import quantize as quantizing

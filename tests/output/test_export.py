@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.families.sampling import plain_pipeline
+from lora_trainer.families.base.sampling import plain_pipeline
 from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.write import prune_exports
 from tests.fakes.adapters import (

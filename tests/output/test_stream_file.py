@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.families.facts import TensorInfo
+from lora_trainer.families.base.layout import TensorInfo
 from lora_trainer.lora_file.tensor_file import ordered, write_tensors
 from tests.fakes.adapters import body_of, entries_of
 

@@ -18,7 +18,7 @@ import pytest
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import flatten
-from lora_trainer.families.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.plan_input import OomRecord
 from tests.fakes.plans import CARD, MACHINE, mini_facts, planned, sd15_facts

@@ -36,7 +36,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import scan
-from lora_trainer.families.locate import describe
+from lora_trainer.families.files.locate import describe
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.report import write_report

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.facts import BaseFacts
-from lora_trainer.families.locate import locate
+from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.files.locate import locate
 from lora_trainer.lora_file.inspect import inspect_file
 from tests.fakes.family_bases import base_of
 from tests.fakes.hub_server import hub_in_process
@@ -121,7 +121,7 @@ READ = """
 import json, sys, time
 from pathlib import Path
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.weight_files import read_header
+from lora_trainer.families.files.weight_files import read_header
 from lora_trainer.lora_file.inspect import inspect_file
 def peak_kib():
     # ru_maxrss would be that of the process that started this one, where that was larger.

@@ -22,7 +22,7 @@ from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.processes import DistEnv
 from lora_trainer.config.optimizers import OptimizerSettings
-from lora_trainer.families.facts import Conditioning
+from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.training import step as steps_of
 from lora_trainer.training.actions import Progress

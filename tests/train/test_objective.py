@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.config.losses import LOSSES
-from lora_trainer.families.facts import Prediction
+from lora_trainer.families.base.facts import Prediction
 from lora_trainer.training.dataloader import Sample
 from lora_trainer.training.loss import Model
 from lora_trainer.training.noise import Level

@@ -1,0 +1,1 @@
+"""What all families share: the interface, facts, text encoders, latents, sampling."""

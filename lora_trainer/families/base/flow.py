@@ -1,0 +1,134 @@
+"""The base class of the flow-matching transformer families: what they have in common, and how they are recognised.
+
+A family states its classes, text encoders and releases and implements prediction. A base is a diffusers
+folder with `transformer`, `vae`, a scheduler, and one or more text encoders, each part replaceable by a file
+(`Layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.declare import Precision, Targets
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.releases import TextNetwork
+from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
+from lora_trainer.families.base.texts import TextInputs
+from lora_trainer.families.base.traits import (
+    INDEXED_BLOCK,
+    AdapterFormats,
+    FileFormat,
+    NetworkTraits,
+)
+from lora_trainer.families.files import base_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# Attention of blocks that attend to image and text at once.
+JOINT_ATTENTION = (
+    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+)
+JOINT_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+
+def target_endings(
+    attention: tuple[str, ...], *, transformer: tuple[str, ...], modulation: tuple[str, ...] = ()
+) -> Mapping[Targets, tuple[str, ...]]:
+    """Return the endings of the layers of each kind of targets, of which each kind contains the one before."""
+    both = (*attention, *transformer)
+    return {"attention": attention, "transformer": both, "all": (*both, *modulation)}
+
+
+def position_ids(latents: Tensor) -> Tensor:
+    """Return float32 [H/2 W/2, 3]: 0, row, column of each token of [B, C, H, W]."""
+    import torch
+
+    rows = torch.arange(latents.shape[-2] // 2, device=latents.device)
+    columns = torch.arange(latents.shape[-1] // 2, device=latents.device)
+    grid = torch.cartesian_prod(rows, columns).reshape(-1, 2).float()
+    # The first of the three axes is 0 for every token of a single image.
+    return torch.nn.functional.pad(grid, (1, 0))
+
+
+def text_lengths(mask: Tensor) -> list[int]:
+    """Return each text's number of tokens without padding; `mask` [B, L] is 1 on real tokens."""
+    batch, longest = mask.shape
+    # A single text has no padding. Reading the mask would synchronise with the device, and a meta tensor
+    # (costs are traced without padding) has no values to read.
+    return [longest] * batch if batch == 1 or mask.is_meta else mask.sum(dim=1).tolist()
+
+
+def refuse_channels(source: str, architecture: Mapping[str, Any], *, allowed: int) -> None:
+    """Raise InputError for a network with more inputs than noisy latents."""
+    if architecture["in_channels"] != allowed:
+        raise InputError(
+            f"{source} takes {architecture['in_channels']} channels: an inpainting, fill or control release; "
+            f"its VAE and a text-to-image release have {allowed}",
+            fix="use a text-to-image release or a base fine-tuned from one",
+        )
+
+
+def encoders(
+    *networks: TextNetwork, encoder: type[TransformersEncoder], **options: Any
+) -> TextInputs:
+    """Return the text encoders, in the order of the pipeline; `options` are further fields."""
+    components = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    by_component = dict(zip(components, networks, strict=False))
+    return TextInputs(
+        networks=by_component,
+        prefixes={
+            component: base_parts.ENCODER_PREFIX.format(role=network.role)
+            for component, network in by_component.items()
+        },
+        encoder=encoder,
+        encoder_files=True,
+        **options,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerTraits(NetworkTraits):
+    """Facts of a diffusion transformer, with those that most have."""
+
+    folder: str = "transformer"
+    patch: int = 2
+    shares_vae: bool = True
+    # In fp16 activations of large transformers pass 65,504 and the loss is NaN: FLUX.1 (sd-scripts #1571,
+    # #1595, #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Inference programs clamp them.
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    block_pattern: str = INDEXED_BLOCK
+    # 768, 640 and 512 px of 1024: what trainers' presets for small GPUs have (OneTrainer, kohya_ss, ai-toolkit).
+    sides: tuple[float, ...] = (0.75, 0.625, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerFormats(AdapterFormats):
+    """Key formats of the adapters of most diffusion transformers."""
+
+    written: tuple[FileFormat, ...] = ("diffusers", "comfyui")
+    refused: Mapping[FileFormat, str] = field(
+        default_factory=lambda: {
+            "kohya": "its names fuse q, k and v into one layer, which would triple the rank; use "
+            "output.format=diffusers, which diffusers and ComfyUI read",
+        }
+    )
+
+
+class FlowFamily(Family):
+    """A family of diffusion transformers trained by flow matching (Lipman et al. 2022, arXiv 2210.02747)."""
+
+    formats: AdapterFormats = TransformerFormats()
+
+    def detect(self, folder: Path) -> bool:
+        classes = base_parts.components(folder)
+        # A folder saved from another pipeline of the same network (image to image) is as good a base.
+        return classes.get("") == self.pipeline.class_name or (
+            classes.get("transformer") == self.traits.class_name
+        )

@@ -1,0 +1,197 @@
+"""What is published, without torch: releases of bases, their text encoders, the layers of the networks by name.
+
+releases.toml lists the releases and the text encoders. `scripts/write_layer_tables.py` writes
+`layer_tables.json` from the networks themselves: per family a list of architectures, each as rows (template,
+shape, ranges). A template is a layer's name with `#` for each number; a range is "0.3-7": all numbers but the
+last, then the first and last value of the last number. `transformer_names.toml` maps names in adapter files
+and checkpoints to the diffusers layers they stand for.
+
+Names of text encoders' layers are those of transformers without the prefixes `text_model.`, `model.` and
+`language_model.`, which some versions of transformers and some trainers add and others leave out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.families.base.facts import BaseRelease, Licence, SamplingRecipe
+from lora_trainer.families.base.layout import PARTS
+from lora_trainer.families.base.traits import OtherNames
+
+RELEASES, FILE, NAMES = (
+    Path(__file__).with_name(name)
+    for name in ("releases.toml", "layer_tables.json", "transformer_names.toml")
+)
+# Layer name -> shape of its weight: [out, in, ...], or [width] of a norm.
+Shapes = Mapping[str, tuple[int, ...]]
+Row = tuple[str, list[int], list[str]]
+
+
+@cache
+def release_tables() -> Mapping[str, Any]:
+    """Return the contents of releases.toml."""
+    tables: Mapping[str, Any] = tomllib.loads(RELEASES.read_text(encoding="utf-8"))
+    return tables
+
+
+@cache
+def released(family: str) -> tuple[BaseRelease, ...]:
+    """Return the public releases of a family, from releases.toml."""
+    tables = release_tables()
+    shared = dict(tables["families"][family])
+    shared.pop("drawn")
+    releases = []
+    for row in shared.pop("releases"):
+        # Tables of the family and of the release are joined, plain values replaced.
+        values = shared | {
+            key: {**shared.get(key, {}), **value} if isinstance(value, dict) else value
+            for key, value in row.items()
+        }
+        vae = dict(tables["vaes"][values["vae"]])
+        sizes = {**values["parameters"], "vae": vae.pop("parameters")}
+        licence = tables["licences"].get(values.get("licence"))
+        values |= {
+            "vae": vae,
+            "architecture": {
+                key: None if value == "none" else value
+                for key, value in values["architecture"].items()
+            },
+            "parameters": {part: sizes[part] for part in PARTS},
+            "drawing": SamplingRecipe(**values["drawing"]),
+            "licence": Licence(**licence) if licence else None,
+        }
+        releases.append(BaseRelease(**values))
+    return tuple(releases)
+
+
+def few_step_drawing(family: str, kind: str) -> SamplingRecipe:
+    """Return how a base of a family that was distilled in that way is drawn, as "any" where its kind has no row."""
+    rows = release_tables()["families"][family]["drawn"]
+    return SamplingRecipe(**(rows.get(kind) or rows["any"]))
+
+
+# ---- text encoders
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextNetwork:
+    """A text encoder as released.
+
+    `role` is ComfyUI's name of it, `kind` that of `signatures.toml`, `network` its class in transformers,
+    `width` the length of its hidden states; `parameters` are those that are loaded,
+    `sizes` what the shapes of its layers follow from beside the width.
+    """
+
+    role: str
+    kind: str
+    network: str
+    width: int
+    parameters: int
+    sizes: Mapping[str, int]
+    layers: Shapes
+
+
+def text_layers(kind: str, **sizes: int) -> Shapes:
+    """Return the layers of an encoder of that kind with `layers` blocks, in the order of releases.toml."""
+    tables = release_tables()["text_layers"]
+    rows: Mapping[str, Sequence[str]] = tables.get(kind) or tables["language_model"]
+    shapes = {name: tuple(sizes[size] for size in shape) for name, shape in rows.items()}
+    blocks = {
+        name.replace("#", str(number)): shape
+        for number in range(sizes["layers"])
+        for name, shape in shapes.items()
+        if "#" in name
+    }
+    return blocks | {name: shape for name, shape in shapes.items() if "#" not in name}
+
+
+BY_ROLE = {
+    role: TextNetwork(
+        role=role, layers=text_layers(row["kind"], width=row["width"], **row["sizes"]), **row
+    )
+    for role, row in release_tables()["text_encoders"].items()
+}
+# Stable Diffusion 3 reads CLIP-L's pooled vector after the projection.
+CLIP_L_PROJECTED = replace(
+    BY_ROLE["clip_l"], network="CLIPTextModelWithProjection", parameters=123_650_304
+)
+
+
+# ---- layers of denoisers
+
+
+@cache
+def _tables() -> Mapping[str, list[Any]]:
+    tables: Mapping[str, list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return tables
+
+
+@cache
+def released_layers(family: str) -> tuple[Shapes, ...]:
+    """Return the layers of each released architecture of a family, () for an unknown family."""
+    return tuple(unpacked(rows) for rows in _tables().get(family, []))
+
+
+def unpacked(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+    """Return the layers of one architecture from rows (template, shape, ranges) of the file."""
+    layers: dict[str, tuple[int, ...]] = {}
+    for template, shape, ranges in rows:
+        for range_text in ranges:
+            *outer, spread = range_text.split(".")
+            start, _, end = spread.partition("-")
+            # A template without a number has one range, the empty text.
+            for last in range(int(start), int(end) + 1) if spread else ("",):
+                layers[_filled(template, (*outer, str(last)))] = tuple(shape)
+    return layers
+
+
+# ---- names in files
+
+_NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?![A-Za-z\d])")
+
+
+@cache
+def _templates(family: str) -> Mapping[str, tuple[str, ...]]:
+    """Return name in files -> diffusers layers, with `#` for each number."""
+    table: Mapping[str, Any] = tomllib.loads(NAMES.read_text(encoding="utf-8"))
+    family_rows = dict(table["families"][family])
+    rows: dict[str, str] = {}
+    for group in family_rows.pop("groups"):
+        rows |= table["groups"][group]
+    return {
+        name: tuple(layers.format(**table["parts"]).split())
+        for name, layers in {**rows, **family_rows}.items()
+    }
+
+
+def other_names(family: str, layers: Iterable[str], *, swapped: frozenset[str]) -> OtherNames:
+    """Return the family's names of existing `layers`, with numbers in place of `#`."""
+    by_template: dict[str, list[tuple[str, ...]]] = {}
+    present = dict.fromkeys(layers)  # in the order of the layers, unlike a set
+    for layer in present:
+        numbers = tuple(_NUMBER.findall(layer))
+        by_template.setdefault(_NUMBER.sub("#", layer), []).append(numbers)
+    filled: dict[str, tuple[str, ...]] = {}
+    for name, parts in _templates(family).items():
+        # The 1 of `linear_1` counts as a number too, so `linear_2` comes to the same template and
+        # fills the same entry a second time, which changes nothing.
+        for numbers in by_template.get(_NUMBER.sub("#", parts[0]), ()):
+            joined = tuple(_filled(part, numbers) for part in parts)
+            # A fused name whose layers are not all there would stand for other rows.
+            if present.keys() >= set(joined):
+                filled[_filled(name, numbers)] = joined
+    return OtherNames(layers=filled, swapped=swapped)
+
+
+def _filled(template: str, numbers: tuple[str, ...]) -> str:
+    """Fill a layer's numbers into a template, the block's number first; surplus numbers are ignored."""
+    for number in numbers[: template.count("#")]:
+        template = template.replace("#", number, 1)
+    return template

@@ -1,0 +1,196 @@
+"""Images of a base: the sampler with the denoiser in training, and diffusers' own pipeline on prompts. Torch-free to
+import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.common.processes import give_back_heap
+from lora_trainer.families.base.facts import BaseFacts, Conditioning
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.traits import PipelineTraits
+from lora_trainer.families.files.base_parts import load_base_vae, tokenizer_of
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+    from PIL import Image
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """The base's own pipeline with the denoiser in training, on encoded prompts; the VAE decodes in float32."""
+
+    pipeline: Any
+    denoiser: nn.Module
+    vae: Any
+    device: torch.device
+    family: Family
+
+    def image(
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning,
+        *,
+        seed: int,
+        size_px: tuple[int, int],
+        steps: int,
+        guidance_scale: float,
+    ) -> Image.Image:
+        """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`."""
+        import torch
+        from diffusers.image_processor import VaeImageProcessor
+
+        latents = self.pipeline(
+            **_arguments(
+                self.family.pipeline,
+                self._moved(conditioning),
+                self._moved(negative),
+                guidance_scale=guidance_scale,
+            ),
+            # On the CPU, so that a seed gives the same noise on every device.
+            generator=torch.Generator().manual_seed(seed),
+            width=size_px[0],
+            height=size_px[1],
+            num_inference_steps=steps,
+            output_type="latent",
+        ).images.to(self.device)
+        give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
+        try:
+            vae = self.vae.to(self.device)
+            with torch.no_grad():
+                pixels = self.family.latents.decode(vae, latents, size_px)
+        finally:
+            # Also after an error: training needs the memory, most of all when decoding ran out of it.
+            self.vae.to("cpu")
+        image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+        return image
+
+    def _moved(self, conditioning: Conditioning) -> Conditioning:
+        dtype = next(self.denoiser.parameters()).dtype
+        return {
+            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in conditioning.items()
+        }
+
+
+def build_sampler(
+    family: Family, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
+) -> Sampler:
+    """Return a sampler around a denoiser that is on `device`, to which the VAE moves only while it decodes."""
+    # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
+    # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
+    texts = family.text.roles
+    absent = dict.fromkeys((*texts, *map(tokenizer_of, texts), "vae"))
+    vae = load_base_vae(facts.located)
+    pipeline = _pipeline(family, facts, **{family.traits.folder: denoiser}, **absent)
+    # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
+    pipeline.vae_scale_factor = facts.vae_factor
+    if family.pipeline.reads_vae:
+        pipeline.vae = SimpleNamespace(bn=vae.bn, config=vae.config)  # without the network
+        pipeline.vae_scale_factor //= 2
+    pipeline.set_progress_bar_config(disable=True)
+    return Sampler(pipeline=pipeline, denoiser=denoiser, vae=vae, device=device, family=family)
+
+
+def _pipeline(family: Family, facts: BaseFacts, **components: Any) -> Any:
+    """Return diffusers' pipeline with the base's scheduler and these components, the others of its folder."""
+    import diffusers
+
+    return getattr(diffusers, family.pipeline.class_name).from_pretrained(
+        facts.located.folder,
+        scheduler=facts.sampling_scheduler(),
+        use_safetensors=True,
+        **family.pipeline.absent,
+        **family.pipeline.states(facts),
+        **components,
+    )
+
+
+def _arguments(
+    traits: PipelineTraits,
+    conditioning: Conditioning,
+    negative: Conditioning,
+    *,
+    guidance_scale: float,
+) -> dict[str, Any]:
+    """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
+    prompt, negative_prompt = traits.as_read(conditioning, negative)
+    arguments: dict[str, Any] = {traits.scale_argument: guidance_scale - traits.scale_offset}
+    # Some pipelines warn of a negative prompt that a scale up to 1 leaves unused.
+    texts = {"": prompt, "negative_": negative_prompt if guidance_scale > 1 else {}}
+    for prefix, tensors in texts.items():
+        for name, argument in traits.text_arguments.items():
+            if name in tensors:
+                arguments[prefix + argument] = tensors[name]
+    return arguments
+
+
+def pipeline_arguments(
+    family: Family,
+    pipeline: Any,
+    facts: BaseFacts,
+    prompt: str,
+    negative: str,
+    *,
+    guidance_scale: float,
+) -> Mapping[str, Any]:
+    """Return the plain pipeline's arguments that reproduce the sampler's images.
+
+    Prompts that `facts` reads in chunks or after another system prompt than the pipeline's are encoded here, with
+    the pipeline's own encoders.
+    """
+    traits, roles = family.pipeline, family.text.roles
+    if facts.chunks > 1 or facts.system_prompt != family.text.system_prompt:
+        tokenizers = {name: getattr(pipeline, tokenizer_of(name)) for name in roles}
+        networks = {name: getattr(pipeline, name) for name in roles}
+        encoder = family.text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
+        denoiser = getattr(pipeline, family.traits.folder)
+        first = next(iter(tokenizers.values()))
+        prompts = [prompt, negative]
+        if family.text.new_token_keys:  # new words of several tokens
+            prompts = [pipeline.maybe_convert_prompt(text, first) for text in prompts]
+        texts = [
+            {
+                name: tensor.to(
+                    pipeline.device, denoiser.dtype if tensor.is_floating_point() else None
+                )
+                for name, tensor in encoder.encode_prompts([text]).items()
+            }
+            for text in prompts
+        ]
+        return _arguments(traits, *texts, guidance_scale=guidance_scale)
+    arguments = {"prompt": prompt, traits.scale_argument: guidance_scale - traits.scale_offset}
+    if not traits.takes_negative or guidance_scale <= 1:
+        return arguments
+    return {**arguments, "negative_prompt": traits.negative_prefix + negative if negative else ""}
+
+
+def plain_pipeline(
+    family: Family, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+) -> DiffusionPipeline:
+    """Return diffusers' own text-to-image pipeline with networks in `dtype` and the VAE in float32."""
+    import torch
+
+    cpu, names = torch.device("cpu"), family.text.roles
+    text: Any = family.load_text_encoder(facts, dtype=dtype, device=cpu)
+    tokenizers = {tokenizer_of(name): each for name, each in text.tokenizers.items()}
+    vae = load_base_vae(facts.located)
+    decode = vae.decode
+    # Pipelines pass latents in the dtype of the networks.
+    vae.decode = lambda latents, *args, **options: decode(latents.float(), *args, **options)
+    pipeline: DiffusionPipeline = _pipeline(
+        family,
+        facts,
+        **{family.traits.folder: family.load_denoiser(facts, dtype=dtype, device=cpu)},
+        vae=vae,
+        # A base without one of its encoders (Stable Diffusion 3 without T5) has None in its place.
+        **{**dict.fromkeys((*names, *map(tokenizer_of, names))), **text.networks, **tokenizers},
+    )
+    family.pipeline.mend(pipeline)
+    return pipeline.to(device)

@@ -1,0 +1,171 @@
+"""How a family reads prompts: its text encoders, their names in files, and the networks on a device.
+
+Torch-free to import; text/ has the encoders.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.common.caption_markup import NewWord, Weighted
+from lora_trainer.families.base.facts import BaseFacts, Conditioning
+from lora_trainer.families.base.releases import Shapes, TextNetwork
+from lora_trainer.families.base.unet_numbers import TIME_IDS, UNET_CLASS, unet_numbers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix.
+WEIGHTS = ".weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInputs:
+    """A family's text encoders, and how they read prompts.
+
+    `networks`: component -> encoder as released, in the order of the pipeline. `prefixes`: component -> start of
+    its tensors' names in checkpoints; one that ends with `.model.` means OpenCLIP's layout. `encoder` makes the
+    `TextEncoder` of networks and tokenizers by component and the base's facts. `width`: key of the denoiser's
+    configuration with the channels of the text. `tokens`: length of every text, 0 where that is `max_tokens`.
+    `masked`: texts keep their own length and come with a `text_mask`. `multiple`: the network pads texts to a
+    multiple of this many tokens. `one_length`: the texts of one forward pass must have one length.
+    `unread`: prefixes of tensors in the encoders' files that are never loaded and so cost no memory; `inner`: the
+    part of a network that is kept. `optional`: component that a base may lack. `penultimate`: the denoiser reads
+    the layer before the last. `encoder_files`: single encoders can be read from files of their own (`Layout.text`).
+    `system_prompt`: the sentence that the family's release puts before every prompt, None where its text has none;
+    `before_prompts` returns what a system prompt puts before a prompt, marks included.
+    A setting that needs a field which is False or empty is refused: `trainable` encoders,
+    prompt weights as in `(word:1.2)`, prompts above the limit read in `chunks`, and new words
+    (`new_token_keys`: component -> key of its vectors in embedding files).
+    """
+
+    networks: Mapping[str, TextNetwork]
+    prefixes: Mapping[str, str]
+    encoder: Callable[..., TextEncoder]
+    width: str = "joint_attention_dim"
+    tokens: int = 0
+    masked: bool = False
+    multiple: int = 1
+    one_length: bool = False
+    unread: tuple[str, ...] = ()
+    inner: str = ""
+    optional: str = ""
+    penultimate: bool = False
+    encoder_files: bool = False
+    trainable: bool = False
+    prompt_weights: bool = False
+    chunks: bool = False
+    new_token_keys: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
+    before_prompts: Callable[[str], str] = lambda system_prompt: ""
+
+    @cached_property
+    def layers(self) -> Mapping[str, Shapes]:
+        """By component the weights' shapes [out, in] of each layer in the public releases.
+
+        Adapter files of any trainer may contain them.
+        """
+        return {component: network.layers for component, network in self.networks.items()}
+
+    @cached_property
+    def roles(self) -> Mapping[str, str]:
+        """Component -> ComfyUI's name of the encoder ("clip_l", "t5xxl")."""
+        return {component: network.role for component, network in self.networks.items()}
+
+    def batch_group_key(self, conditioning: Conditioning) -> int:
+        """Return the key that the samples of one forward pass must share: their text's length, or 0."""
+        return int(conditioning["text_mask"].sum()) if self.one_length else 0
+
+    def shapes(
+        self, architecture: Mapping[str, Any], *, text_tokens: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each conditioning tensor of a text of `text_tokens` tokens, batch 1.
+
+        `text_tokens` counts like `max_tokens`. Names that end in `mask` are int64, all others float.
+        """
+        tokens, is_unet = self.tokens or text_tokens, architecture.get("_class_name") == UNET_CLASS
+        numbers = unet_numbers(architecture) if is_unet else architecture
+        pooled = numbers.get("pooled_projection_dim")
+        # A U-Net embeds the pooled text and the image's sizes together.
+        if is_unet and (both := numbers["projection_class_embeddings_input_dim"]):
+            pooled = int(both) - TIME_IDS * int(numbers["addition_time_embed_dim"])
+        shapes: dict[str, tuple[int, ...]] = {"text": (1, tokens, int(numbers[self.width]))}
+        if pooled:
+            shapes["pooled"] = (1, int(pooled))
+        if self.masked:
+            shapes["text_mask"] = (1, tokens)
+        return shapes
+
+
+def one_by_one(calls: Sequence[Callable[[], Any]]) -> Sequence[Any]:
+    """Return the result of the first call."""
+    return [calls[0]()]
+
+
+@dataclass(kw_only=True, eq=False)
+class TextEncoder(ABC):
+    """Tokenizers and text networks on one device, for caching and for training the text encoders.
+
+    `networks` and `tokenizers` are by component ("text_encoder", "text_encoder_2"), in the family's order.
+    `together` returns the results of the first of several calls of this encoder, of as many as run at once.
+    """
+
+    networks: Mapping[str, nn.Module]
+    tokenizers: Mapping[str, Any]
+    facts: BaseFacts
+    together: Callable[[Sequence[Callable[[], Any]]], Sequence[Any]] = one_by_one
+
+    @abstractmethod
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return token ids (and masks) int64 [B, ...] by name, on the CPU, truncated to the networks' limits."""
+
+    @abstractmethod
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Run the networks on tokens of `tokenize`; with gradients where enabled, result on the device."""
+
+    def learn(self, word: NewWord) -> None:
+        """Tokenize `word` as new tokens from now on; for `new_token_keys` families."""
+        raise AssertionError("these text encoders learn no new words")
+
+    def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
+        """Return a text's token ids by component, without special tokens; for `new_token_keys` families."""
+        raise AssertionError("these text encoders learn no new words")
+
+    def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
+        """Tokenize the joined parts and add each token's prompt weight, float32 [1, ...], under
+        names that end in `WEIGHTS`; for `prompt_weights` families."""
+        raise AssertionError("these text encoders do not weigh words")
+
+    @abstractmethod
+    def count_tokens(self, prompt: str) -> int:
+        """Return the number of tokens of `prompt` before truncation, without special tokens and template."""
+
+    @abstractmethod
+    def prompt_room(self) -> int:
+        """Return the largest `count_tokens` of a prompt that is not truncated."""
+
+    def run(self, component: str, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+        """Return a network's outputs; without a mask tokens attend to padding too."""
+        network = self.networks[component]
+        device = next(network.parameters()).device
+        mask = None if mask is None else mask.to(device)
+        return network(ids.to(device), attention_mask=mask, **options)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""
+        return self.encode_tokens(self.tokenize(prompts))
+
+    def encode_tokens(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Encode tokens of `tokenize` to float32 (masks: int64) tensors on the CPU, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            conditioning = self.embed(tokens)
+        return {
+            name: (tensor.float() if tensor.is_floating_point() else tensor).cpu()
+            for name, tensor in conditioning.items()
+        }

@@ -1,1 +1,0 @@
-"""Where files keep a base's weights: folders and single files."""

@@ -1,0 +1,1 @@
+"""The family of Chroma, and of what is made from it."""

@@ -1,0 +1,136 @@
+"""Chroma: FLUX.1 schnell without modulation layers and CLIP, undistilled, with texts of their own length.
+
+Conditioning: `text` [B, tokens, 4096] of T5 with one token of padding, `text_mask` [B, tokens]. The network
+was trained with all further padding masked out, so no further padding is passed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.families.base.facts import Conditioning
+from lora_trainer.families.base.flow import (
+    FlowFamily,
+    TransformerFormats,
+    TransformerTraits,
+    encoders,
+    text_lengths,
+)
+from lora_trainer.families.base.latents import PackedLatents
+from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
+from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
+from lora_trainer.families.flux.family import ENDINGS, velocity
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class ChromaTextEncoder(TransformersEncoder):
+    """T5 with masked padding; its output ends with one padding token."""
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return `ids` and `mask` [B, tokens] of the longest prompt's length plus one padding token."""
+        ids, mask = self.tokens_of(self.last, prompts, length=self.facts.max_tokens)
+        longest = min(int(mask.sum(dim=1).max()) + 1, self.facts.max_tokens)
+        return {"ids": ids[:, :longest], "mask": mask[:, :longest]}
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, tokens, channels], zero beyond each prompt, and `text_mask` [B, tokens]."""
+        import torch
+
+        states = self.run(self.last, tokens["ids"], tokens["mask"])[0]
+        mask = tokens["mask"].to(states.device)
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        # `<=` and not `<`: the first token of padding stays visible, as in the base's training
+        # (ChromaPipeline._get_t5_prompt_embeds in diffusers).
+        visible = positions <= mask.sum(dim=1, keepdim=True)
+        return {"text": states * visible[..., None], "text_mask": visible.long()}
+
+
+def _mask_by_booleans(pipeline: Any) -> None:
+    """Give diffusers' pipeline a boolean attention mask.
+
+    diffusers 0.42.1 makes the mask of floats, which attention adds to the scores instead of masking
+    (diffusers issue 12116): padding then dilutes short prompts, unlike in training and other programs.
+    """
+    prepare = pipeline._prepare_attention_mask
+
+    def as_booleans(*, attention_mask: Tensor | None = None, **other: Any) -> Tensor | None:
+        mask = None if attention_mask is None else attention_mask.bool()
+        prepared: Tensor | None = prepare(attention_mask=mask, **other)
+        return prepared
+
+    pipeline._prepare_attention_mask = as_booleans
+
+
+class Chroma(FlowFamily):
+    """The family of Chroma1-HD, Chroma1-Base and everything fine-tuned from them."""
+
+    name = "chroma"
+    text = encoders(
+        BY_ROLE["t5xxl"],
+        encoder=ChromaTextEncoder,
+        masked=True,
+        one_length=True,  # `predict` runs one pass per text length, so samples are batched by it
+    )
+    traits = TransformerTraits(
+        class_name="ChromaTransformer2DModel",
+        endings=ENDINGS,
+        quantization_skip=("distilled_guidance_layer",),  # it makes the modulation of all blocks
+    )
+    pipeline = PipelineTraits(
+        class_name="ChromaPipeline",
+        text_arguments={"text": "prompt_embeds", "text_mask": "prompt_attention_mask"},
+        # Integers would be added to the scores instead of masking (see `_mask_by_booleans`).
+        as_read=lambda *texts: [{**each, "text_mask": each["text_mask"].bool()} for each in texts],
+        mend=_mask_by_booleans,
+    )
+    formats = TransformerFormats(
+        names=AdapterNames(kohya="chroma", modelspec="chroma/lora"),
+        unread=dict.fromkeys(
+            ("diffusers", "comfyui"),
+            "Forge reads nothing of it; ComfyUI and diffusers read all of it",
+        ),
+    )
+    latents = PackedLatents()
+
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        # diffusers 0.42.1 builds this network with a class that diffusers itself deprecated.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")
+            return super().empty_denoiser(architecture)
+
+    # ---- training
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """Run one forward pass per text length in the batch, so that no pass needs a mask.
+
+        A mask would rule out flash attention and store a bias of tokens^2 for each block, and
+        diffusers 0.42.1 does not pass it to the single blocks under gradient checkpointing. Reading
+        the lengths synchronises with the device once.
+        """
+        import torch
+
+        text, mask = conditioning["text"], conditioning["text_mask"]
+        lengths = text_lengths(mask)
+        if len(set(lengths)) == 1:
+            return velocity(denoiser, noisy, timesteps, text[:, : lengths[0]])
+        groups = {
+            length: [row for row, row_length in enumerate(lengths) if row_length == length]
+            for length in sorted(set(lengths))
+        }
+        parts = [
+            velocity(denoiser, noisy[rows], timesteps[rows], text[rows, :length])
+            for length, rows in groups.items()
+        ]
+        order = torch.tensor([row for rows in groups.values() for row in rows])
+        # `order` lists the batch's rows as grouped by length; its argsort puts them back.
+        return torch.cat(parts)[order.argsort().to(noisy.device)]
+
+
+FAMILY = Chroma()

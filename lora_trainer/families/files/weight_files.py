@@ -1,0 +1,415 @@
+"""Weight files: the header and the tensors of safetensors and GGUF, and which quantisation is not read.
+
+A header is read without torch. GGUF's format is that of ggml (docs/gguf.md), with ComfyUI-GGUF's
+`comfy.gguf.orig_shape.NAME` for tensors that were reshaped before quantisation; the package gguf is needed to
+load such a file, not to plan with it. Every function raises InputError naming the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+
+from lora_trainer.common.errors import InputError, MachineError
+from lora_trainer.families.base.layout import Header, TensorInfo
+from lora_trainer.families.files.foreign import FIRST_BYTES, ForeignFileError, check_first_bytes
+from lora_trainer.families.files.hub_files import GGUF
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB.
+MAX_HEADER_BYTES = 16_000_000
+MAX_TENSORS = 100_000
+_TOO_MANY = f"it names more than {MAX_TENSORS:,} tensors"
+MAX_DIMENSIONS = 16
+MAX_KEY_LENGTH = 1_000
+# How much of a file is mapped at a time while its tensors are read.
+READ_BYTES = 2**28
+AGAIN = "download the base model again"
+_NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
+# Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names).
+_WEIGHT_SCALES = ("scale_weight", "weight_scale")
+BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+# What is read, in the words of every message and page.
+READABLE = "fp32, bf16, fp16, fp8 plain or with a scale per tensor or row, and GGUF"
+_USE_READABLE = (
+    "use such a version of this model; lora-train quantises it again where memory asks for it"
+)
+# Layouts of ComfyUI's `comfy_quant` (JSON beside a weight) that are read: fp8 with a scale.
+_READ_LAYOUTS = frozenset({"float8_e4m3fn", "float8_e5m2"})
+_LAYOUT = "comfy_quant"
+# Kinds of quantisation that are not read -> endings of the tensors that give them away.
+_QUANTISED = (
+    (
+        "bitsandbytes (NF4, INT8)",
+        (".absmax", ".quant_map", ".SCB", ".quant_state.bitsandbytes__nf4"),
+    ),
+    ("NVFP4", (".weight_scale_2",)),
+    ("SVDQuant (Nunchaku) or GPTQ", (".qweight", ".wscales")),
+    ("fp8 in blocks", (".weight_scale_inv",)),
+    ("torchao or quanto stores it", ("._data", ".weight_qdata", ":qdata")),
+)
+# Numbers of blocks' scales are powers of two of 8 bits: mxfp8 (OCP microscaling).
+_SCALE_EXPONENTS = frozenset({"U8", "F8_E8M0"})
+# Dtypes that no layer of an unquantised network has; I64 and I32 are positions.
+_PACKED = frozenset({"I8", "U8", "I4", "U4", "F4", "F8_E8M0", "F6_E2M3", "F6_E3M2"})
+
+
+def read_header(file: Path) -> Header:
+    """Return the weights in a safetensors or GGUF file, without the scales of fp8 weights.
+
+    Raises InputError for a truncated or foreign file.
+    """
+    return {
+        name: info
+        for name, info in _raw_header(file).items()
+        # Scales are not layers: they would count as parameters, and no network has them.
+        if name.rpartition(".")[2] not in BESIDE_WEIGHTS
+    }
+
+
+def _raw_header(file: Path) -> Header:
+    """Return all tensors of a weight file, scales too."""
+    with _as_input_error(file):
+        if file.suffix == GGUF:
+            tensors = _read_gguf(file)[0]
+        else:
+            with file.open("rb") as stream:
+                header, _ = safetensors_header(stream)
+            tensors = {
+                name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"]))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        check_limits(tensors)
+    return tensors
+
+
+@contextmanager
+def _as_input_error(file: Path) -> Iterator[None]:
+    """Turn what a truncated or foreign weight file raises into an InputError that names it."""
+    try:
+        yield
+    except ForeignFileError as error:
+        raise InputError(f"{file} {error.fault}, not weights", fix=error.fix) from None
+    except (
+        OSError, ValueError, SafetensorError, struct.error, MemoryError, OverflowError, AttributeError, KeyError,
+        TypeError, IndexError, RecursionError,
+    ) as error:  # fmt: skip
+        kind = "GGUF" if file.suffix == GGUF else "safetensors"
+        fault, fix = f"is not a whole {kind} file", AGAIN
+        if "unknown variant" in str(error):  # a dtype that safetensors does not know
+            fault, fix = (
+                f"has numbers of a type that is not read; readable are {READABLE}",
+                _USE_READABLE,
+            )
+        raise InputError(f"{file} {fault} ({error})", fix=fix) from None
+
+
+def read_metadata(file: Path) -> Mapping[str, str]:
+    """Return the texts that a weight file's header states beside its tensors; raises InputError as `read_header`."""
+    with _as_input_error(file):
+        if file.suffix == GGUF:
+            values = _read_gguf(file)[1]
+        else:
+            with file.open("rb") as stream:
+                values = safetensors_header(stream)[0].get("__metadata__") or {}
+        return {key: value for key, value in values.items() if isinstance(value, str)}
+
+
+def safetensors_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return the header of a whole safetensors file, parsed, and where its tensors begin.
+
+    Raises ValueError, SafetensorError, RecursionError or OSError for any other file.
+    """
+    check_first_bytes(stream.read(FIRST_BYTES), name=stream.name)
+    stream.seek(0)
+    # The first 8 bytes are the header's length: any other file gives an absurd number here.
+    length = int.from_bytes(stream.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length:,} bytes")
+    text = stream.read(length)
+    # A tensor's entry has three brackets and, with `MAX_DIMENSIONS`, at most 19 commas. Counted before the header is
+    # parsed, which takes many times its bytes.
+    brackets = text.count(b"{") + text.count(b"[")
+    if brackets > 4 * MAX_TENSORS or text.count(b",") > 20 * MAX_TENSORS:
+        raise ValueError(_TOO_MANY)
+    header: dict[str, Any] = json.loads(text)
+    try:
+        with safe_open(stream.name, framework="numpy"):  # checks that the file is whole
+            pass
+    except SafetensorError:
+        # Of a header that nobody has checked yet; a download that stopped early has a good one.
+        with suppress(AttributeError, LookupError, TypeError):
+            ends = [header[name]["data_offsets"][1] for name in header.keys() - {"__metadata__"}]
+            needed_bytes, here_bytes = 8 + length + max(ends, default=0), stream.seek(0, 2)
+            if here_bytes < needed_bytes:
+                raise ValueError(
+                    f"{here_bytes:,} bytes, its header says {needed_bytes:,}"
+                ) from None
+        raise
+    # safetensors takes an entry as a list of its fields too.
+    if not all(isinstance(each, dict) for each in header.values() if each is not None):
+        raise ValueError("an entry that is no object")
+    return header, 8 + length
+
+
+def check_limits(tensors: Header) -> None:
+    """Raise ValueError for more tensors, longer names or more dimensions than any model has."""
+    if len(tensors) > MAX_TENSORS:
+        raise ValueError(_TOO_MANY)
+    if any(len(name) > MAX_KEY_LENGTH for name in tensors):
+        raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
+    if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
+        raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
+    if any(length < 0 for info in tensors.values() for length in info.shape):
+        raise ValueError("a tensor of negative size")
+
+
+def refuse_quantised(file: Path) -> None:
+    """Raise InputError for weights in a quantisation that is not read: taken as numbers they are noise."""
+    if kind := unread_quantisation(file, _raw_header(file)):
+        raise InputError(
+            f"{file.name} is quantised {kind}; readable are {READABLE}", fix=_USE_READABLE
+        )
+
+
+def unread_quantisation(file: Path, tensors: Header) -> str:
+    """Return the quantisation that is not read, to follow "quantised"; empty if all of a file's tensors are read."""
+    for layout, name in _stated_layouts(file, tensors):
+        if layout not in _READ_LAYOUTS:
+            return f"as {layout} ({name})"
+    for kind, endings in _QUANTISED:
+        if first := next((name for name in tensors if name.endswith(endings)), None):
+            return f"as {kind} ({first})"
+    for name, info in tensors.items():
+        stem, _, ending = name.rpartition(".")
+        weight = tensors.get(f"{stem}.weight")
+        if ending not in _WEIGHT_SCALES or weight is None:
+            continue
+        if math.prod(info.shape) not in (1, *weight.shape[:1]):
+            kind = "mxfp8, fp8" if info.dtype in _SCALE_EXPONENTS else "fp8"
+            return f"as {kind} in blocks ({name} is {list(info.shape)})"
+    readable = GGUF_TYPES if file.suffix == GGUF else _FLOATS
+    for name, info in tensors.items():
+        # Norms, biases and buffers keep their type in quantised files and say nothing.
+        is_weight = name.endswith("weight") and info.dtype not in readable
+        if len(info.shape) > 1 and (is_weight or info.dtype in _PACKED):
+            return f"({name} is {info.dtype})"
+    return ""
+
+
+def _stated_layouts(file: Path, tensors: Header) -> Iterator[tuple[str, str]]:
+    """Yield (layout, tensor) of each different layout that ComfyUI's quantised files state beside their weights."""
+    names = [name for name in tensors if name.rpartition(".")[2] == _LAYOUT]
+    if not names or file.suffix == GGUF:
+        return
+    seen = set[bytes]()
+    with file.open("rb") as stream:
+        header, start = safetensors_header(stream)
+        for name in names:
+            begin, end = header[name]["data_offsets"]
+            stream.seek(start + begin)
+            text = stream.read(min(end - begin, MAX_KEY_LENGTH))
+            if text in seen:
+                continue
+            seen.add(text)
+            with suppress(ValueError, RecursionError):
+                stated = json.loads(text)
+                if isinstance(stated, dict):
+                    turned = " ConvRot" if stated.get("convrot") else ""
+                    yield f"{str(stated.get('format'))[:40]}{turned}", name
+
+
+def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors cast to `dtype`, wanted name -> tensor; `names` maps it to the name in the file.
+
+    An fp8 weight is multiplied by its scale in float32; tensors stored in `dtype` are views of the mapped
+    file. Pages of a mapped file that were read count as memory of the process until the mapping is closed.
+    The file is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16
+    copy. Raises InputError for a broken file.
+    """
+    tensors: dict[str, Tensor] = {}
+    if file.suffix == GGUF:
+        require_gguf(file)
+        from diffusers.models.model_loading_utils import load_gguf_checkpoint
+        from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
+
+        shapes, packed_tensors = read_header(file), load_gguf_checkpoint(str(file))
+        for name, stored_name in names.items():
+            # Taken out, so that packed weights do not lie in memory beside their dequantised copies.
+            packed = packed_tensors.pop(stored_name)
+            if isinstance(packed, GGUFParameter):
+                packed = dequantize_gguf_tensor(packed)
+            tensors[name] = packed.reshape(shapes[stored_name].shape).to(dtype)
+        return tensors
+    unread = deque(names.items())
+    try:
+        while unread:
+            with safe_open(file, framework="pt") as mapped:
+                read_bytes, present = 0, set(mapped.keys())
+                while unread and read_bytes < READ_BYTES:
+                    name, stored_name = unread.popleft()
+                    stored = mapped.get_tensor(stored_name)
+                    read_bytes += stored.nbytes
+                    # Of a name that does not end in "weight" nothing is removed; it has no scale.
+                    stem = stored_name.removesuffix("weight")
+                    scale_name = next(
+                        (f"{stem}{end}" for end in _WEIGHT_SCALES if f"{stem}{end}" in present), ""
+                    )
+                    if scale_name and stem != stored_name:
+                        stored = _scaled(file, stored_name, stored, mapped.get_tensor(scale_name))
+                    tensors[name] = stored.to(dtype)
+                    del stored  # a tensor of the file keeps the whole mapping open
+    except SafetensorError as error:
+        raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
+    return tensors
+
+
+def _scaled(file: Path, name: str, stored: Tensor, scale: Tensor) -> Tensor:
+    """Return an fp8 weight times its scale, float32; the scale is one number or one per row."""
+    rows = scale.float().flatten()
+    if len(rows) not in (1, len(stored)):
+        raise InputError(
+            f"{file} has {len(rows):,} scales for the {len(stored):,} rows of {name}; readable are {READABLE}",
+            fix=_USE_READABLE,
+        )
+    return stored.float() * rows.reshape(-1, *[1] * (stored.dim() - 1))
+
+
+def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
+    """Count the parameters in safetensors files; position ids and batch statistics are none.
+
+    `unread` are prefixes of tensors that loading leaves out.
+    """
+    return sum(
+        math.prod(info.shape)
+        for file in files
+        for name, info in read_header(file).items()
+        if not name.endswith(_NO_PARAMETERS) and not name.startswith(unread)
+    )
+
+
+# ---- GGUF
+
+# Number of each type that diffusers can read -> its name, numbers and bytes of one block.
+_TYPES: Mapping[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
+}  # fmt: skip
+GGUF_TYPES = frozenset(name for name, _, _ in _TYPES.values())
+# Types of ggml that diffusers does not read.
+_UNREAD_TYPES: Mapping[int, str] = {
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+# Number of each type of value -> its code in struct.
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# Most entries of a list: a broken length must not fill the memory.
+_MOST = 1_000_000
+
+
+class _Cursor:
+    """Reads values of a GGUF header; struct.error past its end, ValueError for impossible lengths."""
+
+    def __init__(self, data: mmap) -> None:
+        self.data, self.at = data, 0
+
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{code}")
+        return value
+
+    def count(self) -> int:
+        count = int(self.number("Q"))
+        if count > _MOST:
+            raise ValueError(f"a list of {count:,} entries")
+        return count
+
+    def text(self) -> str:
+        length = self.count()
+        if self.at + length > len(self.data):
+            raise ValueError("a text beyond the header's end")
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8")
+
+    def value(self, kind: int | None = None) -> Any:
+        """Read a value of that kind; None: its kind stands before it."""
+        if kind is None:
+            kind = int(self.number("I"))
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(_SCALARS[kind])
+        inner = int(self.number("I"))
+        # The format nests without limit, and a broken file could exhaust the stack.
+        if inner == _ARRAY:
+            raise ValueError("a list of lists")
+        return [self.value(inner) for _ in range(self.count())]
+
+
+def _read_gguf(file: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """Return a GGUF file's tensors and the other values of its header.
+
+    Raises OSError, struct.error, KeyError or ValueError (UnicodeDecodeError too) for a broken file.
+    """
+    # Mapped, not read: nobody knows the length of the header before its end.
+    with file.open("rb") as stream:
+        check_first_bytes(stream.read(FIRST_BYTES), name=file.name)
+        mapped_file = mmap(stream.fileno(), 0, access=ACCESS_READ)
+    with mapped_file as mapped:
+        cursor = _Cursor(mapped)
+        if mapped[:4] != b"GGUF" or struct.unpack_from("<I", mapped, 4)[0] not in (2, 3):
+            raise ValueError("it is no GGUF of version 2 or 3")
+        cursor.at = 8
+        tensor_count, value_count = cursor.count(), cursor.count()
+        values = {cursor.text(): cursor.value() for _ in range(value_count)}
+        tensors, end = dict[str, TensorInfo](), 0
+        for _ in range(tensor_count):
+            name = cursor.text()
+            dimensions = int(cursor.number("I"))
+            if dimensions > 8:
+                raise ValueError(f"a tensor of {dimensions} dimensions")
+            # ggml lists the fastest dimension first, torch last.
+            shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))[::-1]
+            kind, offset = int(cursor.number("I")), int(cursor.number("Q"))
+            unread = _UNREAD_TYPES.get(kind, f"type {kind}")
+            dtype, numbers, size = _TYPES.get(kind, (unread, 1, 0))
+            # Offsets count from the start of the tensors' data; a quantised tensor is whole blocks of numbers.
+            end = max(end, offset + math.prod(shape) // numbers * size)
+            original = values.get(f"comfy.gguf.orig_shape.{name}", shape)
+            if math.prod(original) != math.prod(shape):
+                raise ValueError(f"{name} has the shapes {list(shape)} and {list(original)}")
+            tensors[name] = TensorInfo(dtype=dtype, shape=tuple(map(int, original)))
+        alignment = max(1, int(values.get("general.alignment", 32)))
+        # The data start at the next multiple of the alignment behind the header (-(-a // b) rounds up).
+        needed_bytes = -(-cursor.at // alignment) * alignment + end
+        # A download that stopped early has a whole header; the last tensor of a whole file may be padded.
+        if len(mapped) < needed_bytes:
+            raise ValueError(f"{len(mapped):,} bytes, its header says {needed_bytes:,}")
+        return tensors, values
+
+
+def require_gguf(file: Path) -> None:
+    """Raise MachineError when the package that reads GGUF is not installed."""
+    if find_spec("gguf") is None:
+        raise MachineError(
+            f"{file.name} is a GGUF, which the package gguf reads, and that is not installed",
+            fix="pip install gguf, or give the base model as .safetensors",
+        )

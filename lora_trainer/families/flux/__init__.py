@@ -1,0 +1,1 @@
+"""The family of FLUX.1, and of what is made from it."""

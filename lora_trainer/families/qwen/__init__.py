@@ -1,0 +1,1 @@
+"""The family of Qwen-Image, and of what is made from it."""

@@ -1,0 +1,1 @@
+"""The family of Stable Diffusion 2.x, and of what is made from it."""

@@ -1,0 +1,1 @@
+"""The family of Stable Diffusion XL, and of what is made from it."""

@@ -1,0 +1,1 @@
+"""The family of Z-Image, and of what is made from it."""
