@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,12 @@ def test_named_paths_and_linked_pages_exist() -> None:
     for page, text in PAGES.items():
         linked = set(re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text))
         assert not [name for name in linked if not (ROOT / "docs" / name).exists()], page
+    for path in (ROOT / "docs" / "experiments").glob("*.md"):
+        linked = set(re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", path.read_text("utf-8")))
+        assert not [name for name in linked if not (path.parent / name).exists()], path.name
 
 
-def test_every_code_of_a_problem_is_explained_and_every_page_is_in_the_navigation() -> None:
+def test_every_code_of_a_problem_is_explained() -> None:
     code = re.compile(r"\b[A-Z]{3}-\d{2}\b")
     findings = (ROOT / "lora_trainer/dataset/finding_texts.toml").read_text(encoding="utf-8")
     texts = [
@@ -79,8 +83,25 @@ def test_every_code_of_a_problem_is_explained_and_every_page_is_in_the_navigatio
         code.findall(findings)
     )
     assert set(code.findall(PAGES["faults"])) == written
-    site = (ROOT / "zensical.toml").read_text(encoding="utf-8")
-    assert not [page for page in PAGES if f'"{page}.md"' not in site]
+
+
+def test_the_three_doors_and_the_menu_of_the_site_have_every_page_in_one_order() -> None:
+    doors = PAGES["README"].split("\n## ")[1:]
+    in_doors = [re.findall(r"^\| \[[^]]*\]\(([\w/-]+\.md)\)", door, re.MULTILINE) for door in doors]
+    pages = sorted(f"{page}.md" for page in PAGES.keys() - {"README"})
+    assert sorted(sum(in_doors, [])) == sorted([*pages, "experiments/README.md"])
+    menu = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    (_, home), *groups = (entry for group in menu for entry in group.items())
+    assert [door.splitlines()[0] for door in doors] == [name for name, _ in groups]
+    made_by_the_site = {"errors.md"}
+    for door, (_, entries) in zip(in_doors, groups, strict=True):
+        flat = [each if isinstance(each, str) else each["Experiments"] for each in entries]
+        first = [each if isinstance(each, str) else each[0] for each in flat]
+        assert [each for each in first if each not in made_by_the_site] == door
+        for experiments in (each for each in flat if not isinstance(each, str)):
+            there = (ROOT / "docs" / "experiments").glob("*.md")
+            assert sorted(experiments) == sorted(f"experiments/{path.name}" for path in there)
+    assert home == "index.md"
 
 
 def test_tree_shows_what_is_there() -> None:

@@ -143,7 +143,7 @@ def test_facts_of_a_release(source: str) -> None:
 class BlockedStorages(LiveStorages):
     """Also counts what oneDNN's convolutions make for a while: input and result in blocks of 16 channels.
 
-    `blocked_bytes` is the peak with these, as measured on a processor (docs/LOG.md): both, then both results.
+    `blocked_bytes` is the peak with these, as measured on a processor (docs/experiments): both, then both results.
     """
 
     blocked_bytes = 0
