@@ -32,41 +32,43 @@ RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleView:
-    """An image as it is or mirrored: its latents, and the crop as the denoiser's conditioning takes it.
-
-    Without a `mask` the whole image counts.
-    """
+    """An image as it is or mirrored."""
 
     latents: CacheKey
+    """Key of its latents."""
     geometry: Conditioning
+    """The crop as the denoiser's conditioning takes it."""
     mask: CacheKey | None = None
+    """Key of its mask; None: the whole image counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSource:
-    """The cache keys of a sample's tensors: the image, mirrored too where it may be, one text entry per variant.
-
-    The first of `texts` is the plain text for validation; training uses the others where there are any.
-    `of_class`: the same texts with the class in place of the trigger, None for a text without the trigger,
-    empty without class preservation. `folder`: key of `data.folders`. `size_px`: (width, height) of the bucket.
-    `others`: the same image at other resolutions, whose own `others` is empty.
-    """
+    """The cache keys of a sample's tensors."""
 
     views: tuple[SampleView, ...]
+    """The image, and the mirrored image if it may be mirrored."""
     texts: tuple[CacheKey, ...]
+    """The first is the plain text for validation; training uses the other texts if there are any."""
     size_px: tuple[int, int]
+    """(width, height) of the bucket."""
     others: tuple[SampleSource, ...] = ()
+    """The same image at other resolutions; their own `others` are empty."""
     folder: str = OWN_FOLDER
+    """Key of `data.folders`."""
     of_class: tuple[CacheKey | None, ...] = ()
+    """The same texts with the class word in place of the trigger, None for a text without the trigger; empty without
+    class preservation."""
     regularisation: bool = False
 
 
 @dataclass(kw_only=True)
 class Entries:
-    """Cache entries as tensors; the first `limit_bytes` of them stay in RAM."""
+    """Cache entries as tensors."""
 
     cache: Cache
     limit_bytes: int = RESIDENT_LIMIT_BYTES
+    """As many bytes of the first entries stay in RAM."""
     used_bytes: int = 0
     resident: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
@@ -90,15 +92,14 @@ class Entries:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageJob:
-    """One latent or one mask to have, as its key says: the record, where it goes, mirrored or not.
-
-    `factor`: pixels a side of each latent.
-    """
+    """One latent or one mask to make, as its key says."""
 
     record: ImageRecord
     placement: Placement
     flip: bool
+    """Whether the image is mirrored."""
     factor: int
+    """Pixels per side of each latent."""
     key: CacheKey
 
 
@@ -129,20 +130,23 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEntries:
-    """The content of a text's entry: embeddings in a dtype, or tokens where text encoders are trained.
-
-    `text_tokens`, `clip_skip` and `system_prompt` are the base's. `word`: the new word whose token numbers the
-    entry holds. With `emphasis`, brackets in a text are prompt weights and not words.
-    """
+    """The content of a text's cache entry."""
 
     encoder_identity: str
     text_tokens: int
+    """Tokens that the base reads."""
     precision: Precision
+    """Dtype of the embeddings."""
     tokens_only: bool
+    """Whether the entry holds tokens instead of embeddings, because text encoders are trained."""
     word: NewWord | None = None
+    """The new word whose token numbers the entry holds."""
     emphasis: bool = False
+    """Whether brackets in a text are prompt weights instead of words."""
     clip_skip: int = 1
+    """Clip skip of the base."""
     system_prompt: str | None = None
+    """System prompt of the base."""
 
     def key(self, text: str) -> CacheKey:
         """Return the name of a text's entry."""

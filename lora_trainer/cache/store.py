@@ -123,13 +123,11 @@ def _header(key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Entries in a size-capped folder shared by all runs, threads and processes.
-
-    `on_problem` is called as `EventStream.problem` is: a sentence on the event, and as `fix` one on the remedy.
-    """
+    """Entries in a size-capped folder shared by all runs, threads and processes."""
 
     folder: CappedFolder
     on_problem: Callable[..., None]
+    """Called like `EventStream.problem`: a sentence about the event, and in `fix` a sentence about the remedy."""
 
     def path(self, key: CacheKey) -> Path:
         """Return where the entry of `key` is or would be."""
@@ -176,7 +174,8 @@ class Cache:
             code="CAC-01",
         )
         try:
-            os.utime(path)  # where it still is: it does not pass for the one that was whole
+            # If the damaged file is still there, its new time no longer matches the remembered stamp.
+            os.utime(path)
         except FileNotFoundError:
             pass
         except OSError:  # times are for owners

@@ -145,15 +145,13 @@ _NUMBERED = re.compile(r"(\d{4,})(-undone)?")
 
 @dataclass(kw_only=True)
 class CaptionJournal:
-    """The record of one call, begun with its first caption: a call that writes none leaves none.
-
-    `written`: SHA-256 by file of the captions it wrote, for going on with it.
-    """
+    """The record of one call. It begins with the first caption, so a call that writes no caption leaves no record."""
 
     root: Path
     folder: Path
     request: dict[str, Any]
     written: dict[str, str] = field(default_factory=dict)
+    """SHA-256 by file of the captions it wrote; needed to continue the call."""
 
     def has_written(self, file: Path, content: bytes | None) -> bool:
         """Say whether this call, interrupted, wrote `content` to `file` before."""

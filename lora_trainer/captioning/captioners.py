@@ -50,20 +50,24 @@ _NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class CaptioningModel:
-    """A model: where it is from, and its folder if it is on this machine.
+    """A captioning model.
 
-    The rest is stated in `catalogue.toml` for the released models that have a short `name`; `memory_gib` is computed,
-    not measured. Of another model only `writes` is known, once it is on this machine.
+    `catalogue.toml` states the optional fields of the released models. Of another model only `writes` is known, once
+    the model is on this machine.
     """
 
     source: str
+    """Where the model is from."""
     folder: Path | None = None
+    """Its folder, if it is on this machine."""
     name: str | None = None
+    """Short name of a released model."""
     writes: Writes | None = None
     good_for: str | None = None
     licence: str | None = None
     download_gb: float | None = None
     memory_gib: float | None = None
+    """Computed, not measured."""
 
 
 _CATALOGUE = tomllib.loads(files(__package__).joinpath("catalogue.toml").read_text("utf-8"))
@@ -268,13 +272,14 @@ class Tag:
 
 @dataclass(frozen=True, kw_only=True)
 class Tagger:
-    """A loaded tagger. `fixed_batch`: the number of images its file asks for, if it does."""
+    """A loaded tagger."""
 
     name: str
     session: Any
     tags: tuple[Tag, ...]
     side_px: int
     fixed_batch: int | None
+    """The number of images that its file requires, if it requires one."""
 
     @property
     def batch_size(self) -> int:

@@ -54,7 +54,7 @@ class MemoTable:
 
     @classmethod
     def load(cls, folder: Path | None, name: str, version: str = "1") -> MemoTable:
-        """Read a table; one that is not there or of another version is empty. Never raises."""
+        """Read a table; a missing table, or a table of another version, is empty. Never raises."""
         entries = {} if folder is None else dict(rows(folder, name, version))
         return cls(name=name, version=version, folder=folder, entries=entries)
 

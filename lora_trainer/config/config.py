@@ -41,21 +41,21 @@ _KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form field of one setting.
-
-    `words` are all values of a choice, or the words that a number also takes (`auto`). `whole`: a number
-    must be an integer. `low` and `high` are bounds in the setting's unit, included unless `above_low` or
-    `below_high`. `nullable`: the setting may be null.
-    """
+    """The form field of one setting."""
 
     kind: Kind
     words: tuple[Word, ...] = ()
+    """All values of a choice, or the words that a number also accepts (`auto`)."""
     whole: bool = False
+    """A number must be an integer."""
     low: float | None = None
+    """Lower bound in the setting's unit, included unless `above_low`."""
     high: float | None = None
+    """Upper bound in the setting's unit, included unless `below_high`."""
     above_low: bool = False
     below_high: bool = False
     nullable: bool = False
+    """The setting may be null."""
 
     @property
     def allowed(self) -> str:

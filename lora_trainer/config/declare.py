@@ -132,29 +132,28 @@ ResumeEffect = Literal["free", "rounding", "changed", "forbidden"]
 
 @dataclass(frozen=True, kw_only=True)
 class Handling:
-    """What the trainer does with a setting, for code and not for the reader of a form or a schema.
-
-    `resume`: what another value does to a resume. `replans`: another value plans the memory of a resumed run again.
-    `uses_validation`: with a value other than the default, validations influence the training; a change of a
-    setting that `follows_validation` then makes a resume CHANGED, although it is free otherwise.
-
-    `packages`: the package of each value that needs one, as pip names it. `own_memory`: values above 0 need a GPU
-    with memory of its own. `works_anywhere`: the value to use where a need is not met; None: there are none.
-    `is_wish`: replaced even if the value is the user's, as the result is the same.
-
-    `kohya`: its entries in the metadata of exported files; `kohya_flow`: further ones of flow models only.
-    """
+    """What the trainer does with a setting, for code and not for the reader of a form or a schema."""
 
     resume: ResumeEffect = "changed"
+    """What a changed value does to a resume."""
     replans: bool = False
+    """Whether a changed value plans the memory of a resumed run again."""
     uses_validation: bool = False
+    """Whether, with a value other than the default, validations influence the training."""
     follows_validation: bool = False
+    """Free to change at a resume, unless a setting that `uses_validation` is on: then the resume is CHANGED."""
     packages: Mapping[Any, str] = field(default_factory=dict)
+    """The package that a value needs, by value, as pip names it."""
     own_memory: bool = False
+    """Values above 0 need a GPU with memory of its own."""
     works_anywhere: Any = None
+    """The value to use if a need is not met; None: there is no such value."""
     is_wish: bool = False
+    """Replaced even if the user set it, because the result is the same."""
     kohya: Sequence[str] = ()
+    """Its entries in the metadata of exported files."""
     kohya_flow: Sequence[str] = ()
+    """Further entries, for flow models only."""
 
 
 _HANDLING = frozenset(each.name for each in fields(Handling))

@@ -41,11 +41,13 @@ _IMPORT = "if it is of another trainer, `lora-train import FILE` makes a setting
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
-    """The settings of a file called `name`, and its family if it names one."""
+    """The settings of a file."""
 
     name: str
+    """Name of the file."""
     values: Mapping[str, Any]
     family: str | None = None
+    """The family, if the file names one."""
 
 
 def read_settings_file(file: Path) -> SettingsFile:
@@ -125,10 +127,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """One configuration, and the origin of each `section.key`.
-
-    `preset_batch_size` is the batch size that the presets' learning rate was chosen for.
-    """
+    """One configuration, and the origin of each `section.key`."""
 
     config: Config
     origins: Mapping[str, Origin]
@@ -137,6 +136,7 @@ class Resolved:
     priority: str
     preset: str
     preset_batch_size: int = 1
+    """The batch size that the presets' learning rate was chosen for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,39 +44,43 @@ CAME_BETA3 = 0.9999
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
-    """One optimizer.
-
-    `path` is its class as `module:Class`, `package` what pip calls its library ("": torch), `arguments` what the class
-    is given besides the groups, `group_arguments` what is put into each group instead. `has_beta1` and `has_epsilon`:
-    whether those settings reach it. `matrices_apart`: its groups say whether they hold matrices (`use_muon`).
-    `shared_memory_path` is the class where the device has no memory of its own and nothing can be paged.
-
-    The learning rate is `rate_factor` times AdamW's, or always `rate` where the optimizer finds it itself; `why` says
-    so in words. `beta2` is the second decay if it differs from AdamW's. A rate outside `usual_rates` gets a warning.
-
-    `states` in fp32 and `states_8bit` are kept for each trained tensor, of its size; `is_paged`: the driver moves
-    them to host memory while the GPU is full. `state_elements` has the elements of each fp32 state by the
-    tensor's shape, where they are not all of its size.
-    """
+    """One optimizer: a class, its arguments, its learning rates and the size of its states."""
 
     path: str
+    """Its class as `module:Class`."""
     arguments: Arguments
+    """Arguments of the class besides the groups."""
     package: str = ""
+    """Its library as pip names it; "": torch."""
     group_arguments: Arguments = lambda _: {}
+    """Arguments that are put into each group instead."""
     has_beta1: bool = True
+    """Whether `optimizer.beta1` reaches it."""
     has_epsilon: bool = True
+    """Whether `optimizer.epsilon` reaches it."""
     matrices_apart: bool = False
+    """Whether its groups say if they hold matrices (`use_muon`)."""
     shared_memory_path: str = ""
+    """The class for devices without memory of their own, where nothing can be paged."""
     rate_factor: float = 1.0
+    """Its learning rate as a multiple of AdamW's."""
     rate: float | None = None
+    """Its fixed rate, if the optimizer finds the learning rate itself."""
     why: str = ""
+    """The reason for the rate, in words."""
     beta2: float | None = None
+    """The second decay, if it differs from AdamW's."""
     # Of optimizers whose steps are as long as AdamW's, as in use for adapters.
     usual_rates: tuple[float, float] = (1e-6, 2e-2)
+    """A rate outside this range gets a warning."""
     states: int = 0
+    """fp32 states for each trained tensor, of the tensor's size."""
     states_8bit: int = 0
+    """8-bit states for each trained tensor, of the tensor's size."""
     is_paged: bool = False
+    """Whether the driver moves its states to host memory while the GPU is full."""
     state_elements: Callable[[Shape], Sequence[int]] | None = None
+    """Elements of each fp32 state by the tensor's shape, if the states do not have the tensor's size."""
 
 
 def _rated(settings: OptimizerSettings) -> dict[str, Any]:

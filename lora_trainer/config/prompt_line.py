@@ -40,12 +40,10 @@ MOST_PX = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """What an image shows, and how it is drawn; None: as the settings say.
-
-    `line` is the prompt as it was written.
-    """
+    """A prompt and how its image is drawn; None: as the settings say."""
 
     line: str
+    """The prompt as it was written."""
     text: str
     negative: str | None = None
     width_px: int | None = None

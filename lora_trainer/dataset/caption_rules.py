@@ -296,16 +296,14 @@ def count_tokens(tokenizer: Tokenizer, captions: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """In how many chunks texts are read, and why.
-
-    `lengths`: the number of images whose longest text has so many tokens, empty where they could not be counted;
-    `longest_file`: the image of the longest of all.
-    """
+    """In how many chunks texts are read, and why."""
 
     chunks: int
     reason: str
     lengths: Mapping[int, int] = field(default_factory=dict)
+    """Number of images by the tokens of their longest text; empty if they could not be counted."""
     longest_file: str = ""
+    """The image with the longest text of all."""
 
 
 def reading_of(

@@ -49,15 +49,15 @@ _BYTE_ORDER_MARKS = (
 
 
 class CaptionText(NamedTuple):
-    """One caption as a single line. `problems`: guesses and cuts made in reading it. `source` names its file or kind.
-
-    `lines`: the lines of a file that has several, or the captions of a list; each can be a caption of its own.
-    """
+    """One caption as a single line."""
 
     text: str = ""
     problems: tuple[str, ...] = ()
+    """Guesses and cuts made in reading it."""
     lines: tuple[str, ...] = ()
+    """The lines of a file with several lines, or the captions of a list; each can be a caption of its own."""
     source: str = ""
+    """The file that the caption is from, or the kind of source."""
 
     @property
     def of_name(self) -> bool:
@@ -195,13 +195,11 @@ _TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\
 
 @dataclass(kw_only=True)
 class CaptionTables:
-    """The captions of all tables of a dataset, found by the name of an image.
-
-    `second`: image, the table that counts, and a later table that has another caption for it.
-    """
+    """The captions of all tables of a dataset, found by the name of an image."""
 
     captions: dict[str, CaptionText] = field(default_factory=dict)
     second: list[tuple[str, str, str]] = field(default_factory=list)
+    """(image, table that counts, later table with a different caption for the image)."""
     _alike: dict[str, str] = field(default_factory=dict)
     _elsewhere: dict[str, list[str]] = field(default_factory=dict)
     """Keys of `captions` that are no file of the table's folder, by the `same_name` of their last part."""

@@ -50,20 +50,20 @@ _AREAS_TOLERANCE = 16
 
 
 class Measures(NamedTuple):
-    """Numbers about one image, as the memo keeps them.
-
-    `crispness` holds (side, value) pairs, largest first: value in [0, 1] after scaling the image
-    to side squared pixels. `darkest` and `brightest` are the 1st and 99th percentile of luminance
-    in [0, 1]. `structure` is a 128-bit difference hash, `colours` a 4x4 RGB miniature, both in hexadecimal.
-    `is_like_a_mask`: hardly more than areas of black and white.
-    """
+    """Numbers about one image, as the memo keeps them."""
 
     crispness: tuple[tuple[int, float], ...]
+    """(side, value) pairs, largest side first: value in [0, 1] after scaling the image to side x side pixels."""
     darkest: float
+    """1st percentile of luminance, in [0, 1]."""
     brightest: float
+    """99th percentile of luminance, in [0, 1]."""
     structure: str
+    """A 128-bit difference hash, hexadecimal."""
     colours: str
+    """A 4x4 RGB miniature, hexadecimal."""
     is_like_a_mask: bool
+    """Hardly more than areas of black and white."""
 
 
 def measure(image: Image.Image) -> Measures:
@@ -290,14 +290,13 @@ _PROCESS_WIDE = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedImage:
-    """An image as it is displayed, mode RGB. `notes`: the changes made for that, as "kind: sentence".
-
-    `alpha`: how opaque it is, mode L, where some of its pixels come from `data.alpha_background`.
-    """
+    """An image as it is displayed, in mode RGB."""
 
     image: Image.Image
     notes: tuple[str, ...]
+    """The changes made to display it, as "kind: sentence"."""
     alpha: Image.Image | None
+    """Opacity, mode L, if some pixels come from `data.alpha_background`."""
 
 
 def background_rgb(settings: DataSettings) -> Rgb:

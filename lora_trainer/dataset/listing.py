@@ -119,18 +119,20 @@ Masks = dict[str, _File]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFile:
-    """An image file before it is opened, its caption file, and stand-ins for that, best first.
+    """An image file before it is opened, with its caption file and other captions that could take its place.
 
-    `folder`: its subfolder, `.` for none. Files are texts: 100,000 `Path` objects are slow to make and large.
+    Files are texts: 100,000 `Path` objects are slow to make and large.
     """
 
     file: str
     name: str
     folder: str
+    """Its subfolder; `.` for none."""
     repeats: int
     sidecar_file: str | None
     sidecar_name: str | None
     stand_ins: tuple[CaptionText, ...]
+    """Captions to use without a caption file, best first."""
     mask: Path | None = None
     mask_name: str | None = None
 
@@ -360,11 +362,11 @@ class _Walk:
         return groups["folder"], inner_masks
 
     def _take_masks(self, folder: _Folder, groups: Groups) -> tuple[Masks, Masks]:
-        """Take masks out of a folder's groups: those of its own images, and those of its subfolders' images.
+        """Remove mask files from a folder's groups; return the masks of its images and of its subfolders' images.
 
-        The latter lie beside the folder of the images (`images/a.png`, `masks/a.png`). A folder called `masks`
-        holds masks only if masks are asked for, or if one of its files has the name of an image: it may hold
-        images of masks to learn.
+        Masks of a subfolder's images are in a folder beside the subfolder (`images/a.png`, `masks/a.png`). A folder
+        called `masks` may also hold images of masks to learn: it holds masks only if masks are asked for, or if one
+        of its files has the name of an image.
         """
         beside = self._masks_beside(folder, groups)
         own_masks = {key: mask for key, mask in reversed(beside)}

@@ -35,17 +35,17 @@ _COLOURED_SHARE = 0.001
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """A mask that was checked; `of_alpha`: the image itself is the file, its transparency the mask.
-
-    `brightest` is its largest value as it is read, of 255; `is_framed`: its edges count, its middle does not.
-    """
+    """A mask that was checked."""
 
     path: Path
     content_hash: str
     of_alpha: bool
+    """Whether the image itself is the file and its transparency the mask."""
     meaning: Meaning = "brightness"
     brightest: int = WHITE
+    """The largest value as it is read, of 255."""
     is_framed: bool = False
+    """Whether its edges count and its middle does not."""
 
     @property
     def channel(self) -> str:

@@ -34,13 +34,9 @@ MAX_REPEATS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRecord:
-    """One usable image: its captions as they are written, and the one it is shown and validated with.
+    """One usable image.
 
-    `folder` is the subfolder it lies in, `.` for none: `data.folders` may say more of it. `copy_index`
-    numbers files with identical bytes by name, so that (content_hash, copy_index, repeat) names a
-    sample. `transparent`: its pixels depend on `data.alpha_background`; `recoloured`: they are not those of its
-    file but of its colour profile in sRGB. `placements`: where it goes at
-    `data.resolution`, then at each of `data.more_resolutions`; empty where no base is known.
+    (content_hash, copy_index, repeat) names a sample.
     """
 
     file: str
@@ -50,16 +46,23 @@ class ImageRecord:
     height_px: int
     measures: Measures
     written: tuple[str, ...]
+    """Its captions as they are written."""
     caption: str
+    """The caption that it is shown and validated with."""
     caption_source: str | None
     repeats: int
     copy_index: int = 0
+    """Number among files with identical bytes, ordered by name."""
     folder: str = OWN_FOLDER
+    """Its subfolder, `.` for none; `data.folders` may have settings for it."""
     transparent: bool = False
+    """Whether its pixels depend on `data.alpha_background`."""
     recoloured: bool = False
+    """Whether its pixels were converted from its colour profile to sRGB."""
     mask: Mask | None = None
     regularisation: bool = False
     placements: tuple[Placement, ...] = ()
+    """Its place at `data.resolution`, then at each of `data.more_resolutions`; empty if no base is known."""
 
     @property
     def path(self) -> Path:
@@ -85,16 +88,15 @@ class ImageRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """The usable images of a folder by name, findings, and a hash of everything that training reads of it.
-
-    `regularisation`: images of the class, trained along so that training does not change it.
-    """
+    """The usable images of a folder by name, and the findings."""
 
     folder: Path
     records: tuple[ImageRecord, ...]
     findings: tuple[Finding, ...]
     fingerprint: str
+    """Hash of everything that training reads of the dataset."""
     regularisation: tuple[ImageRecord, ...] = ()
+    """Images of the class, trained along so that training does not change the class."""
 
 
 def hold_out(

@@ -67,13 +67,14 @@ Value = TypeVar("Value")
 
 
 class VerifiedImage(NamedTuple):
-    """Facts of an image that decoded. `background`: the colour behind its transparent parts, "" for an opaque one."""
+    """Facts of an image that decoded."""
 
     width_px: int
     height_px: int
     notes: tuple[str, ...]
     measures: Measures
     background: str
+    """The colour behind its transparent parts; "" for an opaque image."""
 
 
 class Remembered(Generic[Value]):

@@ -15,11 +15,14 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The bytes that a group may use, and those that it can still get; `by` says who set the limit."""
+    """The memory limit of a group of processes."""
 
     limit_bytes: int
+    """Bytes that the group may use."""
     free_bytes: int
+    """Bytes that the group can still get."""
     by: str = "the container"
+    """Who set the limit."""
 
 
 def memory_limits(root: Path, environment: Mapping[str, str]) -> Iterator[MemoryLimit]:

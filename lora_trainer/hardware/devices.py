@@ -76,11 +76,13 @@ KINDS: Mapping[KindName, DeviceKind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """The build of the installed torch: `kind`, and the `toolkit`'s version ("12.8", "6.4")."""
+    """The build of the installed torch."""
 
     version: str
     kind: KindName
+    """The kind of device it is built for."""
     toolkit: str = ""
+    """Version of its toolkit, such as "12.8" or "6.4"."""
 
     def __str__(self) -> str:
         of = f"{self.kind.upper()} {self.toolkit}".strip()

@@ -81,24 +81,24 @@ _AMD = "0x1002"
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The detected hardware; `reasons` has each field's source, `gpu_reason` also why there is no GPU.
-
-    `torch` is the installed torch's build. `cards_chosen`: CUDA_VISIBLE_DEVICES is set, so this process may
-    see only some of the GPUs. `expandable_segments`: PyTorch's allocator grows its segments in this
-    environment.
-    """
+    """The detected hardware."""
 
     gpus: tuple[Gpu, ...]
     gpu_reason: str
+    """Source of `gpus`, or why there is no GPU."""
     cpu_name: str
     cpu_threads: int
     ram_total_bytes: int
     ram_free_bytes: int
     packages: Mapping[str, str | None]
     reasons: Mapping[str, str]
+    """Each field's source."""
     torch: TorchBuild | None = None
+    """The installed torch's build."""
     cards_chosen: bool = False
+    """Whether CUDA_VISIBLE_DEVICES is set, so that this process may see only some of the GPUs."""
     expandable_segments: bool = False
+    """Whether PyTorch's allocator grows its segments in this environment."""
     # Package -> why the installed one does not work with this torch.
     unfit: Mapping[str, str] = field(default_factory=dict)
     # Memory a process may pin; None: the system sets no limit.

@@ -30,27 +30,29 @@ Nvml = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU, or one MIG slice; `index` is CUDA's, `compute_capability` None if unknown.
-
-    `bf16`: whether it computes bfloat16 in hardware (None: derived from the capability). `spills`: its
-    driver moves memory to the host when it is full. `display`: a screen or an X server uses it. `pcie`: generation and
-    lanes of its slot, 0 where they are not told. `watts`: its power limit.
-    """
+    """One GPU, or one MIG slice."""
 
     index: int
+    """The number that CUDA gives it."""
     name: str
     total_bytes: int
     free_bytes: int
     compute_capability: tuple[int, int] | None
+    """None if unknown."""
     driver: str
     uuid: str = ""
     spills: bool = False
+    """Whether its driver moves memory to the host when it is full."""
     display: bool = False
+    """Whether a screen or an X server uses it."""
     assumed: bool = False
     kind: KindName = "cuda"
     bf16: bool | None = None
+    """Whether it computes bfloat16 in hardware; None: derived from the capability."""
     pcie: tuple[int, int] = (0, 0)
+    """Generation and lanes of its slot; 0 if unknown."""
     watts: float | None = None
+    """Its power limit."""
 
     @property
     def can(self) -> DeviceKind:
@@ -210,22 +212,22 @@ def _slot(ask: Callable[..., Any], handle: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class CardState:
-    """State of a GPU at one moment; None or empty where the driver does not tell.
-
-    `load_percent` is the share of the last moment in which it computed, `watts` its power. `users` are the
-    numbers of processes on it, `busy_percent` the load by process; `held_back` are the driver's reasons for
-    lower clocks, as bits.
-    """
+    """State of a GPU at one moment; None or empty if the driver does not tell."""
 
     total_bytes: int
     used_bytes: int
     load_percent: int | None = None
+    """Share of the last moment in which it computed."""
     clock_mhz: int | None = None
     celsius: int | None = None
     watts: float | None = None
+    """Its power."""
     held_back: int = 0
+    """The driver's reasons for lower clocks, as bits."""
     users: frozenset[int] = frozenset()
+    """Numbers of the processes on it."""
     busy_percent: Mapping[int, int] = field(default_factory=dict)
+    """Load by process."""
 
 
 def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:

@@ -21,9 +21,10 @@ _ARM = ("aarch64", "arm64")
 
 @dataclass(frozen=True)
 class CudaBuild:
-    """One build for NVIDIA's GPUs; `folder` is that of PyTorch's indexes."""
+    """One build of torch for NVIDIA's GPUs."""
 
     folder: str
+    """The folder of PyTorch's indexes that holds it."""
     toolkit: str
     systems: tuple[str, ...]
     kernels: tuple[Capability, ...]

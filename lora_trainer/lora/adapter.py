@@ -36,21 +36,21 @@ NORM_TOLERANCE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The adapted layers by "component.module"; `rank` and `alpha` are those of the settings.
-
-    `masks` are its dropout masks, None without dropout. `average` holds a running average of each
-    parameter by its name in `state`, empty if the run keeps none. `new_tokens` are the trained vectors of a
-    new word, [tokens, width] by component.
-    """
+    """The adapted layers by "component.module"."""
 
     layers: Mapping[str, AdaptedLayer]
     rank: int
+    """The rank in the settings."""
     alpha: float
+    """The alpha in the settings."""
     masks: SampleMasks | None = None
+    """Its dropout masks; None without dropout."""
     average: Mapping[str, Tensor] = field(default_factory=dict)
+    """A running average of each parameter by its name in `state`; empty if the run keeps none."""
     best: Mapping[str, Tensor] = field(default_factory=dict)
     """The weights of the lowest validation loss so far, by name; empty if the run does not keep them."""
     new_tokens: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """The trained vectors of a new word, [tokens, width] by component."""
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trained parameters in module order, without those that `groups` has frozen."""

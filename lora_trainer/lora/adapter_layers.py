@@ -32,12 +32,13 @@ from lora_trainer.network.quantize import QuantizedLinear, Restore, frozen_parts
 class FusedLinear(Linear):
     """peft's LoRA of a linear layer, with its parameters, names and state, as one operation.
 
-    DoRA needs more than this product and runs peft's code. `before` are dropout masks of the
-    adapter's inputs, `gates` are masks of its ranks.
+    DoRA needs more than this product and runs peft's code.
     """
 
     before: Sequence[Mask] = ()
+    """Dropout masks of the adapter's inputs."""
     gates: Sequence[Mask] = ()
+    """Masks of the adapter's ranks."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
@@ -146,11 +147,12 @@ class LeanConv2d(Conv2d):
     """peft's LoRA of a convolution, computed in the dtype of its input.
 
     A convolution saves its input anyway, and the adapter reads the same tensor instead of a float32 copy.
-    `before` and `gates` as in `FusedLinear`.
     """
 
     before: Sequence[Mask] = ()
+    """Dropout masks of the adapter's inputs."""
     gates: Sequence[Mask] = ()
+    """Masks of the adapter's ranks."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters

@@ -30,28 +30,29 @@ class NotLowRank(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankUpdate:
-    """The update up @ down, strength in it: float64 [out, k] and [k, fan_in].
-
-    `inputs` is the shape of one output's weights: (in,), or (in, height, width) of a kernel.
-    """
+    """The update up @ down with its strength, in float64."""
 
     up: Tensor
+    """[out, k]"""
     down: Tensor
+    """[k, fan_in]"""
     inputs: tuple[int, ...]
+    """Shape of one output's weights: (in,), or (in, height, width) of a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Singular:
-    """A decomposition left @ diag(values) @ right, values falling; left [out, k], right [k, fan_in].
-
-    `energy` is that of the whole update, `values` may lack its end.
-    """
+    """A decomposition left @ diag(values) @ right."""
 
     left: Tensor
+    """[out, k]"""
     values: Tensor
+    """Falling; the smallest may be left out."""
     right: Tensor
+    """[k, fan_in]"""
     inputs: tuple[int, ...]
     energy: float
+    """The energy of the whole update."""
 
 
 def lora(*, up: Tensor, down: Tensor, inputs: tuple[int, ...], scale: float = 1.0) -> ModuleTensors:

@@ -30,16 +30,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """The rows of a spelt layer, first and end, that one layer of the network has; None: all of them.
-
-    `part` is (which of the layers it is, their number). `swapped` says that the two halves of the rows change
-    places.
-    """
+    """The rows of a joined layer in a file that belong to one layer of the network."""
 
     key: str
     rows: tuple[int, int] | None = None
+    """(first, end); None: all rows."""
     part: tuple[int, int] = (0, 1)
+    """(index among the joined layers, their number)."""
     swapped: bool = False
+    """Whether the two halves of the rows change places."""
 
 
 _PREFIX = re.compile(
@@ -204,18 +203,17 @@ Misfit = tuple[str, Size, Size]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The family of a file, and the other families that its layers fit as well.
-
-    `names` finds the layers of the release that fits best, None where no release has the file's layers;
-    `exact` says that all sizes are those of it, `misfits` are the modules of another size, none where
-    the whole file is of another size.
-    """
+    """The family of a file, and how well its layers fit."""
 
     family: str
     others: tuple[str, ...] = ()
+    """Other families that the layers fit as well."""
     names: LayerNames | None = None
+    """Finds the layers of the release that fits best; None if no release has the file's layers."""
     misfits: tuple[Misfit, ...] = ()
+    """The modules of another size; empty if the whole file has another size."""
     exact: bool = False
+    """Whether all sizes are those of the release."""
 
 
 @lru_cache(maxsize=32)

@@ -30,9 +30,10 @@ from lora_trainer.lora_file.tensor_file import numbers, packaged, refuse
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that readers of the file will stumble over; `kind` is for scripts."""
+    """A problem that readers of the file will have."""
 
     kind: str
+    """A name for scripts."""
     severity: Severity
     what: str
     advice: str
@@ -44,12 +45,7 @@ Spread = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """An adapter file at a glance; `alpha` is None where the file does not say it.
-
-    `rank` is the size of a block for OFT, and None where all factors of a LoKr are whole. `norms` has
-    the Frobenius norm of the update by block, as far as it can be told without the base. `embeddings`
-    has (tokens, width) by key where the file holds the vectors of a new word instead.
-    """
+    """An adapter file at a glance."""
 
     family: str
     metadata: Mapping[str, str]
@@ -57,10 +53,14 @@ class Inspection:
     kinds: tuple[str, ...]
     format: KeyFormat = "unknown"
     rank: Spread | None = None
+    """For OFT the size of a block; None if all factors of a LoKr are whole."""
     alpha: Spread | None = None
+    """None if the file does not state it."""
     modules: int = 0
     embeddings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """(tokens, width) by key, if the file holds the vectors of a new word instead of an adapter."""
     norms: Mapping[str, float] = field(default_factory=dict)
+    """The Frobenius norm of the update by block, as far as it is known without the base."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, without `embeddings` where there are none."""
@@ -119,19 +119,19 @@ def _spread(values: Iterable[float]) -> Spread | None:
 
 @dataclass(kw_only=True)
 class _TensorFacts:
-    """The facts that are in a file's tensors and not in its header.
-
-    `not_finite` has the keys of tensors with NaN or infinity, `misshapen` the reason by module where the tensors
-    do not fit together, `norms` the norm of the update by block, `zero` has the modules that change nothing;
-    `sha256` is the hash of all tensor bytes.
-    """
+    """The facts that are in a file's tensors and not in its header."""
 
     sha256: str
+    """Hash of all tensor bytes."""
     not_finite: list[str]
+    """Keys of tensors with NaN or infinity."""
     alphas: dict[str, float] = field(default_factory=dict)
     misshapen: dict[str, str] = field(default_factory=dict)
+    """By module, the reason why its tensors do not fit together."""
     norms: dict[str, float] = field(default_factory=dict)
+    """Norm of the update by block."""
     zero: list[str] = field(default_factory=list)
+    """The modules that change nothing."""
 
 
 def _read(contents: Contents) -> _TensorFacts:

@@ -108,7 +108,7 @@ _ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
         (kind, role): re.escape(end) + (_NAME if kind in ("loha", "lokr") else "")
         for kind, ends in ENDINGS.items()
         for role, end in ends.items()
-        # A magnitude has one name beside every kind, an IA3's factor that of any weight.
+        # The magnitude key is the same for every adapter kind, and IA3 factors have no suffix of their own.
         if role not in ("magnitude", "by_output", "by_input")
     },
     **_OTHER_ENDS,
@@ -128,7 +128,7 @@ READERS = "readers.toml"
 
 
 def kind_of_others(keys: Collection[str]) -> str:
-    """Return of which files these keys are as a note in brackets, "" where that is not known."""
+    """Return " (as in X)" if these keys look like those of X, else ""."""
     for pattern, kind in packaged(READERS)["other_kinds"].items():
         if any(re.fullmatch(pattern, key) for key in keys):
             return f" (as in {kind})"
@@ -200,19 +200,19 @@ FormatRequest = Literal["auto"] | FileFormat
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterContents:
-    """The contents of an adapter that decide its format: kinds, DoRA, trained text encoders, biases.
-
-    `input_dora`: DoRA magnitudes of some layers are per input, as in OneTrainer's files. `rank` and `lora_alpha`
-    are the most frequent ones of an adapter that is there, the latter of its LoRAs.
-    """
+    """The contents of an adapter that decide its format."""
 
     kinds: frozenset[AdapterKind]
     dora: bool
     text: bool
+    """Whether text encoders are trained."""
     bias: bool = False
     input_dora: bool = False
+    """Whether DoRA magnitudes of some layers are per input, as in OneTrainer's files."""
     rank: int = 0
+    """The most frequent rank of an existing adapter."""
     lora_alpha: float = 1.0
+    """The most frequent alpha of its LoRAs."""
 
 
 def planned_contents(adapter: AdapterSettings) -> AdapterContents:

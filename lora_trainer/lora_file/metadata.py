@@ -64,38 +64,42 @@ def file_hashes(path: Path, memo: HashMemo) -> FileHashes | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportInfo:
-    """The facts about a run that an exported file states; the same info gives the same bytes.
-
-    `settings` is the planned configuration as `config.flatten` gives it (no `auto` left but where a
-    value follows the base: `zero_terminal_snr` is the value used). `rank` and `alpha` are those of
-    most modules; `buckets` counts images per epoch by "WIDTHxHEIGHT"; times are Unix seconds. `bucket_bounds_px`:
-    the shortest and the longest side of all buckets, None without buckets. `mean_aspect_error`: mean over the
-    images of |width / height - that of their bucket|. Hashes are of a base or VAE in one file; a folder has none.
-    """
+    """The facts about a run that an exported file states; the same info gives the same bytes."""
 
     title: str
     rank: int
+    """The rank of most modules."""
     alpha: float
+    """The alpha of most modules."""
     base_name: str
     base_identity: str
     base_model_version: str
     architecture: str
     prediction: Prediction
     settings: Mapping[str, Any]
+    """The planned configuration as `config.flatten` gives it; `auto` is left only if a value follows the base."""
     subsets: tuple[SubsetSummary, ...]
     buckets: Mapping[str, int]
+    """Images per epoch by "WIDTHxHEIGHT"."""
     step: int
     images_seen: int
     started_at_s: float
+    """Unix time."""
     saved_at_s: float
+    """Unix time."""
     trigger: str | None = None
     thumbnail_jpeg: bytes | None = None
     zero_terminal_snr: bool = False
+    """The value that was used."""
     regularisation_per_epoch: int = 0
     base_hashes: FileHashes | None = None
+    """Hashes of a base in one file; None for a folder."""
     vae_hashes: FileHashes | None = None
+    """Hashes of a VAE in one file; None for a folder."""
     bucket_bounds_px: tuple[int, int] | None = None
+    """The shortest and the longest side of all buckets; None without buckets."""
     mean_aspect_error: float | None = None
+    """Mean over the images of |width / height - width / height of the bucket|."""
 
     @property
     def images_per_epoch(self) -> int:

@@ -34,9 +34,10 @@ from lora_trainer.lora_file.tensor_file import (
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleFactors:
-    """All tensors of one module by role; `kind` is None where there are no factors at all."""
+    """All tensors of one module by role."""
 
     kind: AdapterKind | None
+    """None if the module has no factors."""
     entries: Mapping[Role, HeaderEntry]
 
     @property
@@ -69,17 +70,16 @@ class ModuleFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The contents of an adapter file: the modules as spelt there, and the keys of no adapter.
-
-    `peft_settings` are those that stand in the header, by component, or in the file beside it, of "". Tensors
-    are read when asked for, while the file is open.
-    """
+    """The contents of an adapter file. Tensors are read when they are needed, while the file is open."""
 
     name: str
     opened: Opened
     parts: Mapping[str, ModuleFactors]
+    """The modules by their spelling in the file."""
     unknown: tuple[str, ...]
+    """Keys that belong to no adapter."""
     peft_settings: Mapping[str, Mapping[str, Any]]
+    """peft settings by component, from the header; the key "" holds those of `adapter_config.json`."""
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -198,13 +198,13 @@ def _modules(opened: Opened) -> tuple[dict[str, ModuleFactors], list[str]]:
         if kind is not None:
             kinds.setdefault(module, set()).add(kind)
     for entry in others:
-        # An IA3's factor has a key that ends like that of any weight.
+        # The key of an IA3 factor ends like the key of any weight.
         module, _, last = entry.key.rpartition(".")
         if last == "weight" and "on_input" in parts.get(module, {}):
             parts[module]["factor"] = entry
         else:
             unknown.append(entry.key)
-    # The alpha beside a joined layer as a whole is that of each of its parts.
+    # One alpha for a joined q/k/v layer applies to each of q, k and v.
     wholes = {module: module.partition(PART_MARK)[0] for module in parts if PART_MARK in module}
     for module, whole in wholes.items():
         if "alpha" in parts.get(whole, {}):
@@ -216,7 +216,7 @@ def _modules(opened: Opened) -> tuple[dict[str, ModuleFactors], list[str]]:
     for module, roles in parts.items():
         own_kinds = kinds.get(module, set())
         one = next((kind for kind in NEEDED if kind in own_kinds), None)
-        # A DoRA magnitude has one name beside every kind, and a bias none of its own.
+        # Magnitude and bias keys do not tell the kind of adapter, so a LoRA's factors decide.
         if "lora" in own_kinds and {"down", "up", "mid"} & roles.keys():
             one = "lora"
         elif not own_kinds and "bias" in roles:

@@ -67,13 +67,15 @@ _OTHER_BASE = "give an adapter made for this base model, or name its base with -
 class OpenAdapter(Mapping[str, ModuleTensors]):
     """An adapter file that is open for reading: modules by "component.module", each read when looked up.
 
-    Keys are sorted; `items()` holds one module at a time. `names` finds the layers of its base, `contents` are
-    its modules as they are spelt; `must_be_finite` refuses a module with NaN or infinity.
+    Keys are sorted; `items()` holds one module at a time.
     """
 
     names: LayerNames
+    """Finds the layers of its base."""
     must_be_finite: bool
+    """Whether a module with NaN or infinity is refused."""
     contents: Contents
+    """Its modules by their spelling in the file."""
     _places: Mapping[str, tuple[str, LayerRows]]
     _last: tuple[str, Update] | None = field(default=None, init=False)
 

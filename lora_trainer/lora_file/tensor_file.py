@@ -37,24 +37,25 @@ FOLDER_FILES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderEntry(TensorInfo):
-    """One tensor as the header describes it; `begin` and `end` count from the first tensor byte."""
+    """One tensor as the header describes it."""
 
     key: str
     begin: int
+    """Offset of its first byte, from the first tensor byte."""
     end: int
+    """Offset of the byte after its last byte, from the first tensor byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An open file whose header is checked.
-
-    `entries` are by key in file order, `start` is the first tensor byte.
-    """
+    """An open file whose header is checked."""
 
     path: Path
     file: BinaryIO
     start: int
+    """Offset of the first tensor byte in the file."""
     entries: Mapping[str, HeaderEntry]
+    """Entries by key, in file order."""
     metadata: Mapping[str, str]
 
     def read(self, entry: HeaderEntry) -> bytearray:

@@ -187,20 +187,22 @@ def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class FileForm:
-    """How a file states an adapter; `format` is one that `key_formats.format_for` allows.
+    """How a file states an adapter.
 
-    kohya files state the strength of LoRAs as `alpha`, one for all modules (`lora_alpha`, the most frequent), as
-    diffusers 0.42 gives attention layers the most frequent one; the rest of a module's strength is multiplied into
-    `up`. In the other formats all of the strength is, as their readers disagree about where it is written, and
-    so is that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md).
-    `layers`: all layers of the denoiser with their shapes, for formats in which several are one weight.
+    kohya files state the strength of LoRAs as `alpha`, one for all modules (`lora_alpha`, the most frequent),
+    because diffusers 0.42 gives attention layers the most frequent alpha. The rest of a module's strength is
+    multiplied into `up`. In the other formats the whole strength is multiplied in, because their readers disagree
+    about where it is written. The same is done for a LoHa and a LoKr, whose alpha in kohya files is their rank
+    (docs/formats.md).
     """
 
     family: Family
     format: FileFormat
+    """A format that `key_formats.format_for` allows."""
     precision: Precision
     lora_alpha: float
     layers: Mapping[str, Shape] = field(default_factory=dict)
+    """All layers of the denoiser with their shapes, for formats that join several layers into one weight."""
 
     def modules(self, keys: Iterable[str]) -> tuple[FileModule, ...]:
         """Return the modules of the file; raises as `joined_rows.file_modules`."""

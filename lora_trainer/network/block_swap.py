@@ -36,15 +36,14 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Slot:
-    """The attribute in which a module holds a frozen tensor, and the tensor's offset in its block's memory.
-
-    `like` is the tensor's detached twin on `meta`.
-    """
+    """The attribute in which a module holds a frozen tensor."""
 
     owner: dict[str, Any]
     name: str
     offset: int
+    """Offset of the tensor in its block's memory."""
     like: Tensor
+    """The tensor's detached twin on `meta`."""
     is_parameter: bool
 
     def view(self, memory: Tensor) -> Tensor:
@@ -54,13 +53,12 @@ class _Slot:
 
 
 class PackedBlock:
-    """The frozen tensors of one block, parameters and buffers; `bytes` is their size with alignment.
-
-    `host` is their place in host memory, and `host_views` they themselves there.
-    """
+    """The frozen tensors of one block, parameters and buffers; `bytes` is their size with alignment."""
 
     host: Tensor
+    """The host memory that holds all tensors."""
     host_views: list[Tensor]
+    """The tensors, as views of `host`."""
 
     def __init__(self, block: nn.Module) -> None:
         """Raise RequestError for weights that are not plain tensors."""
@@ -144,13 +142,15 @@ def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> St
 
 @dataclass(kw_only=True, eq=False)
 class _Buffer:
-    """Device memory for the weights of one block; `block` is the block in it, complete after `arrived`."""
+    """Device memory for the weights of one block."""
 
     memory: Tensor
     views: list[list[Tensor]]
     """For every block, its tensors as views of `memory`."""
     block: int | None = None
+    """The block in it."""
     arrived: Done = None
+    """The block is complete after this."""
 
 
 class Streamed:

@@ -62,37 +62,39 @@ WIDTHS_PX = {"wide": 1040, "narrow": 368}
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A polyline with its legend entry; `css` is its class, by which chart.html gives its points words."""
+    """A polyline with its legend entry."""
 
     label: str
     css: str
+    """Its class, by which chart.html describes its points."""
     points: Sequence[Point]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """The curves of a chart by step; `top` bounds the y axis: points above it are drawn at the edge.
-
-    `marks` are events of a run with their step and their class, `css`. With `log` the y axis is logarithmic, for
-    positive lines. Otherwise it starts at zero or below.
-    """
+    """The curves of a chart by step."""
 
     title: str
     height_px: int
     lines: Sequence[ChartLine]
     marks: Sequence[Row] = ()
+    """Events of a run with their step and their class, `css`."""
     top: float | None = None
+    """Upper bound of the y axis; points above it are drawn at the edge."""
     log: bool = False
+    """A logarithmic y axis, for positive lines. Otherwise the axis starts at zero or below."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Where data land in an SVG of a size; `right` and `bottom` are where the margins begin."""
+    """Where data are in an SVG of a given size."""
 
     width_px: int
     height_px: int
     right: int
+    """Where the right margin begins."""
     bottom: int
+    """Where the bottom margin begins."""
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]
     x_range: Point
@@ -249,14 +251,17 @@ SMOOTHING: Mapping[Smoothing, float] = {"none": 0.0, "some": 1 / 20, "much": 1 /
 
 @dataclass(frozen=True, kw_only=True)
 class LossView:
-    """How the loss chart is looked at: from step `first` to `last`, both included; `best` is marked, 0: none."""
+    """How the loss chart is shown."""
 
     smoothing: Smoothing = "some"
     log: bool = False
     outliers: bool = False
     first: int = 0
+    """First step, included."""
     last: int = sys.maxsize
+    """Last step, included."""
     best: int = 0
+    """The step that is marked; 0: none."""
 
     def holds(self, step: int) -> bool:
         return self.first <= step <= self.last

@@ -52,15 +52,13 @@ _STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 
 @dataclass
 class ConsoleListener:
-    """Listener that shows a run; a context, so that the live line ends whatever ends the run.
-
-    `lost` says why the console cannot be written any more, None while it can.
-    """
+    """Listener that shows a run; a context, so that the live line ends whatever ends the run."""
 
     title: ClassVar = "the console"
     console: Console
     clock: Callable[[], float] = time.monotonic
     lost: Callable[[], Exception | None] = lambda: None
+    """Why the console cannot be written any more; None while it can."""
     _loss: Smoothed = field(default_factory=Smoothed, init=False)
     _time_left: TimeLeft = field(default_factory=TimeLeft, init=False)
     _problems: int = field(default=0, init=False)

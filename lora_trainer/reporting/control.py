@@ -40,13 +40,12 @@ class StopFlag:
     """Holds a stop request until the loop reads it: a signal, control/stop or `is_asked`.
 
     The third signal quits at once.
-
-    `answers` are messages for the user, put there by handlers and emitted by a thread (`announced`).
     """
 
     control: Control | None = None
     is_asked: Callable[[], bool] = lambda: False
     answers: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+    """Messages for the user, put here by signal handlers and emitted by a thread (`announced`)."""
     number: int | None = None
     received: int = 0
     last_s: float = float("-inf")

@@ -57,21 +57,18 @@ STEP_FIGURES = tuple(entry.name for entry in fields(StepRow) if entry.name != "s
 
 @dataclass(frozen=True, kw_only=True)
 class SampleImage:
-    """One sample; `file` is relative to the run folder, as the run wrote it."""
+    """One sample image."""
 
     step: int
     prompt: str
     seed: str
     file: str
+    """Relative to the run folder, as the run wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run as its folder tells it, steps ascending; `end` is how its last session ended.
-
-    `marks` are saves, changes of a setting and resumes, each with its step. `seconds` are those of all
-    sessions, without the pauses between them.
-    """
+    """A run as its folder tells it; steps ascend."""
 
     folder: Path
     run: Row
@@ -80,10 +77,13 @@ class RunHistory:
     validations: tuple[ValidationRow, ...]
     samples: tuple[SampleImage, ...]
     marks: tuple[Row, ...]
+    """Saves, changes of a setting and resumes, each with its step."""
     problems: tuple[Row, ...]
     seconds: float
+    """Seconds of all sessions, without the pauses between them."""
     sessions: int
     end: Row | None
+    """How its last session ended."""
     unreadable_lines: int
 
     @property
@@ -128,13 +128,11 @@ _COMPARED_BYTES = 4096
 
 @dataclass
 class JsonlFollower:
-    """The place reached in a file, of which only whole lines are read; a missing file is an empty one.
-
-    A file that is `read_once` may end in a row that is whole without the end of its line.
-    """
+    """The place reached in a file that is read by whole lines; a missing file counts as empty."""
 
     path: Path
     read_once: bool = False
+    """Whether the file is read only once, so its last row may be complete without a line break."""
     _inode: int = field(default=0, init=False)
     _offset: int = field(default=0, init=False)
     _before: bytes = field(default=b"", init=False)

@@ -165,16 +165,17 @@ VALIDATION_FILE = "validation.json"
 
 @dataclass(kw_only=True)
 class Validation:
-    """One adapter file's validation: parts in [0, 1], `left_out` reasons by part, measured figures, remarks.
-
-    Parts are added as they are measured.
-    """
+    """One adapter file's validation. Parts are added as they are measured."""
 
     file: str
     parts: dict[str, float] = field(default_factory=dict)
+    """Parts of the score, in [0, 1]."""
     left_out: dict[str, str] = field(default_factory=dict)
+    """Reasons by part that was left out."""
     figures: dict[str, Any] = field(default_factory=dict)
+    """Measured figures."""
     notes: list[str] = field(default_factory=list)
+    """Remarks."""
 
     def leave_out(self, why: str, *parts: str) -> None:
         self.left_out |= dict.fromkeys(parts, why)

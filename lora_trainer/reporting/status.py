@@ -142,29 +142,31 @@ def _left_s(value: object) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """The content of status.json, and a run as others see it.
-
-    `state` is what the run wrote; a reader gets that as `stage`, and as `state` what is true now: `running` or
-    `interrupted` where the run did not say how it ended. Times are Unix times, `exit_code` is None while the run goes
-    on. `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said. `left_s` are the seconds
-    until the last step is done, NaN (null in the file) where none was done yet. `pid` and `pid_started_s` name the
-    process that trains; for a reader they are None when there is none.
-    """
+    """The content of status.json, and a run as others see it. Times are Unix times."""
 
     state: State = "starting"
+    """In the file: the state the run wrote. For a reader: the true state now, `running` or `interrupted` if the run
+    did not say how it ended."""
     pid: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    """The process that trains; for a reader None if there is no such process."""
     pid_started_s: Time | None = None
+    """Start of the process `pid`; for a reader None if there is no such process."""
     name: str = ""
     step: Count = 0
     steps: Count = 0
     phase: str = ""
     done: Count = 0
+    """Finished parts of `phase`."""
     total: Count = 0
+    """All parts of `phase`; 0 of 0 if they cannot be counted."""
     message: str = ""
     heartbeat_s: Time = 0.0
     left_s: Annotated[float, BeforeValidator(_left_s)] = math.nan
+    """Seconds until the last step is done; NaN (null in the file) before the first step."""
     exit_code: Annotated[int, Field(ge=-(2**31), lt=2**32)] | None = None
+    """None while the run goes on."""
     stage: State = "starting"
+    """For a reader: the state that the run wrote."""
 
 
 _STATUS = TypeAdapter(RunStatus)
@@ -323,7 +325,7 @@ def _read(run_folder: Path) -> RunStatus:
 
 
 def is_alive(*, pid: int | None, started_s: float | None) -> bool:
-    """Return whether the process of that number and start runs; another of its number does not count, nor None."""
+    """Return whether the process with this number and start time runs; False for a reused number and for None."""
     return _living(pid, started_s) is not None
 
 

@@ -116,15 +116,17 @@ def ended(trackers: Sequence[Aside]) -> Iterator[None]:
 
 @dataclass
 class TrackerListener:
-    """Listener that logs scalars to one tracker, and images of `folder` where it takes them.
+    """Listener that logs scalars, and images if the tracker takes them, to one tracker.
 
-    The first failure is reported, closes the tracker and silences it; else it is closed when the run ends.
+    The first failure is reported, closes the tracker and silences it. Otherwise the tracker is closed when the run
+    ends.
     """
 
     tracker: Any  # of accelerate; each service has a class of its own
     events: EventStream
     name: str
     folder: Path
+    """The run folder that holds the images."""
     _average: Smoothed = field(default_factory=Smoothed, init=False)
     _silent: bool = field(default=False, init=False)
 

@@ -145,16 +145,16 @@ def _names_in(family: Family, architecture: Mapping[str, Any]) -> LayerNames:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """The file or folder that a tool wrote: `facts` about it are lines for people, `values` for scripts.
-
-    `notes` are for both, such as losses that readers will have.
-    """
+    """The file or folder that a tool wrote."""
 
     file: Path
     family: str
     facts: tuple[str, ...]
+    """Lines about it for people."""
     notes: tuple[str, ...]
+    """Lines for people and scripts, such as losses that readers will have."""
     values: Mapping[str, Any]
+    """Values for scripts."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -178,11 +178,12 @@ class ToolResult:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterTarget:
-    """The adapter file that a tool is to write; `precision` None: that of its input."""
+    """The adapter file that a tool has to write."""
 
     path: Path
     format: FormatRequest = "auto"
     precision: Precision | None = None
+    """None: the precision of its input."""
     force: bool = False
 
     def check(self, reason: str = "") -> None:

@@ -75,16 +75,15 @@ def in_place_order(at: WeightPlace, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseWeights:
-    """A base model that is open: the location of each tensor by "component.module.weight" and the like.
-
-    `single` is a checkpoint in one file.
-    """
+    """A base model that is open."""
 
     source: str
     path: Path
     family: Family
     tensors: Mapping[str, WeightLocation]
+    """The location of each tensor by "component.module.weight" and the like."""
     single: bool
+    """Whether it is a checkpoint in one file."""
 
     @cached_property
     def places(self) -> Mapping[str, WeightLocation]:
@@ -132,9 +131,8 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
     )
     if places:
         return opened
-    # A transformer's checkpoint has its layers by the names that LoRA files have for them. Of the released
-    # networks the one counts of which the file has the most layers, then the sizes of these, as they say which
-    # layers have their halves the other way round.
+    # A transformer's checkpoint names its layers as LoRA files do. Take the release that shares the most layer names
+    # with the file. Its layer sizes then say which layers store their two halves in the opposite order.
     for release in range(len(released_layers(family.name))):
         places = max(places, _places(file, released_names(family.name, release)), key=len)
     opened = replace(opened, tensors=_tensors(file, places))

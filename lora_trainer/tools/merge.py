@@ -213,15 +213,14 @@ def _with_sums(key: str, module: ModuleTensors, parts: Parts, *names: str) -> Mo
 
 @dataclass(frozen=True, kw_only=True)
 class RankLimits:
-    """How much of each module to keep: at most `rank`, and of these the ranks that `ratio` or `energy` needs.
-
-    `ratio` keeps singular values of at least the largest divided by it (kohya's sv_ratio), `energy`
-    the fewest whose squares add up to that share (kohya's sv_fro counts its root).
-    """
+    """How many ranks of each module to keep."""
 
     rank: int | None = None
+    """At most this many."""
     ratio: float | None = None
+    """Keep singular values of at least the largest divided by this (kohya's sv_ratio)."""
     energy: float | None = None
+    """Keep the fewest singular values whose squares add up to this share (kohya's sv_fro counts its root)."""
 
     def check(self, options: str = "--rank, --ratio or --energy") -> None:
         """Raise RequestError for limits that are none of the command's `options`, or contradict each other."""
@@ -251,17 +250,15 @@ class RankLimits:
 
 @dataclass(kw_only=True)
 class RankCutter:
-    """Cuts updates to the ranks that the limits allow, one layer after the other.
-
-    `modules` has the results, which are small beside the layers that they change, `cuts` of each layer the ranks
-    before and after and the share of the squared norm of its update that was kept; `reached` is the energy of all
-    updates so far, before they were cut.
-    """
+    """Cuts updates to the ranks that the limits allow, one layer after the other."""
 
     limits: RankLimits
     modules: dict[str, ModuleTensors] = field(default_factory=dict)
+    """The results, which are small compared with the layers that they change."""
     cuts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By layer: the ranks before and after, and the share of the squared norm of its update that was kept."""
     reached: float = 0.0
+    """The energy of all updates so far, before they were cut."""
     _kept: float = 0.0
 
     @property
@@ -288,7 +285,7 @@ class RankCutter:
     ) -> None:
         """Cut every layer's sum but those of norms, which have no rank.
 
-        `keeps` leaves LoRAs of one file as they are that keep all of their values.
+        `keeps`: leave a LoRA from a single file unchanged if the cut would keep all of its values.
         """
         for key in adapters.layers:
             parts, kernel = adapters.modules(key), adapters.sources[0].kernel(key)
