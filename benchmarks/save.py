@@ -110,12 +110,13 @@ def measure(folder: Path, state: TrainingState, *, rounds: int) -> Rounds:
         writer.wait_for_acknowledgement()
         found.background.append(time.perf_counter() - began)
 
-    background(0)  # the first save maps its memory
-    found.blocked.clear(), found.slowed.clear(), found.background.clear()
-    for number in range(1, rounds + 1):
-        turns = (synchronous, background) if number % 2 else (background, synchronous)
-        for turn in turns:
-            turn(number)
+    with writer:
+        background(0)  # the first save maps its memory
+        found.blocked.clear(), found.slowed.clear(), found.background.clear()
+        for number in range(1, rounds + 1):
+            turns = (synchronous, background) if number % 2 else (background, synchronous)
+            for turn in turns:
+                turn(number)
     return found
 
 

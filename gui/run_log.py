@@ -147,7 +147,8 @@ def _words(row: Row) -> str:
             return f"How good the file is, of 1 each: {', '.join(parts)}"
         case "finished":
             early = f", early, as {row['early']}" if row.get("early") else ""
-            return f"Finished: {row.get('export')}{early}"
+            doubt = f", but {row['doubt']}" if row.get("doubt") else ""
+            return f"Finished: {row.get('export')}{early}{doubt}"
         case "stopped":
             return f"Stopped at step {_count(row, 'step')}: {row.get('reason')}"
         case kind:

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,11 @@ class TrainingState:
     loss_scale: float | None = None
     loss_scale_growth: int | None = None
 
+    @property
+    def is_good(self) -> bool:
+        """Whether training may go back to it: not saved amid steps that were skipped, whose weights may be the cause."""
+        return _is_good(self.guard)
+
     def restore_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Put the loss scale back, which does nothing without fp16."""
         if scaler.is_enabled():
@@ -198,7 +203,12 @@ class Frozen:
     """
 
     step: int
+    is_good: bool
     contents: Mapping[str, Any]
+
+
+def _is_good(guard: Mapping[str, Any]) -> bool:
+    return not guard.get("skipped_in_row", 0)
 
 
 def freeze(state: TrainingState, *, copy: Copy = snapshot) -> Frozen:
@@ -228,7 +238,11 @@ def freeze(state: TrainingState, *, copy: Copy = snapshot) -> Frozen:
     adapter = {name: copy(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()}
     optimizer, tensors = _pack(state.optimizer, lambda name, it: copy(f"optimizer.{name}", it))
     contents = (adapter, tensors, optimizer, tree)
-    return Frozen(step=state.step, contents=dict(zip(FILES, contents, strict=True)))
+    return Frozen(
+        step=state.step,
+        is_good=state.is_good,
+        contents=dict(zip(FILES, contents, strict=True)),
+    )
 
 
 def thaw(frozen: Frozen) -> TrainingState:
@@ -258,7 +272,7 @@ class NonFiniteAdapter(TrainingStopped):
 def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
     """Write a state into `folder`, then prune to the `keep` (at least 2) newest; return its folder.
 
-    On return the state survives a power cut. Raises MachineError when the disk refuses anything, in
+    With a state that is not good the newest good one is kept too. On return the state survives a power cut. Raises MachineError when the disk refuses anything, in
     which case older states are untouched.
     """
     contents, step = _encode(frozen), frozen.step
@@ -280,8 +294,13 @@ def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
         # Remove all but this one and the `keep` - 1 states before it by step.
         steps = {path: int(match[1]) for path, match in _matching(folder, _PUBLISHED)}
         steps.pop(target)
-        for path in sorted(steps, key=steps.__getitem__, reverse=True)[max(keep, MIN_KEPT) - 1 :]:
-            _discard(path)
+        others = sorted(steps, key=steps.__getitem__, reverse=True)
+        kept = others[: max(keep, MIN_KEPT) - 1]
+        if not frozen.is_good:
+            kept.extend(islice(filter(_holds_good, others), 1))
+        for path in others:
+            if path not in kept:
+                _discard(path)
         for path, match in _matching(folder, _LEFTOVER):
             if match[1] == "del" and int(match[3]) == os.getpid():
                 remove_tree(path)
@@ -333,6 +352,30 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
         with _tolerating(events, path, "cannot remove leftovers"):
             remove_tree(path)
     return state
+
+
+def is_written(folder: Path, *, step: int) -> bool:
+    """Say whether `folder` has a state of that step."""
+    return (folder / _folder_name(step)).is_dir()
+
+
+def load_last_good(folder: Path, *, before: int) -> TrainingState | None:
+    """Return the valid good state of the highest step below `before`, None without one; raises MachineError."""
+    steps = {path: int(match[1]) for path, match in _matching(folder, _PUBLISHED)}
+    for path in sorted(steps, key=steps.__getitem__, reverse=True):
+        if steps[path] < before and _holds_good(path):
+            state = _read(path, step=steps[path])
+            if isinstance(state, TrainingState):
+                return state
+    return None
+
+
+def _holds_good(path: Path) -> bool:
+    """Say whether the state in a folder is good, by its file alone; one that cannot be read is not."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        plain = _unpack(json.loads(read_regular(path / STATE)), {})
+        return _is_good(plain[LOOP]["guard"])
+    return False
 
 
 def _discard(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saves that training does not wait for: copied to the host between two steps, written by a thread.
+"""Saves that training does not wait for: copied to the host between two steps, written by a thread of the run.
 
 Inputs are a TrainingState and the rest of the save (the rolling export); output are a state
 on the disk and then, not before, the `saved` event: that event is the acknowledgement. At most one
@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,17 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from lora_trainer.checkpoint.states import Copy, Frozen, TrainingState, freeze, thaw, write_state
+from lora_trainer.checkpoint.states import (
+    Copy,
+    Frozen,
+    TrainingState,
+    freeze,
+    is_written,
+    load_last_good,
+    snapshot,
+    thaw,
+    write_state,
+)
 from lora_trainer.common.errors import LoraTrainError, MachineError, first_line
 from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.device_calls import mark, may_copy_ahead
@@ -107,10 +117,10 @@ class HostCopies:
 
 @dataclass(kw_only=True)
 class StateWriter:
-    """Writes the states of one run into `folder`, `keep` of them, and remembers the newest copy.
+    """Writes the states of one run into `folder`, `keep` of them, and remembers the one to go back to.
 
-    As a context manager it waits at the end for the save under way, unless somebody wants to quit at
-    once.
+    As a context manager it has a thread for all saves of the run, and waits at the end for the save under way, unless
+    somebody wants to quit at once. Without the thread, also where the system allows none, a save is written at once.
     """
 
     folder: Path
@@ -118,23 +128,47 @@ class StateWriter:
     events: EventStream
     copies: HostCopies = field(default_factory=HostCopies)
     failures: int = 0
-    _newest: Frozen | None = None
+    _good: Frozen | None = None
     _thread: threading.Thread | None = None
+    _saves: SimpleQueue[Callable[[], None] | None] = field(default_factory=SimpleQueue)
+    # Held while a save is under way: to release a lock needs no memory.
+    _busy: threading.Lock = field(default_factory=threading.Lock)
     _failed: LoraTrainError | None = None
     _unwritten: LoraTrainError | None = None
     _mistake: Exception | None = None
 
     def __enter__(self) -> StateWriter:
+        # Once and before the training: where memory is used up, Python 3.11 waits for ever for a thread to start.
+        if self._thread is None:
+            # As a daemon, because quitting at once must not wait for the disk.
+            thread = threading.Thread(
+                target=self._serve, name="lora-train-state-writer", daemon=True
+            )
+            with suppress(RuntimeError):  # the system allows no more threads
+                thread.start()
+                self._thread = thread
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not KeyboardInterrupt:
-            self.wait()
+        try:
+            if kind is not KeyboardInterrupt:
+                self.wait()
+        finally:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._saves.put(None)
+                if kind is not KeyboardInterrupt:
+                    thread.join()
 
     def remember(self, state: TrainingState) -> None:
-        """Copy a state that `newest` shall return, without writing it; as `save`, waits and raises."""
+        """Copy the state that training begins with, for `last_good`, without writing it; as `save`, waits and raises.
+
+        A run that was killed amid steps that were skipped goes back to the good state before them.
+        """
         self.wait()
-        self._newest = freeze(state, copy=self.copies.take)
+        if not state.is_good:
+            state = load_last_good(self.folder, before=state.step) or state
+        self._good = freeze(state, copy=self.copies.take)
         self.copies.mark()
 
     def save(self, state: TrainingState, *, export: Exporter | None, last: bool = False) -> None:
@@ -147,37 +181,40 @@ class StateWriter:
         self.wait()
         if not last and self.failures >= MAX_FAILURES and self._failed is not None:
             raise self._failed
-        # Started first: a thread that starts takes the interpreter, which would be waited for here.
-        copied: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=lambda: copied.get()(),
-            name="lora-train-state-writer",
-            daemon=True,  # quitting at once must not wait for the disk
-        )
+        # One that is not good must not take the memory of the good one.
+        frozen = freeze(state, copy=self.copies.take if state.is_good else snapshot)
+        if frozen.is_good:
+            self._good = frozen
+        write_export = export(self.copies.take) if export is not None else None
+        self.copies.mark()
+        blocked_s = time.perf_counter() - began
+        work = partial(self._work, frozen, write_export, began, blocked_s, last)
+        if self._thread is None or not self._thread.is_alive():
+            work()
+            return
+        self._busy.acquire()
         try:
-            self._thread.start()
-        except RuntimeError:  # the system allows no more threads: it is written here
-            self._thread = None
-        work: Callable[[], None] = lambda: None  # noqa: E731 - if the copy fails
-        try:
-            frozen = self._newest = freeze(state, copy=self.copies.take)
-            write_export = export(self.copies.take) if export is not None else None
-            self.copies.mark()
-            blocked_s = time.perf_counter() - began
-            work = partial(self._work, frozen, write_export, began, blocked_s, last)
-        finally:
-            if self._thread is not None:
-                copied.put(work)
-            else:
+            self._saves.put(work)
+        except BaseException:
+            self._busy.release()
+            raise
+
+    def _serve(self) -> None:
+        """Do the saves of the run, one after another."""
+        while (work := self._saves.get()) is not None:
+            try:
                 work()
+            except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+                self._mistake = error
+            finally:
+                del work  # a copy that is not remembered is freed
+                self._busy.release()
 
     def wait(self) -> None:
         """Return when no save is under way; raises errors other than those of the disk or the adapter."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._mistake is not None:
+        with self._busy:
             mistake, self._mistake = self._mistake, None
+        if mistake is not None:
             raise mistake
 
     def wait_for_acknowledgement(self) -> None:
@@ -186,11 +223,18 @@ class StateWriter:
         if self._unwritten is not None:
             raise self._unwritten
 
-    def newest(self) -> TrainingState:
-        """Return the newest state that was copied, also when the disk refused it."""
-        assert self._newest is not None, "nothing was remembered at the start"
+    def last_good(self) -> TrainingState:
+        """Return the newest state that training may go back to, also when the disk refused it."""
+        assert self._good is not None, "nothing was remembered at the start"
         self.copies.arrived()
-        return thaw(self._newest)
+        return thaw(self._good)
+
+    def _write(self, frozen: Frozen) -> Path:
+        """Write a state; where it is not good, first the good one before it, which a resume needs to go back to."""
+        good = self._good
+        if not frozen.is_good and good is not None and not is_written(self.folder, step=good.step):
+            write_state(self.folder, good, keep=self.keep)
+        return write_state(self.folder, frozen, keep=self.keep)
 
     def _work(
         self, frozen: Frozen, export: Export | None, began: float, blocked_s: float, last: bool
@@ -200,7 +244,7 @@ class StateWriter:
         try:
             with _out_of_memory_as_error():
                 self.copies.arrived()
-                folder = write_state(self.folder, frozen, keep=self.keep)
+                folder = self._write(frozen)
                 file = export() if export is not None else None
         except LoraTrainError as error:
             self._failed = error

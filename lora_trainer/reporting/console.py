@@ -129,7 +129,8 @@ class ConsoleListener:
             case "finished" | "stopped":
                 self.__exit__()
                 self._ended = True
-                style = "bold green" if event.kind == "finished" else _STYLES["warning"]
+                is_fine = event.kind == "finished" and not fields.get("doubt")
+                style = "bold green" if is_fine else _STYLES["warning"]
         for line in _lines(event, base_loss=self._base_loss, steps=self._time_left.steps):
             self._say(line, style=style)
         if event.kind in ("finished", "stopped") and self._problems:

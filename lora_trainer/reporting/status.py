@@ -265,7 +265,8 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             return _training(status, "training")
         case "finished":
             early = f" early: {fields['early']}" if fields.get("early") else ""
-            message = f"finished{early}"
+            doubt = f", but {fields['doubt']}" if fields.get("doubt") else ""
+            message = one_line(f"finished{early}{doubt}")
             return replace(
                 status, state="finished", step=fields["step"], message=message, exit_code=0
             )

@@ -18,6 +18,7 @@ from lora_trainer.common.errors import LoraTrainError, RequestError, TrainingSto
 from lora_trainer.common.events import read_events
 from lora_trainer.common.files import disk_error
 from lora_trainer.common.processes import made_to_stay
+from lora_trainer.common.wording import against_base, loss_text
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.optimizers import row_of
 from lora_trainer.config.running import RunConfig
@@ -55,7 +56,13 @@ from lora_trainer.training.actions import (
 )
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import BASE_STEP, GuardState, broken_start, look_step
+from lora_trainer.training.guards import (
+    BASE_STEP,
+    CLEARLY_LOWER,
+    GuardState,
+    broken_start,
+    look_step,
+)
 from lora_trainer.training.loop import run
 from lora_trainer.training.schedules import LearningRate, learning_rate
 from lora_trainer.training.step import OomFallback, Training
@@ -102,7 +109,7 @@ def train_job(job: TrainingJob) -> Path:
         if not leads:
             return restored(None)
         writer.wait()
-        state = writer.newest()
+        state = writer.last_good()
         cut_events(job.folder, step=state.step)
         return restored(state)
 
@@ -112,7 +119,7 @@ def train_job(job: TrainingJob) -> Path:
     if not leads:
         start = restored(None)
     elif not ranks.is_single:
-        _shared(ranks, writer.newest())
+        _shared(ranks, saves.state(start))
     # Those that every process runs; the leader's own stand around them.
     actions: list[Action] = [
         *fixed_loss_actions(job, feeder, parts, rate),
@@ -167,10 +174,17 @@ def _export(
             f"the validation loss has not fallen for {best_step.stale} validations; "
             f"it was lowest at step {best_step.step}"
         )
+    doubt = doubt_of(end.guard, losses)
+    if doubt:
+        events.problem(
+            doubt,
+            fix="train again with a lower optimizer.learning_rate or fewer --steps, or compare the saves of the run",
+        )
     events.emit(
         "finished",
         step=end.step,
         early=early,
+        doubt=doubt,
         seconds=seconds,
         export=file.name,
         validation_loss=losses[-1],
@@ -183,6 +197,26 @@ def _export(
             events.problem(error.found, fix=error.fix, code="HUB-01")
         else:
             events.emit("uploaded", address=address, private=output.hub_private)
+
+
+def doubt_of(guard: GuardState, losses: Sequence[float | None]) -> str:
+    """Return what speaks against the LoRA of a finished run, empty where nothing does.
+
+    `losses` are those of its validations, the base's first; None is one that is not a number.
+    """
+    base, last, found = losses[0], losses[-1], list[str]()
+    if base is not None and last is None:
+        found.append("the validation loss of the LoRA is not a number")
+    elif base is not None and last is not None and last > base * (1 + CLEARLY_LOWER):
+        compared = f"validation loss {loss_text(last)}, {against_base(last, base)}"
+        found.append(f"the LoRA is worse than the base without it by validation: {compared}")
+    if guard.rollbacks:
+        times = "once" if guard.rollbacks == 1 else f"{guard.rollbacks} times"
+        found.append(
+            f"training became unstable and went back {times}; "
+            f"it ended at {guard.lr_scale:g} of the learning rate"
+        )
+    return "; ".join(found)
 
 
 def make_folder_again(job: TrainingJob) -> None:

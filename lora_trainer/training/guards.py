@@ -32,6 +32,7 @@ class BestValidation:
 
 # A validation loss is clearly lower than another if it is below it by more than this share: validations use the same
 # images, timesteps and noise each time, so smaller differences are not chance, but they are not worth waiting for.
+# A LoRA is worse than its base from the same share above it.
 CLEARLY_LOWER = 0.002
 # The learning rate is not lowered for a plateau below this share of the schedule's rate.
 LOWEST_SCALE = 0.01

@@ -3,8 +3,8 @@
 The library updates each tensor by itself and waits for it: 836 starts and waits a step for the adapter of FLUX.1. Here
 tensors are joined into pieces of some million elements, each at a multiple of the library's block of 256 elements, so
 that its kernels quantise the same blocks with the same bits. A step whose gradients are not finite is undone on the
-device (`found_inf`, as torch's fused optimizers have it), so the host need not know of it either; it counts as a step
-in the correction of the averages.
+device (`found_inf`, as torch's fused optimizers have it). The host learns of it before the update of the next step, by
+when the device has had that answer for long, so that such a step does not count in the correction of the averages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import bitsandbytes.functional as kernels
 import torch
 from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
+
+from lora_trainer.network.pinned_memory import AsyncRead
 
 # bitsandbytes' block of elements with one scale.
 BLOCK = 256
@@ -95,6 +97,9 @@ class QueuedAdamW8bit(AdamW8bit):  # type: ignore[misc]  # the library has no ty
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._pieces = list[tuple[int, _Piece]]()
+        # Whether the last step was undone, and the states that counted it.
+        self._undone: AsyncRead | None = None
+        self._counted = list[dict[str, Any]]()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -103,12 +108,28 @@ class QueuedAdamW8bit(AdamW8bit):  # type: ignore[misc]  # the library has no ty
             self.check_overrides()
             self.to_gpu()
             self.initialized = True
+        self._settle()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         is_good = None if found_inf is None else found_inf == 0
+        if found_inf is not None:
+            self._undone = AsyncRead(found_inf.reshape(1))
         if not self._pieces:
             self._pieces = [*self._made_pieces()]
         for number, piece in self._pieces:
             self._update(number, piece, is_good)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle()
+        state: dict[str, Any] = super().state_dict()
+        return state
+
+    def _settle(self) -> None:
+        """Take the last step out of the count where it was undone; waits for that step's answer, no later one."""
+        undone, counted = self._undone, self._counted
+        self._undone, self._counted = None, []
+        if undone is not None and undone.read() != [0.0]:
+            for state in counted:
+                state["step"] -= 1
 
     def _made_pieces(self) -> Iterator[tuple[int, _Piece]]:
         """Yield the number of a group and a piece of it, until all tensors with gradients are in one."""
@@ -144,6 +165,7 @@ class QueuedAdamW8bit(AdamW8bit):  # type: ignore[misc]  # the library has no ty
             return
         for state in states:
             state["step"] += 1
+        self._counted += states
         weights, slopes = piece.join(piece.parameters), piece.join(gradients)
         changed = {"weights": weights, **piece.joined}
         before = {} if is_good is None else {name: each.clone() for name, each in changed.items()}
@@ -175,5 +197,6 @@ class QueuedAdamW8bit(AdamW8bit):  # type: ignore[misc]  # the library has no ty
             changed = [parameter, *(state[name] for name in piece.names)]
             before = [] if is_good is None else [each.clone() for each in changed]
             self.update_step(self.param_groups[number], parameter, number, index)
+            self._counted.append(state)
             for new, old in zip(changed, before, strict=False):
                 new.copy_(torch.where(is_good, new, old))  # type: ignore[arg-type]

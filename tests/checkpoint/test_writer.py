@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,14 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     seen: list[Event] = []
     events = EventStream(listeners=[seen.append])
     place = Place(StateWriter(folder=tmp_path / "states", keep=2, events=events), seen)
     place.open.set()
     monkeypatch.setattr("lora_trainer.checkpoint.writer.write_state", place.write)
-    return place
+    with place.writer:
+        yield place
 
 
 def test_training_goes_on_while_state_and_export_of_one_moment_are_written(place: Place) -> None:
@@ -111,9 +112,59 @@ def test_where_no_thread_can_start_it_is_written_at_once(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    place.save(3)
-    assert place.on_disk().step == 3
+    place.writer.__exit__(None)
+    with place.writer:
+        place.save(3)
+        assert place.on_disk().step == 3
+        place.writer.wait_for_acknowledgement()
+
+
+def test_all_saves_are_written_by_one_thread_that_is_there_before_the_first(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is used up, Python waits for ever for a thread to start."""
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("started in a save"))
+    writers = set[str]()
+    place.writer.events.subscribe(lambda _: writers.add(threading.current_thread().name))
+    for step in (1, 2, 3):
+        place.save(step)
     place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 3 and writers == {"lora-train-state-writer"}
+    place.writer.__exit__(None)
+    assert "lora-train-state-writer" not in {each.name for each in threading.enumerate()}
+
+
+def test_a_thread_that_memory_failed_still_does_the_next_save(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails outside of the write itself, as the report of it."""
+
+    def emit(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place.writer.events, "emit", emit)
+        place.save(1)
+        with pytest.raises(MemoryError):
+            place.writer.wait()
+    place.save(2)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 2
+
+
+def test_a_state_saved_amid_skipped_steps_is_not_gone_back_to(place: Place) -> None:
+    def save(step: int, *, skipped: int) -> None:
+        state = replace(filled(step), guard={"skipped_in_row": skipped})
+        place.writer.save(state, export=None)
+        place.writer.wait_for_acknowledgement()
+
+    save(1, skipped=0)
+    save(2, skipped=1)
+    good = place.writer.last_good()
+    assert good.step == 1 and good.adapter["a.down"].unique().tolist() == [1.0]
+    assert place.on_disk().step == 2
+    save(3, skipped=0)
+    assert place.writer.last_good().step == 3
 
 
 def test_saved_is_said_once_the_state_is_there_and_none_is_left_out(place: Place) -> None:
@@ -221,9 +272,9 @@ def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused
     place.error = FULL
     place.save(3)
     place.writer.wait()
-    place.writer.newest().adapter["a.down"].zero_()
-    place.writer.newest().optimizer["state"][0]["exp_avg"].zero_()
-    newest = place.writer.newest()
+    place.writer.last_good().adapter["a.down"].zero_()
+    place.writer.last_good().optimizer["state"][0]["exp_avg"].zero_()
+    newest = place.writer.last_good()
     assert (newest.step, newest.images_seen) == (3, 12)
     assert newest.guard == state_at(3).guard
     assert newest.adapter["a.down"].unique().tolist() == [3.0]

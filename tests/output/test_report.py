@@ -190,6 +190,14 @@ def test_verdict(
     assert ("What to do: mend it." in page.texts) == bool(reason)
 
 
+def test_what_speaks_against_a_lora_stands_beside_its_loss(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", steps=20)
+    run.events[-1]["doubt"] = "training went back <once>"
+    page = page_of(run)
+    below = "the validation loss is 58 % below the base's"
+    assert f"Finished: {below}; but training went back <once>." in page.texts
+
+
 def test_validations_are_told_of_as_they_were(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "none", steps=12, validation=False)
     run.events = [event for event in run.events if event["event"] != "problem"]

@@ -50,6 +50,13 @@ def test_states_of_a_whole_run(tmp_path: Path) -> None:
     assert changes == ["starting", "caching", "starting", "training", "finished"]
     final = content(tmp_path)
     assert (final["step"], final["steps"], final["exit_code"]) == (6, 6, 0)
+    # A LoRA that exists ends with 0, whatever speaks against it.
+    events, _ = writer(tmp_path)
+    start(events)
+    events.emit("finished", step=9, early="", doubt="the LoRA is worse than the base")
+    final = content(tmp_path)
+    assert (final["state"], final["exit_code"]) == ("finished", 0)
+    assert final["message"] == "finished, but the LoRA is worse than the base"
     # And before the first step of a resumed run.
     events, _ = writer(tmp_path)
     start(events, resumed_from=4)

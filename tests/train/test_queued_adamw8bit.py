@@ -78,6 +78,41 @@ def test_a_step_with_bad_gradients_changes_no_bit_and_the_next_one_is_as_good(ba
     assert not same(after, before) and all(each.isfinite().all() for each in after)
 
 
+@pytest.mark.parametrize(
+    ("bad_steps", "saved_after", "lacks_one"),
+    [((1,), None, True), ((1, 2, 3), 3, False), ((3, 4), None, False)],
+)
+def test_a_step_that_is_undone_does_not_count_as_the_library_never_sees_it(
+    bad_steps: tuple[int, ...], saved_after: int | None, lacks_one: bool
+) -> None:
+    """As fp16 has it, whose first steps overflow until the scale fits; a save may come between."""
+    own, reference = parameters(), parameters()
+    joined, single = (
+        QueuedAdamW8bit(grouped(own), **OPTIONS),
+        AdamW8bit(grouped(reference), **OPTIONS),
+    )
+    for step in range(1, 6):
+        is_bad = step in bad_steps
+        for optimizer, tensors in ((joined, own), (single, reference)):
+            generator = torch.Generator().manual_seed(step)
+            for tensor in tensors:
+                gradient = torch.randn(tensor.shape, generator=generator)
+                tensor.grad = gradient * torch.inf if is_bad else gradient
+            if lacks_one and step == 2:
+                tensors[0].grad = None
+            if optimizer is joined:
+                optimizer.found_inf = torch.tensor(float(is_bad))  # type: ignore[attr-defined]
+            if optimizer is joined or not is_bad:
+                optimizer.step()
+        if step == saved_after:
+            saved = torch.load(_saved(joined.state_dict()), weights_only=False)
+            joined = QueuedAdamW8bit(grouped(own), **OPTIONS)
+            joined.load_state_dict(saved)
+    assert same(bits(joined, own), bits(single, reference))
+    counts = [joined.state[tensor]["step"] for tensor in own]
+    assert counts == [single.state[tensor]["step"] for tensor in reference]
+
+
 def test_a_resume_goes_on_with_the_same_bits() -> None:
     own, resumed = parameters(), parameters()
     first, second = (

@@ -19,8 +19,9 @@ from lora_trainer.checkpoint.states import TrainingState, load_newest, write_sta
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import InputError, MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.run.session import make_folder_again
+from lora_trainer.run.session import doubt_of, make_folder_again
 from lora_trainer.training.actions import Progress, SaveAction
+from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from tests.fakes.trainee import same
@@ -64,7 +65,7 @@ class Voyage:
 
     def restore(self) -> Progress:
         self.writer.wait()
-        return restored(self.tiny, self.writer.newest())
+        return restored(self.tiny, self.writer.last_good())
 
     def on_disk(self) -> TrainingState:
         state = load_newest(self.writer.folder, events=None)
@@ -72,8 +73,8 @@ class Voyage:
         return state
 
 
-def voyage(folder: Path, storms: Sequence[int] = ()) -> Voyage:
-    """Return a training of twelve steps, saved at every fourth, whose predictions are spoilt at these calls, from 1."""
+def voyage(folder: Path, storms: Sequence[int] = (), *, every_steps: int = 4) -> Voyage:
+    """Return a training of twelve steps, saved now and then, whose predictions are spoilt at these calls, from 1."""
     calls = count(1)
 
     def adapt(model: Model) -> Model:
@@ -84,7 +85,7 @@ def voyage(folder: Path, storms: Sequence[int] = ()) -> Voyage:
         return replace(model, predict=predict)
 
     tiny = build_training(build_feeder([SQUARE] * 5, batch_size=2), steps=12, adapt=adapt)
-    return Voyage(tiny=tiny, saves=saves(tiny, folder, every_steps=4))
+    return Voyage(tiny=tiny, saves=saves(tiny, folder, every_steps=every_steps))
 
 
 def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Path) -> None:
@@ -93,34 +94,64 @@ def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Pat
     assert end.step == 12
     assert (end.guard.rollbacks, end.guard.lr_scale) == (1, 0.5)
     assert found.rates == [(step, pytest.approx(1.0)) for step in range(1, 11)] + [
-        (step, pytest.approx(0.5)) for step in range(9, 13)
+        (step, pytest.approx(0.5)) for step in range(5, 13)
     ]
     (change,) = found.tiny.of_kind("change")
     assert (change["old"], change["new"]) == (1.0, 0.5)
-    assert change["reason"].startswith("back to step 8: the gradients were not finite numbers 5")
+    # Not to step 8: what was saved amid skipped steps may be their cause.
+    assert change["reason"].startswith("back to step 4: the gradients were not finite numbers 5")
     assert all(weight.isfinite().all() for weight in found.tiny.weights)
     assert found.on_disk().guard["lr_scale"] == 0.5
 
 
-def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("storm", "every_steps", "killed_at", "left"),
+    [
+        # The last good state is on the disk; its own save would have pruned it; it is that of the start.
+        (range(6, 11), 4, 9, (8, 3)),
+        (range(6, 11), 1, 9, (8, 3)),
+        (range(2, 7), 4, 5, (4, 3)),
+    ],
+)
+def test_it_is_the_same_whether_a_kill_came_amid_skipped_steps(
+    storm: range, every_steps: int, killed_at: int, left: tuple[int, int], tmp_path: Path
+) -> None:
     """The killed run is resumed from its state on the disk and meets the same weather."""
-    whole = voyage(tmp_path / "whole", range(6, 11))
+    whole = voyage(tmp_path / "whole", storm, every_steps=every_steps)
     whole.run()
-    first = voyage(tmp_path / "killed", range(6, 11))
+    first = voyage(tmp_path / "killed", storm, every_steps=every_steps)
 
     def kill(progress: Progress) -> None:
-        if progress.step == 10 and progress.guard.rollbacks == 1:
+        if progress.step == killed_at:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         first.run(actions=[EveryStep(kill)])
     first.writer.wait()
-    again = voyage(tmp_path / "killed", range(1, 3))  # calls 9 and 10 were bad weather
+    calls_before = left[0]
+    weather = [call - calls_before for call in storm if call > calls_before]
+    again = voyage(tmp_path / "killed", weather, every_steps=every_steps)
     start = restored(again.tiny, again.on_disk())
-    assert (start.step, start.guard.skipped_in_row) == (8, 3)
+    assert (start.step, start.guard.skipped_in_row) == left
     again.run(start)
+    (change,) = again.tiny.of_kind("change")
+    (uninterrupted,) = whole.tiny.of_kind("change")
+    assert change["reason"] == uninterrupted["reason"]
     assert same(again.tiny.weights, whole.tiny.weights)
     assert again.on_disk().guard == whole.on_disk().guard
+
+
+def test_states_before_a_storm_stay_on_the_disk_until_a_good_one_is_there(tmp_path: Path) -> None:
+    found, kept = voyage(tmp_path, range(4, 7), every_steps=1), dict[int, list[str]]()
+
+    def look(progress: Progress) -> None:
+        found.writer.wait()
+        kept[progress.step] = sorted(path.name[-1] for path in tmp_path.glob("step-*"))
+
+    found.run(actions=[EveryStep(look)])  # each look is before the save of its step
+    assert kept[4] == ["2", "3"]
+    assert (kept[6], kept[7]) == (["3", "4", "5"], ["3", "5", "6"])
+    assert kept[8] == ["6", "7"]
 
 
 def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> None:
@@ -268,3 +299,24 @@ def test_a_folder_that_was_removed_is_made_again_for_the_lora(tmp_path: Path) ->
     (folder / "run.json").touch()
     make_folder_again(job)
     assert len(said) == 1, "nothing is said of a folder that is there"
+
+
+@pytest.mark.parametrize(
+    ("losses", "rollbacks", "said"),
+    [
+        ([0.1, 0.2, 0.0999], 0, []),
+        ([0.1, 0.1001], 0, []),  # less than what is called clear
+        ([0.1], 0, []),  # the base only
+        ([None], 0, []),  # nothing was validated
+        ([0.1, 0.05, 0.11], 0, ["worse than the base", "validation loss 0.1100, 10 % above"]),
+        ([0.1, None], 0, ["validation loss of the LoRA is not a number"]),
+        ([0.1, 0.05], 2, ["went back 2 times", "0.25 of the learning rate"]),
+        ([0.1, 0.3], 1, ["worse than the base", "went back once"]),
+    ],
+)
+def test_what_speaks_against_a_finished_lora_is_said(
+    losses: list[float | None], rollbacks: int, said: list[str]
+) -> None:
+    guard = GuardState(micro_batch=1, rollbacks=rollbacks, lr_scale=0.5**rollbacks)
+    doubt = doubt_of(guard, losses)
+    assert bool(doubt) == bool(said) and all(words in doubt for words in said)
