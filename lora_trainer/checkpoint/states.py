@@ -175,7 +175,7 @@ class TrainingState:
 
     @property
     def is_good(self) -> bool:
-        """Whether training may go back to it: not saved amid steps that were skipped, whose weights may be the cause."""
+        """Whether training may go back to it: weights saved amid skipped steps may be what they were skipped for."""
         return _is_good(self.guard)
 
     def restore_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
@@ -272,8 +272,8 @@ class NonFiniteAdapter(TrainingStopped):
 def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
     """Write a state into `folder`, then prune to the `keep` (at least 2) newest; return its folder.
 
-    With a state that is not good the newest good one is kept too. On return the state survives a power cut. Raises MachineError when the disk refuses anything, in
-    which case older states are untouched.
+    With a state that is not good the newest good one is kept too. On return the state survives a power cut. Raises
+    MachineError when the disk refuses anything, in which case older states are untouched.
     """
     contents, step = _encode(frozen), frozen.step
     contents[MANIFEST] = json_bytes(_manifest(step, contents))
