@@ -9,11 +9,7 @@ A table is a TOML file in `trainers/`; a trainer may have several, of which late
 `values` (what its values mean, "*" for any other).
 `[[read]]`: keys that the trainer's own function reads, and why one of which it says nothing needs no setting.
 `[[nothing_to_set]]`, `[[no_equivalent]]`, `[[refused]]`: keys, and why. `off` has values that change nothing.
-`set`: rows that say what becomes of a key that is on, each a table with `key` and `to`, our setting. `is` is the
-value to set and `values` what words mean, others being left alone; `how` says that it is only approximated, `lacks`
-why it has no equivalent. A row with `default` counts without its key, too. It is for one kind of base, `noise` or
-`flow`, or of adapter, where it says `for`; for some words of the key (`only`) or all but some (`unless`); while a
-further key is on (`beside`), or further keys have one of some values (`when`). The first row of a setting wins.
+`[also]`: our setting = the keys that the trainer's own function carries over, by which a search finds the setting.
 
 Lists have `keys`, parted by blanks, and `under`, what stands before them. Further tables are `Foreign.table`, for the
 trainer's function.
@@ -43,6 +39,9 @@ THERE = "the default there"
 LIST = "[]"
 # Values with which an option of another trainer does nothing.
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
+
+# Words that are a yes.
+YES = ("true", "1", "yes")
 
 
 @dataclass(kw_only=True)
@@ -118,10 +117,14 @@ class Foreign:
         """Return a key's value as a number, `default` where it is 0 or missing, and the key."""
         return self.nonzero(name, default), name
 
+    def says(self, name: str, default: str = "") -> str:
+        """Return a key's value in lower case, as the words that trainers compare."""
+        return self.word(name, default).lower()
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a key's value as a yes or no."""
         value = self.get(name, default)
-        return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
+        return value.lower() in YES if isinstance(value, str) else bool(value)
 
     # ---- what becomes of it
 
@@ -157,6 +160,34 @@ class Foreign:
             return False
         self.set(key, ours, name)
         return True
+
+    def carry_if_on(
+        self, key: str, name: str, value: Any = ..., *, default: Any = None, by: str = ""
+    ) -> bool:
+        """Carry a key over that is on in the file; return whether it was on and could be carried over.
+
+        `default` is what the trainer takes where the file lacks the key; with one the key is always carried over.
+        `by` is a further key that decides about this one, and is named as a source beside it.
+        """
+        if default is None and not self.on(name):
+            return False
+        if by in self.values:
+            self.named.add(by)
+        if not self.carry(key, name, self.get(name, default) if value is ... else value):
+            return False
+        if by in self.values and name in self.values:
+            self.sources[key] = f"{by} x {self.sources[key]}"
+        return True
+
+    def lacks_if_on(self, name: str, why: str) -> None:
+        """Say that a key has no equivalent, where it is on and nothing was said of it yet."""
+        if self.on(name) and name not in self.named:
+            self.lacks(name, self.values[name], why)
+
+    def is_nearest_to(self, name: str, how: str) -> None:
+        """Say how the value of a key is approximated, naming the value where it is more than a yes."""
+        value = self.values.get(name)
+        self.is_nearest(name, how if value is True else f"{value}: {how}")
 
     def stays(self, name: str, why: str) -> None:
         """Say that a key needs no setting here."""
@@ -341,7 +372,6 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def apply(trainer: Trainer, foreign: Foreign) -> None:
     """Say what becomes of every key; raises RequestError for what is refused."""
     trainer.read(foreign)
-    _set_rows(foreign, trainer)
     for name, value in foreign.values.items():
         if name in foreign.named:
             continue
@@ -373,45 +403,6 @@ def apply(trainer: Trainer, foreign: Foreign) -> None:
     for name in foreign.values:
         if name not in reported and not any(key.startswith(f"{name}.") for key in reported):
             foreign.stays(name, "another key says it")
-
-
-def _set_rows(foreign: Foreign, trainer: Trainer) -> None:
-    """Carry over the settings in the `set` rows of a trainer's tables."""
-    carried_settings: set[str] = set()
-    kinds = ("flow" if foreign.is_flow else "noise", foreign.settings.get("adapter.kind"), None)
-    for row in (row for table in trainer.tables for row in table_of(table).get("set", ())):
-        key, setting, when = row["key"], row.get("to", ""), row.get("when", {})
-        value = foreign.get(key, row.get("default"))
-        word = str(value).lower()
-        our_values = {name.lower(): ours for name, ours in row.get("values", {}).items()}
-        is_meant = (
-            setting not in carried_settings
-            and rule_of(trainer.keys, key) is not None
-            and row.get("for") in kinds
-            and ("default" in row or foreign.on(key))
-            and ("beside" not in row or foreign.on(row["beside"]))
-            and word in row.get("only", (word,))
-            and word not in row.get("unless", ())
-            and all(str(foreign.get(name, "")).lower() in words for name, words in when.items())
-            and (not our_values or word in our_values)
-        )
-        if not is_meant:
-            continue
-        names = [name for name in when if name in foreign.values]
-        foreign.named.update(names)
-        if "lacks" in row:
-            if key not in foreign.named:
-                foreign.lacks(key, value, row["lacks"])
-            continue
-        if setting:
-            if not foreign.carry(setting, key, row.get("is", our_values.get(word, value))):
-                continue
-            carried_settings.add(setting)
-            if names and key in foreign.values:
-                foreign.sources[setting] = " x ".join([*names, foreign.sources[setting]])
-        if "how" in row:
-            how = row["how"].format(now=foreign.settings)
-            foreign.is_nearest(key, how if value is True else f"{value}: {how}")
 
 
 def rule_of(keys: Mapping[str, KeyRule], name: str) -> KeyRule | None:

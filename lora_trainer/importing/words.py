@@ -91,9 +91,8 @@ def _of_table(name: str) -> Iterator[tuple[str, str]]:
     for key, rule in rules_of(name).items():
         if rule.setting:
             yield rule.setting, key
-    for row in table_of(name).get("set", ()):
-        if "to" in row:
-            yield row["to"], row["key"]
+    for setting, keys in table_of(name).get("also", {}).items():
+        yield from ((setting, key) for key in keys.split())
 
 
 def _of_parts(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,10 +11,12 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
-from lora_trainer.importing.foreign import THERE, Foreign, Sourced, Trainer, flattened
+from lora_trainer.importing.foreign import THERE, YES, Foreign, Sourced, Trainer, flattened
 from lora_trainer.importing.prompt_options import set_prompts
 
 _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+# The ways to draw timesteps that are the same here.
+_OWN_TIMESTEPS = ("sigmoid", "linear", "shift", "flux_shift", "lumina2_shift")
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -38,6 +40,7 @@ def read(foreign: Foreign) -> None:
     _timesteps(foreign)
     _datasets(foreign)
     _output(foreign)
+    _single_keys(foreign)
 
 
 def _model(foreign: Foreign) -> None:
@@ -192,6 +195,53 @@ def _output(foreign: Foreign) -> None:
         word = foreign.word("trigger_word", "")
         chosen = [str(text).replace("[trigger]", word) for text in samples.values() or texts]
         set_prompts(foreign, chosen, *(samples or ["sample.prompts"]))
+
+
+def _single_keys(foreign: Foreign) -> None:
+    """Carry over the keys that count only where they are on, or for some bases or words."""
+    if foreign.on("model.is_v_pred"):
+        foreign.carry("base.prediction", "model.is_v_pred", "v_prediction")
+    if foreign.says("network.type") == "dora":
+        foreign.carry("adapter.dora", "network.type", True)
+    foreign.carry_if_on("adapter.dropout", "network.dropout")
+    if foreign.settings["adapter.kind"] == "lokr":
+        foreign.carry_if_on("adapter.lokr_factor", "network.lokr_factor")
+    use_key = "train.ema_config.use_ema"
+    if foreign.says(use_key) in YES:
+        decay_key = "train.ema_config.ema_decay"
+        foreign.carry_if_on("train.ema_decay", decay_key, default=0.999, by=use_key)
+    if not foreign.is_flow and foreign.on("train.snr_gamma"):
+        how = "min_snr: weights of gamma / SNR there grow without bound, here up to 1"
+        foreign.is_nearest_to("train.snr_gamma", how)
+    key = "train.timestep_type"
+    if foreign.is_flow and foreign.on(key) and foreign.says(key) not in _OWN_TIMESTEPS:
+        drawn = foreign.settings["objective.timestep_sampling"]
+        foreign.is_nearest_to(key, f"{drawn}, without weights")
+    _loss(foreign)
+    foreign.carry_if_on("data.trigger", "trigger_word")
+    foreign.carry_if_on("output.save_every_steps", "save.save_every", default=1000)
+    if not foreign.carry_if_on("sampling.every_steps", "train.disable_sampling", 0):
+        foreign.carry_if_on("sampling.every_steps", "sample.sample_every")
+    push_key, repo_key = "save.push_to_hub", "save.hf_repo_id"
+    if foreign.says(push_key) == "true":
+        foreign.carry_if_on("output.hub_repo", repo_key, by=push_key)
+        if foreign.on(repo_key):
+            foreign.carry_if_on("output.hub_private", "save.hf_private", default=False, by=push_key)
+
+
+def _loss(foreign: Foreign) -> None:
+    key = "train.loss_type"
+    word = foreign.says(key, "mse")
+    if word == "mse":
+        foreign.carry_if_on("objective.loss", key, default="mse")
+    elif word in ("pseudo_huber", "mae"):
+        foreign.carry("objective.loss", key, "smooth_l1")
+        foreign.is_nearest_to(key, "objective.loss=smooth_l1, twice as large")
+        foreign.carry("objective.huber_delta", key, 0.01)
+        foreign.carry("objective.huber_schedule", key, "constant")
+    elif foreign.on(key):
+        foreign.carry("objective.loss", key, "mse")
+        foreign.is_nearest_to(key, "objective.loss=mse")
 
 
 TRAINERS = (Trainer("ai-toolkit", ("ai_toolkit",), flat, read),)

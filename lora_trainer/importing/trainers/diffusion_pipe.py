@@ -54,6 +54,7 @@ def read(foreign: Foreign) -> None:
     _objective(foreign)
     _timesteps(foreign, model)
     _length(foreign)
+    _single_keys(foreign)
 
 
 def _optimizer(foreign: Foreign) -> None:
@@ -150,6 +151,29 @@ def _length(foreign: Foreign) -> None:
     warmup = foreign.nonzero("warmup_steps", 0)
     if warmup:
         training.set_warmup(foreign, warmup, "warmup_steps", foreign.settings.get("train.steps"))
+
+
+def _single_keys(foreign: Foreign) -> None:
+    """Carry over the keys that count only where they are on, or for some bases or words."""
+    for name in ("model.transformer_dtype", "model.diffusion_model_dtype"):
+        if foreign.says(name) in ("float8", "float8_e4m3fn", "float8_e5m2"):
+            foreign.carry("memory.base_precision", name, "fp8")
+            break
+    foreign.carry_if_on("adapter.dropout", "adapter.dropout")
+    foreign.carry_if_on("adapter.rank_dropout", "adapter.rank_dropout")
+    if foreign.settings["adapter.kind"] == "lokr":
+        foreign.carry_if_on("adapter.lokr_factor", "adapter.decompose_factor")
+    foreign.carry_if_on("base.prediction", "model.v_pred", "v_prediction")
+    schedule = foreign.says("lr_scheduler")
+    if schedule == "cosine":
+        how = "over train.steps, there over all epochs down to 1e-6"
+        foreign.is_nearest_to("lr_scheduler", how)
+    elif schedule == "linear" and foreign.on("max_steps"):
+        foreign.is_nearest_to("lr_scheduler", "over train.steps, there over all epochs")
+    if foreign.is_flow:
+        foreign.carry_if_on("objective.guidance_scale", "model.guidance", default=1.0)
+    else:
+        foreign.carry_if_on("objective.weighting", "model.debiased_estimation_loss", "debiased")
 
 
 _DATASET = "diffusion_pipe_dataset"

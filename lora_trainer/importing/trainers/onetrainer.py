@@ -16,6 +16,12 @@ from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
 from lora_trainer.importing.foreign import Foreign, Sourced, Trainer, flattened
 
+# Each has a share of dropped captions of its own; here is one for all.
+_PARTS_WITH_DROPOUT = (
+    *("vae", "text_encoder_4", "text_encoder_3", "text_encoder_2", "text_encoder"),
+    *("transformer", "prior", "unet"),
+)
+
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a settings file or a preset."""
@@ -35,6 +41,7 @@ def read(foreign: Foreign) -> None:
     if destination is not None:
         foreign.carry("output.name", "output_model_destination", folders.path_of(destination).stem)
     _samples(foreign)
+    _single_keys(foreign)
 
 
 def _model(foreign: Foreign) -> None:
@@ -298,6 +305,79 @@ def _samples(foreign: Foreign) -> None:
     for name, setting in foreign.table["samples"].items():
         if foreign.get(f"{where}{name}", None) is not None:
             foreign.carry(setting, f"{where}{name}")
+
+
+def _single_keys(foreign: Foreign) -> None:
+    """Carry over the keys that count only where they are on, or for some bases or words."""
+    default_base = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    foreign.carry_if_on("base.model", "base_model_name", default=default_base)
+    for part in ("unet", "transformer", "prior"):
+        why = (
+            "a file of the base's own network stands in base.model, what it lacks in base.companion"
+        )
+        foreign.lacks_if_on(f"{part}.model_name", why)
+    foreign.carry_if_on("base.vae", "vae.model_name")
+    if not foreign.is_flow:
+        if not foreign.carry_if_on("base.prediction", "force_v_prediction", "v_prediction"):
+            foreign.carry_if_on("base.prediction", "force_epsilon_prediction", "epsilon")
+        key = "rescale_noise_scheduler_to_zero_terminal_snr"
+        foreign.carry_if_on("objective.zero_terminal_snr", key, default=False)
+    if foreign.says("attention_mechanism") == "xformers":
+        foreign.carry("memory.attention", "attention_mechanism", "xformers")
+    kind = foreign.settings["adapter.kind"]
+    if kind == "lokr":
+        foreign.carry_if_on("adapter.lokr_factor", "lokr_decompose_factor")
+        foreign.lacks_if_on("lokr_weight_decompose", "adapter.dora is for LoRA only")
+    if kind == "lora":
+        foreign.carry_if_on("adapter.dora", "lora_decompose", True)
+    foreign.carry_if_on("adapter.dropout", "dropout_probability")
+    for part in _PARTS_WITH_DROPOUT:
+        if foreign.carry_if_on("data.caption_dropout", f"{part}.dropout_probability"):
+            break
+    if foreign.says("ema") in ("cpu", "gpu"):
+        foreign.carry_if_on("train.ema_decay", "ema_decay", default=0.999, by="ema")
+    if foreign.is_flow:
+        key = "transformer.guidance_scale"
+        foreign.carry_if_on("objective.guidance_scale", key, default=1.0)
+    else:
+        _noise_weights(foreign)
+    if foreign.on("masked_training"):
+        key = "unmasked_probability"
+        foreign.lacks(key, foreign.get(key, 0.1), "all samples are masked")
+        why = "the loss is the mean over the masked area"
+        foreign.lacks_if_on("normalize_masked_area_loss", why)
+    _saves(foreign)
+
+
+def _noise_weights(foreign: Foreign) -> None:
+    """Set the weights that only bases that predict noise have."""
+    key, strength_key = "loss_weight_fn", "loss_weight_strength"
+    word = foreign.says(key)
+    has_no_strength = foreign.says(strength_key) in ("0", "0.0")
+    if word == "p2" and has_no_strength:
+        foreign.carry_if_on("objective.weighting", key, "none", by=strength_key)
+    elif word in ("p2", "debiased_estimation"):
+        foreign.carry("objective.weighting", key, "p2" if word == "p2" else "debiased")
+    if word == "p2" and not has_no_strength:
+        foreign.carry_if_on("objective.p2_gamma", strength_key, default=5.0, by=key)
+
+
+def _saves(foreign: Foreign) -> None:
+    """Set how often to save and to sample; each has its number and its unit."""
+    carried = set()
+    for name in ("save_every", "save_after"):
+        unit_key = f"{name}_unit"
+        unit = foreign.says(unit_key)
+        if unit in ("epoch", "step"):
+            setting = f"output.save_every_{unit}s"
+            if setting not in carried and foreign.carry_if_on(setting, name, by=unit_key):
+                carried.add(setting)
+        elif unit in ("second", "minute", "hour") and foreign.on(name):
+            foreign.named.update({unit_key} & foreign.values.keys())
+            foreign.lacks_if_on(name, "give output.save_every_steps")
+    if foreign.says("sample_after_unit") == "step":
+        by = "sample_after_unit"
+        foreign.carry_if_on("sampling.every_steps", "sample_after", default=10, by=by)
 
 
 TRAINERS = (Trainer("OneTrainer", ("onetrainer",), flat, read),)

@@ -65,6 +65,7 @@ def read_training(foreign: Foreign) -> None:
     training.set_precision(foreign, "mixed_precision", missing="no")
     read_output(foreign)
     read_length(foreign)
+    _single_keys(foreign)
 
 
 def read_adapter(foreign: Foreign) -> None:
@@ -272,6 +273,94 @@ def _lumina(foreign: Foreign) -> None:
     kind = foreign.word("model_prediction_type", "raw")
     if kind != "raw":
         foreign.is_nearest("model_prediction_type", f"{kind}: raw, the velocity as it is")
+
+
+# ---- keys that count only where they are on, or for some bases or words
+
+_LOSSES = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}
+
+
+def _single_keys(foreign: Foreign) -> None:
+    foreign.carry_if_on("base.prediction", "v_parameterization", "v_prediction")
+    if not foreign.is_flow:
+        foreign.carry_if_on("objective.zero_terminal_snr", "zero_terminal_snr", default=False)
+        foreign.carry_if_on("base.clip_skip", "clip_skip")
+    carry_network_options(foreign)
+    _loss(foreign)
+    if mask_key := foreign.first_on("alpha_mask", "masked_loss"):
+        foreign.carry("data.masks", mask_key, "alpha" if mask_key == "alpha_mask" else "files")
+        foreign.carry("data.mask_background", mask_key, 0.0)
+    why = "masks belong in a folder masks/ beside the images, under their names"
+    foreign.lacks_if_on("conditioning_data_dir", why)
+    foreign.carry_if_on("objective.prior_weight", "prior_loss_weight")
+    if not foreign.is_flow:
+        foreign.carry_if_on("data.emphasis", "weighted_captions", True)
+        key = "max_token_length"
+        if not foreign.carry_if_on("data.caption_tokens", key):
+            foreign.carry("data.caption_tokens", key, 75)
+    carry_flow_weights(foreign)
+    if not foreign.is_flow:
+        key = "debiased_estimation_loss"
+        foreign.carry_if_on("objective.weighting", key, "debiased")
+        if foreign.on(key) and foreign.on("min_snr_gamma"):
+            how = "these weights alone, there times those of min_snr_gamma"
+            foreign.is_nearest_to(key, how)
+    foreign.carry_if_on("optimizer.max_weight_norm", "scale_weight_norms")
+    foreign.lacks_if_on("network_train_text_encoder_only", "the denoiser is always trained")
+    carry_output(foreign)
+
+
+def carry_network_options(foreign: Foreign) -> None:
+    """Carry over the options of the adapter's network, some of them typed as text."""
+
+    def carry(setting: str, option: str) -> bool:
+        name = f"network_args.{option}"
+        is_off = foreign.says(name) in ("0", "0.0", "false", "none")
+        return not is_off and foreign.carry_if_on(setting, name)
+
+    if foreign.settings["adapter.kind"] == "lokr":
+        foreign.carry_if_on("adapter.lokr_factor", "network_args.factor")
+    if not carry("adapter.dropout", "dropout"):
+        foreign.carry_if_on("adapter.dropout", "network_dropout")
+    carry("adapter.rank_dropout", "rank_dropout")
+    carry("adapter.module_dropout", "module_dropout")
+    if not carry("optimizer.lora_plus_ratio", "loraplus_unet_lr_ratio"):
+        carry("optimizer.lora_plus_ratio", "loraplus_lr_ratio")
+    carry("adapter.dora", "dora_wd")
+    carry("adapter.rslora", "rs_lora")
+
+
+def _loss(foreign: Foreign) -> None:
+    key = "loss_type"
+    word = foreign.says(key, "l2")
+    if word in _LOSSES:
+        foreign.carry("objective.loss", key, _LOSSES[word])
+    elif foreign.on(key):
+        foreign.carry("objective.loss", key, "smooth_l1")
+        how = "smooth_l1 with objective.huber_delta=0.01, which is close"
+        foreign.is_nearest_to(key, how)
+        foreign.carry("objective.huber_delta", key, 0.01)
+        foreign.carry("objective.huber_schedule", key, "constant")
+    if word in ("huber", "smooth_l1"):
+        foreign.carry_if_on("objective.huber_schedule", "huber_schedule", default="snr", by=key)
+
+
+def carry_flow_weights(foreign: Foreign) -> None:
+    """Carry over the weights of `weighting_scheme` that are the same here."""
+    scheme = foreign.says("weighting_scheme")
+    if foreign.is_flow and scheme in ("sigma_sqrt", "cosmap"):
+        foreign.carry("objective.weighting", "weighting_scheme", scheme)
+
+
+def carry_output(foreign: Foreign) -> None:
+    """Carry over prompts, the precision of the base, saves, and words about the file."""
+    foreign.lacks_if_on("sample_prompts", "write the prompts as sampling.prompts")
+    if precision_key := foreign.first_on("fp8_base", "fp8_base_unet", "fp8_scaled"):
+        foreign.carry("memory.base_precision", precision_key, "fp8")
+    foreign.carry_if_on("output.save_every_epochs", "save_every_n_epochs")
+    foreign.carry_if_on("output.save_every_steps", "save_every_n_steps")
+    if not foreign.carry_if_on("output.description", "metadata_description"):
+        foreign.carry_if_on("output.description", "training_comment")
 
 
 # ---- the dataset

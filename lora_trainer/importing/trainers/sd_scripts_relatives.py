@@ -264,6 +264,11 @@ def read_musubi(foreign: Foreign) -> None:
     training.set_precision(foreign, "mixed_precision", missing="no")
     sd_scripts.read_output(foreign)
     sd_scripts.read_length(foreign)
+    sd_scripts.carry_network_options(foreign)
+    sd_scripts.carry_flow_weights(foreign)
+    foreign.carry_if_on("optimizer.max_weight_norm", "scale_weight_norms")
+    sd_scripts.carry_output(foreign)
+    foreign.carry_if_on("objective.guidance_scale", "guidance_scale", default=1.0)
 
 
 def _timesteps(foreign: Foreign, module: str) -> None:

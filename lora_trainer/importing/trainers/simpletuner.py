@@ -14,7 +14,22 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
-from lora_trainer.importing.foreign import LIST, THERE, Foreign, Trainer, flattened
+from lora_trainer.importing.foreign import LIST, THERE, YES, Foreign, Trainer, flattened
+
+_LOSSES = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}
+_TRACKERS = {
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "all": ["tensorboard", "wandb"],
+    "none": [],
+}
+# Ways to keep the base that are ours, and those of fewer bits than ours.
+_PRECISIONS = {
+    **dict.fromkeys(("int8-quanto", "int8-torchao", "nf8-bnb", "int8-sdnq", "uint8-sdnq"), "int8"),
+    **dict.fromkeys(("fp8-quanto", "fp8uz-quanto", "fp8-torchao", "fp8-sdnq"), "fp8"),
+    "nf4-bnb": "nf4",
+}
+_FEW_BITS = ("int4-quanto", "int4-torchao", "int2-quanto", "int4-sdnq", "uint4-sdnq")
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -51,6 +66,7 @@ def read(foreign: Foreign) -> None:
     if prompts:
         key = foreign.first_on("validation_prompt") or "user_prompt_library"
         foreign.set("sampling.prompts", [str(text) for text in prompts], key)
+    _single_keys(foreign)
 
 
 def _model(foreign: Foreign) -> None:
@@ -235,7 +251,103 @@ def _not_trained(backend: folders.FolderTable) -> str:
     return "is no folder of images that is trained"
 
 
+def _single_keys(foreign: Foreign) -> None:
+    """Carry over the options that count only where they are on, or for some bases or words."""
+    is_noise = not foreign.is_flow
+    foreign.carry_if_on("base.assistant", "assistant_lora_path")
+    if is_noise:
+        foreign.carry_if_on("base.vae", "pretrained_vae_model_name_or_path")
+        prediction = foreign.says("prediction_type")
+        if prediction in ("epsilon", "v_prediction"):
+            foreign.carry("base.prediction", "prediction_type", prediction)
+        key = "rescale_betas_zero_snr"
+        foreign.carry_if_on("objective.zero_terminal_snr", key, default=False)
+    if foreign.says("lora_type") in ("", "standard"):
+        foreign.carry_if_on("adapter.dropout", "lora_dropout", default=0.1, by="lora_type")
+        foreign.carry_if_on("adapter.dora", "use_dora", True, by="lora_type")
+    if foreign.settings.get("adapter.kind") == "lokr":
+        foreign.carry_if_on("adapter.lokr_factor", "lycoris_config.factor")
+    foreign.carry_if_on("train.init_from", "init_lora")
+    foreign.carry_if_on("train.seed", "seed")
+    if foreign.says("use_ema") in YES:
+        foreign.carry_if_on("train.ema_decay", "ema_decay", default=0.995, by="use_ema")
+    foreign.carry_if_on("objective.input_perturbation", "input_perturbation")
+    _base_precision(foreign)
+    if is_noise and foreign.says("offset_noise") in YES:
+        by = "offset_noise"
+        foreign.carry_if_on("objective.noise_offset", "noise_offset", default=0.1, by=by)
+        key = "noise_offset_probability"
+        share = foreign.get(key, 0.25)
+        if str(share) not in ("1", "1.0"):
+            foreign.named.update({by} & foreign.values.keys())
+            foreign.is_nearest(key, f"{share}: all samples have the offset here")
+    trackers = _TRACKERS.get(foreign.says("report_to", "none"))
+    if trackers is None:
+        foreign.lacks_if_on("report_to", "trackers are tensorboard and wandb")
+    else:
+        foreign.carry("logging.trackers", "report_to", trackers)
+    if foreign.is_flow:
+        mode_key = "flux_guidance_mode"
+        if foreign.on(mode_key) and foreign.says(mode_key) != "constant":
+            foreign.is_nearest_to(mode_key, "one guidance for all samples")
+        foreign.carry_if_on("objective.guidance_scale", "flux_guidance_value", default=1.0)
+    for key in ("lora_init_type", "lora_initialisation_style"):
+        if foreign.says(key) not in ("default", "gaussian"):
+            foreign.lacks_if_on(key, "an adapter starts at zero")
+    _loss(foreign)
+    _saves_and_samples(foreign)
+
+
+def _base_precision(foreign: Foreign) -> None:
+    key = "base_model_precision"
+    word = foreign.says(key)
+    if word in _PRECISIONS:
+        foreign.carry("memory.base_precision", key, _PRECISIONS[word])
+    elif word in _FEW_BITS:
+        foreign.carry("memory.base_precision", key, "nf4")
+        foreign.is_nearest_to(key, "memory.base_precision=nf4")
+    elif word not in ("no_change", "bf16", "fp16", "fp32"):
+        foreign.lacks_if_on(key, "a base is kept whole, or in int8, fp8 or nf4")
+
+
+def _loss(foreign: Foreign) -> None:
+    key = "loss_type"
+    word = foreign.says(key, "l2")
+    if word in _LOSSES:
+        foreign.carry("objective.loss", key, _LOSSES[word])
+    elif foreign.on(key):
+        foreign.carry("objective.loss", key, "mse")
+        foreign.is_nearest_to(key, "objective.loss=mse")
+    if word in ("huber", "smooth_l1"):
+        foreign.carry_if_on("objective.huber_schedule", "huber_schedule", default="snr", by=key)
+
+
+def _saves_and_samples(foreign: Foreign) -> None:
+    if not foreign.carry_if_on("output.save_every_steps", "checkpoint_step_interval"):
+        foreign.carry_if_on("output.save_every_steps", "checkpointing_steps")
+    foreign.carry_if_on("output.save_every_epochs", "checkpoint_epoch_interval")
+    foreign.carry_if_on("output.folder", "output_dir")
+    foreign.carry_if_on("output.keep_last", "checkpoints_total_limit")
+    if foreign.says("push_to_hub") in YES:
+        foreign.carry_if_on("output.hub_repo", "hub_model_id", by="push_to_hub")
+    every = "sampling.every_steps"
+    if not foreign.carry_if_on(every, "validation_disable", 0):
+        for key in ("validation_step_interval", "validation_steps"):
+            if foreign.carry_if_on(every, key):
+                break
+    foreign.carry_if_on("sampling.negative_prompt", "validation_negative_prompt")
+    foreign.carry_if_on("sampling.steps", "validation_num_inference_steps")
+    foreign.carry_if_on("sampling.guidance_scale", "validation_guidance")
+    foreign.carry_if_on("sampling.seed", "validation_seed")
+
+
+def _read_backends_alone(foreign: Foreign) -> None:
+    """Read a file of data backends by itself."""
+    read_backends(foreign)
+    _single_keys(foreign)
+
+
 TRAINERS = (
     Trainer("SimpleTuner", ("simpletuner",), flat, read),
-    Trainer("SimpleTuner (data backends)", ("simpletuner",), flat_backends, read_backends),
+    Trainer("SimpleTuner (data backends)", ("simpletuner",), flat_backends, _read_backends_alone),
 )
