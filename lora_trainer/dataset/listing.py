@@ -209,6 +209,8 @@ class _Folder:
     name: str
     repeats: int
     caption: str | None = None
+    mirrors: tuple[_File, ...] = ()
+    """Folders of masks for its images that lie in the same place below a folder of masks."""
 
     @property
     def prefix(self) -> str:
@@ -246,7 +248,7 @@ class _Walk:
     def read(self, folder: _Folder, masks_beside: Masks) -> None:
         """Read a folder and its subfolders, down to `MAX_DEPTH`."""
         count_before = len(self.pictures)
-        files, masks = self._read_files(folder, masks_beside)
+        files, masks, mask_folders = self._read_files(folder, masks_beside)
         count = len(self.pictures) - count_before
         if count and folder.name != OWN_FOLDER:
             self._say("subfolder", folder.prefix, count=count, repeats=folder.repeats)
@@ -295,6 +297,7 @@ class _Walk:
                 name=file.name,
                 repeats=repeats,
                 caption=text_of(match[2]) if match else folder.caption,
+                mirrors=subfolders_called(file.entry.name, *mask_folders, *folder.mirrors),
             )
             self.folder_names.add(inner.name)
             real_path = os.path.realpath(file.entry.path)
@@ -303,8 +306,10 @@ class _Walk:
                 continue
             self.read(inner, masks)
 
-    def _read_files(self, folder: _Folder, masks_beside: Masks) -> tuple[list[_File], Masks]:
-        """Add the files of one folder; return its subfolders and masks of their images.
+    def _read_files(
+        self, folder: _Folder, masks_beside: Masks
+    ) -> tuple[list[_File], Masks, list[_File]]:
+        """Add the files of one folder; return its subfolders, masks of their images, and its folders of masks.
 
         `masks_beside`: masks in a folder beside this one.
         """
@@ -323,7 +328,7 @@ class _Walk:
                     }
                 else:
                     groups[group].append(file)
-        own_masks, inner_masks = self._take_masks(folder, groups)
+        own_masks, inner_masks, mask_folders = self._take_masks(folder, groups)
         masks = masks_beside | own_masks
         # OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, are no images to learn.
         controlled = {file.stem + CONTROL_SUFFIX for file in groups["picture"]}
@@ -359,14 +364,15 @@ class _Walk:
         captions_of = _by_picture(captions, self.caption_extensions)
         for file in groups["picture"]:
             self._add_picture(file, folder, captions_of(file), masks)
-        return groups["folder"], inner_masks
+        return groups["folder"], inner_masks, mask_folders
 
-    def _take_masks(self, folder: _Folder, groups: Groups) -> tuple[Masks, Masks]:
+    def _take_masks(self, folder: _Folder, groups: Groups) -> tuple[Masks, Masks, list[_File]]:
         """Remove mask files from a folder's groups; return the masks of its images and of its subfolders' images.
 
-        Masks of a subfolder's images are in a folder beside the subfolder (`images/a.png`, `masks/a.png`). A folder
-        called `masks` may also hold images of masks to learn: it holds masks only if masks are asked for, or if one
-        of its files has the name of an image.
+        Masks of a subfolder's images are in a folder beside the subfolder (`images/a.png`, `masks/a.png`), or in
+        one of the subfolder's name inside of it (`10_cat/a.png`, `masks/10_cat/a.png`); the folders of masks are
+        returned too. A folder called `masks` may also hold images of masks to learn: it holds masks only if masks
+        are asked for, or if one of its files has the name of an image.
         """
         beside = self._masks_beside(folder, groups)
         own_masks = {key: mask for key, mask in reversed(beside)}
@@ -395,27 +401,55 @@ class _Walk:
             for file in _files(one.entry.path, "")
             if self._group(file) == "picture"
         )
+        for mirror in folder.mirrors:
+            own_masks = self._masks_in(mirror, own_images) | own_masks
         inner_masks: Masks = {}
+        taken_folders = list[_File]()
         for inner in mask_folders:
             is_asked_for = self.settings.masks == "files" and folder_kind(inner.entry.name)
-            inside = _by_image(
-                (
-                    file
-                    for file in _files(inner.entry.path, f"{inner.name}/")
-                    if self._group(file) == "picture" and self._is_usable(file, "picture")
-                ),
-                {**inner_images, **own_images},
-            )
+            inside = self._masks_in(inner, {**inner_images, **own_images})
             if own_images.keys() & inside.keys() or (own_images and is_asked_for):
                 own_masks = inside | own_masks
             elif inner_images.keys() & inside.keys() or (others and is_asked_for):
                 inner_masks |= inside
                 self.masks += [(file.name, folder.prefix + stem) for stem, file in inside.items()]
-            else:
+            elif not self._is_mirror(inner, others):
                 continue
             groups["folder"].remove(inner)
+            taken_folders.append(inner)
         self.masks += [(file.name, folder.prefix + stem) for stem, file in own_masks.items()]
-        return own_masks, inner_masks
+        return own_masks, inner_masks, taken_folders
+
+    def _masks_in(self, folder: _File, images: Mapping[str, str]) -> Masks:
+        """Return the masks in a folder of masks by the image that they are of."""
+        files = _files(folder.entry.path, f"{folder.name}/")
+        return _by_image(
+            (
+                file
+                for file in files
+                if self._group(file) == "picture" and self._is_usable(file, "picture")
+            ),
+            images,
+        )
+
+    def _is_mirror(self, mask_folder: _File, folders: Sequence[_File]) -> bool:
+        """Say whether a subfolder of a folder of masks has the name of one beside it, and a file that of an image."""
+        for inner in folders:
+            pictures = [
+                [
+                    file.entry.name
+                    for file in _files(one.entry.path, "")
+                    if self._group(file) == "picture"
+                ]
+                for one in (inner, *subfolders_called(inner.entry.name, mask_folder))
+            ]
+            images = by_name(pictures[0])
+            masks = (split_name(name)[0] for names in pictures[1:] for name in names)
+            if any(
+                key_of_mask(stem, images, in_mask_folder=True) in images.values() for stem in masks
+            ):
+                return True
+        return False
 
     def _masks_beside(self, folder: _Folder, groups: Groups) -> list[tuple[str, _File]]:
         """Return the masks among the pictures of a folder and which image each is of, which may be taken out.
@@ -541,6 +575,16 @@ def _files(path: Path | str, prefix: str) -> Iterator[_File]:
     """Yield the entries of a folder, whose names in the dataset begin with `prefix`."""
     for entry in entries_in(path):
         yield _File(entry, prefix + text_of(entry.name), *split_name(entry.name))
+
+
+def subfolders_called(name: str, *folders: _File) -> tuple[_File, ...]:
+    """Return the subfolders of that name in some folders."""
+    return tuple(
+        one
+        for folder in folders
+        for one in _files(folder.entry.path, f"{folder.name}/")
+        if one.entry.name.casefold() == name.casefold() and holds(one.entry.is_dir)
+    )
 
 
 def _by_image(masks: Iterable[_File], images: Mapping[str, str]) -> Masks:

@@ -385,9 +385,12 @@ def _removed_file(path: Path) -> Path:
 
 
 def _removed_paths(runs: Path) -> list[Path]:
+    """Return the files of removed items; a folder among them is somebody's own, and stays."""
     folder = queue_folder(runs) / _REMOVED
     with suppress(OSError):
-        return [path for path in folder.iterdir() if _ITEM_FILE.fullmatch(path.name)]
+        return [
+            path for path in folder.iterdir() if _ITEM_FILE.fullmatch(path.name) and path.is_file()
+        ]
     return []
 
 
@@ -395,7 +398,8 @@ def _forget_removed(runs: Path) -> None:
     for path in _removed_paths(runs):
         if time.time() - path.stat().st_mtime > _REMOVED_KEPT_S:
             path.unlink(missing_ok=True)
-            path.with_suffix(".log").unlink(missing_ok=True)
+            if (log := path.with_suffix(".log")).is_file():
+                log.unlink(missing_ok=True)
 
 
 def end_download(item: Item) -> None:

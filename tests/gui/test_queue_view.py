@@ -145,6 +145,16 @@ def test_what_is_removed_goes_at_once_and_comes_back_where_it_was(
     assert 'data-action="back"' not in queue_view.view(work)
     commands.remove(place.runs, place.add("e").id)
     assert [path.stem for path in removed.iterdir()] == ["0005-e"], "no id comes twice"
+    # An older version moved folders there that somebody had put in an item's place.
+    folders = [removed / "0009-mine.json", removed / "0005-e.log"]
+    for path in folders:
+        path.mkdir()
+        (path / "kept.txt").touch()
+    for path in removed.iterdir():
+        os.utime(path, (time.time() - 90_000,) * 2)
+    commands.remove(place.runs, place.add("f").id)
+    assert [item.id for item in commands.removed(place.runs)] == ["0006-f"]
+    assert all((path / "kept.txt").is_file() for path in folders)
 
 
 def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> None:

@@ -76,14 +76,21 @@ WATCHED: dict[str, Callable[[ModuleType], None]] = {
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the watched modules as Python does, and changes each after it was loaded."""
 
+    def __init__(self) -> None:
+        self.asked = set[str]()
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a watched module, with a loader that changes it; None for others."""
-        change = WATCHED.pop(name, None)
-        if change is None:
+        change = WATCHED.get(name)
+        if change is None or name in self.asked:
             return None
-        spec = importlib.util.find_spec(name)
+        self.asked.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asked.remove(name)  # asked again: a look whether a package is there loads nothing
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
