@@ -145,7 +145,7 @@ def _measure_losses(scene: Evaluation, findings: Validation) -> None:
         "pictures": len(batches[0]),
         "gain": gain,
         "gain_by_timestep": [
-            [int(batch[0].level.timestep), 1 - after / before]
+            [int(batch[0].level.timestep), score.relative_gain(before, after)]
             for batch, before, after in zip(
                 batches, by_strength[0.0], by_strength[1.0], strict=True
             )
@@ -157,7 +157,10 @@ def _measure_losses(scene: Evaluation, findings: Validation) -> None:
         return
     trained = scene.batches(prepared.trained)
     before, after = (fmean(scene.losses(trained, strength=s)) for s in (0.0, 1.0))
-    gains = {"trained_gain": 1 - after / before, "held_out_gain": 1 - means[1.0] / means[0.0]}
+    gains = {
+        "trained_gain": score.relative_gain(before, after),
+        "held_out_gain": score.relative_gain(means[0.0], means[1.0]),
+    }
     findings.parts["generalisation"] = score.generalisation_part(**gains)
     findings.figures |= gains
 

@@ -72,18 +72,17 @@ def effective_rank(singular_values: Sequence[float]) -> float:
 
 
 def mean_gain(base: Sequence[float], adapted: Sequence[float]) -> float:
-    """Return the mean over timesteps of 1 - adapted / base, clipped at -1; both losses have the same noise.
+    """Return the mean over timesteps of 1 - adapted / base, clipped at -1; both losses have the same noise."""
+    pairs = zip(base, adapted, strict=True)
+    return fmean(max(-1.0, relative_gain(before, after)) for before, after in pairs)
 
-    Where the base has no loss at all there is nothing to gain.
-    """
 
-    def gain(before: float, after: float) -> float:
-        if before == 0:
-            return 0.0 if after == 0 else -1.0
-        share = 1 - after / before
-        return max(-1.0, share) if math.isfinite(share) else -1.0
-
-    return fmean(gain(before, after) for before, after in zip(base, adapted, strict=True))
+def relative_gain(before: float, after: float) -> float:
+    """Return 1 - after / before; -1 where that is not a number. Where the base has no loss there is nothing to gain."""
+    if before == 0:
+        return 0.0 if after == 0 else -1.0
+    share = 1 - after / before
+    return share if math.isfinite(share) else -1.0
 
 
 def gain_part(gain: float) -> float:
@@ -127,6 +126,8 @@ def drift_part(*, change: float, base_loss: float) -> float:
     `change` is the mean squared change of predictions on unrelated prompts, `base_loss` the base's mean
     squared error there.
     """
+    if base_loss == 0:
+        return 1.0 if change == 0 else 0.0
     ratio = change / base_loss
     return 1 / (1 + ratio) if math.isfinite(ratio) else 0.0
 

@@ -56,6 +56,7 @@ from lora_trainer.reporting.score import (
     gain_part,
     mean_gain,
     rank_part,
+    relative_gain,
     weights_part,
 )
 from lora_trainer.run.build import Networks, TrainComponents
@@ -370,7 +371,7 @@ def validate_at_the_end(
             result.parts["gain"] = gain_part(gain)
             result.figures["gain"] = gain
             result.figures["gain_by_timestep"] = [
-                [timestep, 1 - new / old]
+                [timestep, relative_gain(old, new)]
                 for (timestep, old), new in zip(base.by_timestep, after, strict=True)
             ]
         else:

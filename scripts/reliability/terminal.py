@@ -101,6 +101,7 @@ def on_a_pty(command: Sequence[str], work: Path, environment: dict[str, str]) ->
     """Start a command on a terminal of its own."""
     pid, descriptor = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where this script itself runs under nohup
         os.chdir(work)
         os.execvpe(command[0], list(command), environment)  # noqa: S606 - no shell is wanted
     return Terminal(

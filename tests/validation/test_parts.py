@@ -42,6 +42,16 @@ def test_each_part_is_its_formula() -> None:
     assert s.mean_gain([1.0, 0.01], [0.5, 0.005]) == pytest.approx(0.5), "relative to each timestep"
     assert s.mean_gain([1.0, 1.0], [1e9, math.nan]) == -1
     assert s.mean_gain([0.0, 0.0], [0.0, 0.1]) == pytest.approx(-0.5), "a base without a loss"
+    assert (
+        s.relative_gain(0.0, 0.0),
+        s.relative_gain(0.0, 0.1),
+        s.relative_gain(0.1, math.nan),
+    ) == (0, -1, -1)
+    assert s.relative_gain(0.1, 0.4) == pytest.approx(-3)
+    assert (s.drift_part(change=0.0, base_loss=0.0), s.drift_part(change=0.1, base_loss=0.0)) == (
+        1,
+        0,
+    )
     assert s.gain_part(0.05) == 0.5
     assert s.gain_part(0.0) == s.gain_part(-1.0) == 0
     assert s.strength_part({0.0: 1.0, 0.5: 0.8, 1.0: 0.6, 1.5: 0.7}) == 1
