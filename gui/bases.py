@@ -28,24 +28,10 @@ Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
-# What each release is good for; those that most people use come first. Others are seldom used.
-_GOOD_FOR = {
-    "stabilityai/stable-diffusion-xl-base-1.0": "Comics, anime, people, styles: most checkpoints are of this kind",
-    "black-forest-labs/FLUX.1-dev": "Photos and people, long prompts",
-    "stable-diffusion-v1-5/stable-diffusion-v1-5": "Small and quick, older checkpoints",
-    "Tongyi-MAI/Z-Image": "Photos and people, text in images",
-    "Qwen/Qwen-Image": "Text in images, exact prompts; large",
-    "lodestones/Chroma1-HD": "Photos and drawings, long prompts",
-    "black-forest-labs/FLUX.2-klein-base-4B": "Photos and drawings, small for its kind",
-    "black-forest-labs/FLUX.2-klein-base-9B": "Photos and drawings, long prompts",
-    "black-forest-labs/FLUX.1-schnell": "Images in few steps",
-    "Alpha-VLLM/Lumina-Image-2.0": "Drawings and photos, small",
-    "stabilityai/stable-diffusion-3.5-large": "Photos and styles, long prompts",
-    "stabilityai/stable-diffusion-3.5-medium": "Photos and styles, smaller",
-    "stabilityai/stable-diffusion-3-medium-diffusers": "Older; 3.5 medium took its place",
-}
+# The release that is `offered` first in its family.toml; those of the first three are in sight.
+RECOMMENDED = "stabilityai/stable-diffusion-xl-base-1.0"
 _IN_SIGHT = 3
-RECOMMENDED = next(iter(_GOOD_FOR))
+_LAST = 1000  # of a release that is seldom used
 _PIPELINE_FILE = "model_index.json"
 
 
@@ -67,14 +53,13 @@ def cards(released: list[Card]) -> list[Card]:
     Those on this machine come first; all but those and the usual ones are folded away.
     """
     here = _downloaded()
-    order = list(_GOOD_FOR)
     found = [
         {
             "source": row["source"],
             "name": title(str(row["source"])),
-            "good_for": _GOOD_FOR.get(row["source"], "Seldom used"),
+            "good_for": row["good_for"] or "Seldom used",
             "recommended": row["source"] == RECOMMENDED,
-            "folded": row["source"] not in (*here, *order[:_IN_SIGHT]),
+            "folded": row["source"] not in here and row["offered"] > _IN_SIGHT,
             "said": f"{bytes_text(here[row['source']])}, on this machine"
             if row["source"] in here
             else f"{bytes_text(row['download_bytes'])} to download",
@@ -87,8 +72,8 @@ def cards(released: list[Card]) -> list[Card]:
         }
         for row in released
     ]
-    known = {source: place for place, source in enumerate(order)}
-    return sorted(found, key=lambda card: (not card["here"], known.get(card["source"], len(known))))
+    offered = {row["source"]: row["offered"] for row in released}
+    return sorted(found, key=lambda card: (not card["here"], offered[card["source"]]))
 
 
 def title(source: str) -> str:
@@ -107,12 +92,15 @@ def releases() -> list[Card]:
 
     Importing the families takes a second.
     """
-    from lora_trainer.families import MODULES, family
+    from lora_trainer.families import NAMES, family
+    from lora_trainer.families.base.tables import family_table
 
     rows: list[Card] = []
     seen: list[Any] = []
-    for name in MODULES:
-        for release in family(name).published:
+    for name in NAMES:
+        for release, shown in zip(
+            family(name).published, family_table(name)["releases"], strict=True
+        ):
             if release.architecture in seen:
                 continue
             seen.append(release.architecture)
@@ -120,6 +108,8 @@ def releases() -> list[Card]:
             rows.append(
                 {
                     "source": source,
+                    "good_for": shown.get("good_for", ""),
+                    "offered": shown.get("offered", _LAST),
                     "licence": licence.name if licence else "",
                     "allows": licence.allows if licence else "",
                     "gated": licence.is_gated if licence else False,

@@ -386,16 +386,29 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """Replay what has changed."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--families", nargs="*", default=[*families.MODULES])
+    options.add_argument("--families", nargs="*", default=[*families.NAMES])
     options.add_argument("--anew", action="store_true", help="replay all of these families again")
     asked = options.parse_args()
+    replay(asked.families, anew=asked.anew)
+
+
+def stale_cells(names: Sequence[str]) -> list[Cell]:
+    """Return the cells of these families whose default plan is not the one that was replayed."""
+    rows = read()
+    return [
+        cell
+        for cell in cells()
+        if _facts(cell.source).family in names
+        and (cell not in rows or rows[cell].load != fingerprint(planned(cell)))
+    ]
+
+
+def replay(names: Sequence[str], *, anew: bool = False) -> None:
+    """Replay what has changed of these families, or all of it."""
     rows, networks = read(), Networks()
-    for cell in cells():
-        if _facts(cell.source).family not in asked.families:
-            continue
+    wanted = [cell for cell in cells() if _facts(cell.source).family in names]
+    for cell in wanted if anew else stale_cells(names):
         made = planned(cell)
-        if not asked.anew and cell in rows and rows[cell].load == fingerprint(made):
-            continue
         rows[cell] = replayed(cell, made, networks)
         row = rows[cell]
         sys.stderr.write(f"{cell}: {row.how}: {row.unused_share:.1%} unused\n")

@@ -62,7 +62,7 @@ class Deviation:
 def main() -> None:
     """Print the table."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("family", nargs="*", default=list(families.MODULES))
+    arguments.add_argument("family", nargs="*", default=list(families.NAMES))
     print(f"| release | traces | {' | '.join(QUANTITIES)} |")
     print("|---|" + "---|" * (len(QUANTITIES) + 1))
     for name in arguments.parse_args().family:

@@ -3,7 +3,8 @@
     python scripts/gui_texts.py de              # one text a line, with the file that has it
     python scripts/gui_texts.py de --file queue # only of files whose path has this word
 
-A text is a string literal of gui/ (Python or JavaScript) with a space or a capital in it. Literals that
+A text is a string literal of gui/ (Python or JavaScript) with a space or a capital in it, or what a family.toml
+says that a release is good for. Literals that
 never reach a page are listed too: the list helps to translate and is no measure.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,12 +38,13 @@ def sources() -> Iterator[Path]:
     for folder in ("gui", "lora_trainer"):
         yield from sorted((ROOT / folder).rglob("*.py"))
     yield from sorted((ROOT / "gui" / "assets").glob("*.js"))
+    yield from sorted((ROOT / "lora_trainer" / "families").glob("*/family.toml"))
 
 
 def literals(path: Path) -> Iterator[str]:
     """Yield the string literals of a file as a page shows them, with `{}` for what is put in."""
     source = path.read_text(encoding="utf-8")
-    found = _python(source) if path.suffix == ".py" else _script(source)
+    found = _READERS[path.suffix](source)
     for literal in found:
         yield normal(literal)
         for between in _MARKUP.findall(literal):
@@ -70,6 +73,12 @@ def _python(source: str) -> Iterator[str]:
     yield from (_FIELD.sub("{}", str(node.value)) for node in constants if id(node) not in inside)
 
 
+def _good_for(source: str) -> Iterator[str]:
+    """Yield what a family.toml says that a release is good for."""
+    for release in tomllib.loads(source)["releases"]:
+        yield release.get("good_for", "")
+
+
 def _script(source: str) -> Iterator[str]:
     for match in _SCRIPT_STRING.findall(source):
         text = _SCRIPT_ESCAPE.sub(
@@ -93,11 +102,14 @@ def _without_fields(template: str) -> str:
     return text
 
 
+_READERS = {".py": _python, ".js": _script, ".toml": _good_for}
+
+
 def lacking(code: str) -> Iterator[tuple[Path, str]]:
     """Yield the texts of the interface that a language has no entry for."""
     seen = {normal(english) for english in known(code)}
     for path in sources():
-        if path.is_relative_to(ROOT / "gui"):
+        if path.is_relative_to(ROOT / "gui") or path.suffix == ".toml":
             for text in literals(path):
                 readable = re.search(r"[A-Za-z]{2}", text) and re.search(r"\s|^[A-Z]", text)
                 if readable and text not in seen:

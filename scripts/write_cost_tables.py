@@ -1,6 +1,6 @@
-"""Traces every public release of the registered families and writes the planner's cost table.
+"""Traces every public release of the registered families and writes the planner's tables of costs.
 
-`python scripts/write_cost_tables.py [FAMILY ...] [--release NAME] [--anew]`: what is missing or of an
+`python -m scripts.write_cost_tables [FAMILY ...] [--release NAME] [--anew]`: what is missing or of an
 older VERSION, or everything again. A minute or two a release on one thread: networks are built on `meta`,
 without weights, and transformers with three or four blocks of a kind, as every block more costs the same
 (equal to the byte for Z-Image's thirty). U-Nets are traced whole, which takes half an hour for SDXL.
@@ -26,7 +26,6 @@ from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING, TARGETS, Checkpointing, Targets
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import (
-    FILE,
     KIB,
     MEGA,
     RANKS,
@@ -38,6 +37,8 @@ from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.flow import FlowFamily
 from lora_trainer.families.base.layout import Layout
+from lora_trainer.families.base.tables import made_tables
+from scripts.made_tables import write_made
 
 VERSION = 3
 """Raised when the same workload costs something else: what was traced before is traced again."""
@@ -89,31 +90,43 @@ class Point:
 
 
 def main() -> None:
-    """Add what is missing in the table, release by release; it can be stopped and started again."""
+    """Add what is missing in the tables, release by release; it can be stopped and started again."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("families", nargs="*", default=[*families.MODULES])
+    options.add_argument("families", nargs="*", default=[*families.NAMES])
     options.add_argument("--release", help="only the release of this name")
     options.add_argument("--anew", action="store_true", help="trace again what is there already")
     asked = options.parse_args()
-    table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     for name in asked.families:
-        family = families.family(name)
-        rows = table.get(name, {"releases": []})["releases"]
-        bases = list(architectures(family))
-        done: list[dict[str, Any]] = []
-        for number, facts in enumerate(bases, start=1):
-            before = row_of(rows, family, facts)
-            if asked.release in (None, facts.source):
-                known = {} if before is None or asked.anew else before["costs"]
-                done.append(release_table(family, facts, known=known))
-            elif before is not None:
-                done.append(before)
-            rest = (row_of(rows, family, later) for later in bases[number:])
-            table[name] = {
-                "defaults": defaults(family),
-                "releases": [*done, *(row for row in rest if row is not None)],
-            }
-            FILE.write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
+        trace_missing(families.family(name), only=asked.release, anew=asked.anew)
+
+
+def trace_missing(family: Family, *, only: str | None = None, anew: bool = False) -> None:
+    """Trace the releases that the family's table lacks, `only` the one of that name, and write it after each."""
+    rows = made_tables(family.name).get("costs", {"releases": []})["releases"]
+    bases = list(architectures(family))
+    done: list[dict[str, Any]] = []
+    for number, facts in enumerate(bases, start=1):
+        before = row_of(rows, family, facts)
+        if only in (None, facts.source):
+            known = {} if before is None or anew else before["costs"]
+            done.append(release_table(family, facts, known=known))
+        elif before is not None:
+            done.append(before)
+        rest = (row_of(rows, family, later) for later in bases[number:])
+        releases = [*done, *(row for row in rest if row is not None)]
+        write_made(family.name, costs={"defaults": defaults(family), "releases": releases})
+
+
+def missing(family: Family) -> list[str]:
+    """Return the names of the releases that the family's table lacks, or has of an older VERSION."""
+    rows = made_tables(family.name).get("costs", {"releases": []})["releases"]
+    found = {facts.source: row_of(rows, family, facts) for facts in architectures(family)}
+    return [name for name, row in found.items() if row is None or not _is_current(row)]
+
+
+def _is_current(row: Mapping[str, Any]) -> bool:
+    by_targets = (found for kinds in row["costs"].values() for found in kinds.values())
+    return all(found.get("version") == VERSION for found in by_targets)
 
 
 def defaults(family: Family) -> dict[str, Any]:
@@ -341,15 +354,6 @@ def modules(costs: BaseCosts) -> list[Any]:
         else:
             runs.append([prefix, index, 1, block, list(block.items())])
     return [run[:4] for run in runs]
-
-
-def written(value: Any, depth: int = 0) -> str:
-    """Return JSON with mappings over several lines and lists in one."""
-    if not isinstance(value, dict):
-        return json.dumps(value)
-    inner = "\n" + " " * (depth + 1)
-    items = (f"{inner}{json.dumps(key)}: {written(item, depth + 1)}" for key, item in value.items())
-    return "{" + ",".join(items) + "\n" + " " * depth + "}"
 
 
 if __name__ == "__main__":

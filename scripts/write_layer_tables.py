@@ -1,11 +1,10 @@
-"""Writes the table of the public releases' layers: `python scripts/write_layer_tables.py`.
+"""Writes the tables of the public releases' layers: `python -m scripts.write_layer_tables`.
 
 Networks are built on `meta`, without weights; releases of one architecture share a row.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +12,9 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.families.base.releases import FILE, Row
+from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.releases import Row
+from scripts.made_tables import write_made
 
 # `blocks.1.` and `linear_1` get `#`; the digit of `w1` belongs to its letter and stays.
 _NUMBER = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
@@ -56,19 +57,21 @@ def _ranges(numbers: list[tuple[int, ...]]) -> Iterator[str]:
             first = last = numbers_next
 
 
+def layer_rows(family: Family) -> list[list[Row]]:
+    """Return the rows of each architecture of a family's releases."""
+    tables: list[list[Row]] = []
+    for release in family.published:
+        with torch.device("meta"):
+            rows = packed(layers_of(family.empty_denoiser(release.architecture)))
+        if rows not in tables:
+            tables.append(rows)
+    return tables
+
+
 def main() -> None:
-    tables: dict[str, list[object]] = {}
-    for name in families.MODULES:
-        family = families.family(name)
-        rows: list[object] = []
-        for release in family.published:
-            with torch.device("meta"):
-                row = packed(layers_of(family.empty_denoiser(release.architecture)))
-            if row not in rows:
-                rows.append(row)
-        tables[name] = rows
-    text = json.dumps(tables, indent=None, separators=(",", ":"))
-    FILE.write_text(text.replace("]],[", "]],\n[") + "\n", encoding="utf-8")
+    """Write `layers` of the tables.json of every family."""
+    for name in families.NAMES:
+        write_made(name, layers=layer_rows(families.family(name)))
 
 
 if __name__ == "__main__":

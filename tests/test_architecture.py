@@ -59,9 +59,11 @@ def test_the_page_of_the_architecture_names_every_module_of_every_room() -> None
     named = {f"{room}/{name}" for room, names in rows for name in re.findall(r"`([\w/]+)`", names)}
     package = ROOT / "lora_trainer"
     modules = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
-    assert named == {
-        str(path) for path in modules if len(path.parts) > 1 and path.name != "__init__"
-    }
+    own = {f"families/{name}/family" for name in families.NAMES}
+    assert (
+        named - {"families/NAME/family"}
+        == {str(path) for path in modules if len(path.parts) > 1 and path.name != "__init__"} - own
+    )
 
 
 def test_no_module_imports_itself_by_way_of_others(imports: grimp.ImportGraph) -> None:
@@ -123,17 +125,23 @@ sizes."""
 
 
 def test_only_the_families_package_names_a_family() -> None:
-    """A family is one module, one registry line and its presets; nothing else may know its name."""
+    """A family is its folder and its presets; nothing else may know its name, not even the registry."""
     naming = [
         (path.relative_to(ROOT).as_posix(), family)
         for path in MODULES + PROGRAMS
         if not any(path.is_relative_to(ROOT / place) for place in ABOUT_RELEASES.split())
-        for family in families.MODULES
+        for family in families.NAMES
         if family in path.read_text(encoding="utf-8")
     ]
     assert not naming
-    registry = (ROOT / "lora_trainer" / "families" / "__init__.py").read_text(encoding="utf-8")
-    assert all(registry.count(f'"{family}"') == 1 for family in families.MODULES)
+    shared = ROOT / "lora_trainer" / "families"
+    places = [
+        shared / "__init__.py",
+        *(shared / "base").rglob("*.py"),
+        *(shared / "files").rglob("*.py"),
+    ]
+    registered = re.compile(f"[\"'](?:{'|'.join(families.NAMES)})[\"']")
+    assert not [path for path in places if registered.search(path.read_text(encoding="utf-8"))]
 
 
 def test_the_tests_left_out_of_ten_minutes_and_the_modules_of_a_quick_run_are_there() -> None:

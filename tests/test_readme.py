@@ -16,7 +16,6 @@ from lora_trainer.config import config
 from lora_trainer.config.running import Config
 from scripts.error_table import error_texts, template, trees
 from scripts.error_table import page as error_page
-from scripts.preset_table import BEGIN, END, with_preset_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,12 +35,6 @@ def test_commands_in_blocks_are_accepted_by_the_command_line() -> None:
                     config.check_keys(dict(map(config.parse_assignment, settings)))
                     accepted += 1
     assert accepted > 20
-
-
-def test_preset_table_is_the_one_the_presets_give() -> None:
-    before, begin, rest = PAGES["presets"].partition(BEGIN)
-    other = f"{before}{begin}other\n{END}{rest.partition(END)[2]}"
-    assert with_preset_tables(other) == PAGES["presets"], "run python scripts/preset_table.py"
 
 
 def test_commands_are_one_line_each_and_ci_runs_that_of_the_readme() -> None:

@@ -1,7 +1,7 @@
 """What training on one sample costs: bytes, FLOPs and kernels by workload, and the shipped table of them. No torch.
 
-The table has the traces of the public releases; `scripts/write_cost_tables.py` writes it. `base_costs.py` answers for
-any base: it reads the table and traces every other architecture on `meta` (`trace.py`).
+The tables of the families (tables.json) have the traces of their public releases; `python -m scripts.make` makes
+them. `base_costs.py` answers for any base: it reads them and traces every other architecture on `meta` (`trace.py`).
 
 A release is traced at a few points and interpolated to any image size, rank, micro-batch and text length.
 Saved bytes grow linearly with tokens and rank. A peak is the maximum of several linear sums and therefore
@@ -10,17 +10,14 @@ convex, so straight lines between traced points never fall below it. FLOPs are q
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.declare import Checkpointing, Targets
 from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.tables import made_tables
 
-FILE = Path(__file__).with_name("cost_tables.json")
 KIB = 1024
 MEGA = 10**6
 RANKS = (4, 64)
@@ -73,15 +70,9 @@ def entry(element_bytes: int, *, wide: bool) -> str:
     return f"{element_bytes} wide" if wide else str(element_bytes)
 
 
-@lru_cache(maxsize=1)
-def _table() -> Mapping[str, Any]:
-    table: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return table
-
-
 def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
     """Return the traces of a base's architecture, None where the table has none."""
-    rows = _table().get(facts.family)
+    rows = made_tables(facts.family).get("costs")
     if rows is None:
         return None
     config = {**rows["defaults"], **facts.network_numbers()}

@@ -228,7 +228,7 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
     stated_name = stated_version(metadata)
     fitting: dict[str, LayerNames] = {}
     # Layers of text encoders alone are those of many families.
-    for family in families.MODULES if not all(map(_TEXT_MODULE.match, parts)) else ():
+    for family in families.NAMES if not all(map(_TEXT_MODULE.match, parts)) else ():
         for names in _releases(family, parts):
             if not any(find_misfits(parts, names)):
                 fitting[family] = names
@@ -256,7 +256,7 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
         return Fit(family=chosen, others=others, names=fitting[chosen], exact=True)
     widths = {name: part.size[1] for name, part in parts.items()}
     family = adapter_family(widths, metadata=metadata)
-    releases = _releases(family, parts) if family in families.MODULES else ()
+    releases = _releases(family, parts) if family in families.NAMES else ()
     by_release = [(names, tuple(find_misfits(parts, names))) for names in releases]
     if not by_release:
         return Fit(family=family)
@@ -277,9 +277,9 @@ def check_usable(path: Path, *, names: LayerNames | None) -> tuple[Contents, Fit
     if not parts:
         refuse(path, f"holds no adapter{kind_of_others(contents.unknown)}")
     fit = recognise(parts, contents.metadata)
-    if names is None and fit.family not in families.MODULES:
+    if names is None and fit.family not in families.NAMES:
         raise InputError(
-            f"{path.name} is an adapter of family {fit.family}; known are {', '.join(families.MODULES)}",
+            f"{path.name} is an adapter of family {fit.family}; known are {', '.join(families.NAMES)}",
             fix="name the base model it was made for with --base",
         )
     misfits = fit.misfits if names is None else find_misfits(parts, names)

@@ -12,6 +12,7 @@ from functools import cache
 from lora_trainer import families
 from lora_trainer.families.base.releases import BY_ROLE, released_layers
 from tests.fakes.original_names import NORMS, ORIGINAL
+from tests.fakes.tiny_base import tiny_table
 
 Shapes = dict[str, tuple[int, ...]]
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
@@ -54,8 +55,8 @@ def _network(family: str, release: int, original: bool) -> Shapes:
     if family == "sd2":  # the weight that shows its prediction, here of no deviation: epsilon
         block = "output_blocks.11.1" if original else "up_blocks.3.attentions.2"
         shapes[f"{block}.transformer_blocks.0.norm1.bias"] = (320,)
-    if family == "zimage":
-        shapes |= {"cap_pad_token": (1, 3840), "x_pad_token": (1, 3840)}
+    parameters = tiny_table(family)["tests"].get("parameters", {})
+    shapes |= {name: tuple(shape) for name, shape in parameters.items()}
     return shapes
 
 

@@ -1,8 +1,14 @@
-"""Files under the names that people have: every fact of the release is read in them, or a remark names its setting."""
+"""Files under the names that people have: every fact of the release is read in them, or a remark names its setting.
+
+The rows are `tests.files` of each family's tiny.toml, by the names that files have on the Hub and on Civitai.
+`release`: of a release other than the first, its number among the `layers` of tables.json. `adds`: tensors beside
+these, `metadata` the texts of their header. Wanted are `variant`, `prediction`, `zero_snr`, `kind` of distillation,
+the `recipe` of samples [steps, guidance], and `asks`, the settings that a remark names because nothing in the file
+decides them; or `refused`, a part of the sentence. `tests.defaults` are those that a row leaves out.
+"""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +22,14 @@ from lora_trainer.families.files.locate import describe, with_choices
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
 from tests.checkpoint_files.layouts import network
+from tests.fakes.tiny_base import tiny_table
 
-TABLE = tomllib.loads(Path(__file__).with_name("release_files.toml").read_text(encoding="utf-8"))
-FILES: Mapping[str, Mapping[str, Any]] = TABLE["files"]
+ROWS = {name: tiny_table(name)["tests"] for name in families.NAMES}
+FILES: Mapping[str, Mapping[str, Any]] = {
+    file: {"family": name, **row}
+    for name, said in ROWS.items()
+    for file, row in said["files"].items()
+}
 READ = [name for name, row in FILES.items() if "refused" not in row]
 ASKED = [name for name in READ if "base.distilled" in FILES[name].get("asks", ())]
 
@@ -26,9 +37,8 @@ ASKED = [name for name in READ if "base.distilled" in FILES[name].get("asks", ()
 def file_of(name: str, folder: Path) -> Path:
     """Write the file of a row; its body is a hole."""
     row = FILES[name]
-    family, _, number = row["network"].partition(" ")
     adds = {key: tuple(shape) for key, shape in row.get("adds", {}).items()}
-    shapes = network(family, int(number or 0)) | adds
+    shapes = network(row["family"], row.get("release", 0)) | adds
     dtype = "Q8_0" if name.endswith(".gguf") else "BF16"
     case = Case(name, shapes, dtype=dtype, file=name, metadata=row.get("metadata", {}))
     return write(case, folder)
@@ -36,15 +46,15 @@ def file_of(name: str, folder: Path) -> Path:
 
 def test_the_table_has_files_of_every_family() -> None:
     assert len(FILES) >= 80
-    assert {row["network"].partition(" ")[0] for row in FILES.values()} == set(families.MODULES)
+    assert {row["family"] for row in FILES.values()} == set(families.NAMES)
 
 
 @pytest.mark.parametrize("name", READ)
 def test_a_release_is_read_in_a_file_or_asked_for(name: str, tmp_path: Path) -> None:
     """Nothing but the file is on this machine, as before a download."""
     row = FILES[name]
-    family = row["network"].partition(" ")[0]
-    wanted = {"prediction": "flow", **TABLE["defaults"][family], **row}
+    family = row["family"]
+    wanted = {"prediction": "flow", **ROWS[family]["defaults"], **row}
     facts = describe(BaseSettings(model=str(file_of(name, tmp_path))))
     assert facts.layout is None and facts.family == family
     assert facts.variant == wanted.get("variant", "")

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @cache
 def base_of(name: str) -> Path:
-    """Return the diffusers folder of a family's tiny base; a new family adds tests/fakes/bases/NAME.toml."""
+    """Return the diffusers folder of a family's tiny base; its tiny.toml says what is in it."""
     return write_base(name, Path.home() / "bases" / name)
 
 

@@ -17,6 +17,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from lora_trainer import families
+from tests.fakes.tiny_base import tiny_table
 
 ORIGINAL = re.compile(
     r"(?:img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder|t_embedder|y_embedder"
@@ -25,9 +26,13 @@ ORIGINAL = re.compile(
 )
 """Names of a release's own layers, of all names that stand for a layer in adapter files."""
 RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-NORMS: Mapping[str, Mapping[str, str]] = RULES["norms"] | {
-    name: RULES["norms"][other] for name, other in RULES["like"].items()
+_TESTS = {name: tiny_table(name)["tests"] for name in families.NAMES}
+NORMS: Mapping[str, Mapping[str, str]] = {
+    name: _TESTS[said.get("norms_like", name)]["norms"]
+    for name, said in _TESTS.items()
+    if {"norms", "norms_like"} & said.keys()
 }
+"""By family: names of norms in the original files, by those of diffusers."""
 
 
 def original_names(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

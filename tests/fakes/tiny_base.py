@@ -1,6 +1,6 @@
-"""Tiny random bases: real classes in the configurations of tests/fakes/bases/NAME.toml, tokenizers made offline.
+"""Tiny random bases: real classes in the configurations of each family's tiny.toml, tokenizers made offline.
 
-`pipeline` names diffusers' class; a table is a part with its class, `like` one of shared.toml with other entries;
+`pipeline` names diffusers' class; a table is a part with its class, `like` one of tiny_parts.toml with other entries;
 `draws` is the order of what takes random numbers where parts are not just made as they stand in the file.
 Every character has a token of its own, so any two prompts differ and none has unknown tokens.
 """
@@ -23,12 +23,18 @@ from torch import nn
 from transformers import AddedToken, CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from lora_trainer.families.base.tables import FAMILIES
 from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 
-BASES = Path(__file__).with_name("bases")
+PARTS = tomllib.loads(Path(__file__).with_name("tiny_parts.toml").read_text(encoding="utf-8"))
 WORDS = tomllib.loads(Path(__file__).with_name("tokenizers.toml").read_text(encoding="utf-8"))
 QWEN = WORDS["qwen"]
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation
+
+
+def tiny_table(name: str) -> dict[str, Any]:
+    """Return the contents of a family's tiny.toml."""
+    return tomllib.loads((FAMILIES / name / "tiny.toml").read_text(encoding="utf-8"))
 
 
 def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -36,7 +42,8 @@ def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pat
 
     `changes` by part are other entries of its configuration, or None for a part that is left out.
     """
-    described = tomllib.loads((BASES / f"{name}.toml").read_text(encoding="utf-8"))
+    described = tiny_table(name)
+    described.pop("tests", None)  # what tests know of its files
     for part, change in changes.items():
         described[part] = {**described[part], **change} if isinstance(change, dict) else change
     kind = getattr(diffusers, described.pop("pipeline"))
@@ -64,10 +71,9 @@ def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pat
 
 
 def _made(entries: Mapping[str, Any]) -> Any:
-    shared = tomllib.loads((BASES / "shared.toml").read_text(encoding="utf-8"))
     while "like" in entries:
         own = dict(entries)
-        entries = {**shared[own.pop("like")], **own}
+        entries = {**PARTS[own.pop("like")], **own}
     values = dict(entries)
     name = values.pop("class")
     if hasattr(diffusers, name):

@@ -31,6 +31,11 @@ def test_every_member_to_fill_is_named(kind: Any, text: str) -> None:
     assert not {name for name in wanted if not re.search(rf"\b{name}\b", text)}
 
 
+def test_six_files_are_written_by_hand() -> None:
+    rows = PAGE.partition("Six files are written by hand:")[2].partition("\n\nEverything else")[0]
+    assert rows.count("\n| `") == 6
+
+
 def test_named_files_and_tests_exist() -> None:
     folders = "docs|lora_trainer|presets|scripts|tests"
     files = {
@@ -48,7 +53,7 @@ def test_named_files_and_tests_exist() -> None:
 def test_named_members_exist() -> None:
     places = (
         f"{folder}/**/*.{end}"
-        for folder in ("lora_trainer", "tests/fakes")
+        for folder in ("lora_trainer", "scripts", "tests/fakes", "tests/families")
         for end in ("py", "toml")
     )
     files = [file for place in places for file in ROOT.glob(place)]

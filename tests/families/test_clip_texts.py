@@ -26,7 +26,7 @@ from tests.fakes.family_bases import encoder_of as tiny_encoder
 from tests.fakes.family_bases import facts_of as facts_of_tiny
 from tests.fakes.tiny_base import clip_tokenizer
 
-CHUNKED = [name for name in families.MODULES if families.family(name).text.chunks]
+CHUNKED = [name for name in families.NAMES if families.family(name).text.chunks]
 SKIPPING = ["embedded", "sd2"]
 """With two layers; the embedded base is a Stable Diffusion 1."""
 ROOM = 75

@@ -32,7 +32,7 @@ SMALLEST = "black-forest-labs/FLUX.2-klein-base-4B"
 UNPADDED = "Tongyi-MAI/Z-Image"
 BASES: Mapping[str, Family] = {
     source: family
-    for family in map(families.family, families.MODULES)
+    for family in map(families.family, families.NAMES)
     for source, facts in family.releases.items()
     # Of the releases of one architecture the first.
     if source

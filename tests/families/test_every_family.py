@@ -37,7 +37,7 @@ from tests.fakes.family_bases import (
 from tests.fakes.runs import Toy, events, run_cli, toy, trajectory
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
-FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 RANK, ALPHA, STEPS, PROMPTS = 4, 2.0, 3, ("one toy", "two words more")
 SETTINGS: Mapping[str, Any] = {
     "adapter__rank": RANK,
@@ -81,7 +81,7 @@ class Place(Toy):
 def places(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Place]:
     """One dataset and cache per family, with a run `whole`."""
     trained = {}
-    for name in families.MODULES:
+    for name in families.NAMES:
         folder = toy(tmp_path_factory.mktemp(name), images=3).folder
         trained[name] = Place(folder=folder, name=name)
         assert run_cli(trained[name].command("whole")) == 0, name

@@ -177,7 +177,7 @@ def test_the_loss_is_that_of_the_training_script(
     assert ("guidance" in told) == (name == "flux" or bool(options))
     if "guidance" in told:
         told["guidance"] = torch.full([2], 3.5)
-    assert {*families.MODULES} == VELOCITIES.keys() | {"sd15", "sd2", "sdxl"}
+    assert {*families.NAMES} == VELOCITIES.keys() | {"sd15", "sd2", "sdxl"}
     shape = (2, facts.latent_channels, HEIGHT, WIDTH)
     latents, noise, sigma = draw(*shape), draw(*shape, seed=1), torch.tensor([0.31, 0.87])
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_the_loss_is_that_of_the_training_script(
 # ---- prompts, alone and in a batch
 
 
-FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 SHORT, LONGER, TOO_LONG = "a red square", "a photo of the blue one, on the left", "a word " * 300
 
 

@@ -70,7 +70,7 @@ def test_rows_are_those_that_diffusers_converts(name: str, tmp_path: Path) -> No
     assert checked > len(read) * 0.9
 
 
-@pytest.mark.parametrize("name", list(families.MODULES))
+@pytest.mark.parametrize("name", list(families.NAMES))
 def test_no_name_stands_for_two_layers(name: str) -> None:
     family = families.family(name)
     for table in released_layers(name):
@@ -118,7 +118,7 @@ BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
 
 
 @pytest.mark.parametrize("targets", list(TARGETS))
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> None:
     """Chroma's blocks are FLUX.1's: without metadata its adapters cannot be told from theirs."""
     family = families.family(name)

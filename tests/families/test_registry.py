@@ -46,7 +46,7 @@ from tests.fakes.family_bases import (
     side_of,
 )
 
-FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 
 
 # ---- the registry
@@ -75,7 +75,8 @@ def test_parameter_counts_are_those_of_the_loaded_parts(name: str) -> None:
     facts = facts_of(name)
     text, pipeline = encoder_of(facts), pipeline_of(facts)
     vae, scheduler = pipeline.vae, pipeline.scheduler.config
-    assert facts.vae_factor == pipeline.vae_scale_factor * (2 if name == "flux2" else 1)
+    reads_vae = families.family(name).pipeline.reads_vae
+    assert facts.vae_factor == pipeline.vae_scale_factor * (2 if reads_vae else 1)
     # A U-Net's scheduler gets prediction and terminal noise from the facts.
     same = [key for key in facts.scheduler if key in scheduler and facts.prediction == "flow"]
     assert all(scheduler[key] == facts.scheduler[key] for key in same)
@@ -193,7 +194,7 @@ def test_targets_and_their_count_are_those_of_the_plan(name: str) -> None:
 
 FORMATS = [
     (name, format)
-    for name in families.MODULES
+    for name in families.NAMES
     for format in families.family(name).formats.written
     # Of joined layers, which diffusers parts by the widths of the releases: tests/output/test_joined_layers.py.
     if format not in families.family(name).formats.original
@@ -295,7 +296,7 @@ def test_a_file_in_diffusers_names_is_of_one_family_and_holds_the_denoiser(
     assert read.parts["denoiser"] == facts.parts["denoiser"]
     loaded = network_of(read).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in network.state_dict().items())
-    others = [each for each in families.MODULES if each != name]
+    others = [each for each in families.NAMES if each != name]
     assert not [each for each in others if families.family(each).detect(base_of(name))]
 
 
@@ -359,17 +360,21 @@ def test_a_config_that_is_missing_not_json_or_hostile_is_named(
         facts_at(base)
 
 
+DRAWN = ("sd15", "sd2", "sdxl", "sd3", "flux", "chroma", "lumina2")
+MEANS = ("flux2", "qwen", "zimage")
+
+
 def test_latents_are_means_in_the_families_whose_references_take_them() -> None:
     """klein and Qwen-Image were drawn from the posterior, Z-Image too; see `VaeLatents.are_drawn` for the sources."""
-    means = {name for name in families.MODULES if not families.family(name).latents.are_drawn}
-    assert means == {"flux2", "qwen", "zimage"}
+    for name, are_drawn in {**dict.fromkeys(DRAWN, True), **dict.fromkeys(MEANS, False)}.items():
+        assert families.family(name).latents.are_drawn == are_drawn, name
 
 
 # Components of pipelines: networks and what goes with them.
 COMPONENTS = ("vae", "scheduler", "unet", "transformer", "text_encoder", "tokenizer")
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_no_companion_decides_what_a_pipeline_is_told(name: str) -> None:
     """A distilled klein in one file was drawn with guidance: `is_distilled` came from its companion's index."""
     family = families.family(name)

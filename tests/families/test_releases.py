@@ -20,13 +20,12 @@ from lora_trainer.config.declare import TARGETS
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.trace import LiveStorages
 from lora_trainer.families.base.facts import BaseFacts
-from lora_trainer.families.base.releases import release_tables, released_layers
+from lora_trainer.families.base.releases import released_layers
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.lora.adapter import denoiser_layers
 
 SOURCES = [
-    (name, release.ids[0])
-    for name in families.MODULES
-    for release in families.family(name).published
+    (name, release.ids[0]) for name in families.NAMES for release in families.family(name).published
 ]
 COMPANIONS = Path(families.__file__).parent / "files" / "open_companions.json"
 OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
@@ -34,7 +33,7 @@ CONFIGS = json.loads(Path(__file__).with_name("part_configs.json").read_text(enc
 """Configurations that are not published with the program: a key that is left out has its class's default."""
 TEXTS: Mapping[str, Mapping[str, Any]] = OPEN | CONFIGS["text_encoders"]
 """ComfyUI's name of an encoder -> its configuration."""
-VAES = {name: release_tables()["families"][name]["vae"] for name in families.MODULES}
+VAES = {name: family_table(name)["shared"]["vae"] for name in families.NAMES}
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
 """Families whose download is counted: every parameter in two bytes, those that are not loaded too."""
 SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
@@ -187,7 +186,7 @@ def peaks(kind: str, side_px: int = 256) -> list[float]:
     return [each / 4 / side_px**2 for each in counted]
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_a_vae_takes_what_is_planned(name: str) -> None:
     """Qwen-Image's was planned at 640 and 768 elements a pixel: 3.0 GiB for decoding 1024 px instead of 6.8."""
     counted = peaks(VAES[name])

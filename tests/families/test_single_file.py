@@ -43,7 +43,7 @@ from tests.fakes.family_bases import (
 from tests.fakes.ldm_file import PARTS, unet_tensors, vae_tensors, write_checkpoint
 from tests.fakes.original_names import NORMS, original_names, split_at
 
-UNETS = [name for name in families.MODULES if families.family(name).traits.folder == "unet"]
+UNETS = [name for name in families.NAMES if families.family(name).traits.folder == "unet"]
 TRANSFORMERS = pytest.mark.parametrize("name", NORMS)
 PREFIX, FP8 = "model.diffusion_model.", torch.float8_e4m3fn
 UNET_FILE = "unet/diffusion_pytorch_model.safetensors"
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) 
     file = checkpoint(name, tmp_path, ema=True)
     whole = PARTS[:2] if name == "sd3" else PARTS  # whose encoders count one by one
     assert parts_in(name, file) == set(whole)
-    takers = [each for each in families.MODULES if "denoiser" in parts_in(each, file)]
+    takers = [each for each in families.NAMES if "denoiser" in parts_in(each, file)]
     assert takers == [name]
     companion, own = copy_of(name, tmp_path / "companion"), facts_of(name)
     for weight in companion.rglob("*.safetensors"):

@@ -18,7 +18,7 @@ from lora_trainer.network import gradient_checkpointing
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from tests.fakes.trainee import same, trainee
 
-FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 
 
 @FAMILIES

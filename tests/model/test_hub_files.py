@@ -163,7 +163,7 @@ def test_what_loading_needs_is_fetched_and_nothing_else(source: str) -> None:
     assert wanted([*files["read"], *files["left"]], without=frozenset()) == files["read"]
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_a_release_is_read_from_the_files_it_has(name: str, hub: HubServer, tmp_path: Path) -> None:
     source = next(iter(families.family(name).releases))
     publish(hub, source, base_of(name))

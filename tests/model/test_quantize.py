@@ -167,7 +167,7 @@ def test_linear_layers_of_repeated_blocks_are_quantised_and_nothing_else() -> No
     assert quantizable(net, skip={"time"}) == {}, "what is quantised is not quantised again"
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_a_family_keeps_its_embeddings_and_most_of_its_weights_are_quantised(name: str) -> None:
     """On the default release's true size, without a weight."""
     family = families.family(name)

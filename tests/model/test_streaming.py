@@ -22,7 +22,7 @@ from lora_trainer.network.gradient_checkpointing import apply_checkpointing, sto
 from tests.fakes.family_bases import CPU
 from tests.fakes.trainee import Trainee, block_sizes, same, trainee
 
-FAMILIES = pytest.mark.parametrize("name", families.MODULES)
+FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 
 
 class LateCopies:

@@ -31,7 +31,7 @@ from tests.fakes.family_bases import conditioning_of, encoder_of, facts_of
 from tests.fakes.family_bases import network_of as load
 
 RANK, PROMPT = 4, "a red square"
-OTHERS = [name for name in families.MODULES if name not in ("sd15", "sd2", "flux")]
+OTHERS = [name for name in families.NAMES if name not in ("sd15", "sd2", "flux")]
 """The network of SD 2.x is one of SD 1.x with the linear projections of SDXL."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 

@@ -149,7 +149,7 @@ UNREAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_what_a_program_loses_of_a_format_is_said(name: str) -> None:
     family = families.family(name)
     plain = AdapterContents(kinds=frozenset({"lora"}), dora=False, text=False)

@@ -82,7 +82,7 @@ def test_a_pass_without_gradients_peaks_below_training() -> None:
         assert cost.forward_bytes <= cost.saved_bytes + cost.temporary_bytes
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_the_bytes_and_blocks_of_a_base_are_those_of_its_network(name: str) -> None:
     """Or nearly: what no adapter can change is not in the table, so a little less is counted."""
     skip = families.family(name).traits.quantization_skip

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from lora_trainer import families
 from lora_trainer.config import PRIORITIES
 from lora_trainer.planning.run_time import MOST_HOURS
-from scripts import allocator_table, model_table, plan_tables
+from scripts import allocator_table, make, plan_tables
 from scripts.allocator_table import Cell, planned
 from tests.fakes.nvml import GIB
 
-AGAIN = "run scripts/allocator_table.py, a minute or two a plan"
+AGAIN = "run python -m scripts.make, a minute or two a plan"
 MOST_UNUSED = {True: 0.26, False: 0.13}
 """By whether segments grow. The aim is 0.06. Above it are FLUX.2 klein on 24 GiB (0.25: `light` fits, `none` does not,
 and there is nothing between them), Qwen-Image and FLUX.1 on 8 GiB (0.11, Windows 0.13: more is planned than taken)."""
@@ -25,12 +26,7 @@ CELLS = [*allocator_table.cells()]
 
 
 def test_every_default_plan_was_replayed_as_it_is_now_and_stands_on_the_page() -> None:
-    stale = [
-        cell
-        for cell in CELLS
-        if cell not in ROWS or ROWS[cell].load != allocator_table.fingerprint(planned(cell))
-    ]
-    assert not stale, AGAIN
+    assert not allocator_table.stale_cells(families.NAMES), AGAIN
     text = allocator_table.PAGE.read_text(encoding="utf-8")
     written = text.partition(allocator_table.START)[2].partition(allocator_table.END)[0].strip()
     assert written == allocator_table.table([ROWS[cell] for cell in CELLS]).strip(), AGAIN
@@ -57,12 +53,9 @@ def test_a_plan_replayed_now_needs_what_is_written(source: str) -> None:
     assert row.reserved_bytes < cell.card_gib * GIB
 
 
-def test_the_pages_are_what_the_planner_finds() -> None:
-    """After a change of the planner, of costs or of presets run scripts/plan_tables.py and scripts/model_table.py."""
-    written = plan_tables.PAGE.read_text(encoding="utf-8")
-    assert written == plan_tables.page().rstrip() + "\n"
-    front = model_table.PAGE.read_text(encoding="utf-8")
-    assert model_table.with_model_tables(front) == front
+@pytest.mark.parametrize("page", make.PAGES, ids=lambda page: page.file.name)
+def test_a_made_file_is_what_would_be_made_now(page: make.Page) -> None:
+    assert not make.old_pages([page], write=False), "run python -m scripts.make"
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)

@@ -30,7 +30,7 @@ from tests.fakes.family_bases import base_of
 
 WAYS = [
     (name, own, through)
-    for name in families.MODULES
+    for name in families.NAMES
     for formats in [families.family(name).formats.written]
     # A family of one format has no second to go through.
     for own, through in list(combinations(formats, 2)) or [(*formats, *formats)]

@@ -44,7 +44,7 @@ def extracted(tuned: object, base: object, folder: Path, **options: Any) -> dict
     return tool("extract", tuned, base, output=folder / "f.safetensors", **limits, **options)
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_a_known_lora_comes_back_in_every_family(name: str, tmp_path: Path) -> None:
     base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
     done = extracted(tuned_by(file, base), base, tmp_path, precision="fp32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,12 @@ from hypothesis import strategies as st
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.training.noise import flow_levels, table_levels
 from scripts.timestep_table import (
-    PAGE,
     REFERENCES,
     SD3,
     SIGMAS,
     objective,
     releases,
     share,
-    with_timestep_table,
 )
 
 SIZE = (64, 64)
@@ -156,9 +153,6 @@ def test_the_formula_of_stable_diffusion_3_is_what_the_script_of_diffusers_draws
         assert found == pytest.approx(SD3.below(sigma, 1024), abs=0.01)
 
 
-def test_the_page_shows_what_is_drawn_of_every_release() -> None:
-    distilled = {facts.family for facts in RELEASES.values() if facts.distilled}
-    assert distilled == {"sd3", "flux", "flux2", "zimage"}
-    assert RELEASES.keys() == REFERENCES.keys()
-    page = Path(PAGE).read_text(encoding="utf-8")
-    assert with_timestep_table(page) == page, "run python scripts/timestep_table.py"
+def test_every_release_has_a_reference() -> None:
+    assert RELEASES.keys() == REFERENCES.keys(), "`timesteps` of its family.toml"
+    assert sum(facts.distilled for facts in RELEASES.values()) >= 5

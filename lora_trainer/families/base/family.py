@@ -23,6 +23,7 @@ from lora_trainer.families.base.latents import VaeLatents
 from lora_trainer.families.base.layout import DENOISER, PARTS, Header, Layout, Part, WeightPlace
 from lora_trainer.families.base.releases import few_step_drawing, other_names, released
 from lora_trainer.families.base.stated import Stated, stated_by_name, stated_in
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.base.text.transformers_encoder import load_tokenizer
 from lora_trainer.families.base.texts import TextEncoder, TextInputs
 from lora_trainer.families.base.traits import (
@@ -35,7 +36,7 @@ from lora_trainer.families.base.traits import (
 )
 from lora_trainer.families.base.unet_numbers import UNET_CLASS
 from lora_trainer.families.files import base_parts
-from lora_trainer.families.files.recognise import fits, signature_tables
+from lora_trainer.families.files.recognise import fits
 from lora_trainer.families.files.weight_files import (
     AGAIN,
     count_parameters,
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=BaseRelease)
 AdapterTargets = Targets | Literal["text_encoder"]
-# Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases.
-_TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
+# Kind of an encoder -> prefix of its layers' names in the public releases.
+_TEXT_MODELS = {"clip": "text_model.", "qwen3": "model.", "qwen25": "model.", "gemma2": "model."}
 
 
 class Family(ABC):
@@ -116,7 +117,7 @@ class Family(ABC):
     def detect_file(self, header: Header) -> frozenset[Part]:
         """Return the parts a single-file checkpoint of this family holds; empty: not of this family."""
         tensors = {name: header[full] for name, full in self.denoiser_names(header).items()}
-        is_own = any(fits(tensors, marks) for marks in signature_tables()["bases"][self.name])
+        is_own = any(fits(tensors, marks) for marks in family_table(self.name)["files"]["base"])
         parts: set[Part] = {"denoiser"} if is_own else set()
         channels = self.published[0].vae.get("latent_channels", 0)
         # VAEs of several families have equal tensors and differ in the scale, which no file states. One alone in
@@ -391,8 +392,7 @@ class Family(ABC):
         """
         if component != DENOISER:
             role = self.text.roles[component]
-            # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
-            start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
+            start = _TEXT_MODELS.get(self.text.networks[component].kind, "")  # T5's have none
             # Every name starts with an empty text, hence the blank, with which no name starts. transformers 5
             # dropped the prefix of CLIP's layers, which files have.
             is_whole = module.startswith((start or " ", "text_projection"))

@@ -1,10 +1,10 @@
 """What is published, without torch: releases of bases, their text encoders, the layers of the networks by name.
 
-releases.toml lists the releases and the text encoders. `scripts/write_layer_tables.py` writes
-`layer_tables.json` from the networks themselves: per family a list of architectures, each as rows (template,
-shape, ranges). A template is a layer's name with `#` for each number; a range is "0.3-7": all numbers but the
-last, then the first and last value of the last number. `transformer_names.toml` maps names in adapter files
-and checkpoints to the diffusers layers they stand for.
+family.toml of a family lists its releases, shared_parts.toml the text encoders and VAEs. The `layers` of a
+tables.json are made from the networks themselves: a list of architectures, each as rows (template, shape, ranges).
+A template is a layer's name with `#` for each number; a range is "0.3-7": all numbers but the last, then the first
+and last value of the last number. `adapters.names` of a family.toml and the groups of transformer_names.toml map
+names in adapter files and checkpoints to the diffusers layers they stand for.
 
 Names of text encoders' layers are those of transformers without the prefixes `text_model.`, `model.` and
 `language_model.`, which some versions of transformers and some trainers add and others leave out.
@@ -12,7 +12,6 @@ Names of text encoders' layers are those of transformers without the prefixes `t
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,32 +22,40 @@ from typing import Any
 
 from lora_trainer.families.base.facts import BaseRelease, Licence, SamplingRecipe
 from lora_trainer.families.base.layout import PARTS
+from lora_trainer.families.base.tables import family_table, made_tables
 from lora_trainer.families.base.traits import OtherNames
 
-RELEASES, FILE, NAMES = (
-    Path(__file__).with_name(name)
-    for name in ("releases.toml", "layer_tables.json", "transformer_names.toml")
-)
 # Layer name -> shape of its weight: [out, in, ...], or [width] of a norm.
 Shapes = Mapping[str, tuple[int, ...]]
 Row = tuple[str, list[int], list[str]]
 
 
+# Keys of a release that say how it is shown, not what it is: a sentence, its place among all releases, and the
+# formula of scripts/timestep_table.py that it is compared with.
+SHOWN = ("good_for", "offered", "timesteps")
+
+
 @cache
-def release_tables() -> Mapping[str, Any]:
-    """Return the contents of releases.toml."""
-    tables: Mapping[str, Any] = tomllib.loads(RELEASES.read_text(encoding="utf-8"))
-    return tables
+def _table_beside(name: str) -> Mapping[str, Any]:
+    """Return the contents of a TOML file of this folder."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    table: Mapping[str, Any] = tomllib.loads(text)
+    return table
+
+
+def shared_parts() -> Mapping[str, Any]:
+    """Return the contents of shared_parts.toml."""
+    return _table_beside("shared_parts.toml")
 
 
 @cache
 def released(family: str) -> tuple[BaseRelease, ...]:
-    """Return the public releases of a family, from releases.toml."""
-    tables = release_tables()
-    shared = dict(tables["families"][family])
-    shared.pop("drawn")
+    """Return the public releases of a family, from its family.toml."""
+    tables = shared_parts()
+    shared = {key: value for key, value in family_table(family)["shared"].items() if key != "drawn"}
     releases = []
-    for row in shared.pop("releases"):
+    for shown_row in family_table(family)["releases"]:
+        row = {key: value for key, value in shown_row.items() if key not in SHOWN}
         # Tables of the family and of the release are joined, plain values replaced.
         values = shared | {
             key: {**shared.get(key, {}), **value} if isinstance(value, dict) else value
@@ -73,7 +80,7 @@ def released(family: str) -> tuple[BaseRelease, ...]:
 
 def few_step_drawing(family: str, kind: str) -> SamplingRecipe:
     """Return how a base of a family that was distilled in that way is drawn, as "any" where its kind has no row."""
-    rows = release_tables()["families"][family]["drawn"]
+    rows = family_table(family)["shared"]["drawn"]
     return SamplingRecipe(**(rows.get(kind) or rows["any"]))
 
 
@@ -99,8 +106,8 @@ class TextNetwork:
 
 
 def text_layers(kind: str, **sizes: int) -> Shapes:
-    """Return the layers of an encoder of that kind with `layers` blocks, in the order of releases.toml."""
-    tables = release_tables()["text_layers"]
+    """Return the layers of an encoder of that kind with `layers` blocks, in the order of shared_parts.toml."""
+    tables = shared_parts()["text_layers"]
     rows: Mapping[str, Sequence[str]] = tables.get(kind) or tables["language_model"]
     shapes = {name: tuple(sizes[size] for size in shape) for name, shape in rows.items()}
     blocks = {
@@ -116,7 +123,7 @@ BY_ROLE = {
     role: TextNetwork(
         role=role, layers=text_layers(row["kind"], width=row["width"], **row["sizes"]), **row
     )
-    for role, row in release_tables()["text_encoders"].items()
+    for role, row in shared_parts()["text_encoders"].items()
 }
 # Stable Diffusion 3 reads CLIP-L's pooled vector after the projection.
 CLIP_L_PROJECTED = replace(
@@ -128,15 +135,9 @@ CLIP_L_PROJECTED = replace(
 
 
 @cache
-def _tables() -> Mapping[str, list[Any]]:
-    tables: Mapping[str, list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return tables
-
-
-@cache
 def released_layers(family: str) -> tuple[Shapes, ...]:
     """Return the layers of each released architecture of a family, () for an unknown family."""
-    return tuple(unpacked(rows) for rows in _tables().get(family, []))
+    return tuple(unpacked(rows) for rows in made_tables(family).get("layers", []))
 
 
 def unpacked(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
@@ -160,8 +161,8 @@ _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?![A-Za-z\d])")
 @cache
 def _templates(family: str) -> Mapping[str, tuple[str, ...]]:
     """Return name in files -> diffusers layers, with `#` for each number."""
-    table: Mapping[str, Any] = tomllib.loads(NAMES.read_text(encoding="utf-8"))
-    family_rows = dict(table["families"][family])
+    table = _table_beside("transformer_names.toml")
+    family_rows = dict(family_table(family)["adapters"]["names"])
     rows: dict[str, str] = {}
     for group in family_rows.pop("groups"):
         rows |= table["groups"][group]

@@ -1,6 +1,7 @@
 """What a file or folder states of its release beside its tensors: prediction type, noise levels, distillation.
 
-A file states it by markers (empty tensors), in its metadata, or in its name; stated.toml has the words. Nothing here
+A file states it by markers (empty tensors), in its metadata, or in its name; stated.toml has the words, and
+`stated` of a family.toml those of one family. Nothing here
 decides: a family takes what is stated, and says what it had to assume. Torch-free.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.families.base.facts import Prediction
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.files.weight_files import read_header, read_metadata
 
 # Markers that NoobAI's releases and ComfyUI write.
@@ -76,14 +78,15 @@ class Stated:
 
     def distillation(self, family: str) -> str | None:
         """Return how the base was distilled to few steps, "" where it is said not to be, None where nothing is said."""
-        for kind, families, pattern in _table()["few_steps"]["rows"]:
-            if families in ("*", family) and self._says(pattern):
+        own = family_table(family)["stated"].get("few_steps", ())
+        for kind, pattern in (*own, *_table()["few_steps"]["rows"]):
+            if self._says(pattern):
                 return str(kind)
         return "" if self.is_known(family) else None
 
     def system_prompt(self, family: str) -> str | None:
         """Return the system prompt of the fine-tune that is named, None where none is."""
-        rows = _table()["system_prompts"].get(family, ())
+        rows = family_table(family)["stated"].get("system_prompts", ())
         return next((prompt for pattern, prompt in rows if self._says(pattern)), None)
 
     def steps(self) -> int:
@@ -93,7 +96,7 @@ class Stated:
 
     def is_known(self, family: str) -> bool:
         """Return whether the name is that of an undistilled release whose prediction type is published."""
-        return self._says(_table()["known"][family])
+        return self._says(family_table(family)["stated"]["known"])
 
     def _says(self, pattern: str) -> bool:
         return any(re.search(pattern, text) for text in self.texts)

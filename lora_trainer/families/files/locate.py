@@ -23,6 +23,7 @@ from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import Layout, Part
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.files.base_parts import read_json
 from lora_trainer.families.files.hub_files import (
     GGUF,
@@ -38,7 +39,6 @@ from lora_trainer.families.files.hub_files import (
 )
 from lora_trainer.families.files.single_files import (
     Checkpoint,
-    companion_table,
     encoder_files,
     known_release,
     open_checkpoint,
@@ -236,7 +236,7 @@ def _companion_folder(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Pa
         )
     except MachineError as error:
         if settings.companion != "auto" or (
-            checkpoint.family.name not in companion_table()["families"]
+            "companion" not in family_table(checkpoint.family.name)
         ):
             raise
         raise MachineError(

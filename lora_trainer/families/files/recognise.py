@@ -1,8 +1,8 @@
 """What a file is: the family of an adapter by module names, widths and metadata, any weight file by its tensors.
 
-signatures.toml has the rules. Names of modules are compared with `_` for `.`, which makes kohya's, diffusers' and
-ComfyUI's spelling equal. Some families that this program cannot train are recognised too. Torch-free; the input
-is a file's header.
+The rules are in signatures.toml, and in `files` and `adapters` of each family.toml. Names of modules are compared
+with `_` for `.`, which makes kohya's, diffusers' and ComfyUI's spelling equal. Some families that this program
+cannot train are recognised too. Torch-free; the input is a file's header.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import fnmatch
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.families.base.layout import Header
+from lora_trainer.families.base.tables import family_names, family_table
 
 UNKNOWN = "unknown"
 LORA = "a LoRA"
 # Keys of metadata by which trainers name the base; A1111 lists files under the first.
 STATED = ("ss_base_model_version", "modelspec.architecture", "base_model", "model_type")
-_IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
 
 def adapter_family(widths: Mapping[str, int], *, metadata: Mapping[str, str]) -> str:
@@ -30,7 +30,7 @@ def adapter_family(widths: Mapping[str, int], *, metadata: Mapping[str, str]) ->
     `widths` are the numbers of inputs of the modules, 0 where they are not known. Tensors weigh more than metadata.
     """
     metadata_family = stated_version(metadata)
-    for names, pattern, *width in signature_tables()["adapters"]["modules"]:
+    for names, pattern, *width in _module_rows():
         fitting = re.compile(_in_full(pattern)).search
         if any(
             fitting(name.replace(".", "_")) and width in ([], [inputs], [inputs > 0])
@@ -44,14 +44,36 @@ def adapter_family(widths: Mapping[str, int], *, metadata: Mapping[str, str]) ->
 
 def stated_version(metadata: Mapping[str, str], keys: Iterable[str] = STATED) -> str | None:
     """Return the family named in any trainer's metadata keys, None where no key names a known family."""
-    rows = signature_tables()["adapters"]["versions"]
+    starts = {name: family_table(name)["adapters"]["version"] for name in family_names()}
     texts = (metadata.get(key, "").lower().replace("_", "-") for key in keys)
-    return next((name for text in texts for name, start in rows if re.match(start, text)), None)
+    return next(
+        (name for text in texts for name, start in starts.items() if re.match(start, text)), None
+    )
+
+
+@cache
+def _module_rows() -> Sequence[Sequence[Any]]:
+    """Return the rows (families, pattern, width) by which adapters are told apart, the first to ask first."""
+    shared = signature_tables()["adapters"]
+
+    def own(key: str) -> list[Sequence[Any]]:
+        rows = ((name, family_table(name)["adapters"].get(key, ())) for name in family_names())
+        return [(name, *row) for name, patterns in rows for row in patterns]
+
+    return [
+        *(*own("modules"), *shared["others"]),
+        *(*own("modules_by_width"), *shared["others_by_width"]),
+        *shared["several"],
+        *(*own("text_modules"), *shared["last"]),
+    ]
 
 
 def a1111_version(family: str) -> str | None:
     """Return A1111's and Forge's name of a family's base models, None where they have none."""
-    return _IN_A1111.get(family)
+    name: str | None = (
+        family_table(family)["adapters"].get("a1111") if family in family_names() else None
+    )
+    return name
 
 
 def _in_full(text: str) -> str:
@@ -71,12 +93,10 @@ def other_model(header: Header, *, family: str, file_name: str) -> str | None:
     if any(mark in name for name in header for mark in signature_tables()["lora"]):
         return LORA
     tensors = _unprefixed(header)
-    model_names = (
-        model
-        for model, base, pattern in signature_tables()["named_models"]
-        if base == family and re.search(pattern, file_name.lower())
-    )
-    return first_fit(tensors, "other_models") or next(model_names, None)
+    if found := first_fit(tensors, "other_models"):
+        return found
+    relatives = family_table(family)["files"].get("relatives", ()) if family else ()
+    return next((model for model, mark in relatives if re.search(mark, file_name.lower())), None)
 
 
 def text_encoder_in(header: Header) -> tuple[str, str, int] | None:

@@ -28,6 +28,7 @@ from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import Header, Part
 from lora_trainer.families.base.releases import BY_ROLE
 from lora_trainer.families.base.stated import stated_in
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.files.base_parts import elements, read_json, tokenizer_of
 from lora_trainer.families.files.hub_files import SUFFIXES, TEXT_SUFFIXES, fetch
 from lora_trainer.families.files.recognise import LORA, first_fit, other_model, text_encoder_in
@@ -210,7 +211,7 @@ def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
             fix=f"give a checkpoint ({', '.join(sorted(SUFFIXES))}), a diffusers folder or a Hub id",
         )
     header = read_header(file)
-    allowed = f"allowed are text-to-image checkpoints of {', '.join(families.MODULES)}"
+    allowed = f"allowed are text-to-image checkpoints of {', '.join(families.NAMES)}"
     family_and_parts = families.detect_file(header)
     family_name = family_and_parts[0].name if family_and_parts else ""
     # Before the check for quantisation: a quantised LoRA or ControlNet is better called by its name.
@@ -320,7 +321,7 @@ def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | 
     `present` are the folders whose weights the user's files hold.
     """
     table = companion_table()
-    parts: Mapping[str, str] = table["families"].get(facts.family, {})
+    parts: Mapping[str, str] = family_table(facts.family).get("companion", {})
     encoders = {name: part for name, part in parts.items() if name.startswith("text_encoder")}
     if not encoders or not {*present} >= {"vae", *encoders}:
         return None
@@ -350,5 +351,5 @@ def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | 
 
 @cache
 def companion_table() -> Mapping[str, Any]:
-    """Return the contents of open_companions.json: how companions are made, by family."""
+    """Return the contents of open_companions.json: the parts of which companions are made."""
     return read_json(Path(__file__).with_name("open_companions.json"))

@@ -25,10 +25,11 @@ from lora_trainer.families.base.flow import (
 from lora_trainer.families.base.latents import PackedLatents, pack, unpack
 from lora_trainer.families.base.layout import Header, Layout
 from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder, text_config
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits, VaePeak
 from lora_trainer.families.files.base_parts import components, denoiser_names
-from lora_trainer.families.files.recognise import fits, signature_tables
+from lora_trainer.families.files.recognise import fits
 from lora_trainer.families.files.weight_files import read_header
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class FrameLatents(PackedLatents):
         return int(config["z_dim"]), 2 ** len(config["temperal_downsample"])
 
     def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
-        return any(fits(header, marks) for marks in signature_tables()["qwen_image_vae"])
+        return any(fits(header, marks) for marks in family_table("qwen")["files"]["vae"])
 
     def names(self, header: Header) -> Iterable[str]:
         # All: in Wan's names (`conv1`, `conv2`) those of AutoencoderKL would be a part of them.
