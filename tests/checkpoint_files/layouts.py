@@ -1,6 +1,6 @@
 """Tensor names and shapes of base models in the layouts that their publishers use, at the released sizes.
 
-Layers are those of layer_tables.json, under the names of transformer_names.toml, which
+Layers are those of each family's tables.json, under the names of its family.toml, which
 tests/families/test_layer_names.py compares with diffusers' networks and conversions. Biases are left out.
 """
 

@@ -1,6 +1,6 @@
 """Every registered family end to end on a tiny random base: cache, train, sample, export, reload.
 
-A new family adds tests/fakes/bases/NAME.toml and is tried here without another line.
+A new family, whose folder has a tiny.toml, is tried here without another line.
 """
 
 from __future__ import annotations

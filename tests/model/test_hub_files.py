@@ -366,7 +366,7 @@ CHECKPOINTS: Mapping[str, tuple[str, int, str]] = {
     "sd3.5_medium": ("sd3", 0, "stabilityai/stable-diffusion-3.5-medium"),
     "sd3.5_large": ("sd3", 1, "stabilityai/stable-diffusion-3.5-large"),
 }
-"""File -> family, number of the architecture in layer_tables.json, release."""
+"""File -> family, number of the architecture in tables.json, release."""
 
 
 @pytest.fixture
