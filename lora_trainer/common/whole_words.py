@@ -46,13 +46,16 @@ _PARTICLES = """
 def whole_word(word: str) -> regex.Pattern[str]:
     """Return a pattern that finds a word where it stands as a word of its own, in any case and composition.
 
-    An empty word is found nowhere.
+    Blanks inside it are found as any blanks, as tokenizers take them: two, or the end of a line. An empty word is
+    found nowhere.
     """
-    composed = unicodedata.normalize("NFC", word.strip())
+    composed = unicodedata.normalize("NFC", " ".join(word.split()))
     if not composed:
         return regex.compile(r"(?!)")
     clusters = regex.findall(r"\X", composed)
-    spelled = "".join(map(_in_any_composition, clusters))
+    spelled = "".join(
+        r"\s+" if cluster == " " else _in_any_composition(cluster) for cluster in clusters
+    )
     return regex.compile(
         _before(clusters[0][0]) + spelled + _after(clusters[-1][0]),
         regex.IGNORECASE | regex.VERSION1,

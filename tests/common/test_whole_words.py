@@ -40,6 +40,7 @@ SCRIPTS = {
     "without accents": ("cafe", ["un cafe noir"], ["café"]),
     "marks": ("<zib>", ["photo of<zib>here"], ["zib"]),
     "emoji": ("\U0001f98a", ["a\U0001f98a\U0001f98a"], ["\U0001f98a\u200d\U0001f33e"]),
+    "blanks": ("zib  toy", ["a zib toy", "a zib\ntoy", "zib \u3000 toy"], ["zibtoy", "zib, toy"]),
     "none": ("", [], ["", "a"]),
 }  # fmt: skip
 
