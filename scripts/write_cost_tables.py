@@ -165,8 +165,10 @@ def row_of(
     rows: Sequence[dict[str, Any]], family: Family, facts: BaseFacts
 ) -> dict[str, Any] | None:
     """Return what the table has of a release's architecture."""
-    wanted = (facts.network_numbers(), facts.max_tokens)
-    return next((row for row in rows if (row["config"], row["max_tokens"]) == wanted), None)
+    usual = defaults(family)  # a configuration may state them or leave them out
+    wanted = ({**usual, **facts.network_numbers()}, facts.max_tokens)
+    found = (row for row in rows if ({**usual, **row["config"]}, row["max_tokens"]) == wanted)
+    return next(found, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ import pytest
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.families.base.layout import TensorInfo
+from lora_trainer.families.files import recognise
 from lora_trainer.families.files.locate import describe
 from lora_trainer.families.files.weight_files import READABLE, refuse_quantised
 from lora_trainer.lora_file.read import read_contents
@@ -186,3 +188,12 @@ def test_parts_in_files_of_their_own_are_looked_at_too(tmp_path: Path) -> None:
 def test_the_page_lists_what_is_read_in_the_words_of_the_messages() -> None:
     page = Path(families.__file__).parents[2] / "docs" / "models.md"
     assert READABLE in " ".join(page.read_text(encoding="utf-8").split())
+
+
+def test_a_model_that_has_become_a_family_is_not_refused_by_its_old_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    header = {"double_layers.0.attn.w1q.weight": TensorInfo(dtype="F16", shape=(8, 8))}
+    assert recognise.other_model(header, family="", file_name="aura_flow_0.3") == "AuraFlow"
+    monkeypatch.setattr(recognise, "head", lambda family: {"name": "AuraFlow 0.3"})
+    assert recognise.other_model(header, family="", file_name="aura_flow_0.3") is None

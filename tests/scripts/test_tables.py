@@ -12,9 +12,11 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer.config import PRIORITIES
+from lora_trainer.families.base.tables import made_file, made_tables
 from lora_trainer.planning.run_time import MOST_HOURS
 from scripts import allocator_table, make, plan_tables
 from scripts.allocator_table import Cell, planned
+from scripts.made_tables import text_of
 from tests.fakes.nvml import GIB
 
 AGAIN = "run python -m scripts.make, a minute or two a plan"
@@ -56,6 +58,15 @@ def test_a_plan_replayed_now_needs_what_is_written(source: str) -> None:
 @pytest.mark.parametrize("page", make.PAGES, ids=lambda page: page.file.name)
 def test_a_made_file_is_what_would_be_made_now(page: make.Page) -> None:
     assert not make.old_pages([page], write=False), "run python -m scripts.make"
+
+
+def test_the_folder_of_every_family_has_what_is_made_as_it_would_be_made_now() -> None:
+    """Layers of one family only: tests/families/test_releases.py compares those of all with the networks."""
+    assert not make.old_packages(families.NAMES, write=False)
+    assert not make.old_costs(families.NAMES, write=False)
+    assert not make.old_layers(["zimage"], write=False)
+    for name in families.NAMES:
+        assert text_of(made_tables(name)) == made_file(name).read_text(encoding="utf-8"), name
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.families.base.layout import Header
-from lora_trainer.families.base.tables import family_names, family_table
+from lora_trainer.families.base.tables import family_names, family_table, head
 
 UNKNOWN = "unknown"
 LORA = "a LoRA"
@@ -93,8 +93,11 @@ def other_model(header: Header, *, family: str, file_name: str) -> str | None:
     if any(mark in name for name in header for mark in signature_tables()["lora"]):
         return LORA
     tensors = _unprefixed(header)
-    if found := first_fit(tensors, "other_models"):
-        return found
+    titles = [head(name)["name"] for name in family_names()]
+    for model, marks in signature_tables()["other_models"]:
+        # A row of a model that has become a family since is passed over.
+        if fits(tensors, marks) and not any(title.startswith(model) for title in titles):
+            return str(model)
     relatives = family_table(family)["files"].get("relatives", ()) if family else ()
     return next((model for model, mark in relatives if re.search(mark, file_name.lower())), None)
 
