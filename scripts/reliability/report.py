@@ -1,8 +1,9 @@
 """Write docs/reliability.md from what was measured: `python scripts/reliability/report.py [--measured FOLDER]`.
 
-FOLDER holds kills.json and rank_kills.json (scripts/reliability/kill.py), soak.json (scripts/reliability/soak.py) and
-figures.jsonl (the tests, with RELIABILITY_FIGURES), as many of them as there are; what they say is
-kept in docs/reliability.json, so that the page can be written again without measuring.
+FOLDER holds kills.json and rank_kills.json (scripts/reliability/kill.py), soak.json (scripts/reliability/soak.py),
+terminal.json (scripts/reliability/terminal.py) and figures.jsonl (the tests, with RELIABILITY_FIGURES), as many of
+them as there are; what they say is kept in docs/reliability.json, so that the page can be written again without
+measuring.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ What is done to the trainer, what must come of it, and how often it was tried. M
 `scripts/reliability/report.py` from `docs/reliability.json`; `scripts/reliability/nightly` measures all of it again.
 
 The promise: a run that is killed at any instant goes on with `--resume` from its last state and ends with the same
-bits; a stop by Ctrl-C or SIGTERM saves first. Nothing a run skips, lowers or tries again is silent. A file
-that cannot be used is one line with what to do about it, before anything is trained.
+bits; a stop by Ctrl-C, SIGTERM or a closed terminal saves first. A terminal, pipe or log that cannot be written to any
+more ends no run. Steps whose gradients are not numbers are skipped, and training goes back to a state from before them;
+where that happened, or where the LoRA is worse than its base, the last lines say so. Nothing a run skips, lowers or
+tries again is silent. A file that cannot be used is one line with what to do about it, before anything is trained.
 
 ## Figures
 """
@@ -57,11 +60,13 @@ TAIL = """\
 def collect(folder: Path, known: Measured) -> dict[str, Any]:
     """Return `known` with what lies in a folder of measurements in place of older figures."""
     found = dict(known)
-    for name in ("kills", "rank_kills", "soak"):
+    for name in ("kills", "rank_kills", "soak", "terminal"):
         file = folder / f"{name}.json"
         if file.is_file():
             values = json.loads(file.read_text(encoding="utf-8"))
-            found[name] = {key: value for key, value in values.items() if key != "looks"}
+            found[name] = {
+                key: value for key, value in values.items() if key not in ("looks", "outcomes")
+            }
     rows = read_jsonl(folder / "figures.jsonl")
     if rows:
         found["figures"] = added(rows)
@@ -143,6 +148,8 @@ def _figures(measured: Measured) -> list[tuple[str, str, str]]:
         ("... memory grown, MB; files; threads; processes left", "< 50; 0; 0; 0",
          of(soak, "{rss_growth_mb}; {file_growth}; {thread_growth}; {orphans}")),
         ("... seconds from SIGTERM to the end, state saved", "< 5", of(soak, "{stop_s}")),
+        ("a terminal closed, a pipe ended, a log disk filled, at ten moments; nothing lost, status true",
+         "30; all", of(measured.get("terminal", {}), "{tried}; {held}")),
         ("faults of the list below with a test of their own; met by tests of parts or decided", "60",
          f"{len(tested)}; {len(IDS) - len(tested)}"),
     ]  # fmt: skip
