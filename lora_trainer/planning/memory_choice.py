@@ -27,8 +27,10 @@ from lora_trainer.config.declare import (
     Precision,
     settled,
 )
+from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
 from lora_trainer.hardware.machine import DISPLAY_MARGIN_BYTES, spill_margin_bytes
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import (
     CUBLAS_BYTES,
     HOPPER,
@@ -37,6 +39,7 @@ from lora_trainer.planning.memory import (
     Prediction,
     runs_wide,
 )
+from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import Evaluator
 
 # Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more.
@@ -69,18 +72,27 @@ class MemoryChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryChooser(Evaluator):
+class MemoryChooser:
     """Chooses the memory settings of a run, beginning with the load that the settings ask for."""
+
+    inputs: PlanInput
+    config: Config
+    gpu: Gpu | None
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """The judge of every load that is tried."""
+        return Evaluator(inputs=self.inputs, config=self.config, gpu=self.gpu)
 
     def choose(self) -> tuple[MemoryChoice, Iterable[tuple[str, Any, str]]]:
         """Return the choice, and (setting, value, reason) for all that were changed or filled in.
 
         Raises MachineError naming the nearest setting that fits when nothing does, or RequestError.
         """
-        config, most_blocks = self.config, len(self.costs.blocks)
+        config, most_blocks = self.config, len(self.evaluator.costs.blocks)
         streamed = config.memory.streamed_blocks
         if streamed != "auto" and streamed > most_blocks:
-            source = self.costs.facts.source
+            source = self.evaluator.costs.facts.source
             raise RequestError(
                 f"memory.streamed_blocks={streamed}, but {source} has only {most_blocks} blocks",
                 fix=f"use a number from 0 to {most_blocks}",
@@ -93,10 +105,12 @@ class MemoryChooser(Evaluator):
             return self._chosen(ideal_load, at_once), ()
         # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
         # Others are offloaded while caching where asked for, or if they alone exceed the GPU.
-        if self.has_host and not (config.adapter.text_encoder or config.adapter.new_tokens):
+        if self.evaluator.has_host and not (
+            config.adapter.text_encoder or config.adapter.new_tokens
+        ):
             is_offloaded = (
                 config.memory.text_encoder_offload is True
-                or self.predict(ideal_load).phases["texts"] > self.limit.bytes
+                or self.evaluator.predict(ideal_load).phases["texts"] > self.evaluator.limit.bytes
             )
             ideal_load = replace(ideal_load, text_offload=is_offloaded)
         choices = list(product(self._base_precisions, self._checkpointing))
@@ -109,9 +123,9 @@ class MemoryChooser(Evaluator):
         if ideal_load.samples:
             drawing = self._by_precision(ideal_load, choices)
             # Room for sample images may not cost fewer bits, so the chosen base precision stays.
-            most_s = SAMPLES_WORTH * self.time(load).seconds
+            most_s = SAMPLES_WORTH * self.evaluator.time(load).seconds
             with_samples = drawing.get(load.base_precision)
-            if with_samples is not None and self.time(with_samples).seconds <= most_s:
+            if with_samples is not None and self.evaluator.time(with_samples).seconds <= most_s:
                 # A precision that fits only without sample images was compared too.
                 load, compared = with_samples, compared | drawing
         # The chosen load is of the largest bucket; smaller buckets may have more images at once.
@@ -121,7 +135,9 @@ class MemoryChooser(Evaluator):
             for size in dict.fromkeys(self._buckets)
         }
         choice = self._chosen(load, at_once)
-        seconds = {precision: self.time(each).seconds for precision, each in compared.items()}
+        seconds = {
+            precision: self.evaluator.time(each).seconds for precision, each in compared.items()
+        }
         return choice, self._decisions(choice, seconds, wants_samples=ideal_load.samples)
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
@@ -129,12 +145,12 @@ class MemoryChooser(Evaluator):
             replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
         memory = max(
-            map(self.predict, loads),
+            map(self.evaluator.predict, loads),
             # Loading the base can be the peak of all: then the largest step decides.
             key=lambda each: (each.peak_bytes, each.phases["training"]),
         )
         return MemoryChoice(
-            load=load, memory=memory, host=self.predict_host(load), images_at_once=at_once
+            load=load, memory=memory, host=self.evaluator.predict_host(load), images_at_once=at_once
         )
 
     # ---- the loads that may be tried
@@ -147,7 +163,7 @@ class MemoryChooser(Evaluator):
     @cached_property
     def _ideal_load(self) -> Load:
         config, gpu = self.config, self.gpu
-        memory, batch_size = config.memory, self.batch_size
+        memory, batch_size = config.memory, self.evaluator.batch_size
         regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
         twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
         learned_from_base = regularisation if config.objective.prior == "base" else 0.0
@@ -208,13 +224,13 @@ class MemoryChooser(Evaluator):
     @property
     def _streamable(self) -> int:
         """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
-        is_possible = self.has_host and self.config.base.assistant is None
-        return len(self.costs.blocks) if is_possible else 0
+        is_possible = self.evaluator.has_host and self.config.base.assistant is None
+        return len(self.evaluator.costs.blocks) if is_possible else 0
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:
         adapter = self.config.adapter
-        return self.costs.known_checkpointing(
+        return self.evaluator.costs.known_checkpointing(
             element_bytes=ELEMENT_BYTES[settled(self.config.train.precision)],
             targets=adapter.targets,
             wide_adapter=runs_wide(adapter),
@@ -230,9 +246,9 @@ class MemoryChooser(Evaluator):
             for kind in CHECKPOINTING[first:]
             if (kind in self._known_kinds or kind == chosen_kind)
             # Without memory of its own the device would copy inputs within one and the same memory.
-            and (self.has_host or kind != "offloaded")
+            and (self.evaluator.has_host or kind != "offloaded")
         ]
-        return tuple(kinds) if kinds or self.has_host else ("full",)
+        return tuple(kinds) if kinds or self.evaluator.has_host else ("full",)
 
     # ---- the search
 
@@ -240,7 +256,7 @@ class MemoryChooser(Evaluator):
         """Return the most images at once that fit, by bisection; `least` is returned untested."""
 
         def is_too_many(count: int) -> bool:
-            return not self.fits(replace(load, micro_batch=count))
+            return not self.evaluator.fits(replace(load, micro_batch=count))
 
         return least + bisect_left(range(least + 1, most + 1), True, key=is_too_many)
 
@@ -255,7 +271,7 @@ class MemoryChooser(Evaluator):
 
     def _order(self, load: Load) -> tuple[Any, ...]:
         """Return the price of a load, then the number of its moving parts: the lowest wins."""
-        seconds, precision = self.time(load).seconds, load.base_precision
+        seconds, precision = self.evaluator.time(load).seconds, load.base_precision
         bits = FEWER_BITS.get(self.inputs.resolved.priority)
         return (
             # Quality: a pair, so that seconds decide only between equal precisions.
@@ -292,25 +308,25 @@ class MemoryChooser(Evaluator):
             count, least = load.micro_batch, load.streamed_blocks
             while kind != "none" and most > least and count > plain:
                 full = replace(load, micro_batch=count, streamed_blocks=most)
-                if self.predict(full).fits:
+                if self.evaluator.predict(full).fits:
                     on_device = partial(self._fits_streaming, full)
                     fewest = bisect_left(range(most), True, lo=least, key=on_device)
-                    if self.fits(streaming := replace(full, streamed_blocks=fewest)):
+                    if self.evaluator.fits(streaming := replace(full, streamed_blocks=fewest)):
                         yield streaming
                 # Halves: neighbours differ little in time, and each costs a search of its own.
                 count //= 2
 
     def _fits_streaming(self, load: Load, count: int) -> bool:
-        return self.predict(replace(load, streamed_blocks=count)).fits
+        return self.evaluator.predict(replace(load, streamed_blocks=count)).fits
 
     def _nothing_fits(self, ideal_load: Load) -> MachineError:
         """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
         least = self._least(replace(ideal_load, base_precision=self._base_precisions[-1]))
-        need, host = self.predict(least), self.predict_host(least)
+        need, host = self.evaluator.predict(least), self.evaluator.predict_host(least)
         doing = "caching " if need.peak_phase in ("images", "texts") else ""
         shortage = (
             f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}, "
-            f"but there are only {self.limit}"
+            f"but there are only {self.evaluator.limit}"
         )
         # One number in both halves: what smaller settings would need, which do not fit either, does not help.
         machine, needed_bytes = "a GPU", need.peak_bytes
@@ -334,9 +350,9 @@ class MemoryChooser(Evaluator):
 
     def _smaller(self, ideal_load: Load) -> Iterator[tuple[str, Load]]:
         """Yield a setting and the load with it that takes less memory, the smallest change of the result first."""
-        last, step_px = self._base_precisions[-1], self.costs.facts.bucket_step_px
+        last, step_px = self._base_precisions[-1], self.evaluator.costs.facts.bucket_step_px
         if ideal_load.precision == "fp32" and self.gpu is not None:
-            native = filter(self.gpu.computes, self.costs.family.traits.precisions)
+            native = filter(self.gpu.computes, self.evaluator.costs.family.traits.precisions)
             for half in [precision for precision in native if precision != "fp32"][:1]:
                 narrow = replace(ideal_load, precision=half, base_precision=half)
                 yield f"train.precision={half}", narrow
@@ -376,15 +392,15 @@ class MemoryChooser(Evaluator):
         width_px, height_px = load.bucket_px
         # The question is not what one block less would take, but why blocks are streamed at all.
         why_streaming = load.streamed_blocks and (
-            f"all {len(self.costs.blocks)} blocks on the GPU would take {self._peak(whole)}"
+            f"all {len(self.evaluator.costs.blocks)} blocks on the GPU would take {self._peak(whole)}"
         )
-        why_micro_batch = at_once != self.batch_size and (
+        why_micro_batch = at_once != self.evaluator.batch_size and (
             f"{one_more} of {width_px}x{height_px} px would take "
             f"{self._peak(replace(load, micro_batch=one_more))}"
         )
-        texts_bytes = self.predict(replace(load, text_offload=False)).phases["texts"]
+        texts_bytes = self.evaluator.predict(replace(load, text_offload=False)).phases["texts"]
         why_offload = load.text_offload and (
-            f"text encoders would take {gib(texts_bytes)}, {self.limit}"
+            f"text encoders would take {gib(texts_bytes)}, {self.evaluator.limit}"
         )
         for key, value, why in (
             ("memory.base_precision", load.base_precision, self._why_base(load, seconds)),
@@ -395,7 +411,7 @@ class MemoryChooser(Evaluator):
         ):
             before = value_of(self.config, key)
             if before != value:
-                reason = why or f"{gib(choice.memory.peak_bytes)} predicted, {self.limit}"
+                reason = why or f"{gib(choice.memory.peak_bytes)} predicted, {self.evaluator.limit}"
                 if before != "auto":
                     reason = f"instead of {typed(before)}: {reason}"
                 yield key, value, reason
@@ -404,7 +420,7 @@ class MemoryChooser(Evaluator):
             yield "sampling.every_steps", 0, reason
 
     def _peak(self, load: Load) -> str:
-        return f"{gib(self.predict(load).peak_bytes)}, {self.limit}"
+        return f"{gib(self.evaluator.predict(load).peak_bytes)}, {self.evaluator.limit}"
 
     def _why_base(self, load: Load, seconds: Mapping[BasePrecision, float]) -> str:
         """Return why a load's base precision won, empty if the user chose it; `seconds` are of those that fit."""

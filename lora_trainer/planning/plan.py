@@ -30,6 +30,7 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.image_size import with_image_size
 from lora_trainer.planning.known_pace import pace_here
 from lora_trainer.planning.machine_needs import unmet_needs
+from lora_trainer.planning.memory import Load, Prediction
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
@@ -44,13 +45,14 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(MemoryChoice):
+class Plan:
     """The settings of the run with the reason of every decision in their `origins`, and its costs.
 
     `seconds_per_step` is (shortest, longest) as this machine takes them, `idle_step_s` the estimate before it
     was corrected by what is known of the machine.
     """
 
+    memory_choice: MemoryChoice
     config: RunConfig
     origins: Mapping[str, Origin]
     steps: int
@@ -61,6 +63,26 @@ class Plan(MemoryChoice):
     time_note: str
     time_corrections: tuple[str, ...]
     disk_bytes: Mapping[str, int]
+
+    @property
+    def load(self) -> Load:
+        """What is in memory at once, in the largest bucket."""
+        return self.memory_choice.load
+
+    @property
+    def memory(self) -> Prediction:
+        """The predicted memory of the training device."""
+        return self.memory_choice.memory
+
+    @property
+    def host(self) -> Prediction | None:
+        """The predicted memory of the machine beside a GPU."""
+        return self.memory_choice.host
+
+    @property
+    def images_at_once(self) -> Mapping[tuple[int, int], int]:
+        """The micro-batch of each bucket, (width, height) in pixels."""
+        return self.memory_choice.images_at_once
 
 
 def plan(inputs: PlanInput) -> Plan:
@@ -330,28 +352,30 @@ class _Planner:
         memory_choice, decisions = chooser.choose()
         for decision in decisions:
             self.decide(*decision)
-        # After memory, which chooses the checkpointing, compiling is left out where it is impossible; each reason
-        # was tried on every family.
-        config, adapter, objective = self.config, self.config.adapter, self.config.objective
-        kind = "DoRA" if adapter.dora else adapter.kind
-        drops = adapter.dropout or adapter.rank_dropout or adapter.module_dropout
-        obstacles = {
-            f"peft's {kind} layers are no single piece": kind in ("DoRA", "loha", "lokr"),
-            "adapter dropout makes each block another one": drops,
-            "text lengths vary with this base": self.inputs.costs.family.text.masked,
-            "the base's own prediction is of a varying number of samples": (
-                objective.prior == "base" or objective.preservation_weight
-            ),
-            "base.assistant computes its part in hooks": config.base.assistant,
-            "this gradient checkpointing keeps results of single kernels": (
-                config.memory.gradient_checkpointing in KEEP_ATTENTION
-            ),
-            "memory.attention=xformers cannot be compiled": config.memory.attention == "xformers",
-        }
-        obstacle = next((reason for reason, holds in obstacles.items() if holds), "")
-        if obstacle and config.hardware.compile == "blocks":
+        # After memory, which chooses the checkpointing, compiling is left out where it is impossible.
+        if self.config.hardware.compile == "blocks" and (obstacle := self._against_compiling()):
             self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
         return memory_choice
+
+    def _against_compiling(self) -> str:
+        """Return why blocks cannot be compiled with these settings, else ""; each was tried on every family."""
+        config, adapter, objective = self.config, self.config.adapter, self.config.objective
+        kind = "DoRA" if adapter.dora else adapter.kind
+        if kind in ("DoRA", "loha", "lokr"):
+            return f"peft's {kind} layers are no single piece"
+        if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
+            return "adapter dropout makes each block another one"
+        if self.inputs.costs.family.text.masked:
+            return "text lengths vary with this base"
+        if objective.prior == "base" or objective.preservation_weight:
+            return "the base's own prediction is of a varying number of samples"
+        if config.base.assistant:
+            return "base.assistant computes its part in hooks"
+        if config.memory.gradient_checkpointing in KEEP_ATTENTION:
+            return "this gradient checkpointing keeps results of single kernels"
+        if config.memory.attention == "xformers":
+            return "memory.attention=xformers cannot be compiled"
+        return ""
 
     def finish(self, memory_choice: MemoryChoice) -> Plan:
         """Predict the time, draw sample images less often if they would take much of it, and return the plan."""
@@ -369,7 +393,7 @@ class _Planner:
         step = pace.step()
         here = pace_here(inputs.hardware, gpu=self.gpu, past=inputs.past_runs)
         return Plan(
-            **vars(memory_choice),
+            memory_choice=memory_choice,
             config=config,
             origins={**inputs.resolved.origins, **self.origins},
             steps=config.train.steps,

@@ -374,15 +374,22 @@ class RunTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTimeInputs(Evaluator):
+class RunTimeInputs:
     """Predicts the time of a run from settings without `auto` and the load that fits."""
 
+    inputs: PlanInput
     config: RunConfig
+    gpu: Gpu | None
     load: Load
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """The judge of the times of steps."""
+        return Evaluator(inputs=self.inputs, config=self.config, gpu=self.gpu)
 
     def step(self) -> StepTime:
         """Return the time of a step: the mean over the run's resolutions."""
-        times = [self.time(load) for load in self._loads]
+        times = [self.evaluator.time(load) for load in self._loads]
         low_s, high_s = (
             sum(ends) / len(times) for ends in zip(*(t.range_s for t in times), strict=True)
         )
@@ -394,7 +401,7 @@ class RunTimeInputs(Evaluator):
         size = max(inputs.facts.download_bytes, RELEASED_BYTES * parameters)
         slow_disk, fast_disk = DISK_BYTES_PER_S
         # Caching encodes each text and each latent once.
-        encoder, load = self.costs.parameters("text_encoder"), self.load
+        encoder, load = self.evaluator.costs.parameters("text_encoder"), self.load
         flops = TEXT_FLOPS_PER_PARAMETER * encoder * inputs.facts.max_tokens
         text = self._plain(flops, load.text_precision)
         copies = (0.0, 0.0)
@@ -451,7 +458,10 @@ class RunTimeInputs(Evaluator):
     def _forward(self, side_px: int) -> Range:
         """Return the time of one prediction of one image without gradients."""
         load = replace(self.load, bucket_px=(side_px, side_px), micro_batch=1)
-        cost, base = self.costs.sample_cost(load.workload()), load.frozen_base(self.costs)
+        cost, base = (
+            self.evaluator.costs.sample_cost(load.workload()),
+            load.frozen_base(self.evaluator.costs),
+        )
         kernels = cost.kernels * FORWARD_KERNELS + base.is_quantized * _layer_kernels(base)
         work = StepWork(
             flops=cost.forward_flops,
@@ -459,7 +469,7 @@ class RunTimeInputs(Evaluator):
             dequantised_bytes=base.is_quantized * _layer_bytes(base),
             bus_bytes=base.streamed_bytes(load.streamed_blocks),
         )
-        return self.time_of(work, load.precision).range_s
+        return self.evaluator.time_of(work, load.precision).range_s
 
     def _samples(self, every_steps: int) -> Range:
         """Return the time of all sample images: before the first step, at each interval, at the end."""
@@ -474,10 +484,10 @@ class RunTimeInputs(Evaluator):
 
     def _vae(self, flops: float) -> Range:
         """Return the time of a VAE pass in fp32; `flops` are of the AutoencoderKL, scaled by parameters."""
-        return self._plain(flops * self.costs.parameters("vae") / VAE_PARAMETERS, "fp32")
+        return self._plain(flops * self.evaluator.costs.parameters("vae") / VAE_PARAMETERS, "fp32")
 
     def _plain(self, flops: float, precision: Precision) -> Range:
-        return self.time_of(StepWork(flops=flops), precision).range_s
+        return self.evaluator.time_of(StepWork(flops=flops), precision).range_s
 
 
 def _times(count: float, seconds: Range) -> Range:

@@ -312,7 +312,7 @@ def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
         batch_size=config.train.batch_size,
         seed=config.train.seed,
         regularisation=regularisation,
-        regularisation_per_epoch=prepared.regularisation_per_epoch,
+        regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
         dist_env=job.ranks.dist_env,
     )
 

@@ -89,7 +89,7 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "processes": prepared.processes,
+        "processes": prepared.inputs.processes,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": prepared.hardware.cpu_name if device.type == CPU.type else name_of(device),
         "deterministic": device.type == "cpu" or config.train.deterministic,
@@ -147,7 +147,7 @@ def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
     """Limit pinned host memory to the platform's limit while the block runs; report a refusal once."""
     fix = "nothing; fewer memory.streamed_blocks need less pinned memory"
     report = partial(events.problem, fix=fix, severity="note")
-    with counted(limit_bytes=prepared.pinnable_bytes, on_refusal=report):
+    with counted(limit_bytes=prepared.inputs.pinnable_bytes, on_refusal=report):
         yield
 
 
@@ -167,9 +167,9 @@ def planned_device(prepared: Prepared) -> torch.device:
     kind = prepared.config.hardware.device
     if kind == CPU.type:
         return CPU
-    cards = prepared.hardware.usable(sharing=prepared.sharing)
+    cards = prepared.hardware.usable(sharing=prepared.inputs.sharing)
     if not cards:
-        _, reason = prepared.hardware.accelerator(sharing=prepared.sharing)
+        _, reason = prepared.hardware.accelerator(sharing=prepared.inputs.sharing)
         raise MachineError(
             f"hardware.device={kind}, but there is no GPU to use: {reason}",
             fix="use --set hardware.device=cpu",
@@ -258,7 +258,7 @@ def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
 def pace_memo(prepared: Prepared, events: EventStream) -> Listener:
     """Return a listener that records how long the steps of a run took that finishes, see known_pace.py."""
     hardware, config = prepared.hardware, prepared.config
-    gpu = device_of(config, hardware, sharing=prepared.sharing)
+    gpu = device_of(config, hardware, sharing=prepared.inputs.sharing)
     load = load_factor(hardware) if gpu is None else 1.0
     seconds: list[float] = []
 
@@ -279,7 +279,7 @@ def pace_memo(prepared: Prepared, events: EventStream) -> Listener:
 
 def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
     """Return a listener that records a GPU on which the plan did not fit, at most once a run."""
-    memory, earlier_record = prepared.plan.memory, prepared.full_card
+    memory, earlier_record = prepared.plan.memory, prepared.inputs.full_card
     limit_bytes = memory.limit_bytes
     is_reported = False
 

@@ -101,11 +101,11 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
             "parts_s": {part: list(pair) for part, pair in plan.run_time.parts.items()},
             "note": plan.time_note,
             "corrections": list(plan.time_corrections),
-            "regularisation_per_epoch": prepared.regularisation_per_epoch,
+            "regularisation_per_epoch": prepared.inputs.regularisation_per_epoch,
         },
         "sampling": {"prompts": list(prepared.sample_prompts)},
         "disk": dict(plan.disk_bytes),
-        "processes": {"count": prepared.processes, "images": list(shares(prepared))},
+        "processes": {"count": prepared.inputs.processes, "images": list(shares(prepared))},
         "remarks": [
             {"kind": remark.kind, "what": remark.what, "advice": remark.advice}
             for remark in run_warnings(prepared)
@@ -136,7 +136,7 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         prepared.facts,
     )
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
-    pool, count = len(prepared.dataset.regularisation), prepared.regularisation_per_epoch
+    pool, count = len(prepared.dataset.regularisation), prepared.inputs.regularisation_per_epoch
     regularisation = f", {pool} for regularisation ({count} an epoch)" if pool else ""
     download = ""
     if facts.layout is None:
@@ -190,7 +190,7 @@ def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableT
 
 def shares(prepared: Prepared) -> Iterator[int]:
     """Yield for each process its number of images in an optimizer step."""
-    batch, count = prepared.config.train.batch_size, prepared.processes
+    batch, count = prepared.config.train.batch_size, prepared.inputs.processes
     for rank in range(count):
         yield len(share(batch, rank=rank, count=count))
 
@@ -241,7 +241,7 @@ def _time_text(plan: Plan) -> str:
 
 def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     """Yield warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
-    config, facts, processes = prepared.config, prepared.facts, prepared.processes
+    config, facts, processes = prepared.config, prepared.facts, prepared.inputs.processes
     for assumed in facts.assumed:
         yield finding("release", what=assumed.sentence, setting=assumed.advice)
     if facts.distilled and config.base.assistant is None:
@@ -263,9 +263,9 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
         yield finding(name, hours=hours, priority=priority, most_hours=MOST_HOURS[priority])
     if config.adapter.dora:
         yield finding("adapter")
-    shapes = prepared.costs.adapted(config.adapter)
+    shapes = prepared.inputs.costs.adapted(config.adapter)
     yield from optimizer_remarks(config, shapes=shapes)
-    card, _ = prepared.hardware.accelerator(sharing=prepared.sharing)
+    card, _ = prepared.hardware.accelerator(sharing=prepared.inputs.sharing)
     if too_small := tier_problem(card.total_bytes if card else None):
         yield finding("card", what=too_small)
     format: FileFormat = config.output.format

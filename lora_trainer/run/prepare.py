@@ -112,15 +112,36 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared(PlanInput):
+class Prepared:
     """A run that could start: all it was planned from, the plan, its data and cache folder."""
 
+    inputs: PlanInput
     plan: Plan
     dataset: Dataset
     report: DatasetReport
     trained: tuple[ImageRecord, ...]
     held_out: tuple[ImageRecord, ...]
     cache_root: Path
+
+    @property
+    def facts(self) -> BaseFacts:
+        """What is known of the base."""
+        return self.inputs.facts
+
+    @property
+    def family(self) -> Family:
+        """The family of the base."""
+        return self.inputs.family
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine that was planned for."""
+        return self.inputs.hardware
+
+    @property
+    def resolved(self) -> Resolved:
+        """The settings before the plan, with their origins."""
+        return self.inputs.resolved
 
     @property
     def config(self) -> RunConfig:
@@ -191,7 +212,10 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     used = (*learned, *dataset.regularisation)
     samples = sum(record.repeats for record in trained)
     plan_input = PlanInput(
-        **vars(basis),
+        resolved=basis.resolved,
+        facts=basis.facts,
+        family=basis.family,
+        hardware=basis.hardware,
         decided=_decided(reading, basis),
         images=len(trained),
         held_out_count=len(held_out),
@@ -228,7 +252,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             family=basis.family.name,
         ),
     )
-    made = plan(replace(plan_input))  # a copy: a plan leaves what it has computed in its input
+    made = plan(plan_input)
     side_px = made.config.data.resolution
     if settings.data.resolution == "auto" and side_px in plan_input.buckets_by_side:
         # The plan has chosen a smaller size than the base's own, at which the images were placed.
@@ -240,7 +264,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         dataset = replace(dataset, records=records, regularisation=regularisation)
         plan_input = replace(plan_input, buckets=plan_input.buckets_by_side[side_px])
     prepared = Prepared(
-        **vars(plan_input),
+        inputs=plan_input,
         plan=made,
         dataset=dataset,
         report=_report(dataset, settings.data, reading, basis),
@@ -296,7 +320,7 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
     facts = replace(facts, chunks=prepared.facts.chunks, assumed=prepared.facts.assumed)
     facts = identified(facts, memo)
     memo.table.save()
-    return replace(prepared, facts=facts)
+    return replace(prepared, inputs=replace(prepared.inputs, facts=facts))
 
 
 def _text_count(dataset: Dataset, config: Config) -> int:

@@ -160,7 +160,7 @@ def _export_info(
         saved_at_s=time.time(),
         trigger=", ".join(prepared.config.data.triggers) or None,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
-        regularisation_per_epoch=prepared.regularisation_per_epoch,
+        regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
         base_hashes=file_hashes(Path(base).expanduser(), memo),
         vae_hashes=None if vae is None else file_hashes(Path(vae).expanduser(), memo),
@@ -271,7 +271,7 @@ def save_action(
         scaler=parts.scaler,
         export=export_step,
         every_steps=config.output.save_every_steps,
-        every_images=None if every_epochs is None else every_epochs * job.prepared.epoch,
+        every_images=None if every_epochs is None else every_epochs * job.prepared.inputs.epoch,
         batch_size=config.train.batch_size,
         save_requested=save_requested,
     )

@@ -294,7 +294,9 @@ def _training(
     compiled = None  # nor in a run where they failed before
     if config.hardware.compile == "blocks" and not (start.guard.uncompiled or start.guard.plain):
         shapes = pass_shapes(
-            images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
+            images_at_once,
+            batch_size=config.train.batch_size,
+            processes=job.prepared.inputs.processes,
         )[:MOST_SHAPES]
         compiled = CompiledBlocks(parts.networks.denoiser, shapes=frozenset(shapes))
     adapter, afterwards = parts.adapter, list[Callable[[int], None]]()

@@ -55,7 +55,7 @@ def prepared(base: Any, hardware: Hardware, images: int) -> Prepared:
     )
     record: Any = SimpleNamespace(caption="a cat")
     return Prepared(
-        **vars(inputs),
+        inputs=inputs,
         plan=plan(inputs),
         dataset=SimpleNamespace(regularisation=()),  # type: ignore[arg-type]
         report=SimpleNamespace(buckets={"512x512": images}, findings=()),  # type: ignore[arg-type]

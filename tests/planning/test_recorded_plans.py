@@ -1,6 +1,7 @@
 """Plans of plan_cases.json are those of recorded_plans.json: values, reasons, bytes, seconds.
 
-A case is the arguments of `planned`; what it does not say is as in `MACHINE` and `request` of tests/fakes/plans.py.
+At most 40 cases, chosen so that every family, kind of machine and remedy is met. A case is the arguments of `planned`;
+what it does not say is as in `MACHINE` and `request` of tests/fakes/plans.py.
 After a change that is meant: `python -m tests.planning.test_recorded_plans`, and read the differences.
 """
 
@@ -96,13 +97,8 @@ def record(case: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def recorded() -> Mapping[str, Any]:
-    """The records by case; the file has for each what differs from the case before it, null for what is gone."""
-    found, last = {}, {}
-    for line in FILE.read_text(encoding="utf-8").splitlines():
-        name, changes = json.loads(line)
-        last = {key: value for key, value in {**last, **changes}.items() if value is not None}
-        found[name] = last
-    return found
+    plans: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return plans
 
 
 def test_every_case_is_recorded_and_every_family_has_one(recorded: Mapping[str, Any]) -> None:
@@ -113,16 +109,23 @@ def test_every_case_is_recorded_and_every_family_has_one(recorded: Mapping[str, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_what_was_recorded(name: str, recorded: Mapping[str, Any]) -> None:
-    found = {key: value for key, value in record(CASES[name]).items() if value is not None}
-    assert found == recorded[name]
+    assert record(CASES[name]) == recorded[name]
+
+
+def as_text(plans: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return plans as JSON with one value a line, so that a difference is read line by line."""
+
+    def entry(key: str, value: Any) -> str:
+        return f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+
+    blocks = [
+        f"{json.dumps(name, ensure_ascii=False)}: {{\n"
+        + ",\n".join(f"  {entry(key, value)}" for key, value in plan.items())
+        + "\n}"
+        for name, plan in plans.items()
+    ]
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
 if __name__ == "__main__":
-    last: dict[str, Any] = {}
-    with FILE.open("w", encoding="utf-8") as file:
-        for name, how in CASES.items():
-            found = record(how)
-            keys = dict.fromkeys([*found, *last])
-            changes = {key: found.get(key) for key in keys if found.get(key) != last.get(key)}
-            file.write(json.dumps([name, changes], ensure_ascii=False) + "\n")
-            last = found
+    FILE.write_text(as_text({name: record(how) for name, how in CASES.items()}), encoding="utf-8")
