@@ -1,7 +1,7 @@
 """The rungs of the step ladder: one training each, of which steps can be asked for when it is their turn.
 
 `Bare` is what anybody would write first: forward, backward, clipping and optimizer on tensors in
-memory, with peft's LoRA. `Ours` is `lora_trainer.training.loop.run` in a thread of its own, with its
+memory, with peft's LoRA. `Ours` is `lora_trainer.training.loop.train_steps` in a thread of its own, with its
 feeder, cache, guards, events.jsonl and status.json.
 """
 
@@ -27,7 +27,7 @@ from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.training.actions import Progress
 from lora_trainer.training.guards import GuardState
-from lora_trainer.training.loop import run
+from lora_trainer.training.loop import train_steps
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from lora_trainer.training.optimizers import build_optimizer
 from lora_trainer.training.step import Training
@@ -239,7 +239,7 @@ class Ours:
         torch.set_num_threads(self._threads)  # each thread of the program has a number of its own
         start = GuardState(micro_batch=inputs.micro_batch)
         try:
-            run(inputs, Progress(step=0, images=0, guard=start))
+            train_steps(inputs, Progress(step=0, images=0, guard=start))
         except BaseException as error:  # noqa: BLE001 - handed to the thread that measures, which raises it
             self._failure = error
         self._rest.set()

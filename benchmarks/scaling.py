@@ -41,7 +41,7 @@ from lora_trainer.common.processes import DistEnv
 from lora_trainer.training.actions import Progress
 from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402 - after sys.path
 from lora_trainer.training.guards import GuardState  # noqa: E402 - after sys.path
-from lora_trainer.training.loop import run  # noqa: E402 - after sys.path
+from lora_trainer.training.loop import train_steps  # noqa: E402 - after sys.path
 from lora_trainer.training.optimizers import build_optimizer  # noqa: E402 - after sys.path
 from lora_trainer.training.step import Training
 
@@ -118,7 +118,7 @@ def work(task: Task, pipe: Connection) -> None:
         ranks = TimedRanks(dist_env=task.place, monitor=shared.monitor)
         inputs = build_training(task, ranks, pipe)
         ranks.connect(CPU, lag=0)
-        run(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=task.batch)))
+        train_steps(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=task.batch)))
         elements = sum(parameter.numel() for parameter in inputs.parameters)
         pipe.send((elements, [] if ranks.is_single else time_collective(elements)))
 

@@ -228,7 +228,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     torch.compiler.reset()  # else shapes that other tests compiled count towards the limit of this one
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr("lora_trainer.run.session.CompiledBlocks", make)
+    monkeypatch.setattr("lora_trainer.run.run_job.CompiledBlocks", make)
     return found
 
 
@@ -276,7 +276,7 @@ def test_a_run_whose_compiler_fails_is_the_one_without_and_says_so(
         tried.append(CompiledBlocks(*args, backend=broken, **kwargs))
         return tried[-1]
 
-    monkeypatch.setattr("lora_trainer.run.session.CompiledBlocks", make)
+    monkeypatch.setattr("lora_trainer.run.run_job.CompiledBlocks", make)
     assert tiny.train(steps=4, **COMPILED) == 0
     (said,) = (row for row in problems(tiny.run) if "compiled blocks" in row["what"])
     assert "no compiler" in said["what"] and "hardware.compile=none" in said["fix"]

@@ -43,6 +43,10 @@ def planned(place: Toy, hardware: Hardware = PROCESSOR, **overrides: Any) -> pre
     return prepare.prepare(asked(place, **overrides), hardware=hardware)
 
 
+def with_inputs(prepared: prepare.Prepared, **changes: Any) -> prepare.Prepared:
+    return replace(prepared, inputs=replace(prepared.inputs, **changes))
+
+
 def remarks(prepared: prepare.Prepared) -> list[dict[str, str]]:
     """Return the remarks of a plan: kind, what and advice of each."""
     found: list[dict[str, str]] = plan_json(prepared)["remarks"]
@@ -154,7 +158,7 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
     """Of the base, the GPU, the time, the adapter, and programs that read the file."""
     plain = planned(place, base__model="embedded")
-    distilled = replace(plain, facts=replace(plain.facts, distilled=True))
+    distilled = with_inputs(plain, facts=replace(plain.facts, distilled=True))
     assistant = planned(place, base__assistant="a.safetensors")
     flux = asked(place, base__model="black-forest-labs/FLUX.1-dev")
     larger = replace(flux, overrides={**flux.overrides, "data.resolution": 1024})
@@ -163,10 +167,10 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
     runs = {
         "plain": plain,
         "distilled": distilled,
-        "helped": replace(assistant, facts=distilled.facts),
-        "4 GiB": replace(plain, hardware=machine(4)),
-        "8 GiB": replace(plain, hardware=machine(8)),
-        "long": replace(long_run, resolved=replace(long_run.resolved, priority="balanced")),
+        "helped": with_inputs(assistant, facts=distilled.facts),
+        "4 GiB": with_inputs(plain, hardware=machine(4)),
+        "8 GiB": with_inputs(plain, hardware=machine(8)),
+        "long": with_inputs(long_run, resolved=replace(long_run.resolved, priority="balanced")),
         "as meant": prepare.prepare(flux, hardware=roomy),
         "dora": planned(place, adapter__dora=True),
         "oft": planned(place, adapter__kind="oft"),

@@ -22,7 +22,7 @@ from lora_trainer.network.quantize import QuantizedLinear
 from lora_trainer.run import device as run_device
 from lora_trainer.run import prepare
 from lora_trainer.training.actions import Progress
-from lora_trainer.training.loop import run
+from lora_trainer.training.loop import train_steps
 from lora_trainer.training.step import Training
 from tests.fakes.family_bases import base_of, denoiser_of, facts_at, side_of
 from tests.fakes.plans import machine
@@ -89,7 +89,7 @@ def test_how_long_a_finished_run_took_corrects_the_next_plan(tmp_path: Path) -> 
         return prepare.prepare(request).plan.time_corrections
 
     hardware = replace(planned.hardware, busy_processors=0.0)
-    planned = replace(planned, hardware=hardware)
+    planned = replace(planned, inputs=replace(planned.inputs, hardware=hardware))
     assert not [note for note in trained(19, "finished") if "finished runs" in note]
     assert not [note for note in trained(40, "stopped") if "finished runs" in note]
     assert "finished runs on this machine took 7 times the estimate" in trained(40, "finished")
@@ -109,7 +109,7 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     }
     request = prepare.Request(dataset=place.dataset, overrides=overrides)
     first = prepare.prepare(request, hardware=MACHINE)
-    assert first.full_card is None
+    assert first.inputs.full_card is None
     # A processor that is full says nothing of the GPU; a disk that refuses the memo hides nothing.
     hardware = first.config.hardware.model_copy(update={"device": "cpu"})
     on_processor = first.config.model_copy(update={"hardware": hardware})
@@ -119,21 +119,21 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     in_the_way.touch()
     (note,) = problems_of_a_full_device(replace(first, cache_root=in_the_way))
     assert note["severity"] == "note" and "could not be written" in note["what"]
-    assert prepare.prepare(request, hardware=MACHINE).full_card is None
+    assert prepare.prepare(request, hardware=MACHINE).inputs.full_card is None
 
     (note,) = problems_of_a_full_device(first)
     assert "RTX 3060 was planned to" in note["what"]
     second = prepare.prepare(request, hardware=MACHINE)
-    assert second.full_card is not None
+    assert second.inputs.full_card is not None
     assert second.plan.memory.peak_bytes < 0.95 * first.plan.memory.peak_bytes
     assert second.config.train.batch_size == first.config.train.batch_size
     resumed = prepare.prepare(replace(request, run_settings={"train.steps": 7}), hardware=MACHINE)
-    assert resumed.full_card is None
+    assert resumed.inputs.full_card is None
     assert resumed.plan.memory.peak_bytes == first.plan.memory.peak_bytes
 
     # The smaller plan fails too: the limit it is measured by is that of the GPU, not its own.
     problems_of_a_full_device(second)
-    third = prepare.prepare(request, hardware=MACHINE).full_card
+    third = prepare.prepare(request, hardware=MACHINE).inputs.full_card
     assert third is not None
     planned = second.plan.memory.peak_bytes / MACHINE.gpus[0].free_bytes
     assert third.share == pytest.approx(0.95 * planned, abs=2e-4)
@@ -146,9 +146,9 @@ def test_a_training_gets_a_base_in_few_bits_and_the_planned_micro_batches(
 
     def running(training: Training, start: Progress) -> Progress:
         trainings.append(training)
-        return run(training, start)
+        return train_steps(training, start)
 
-    monkeypatch.setattr("lora_trainer.run.session.run", running)
+    monkeypatch.setattr("lora_trainer.run.run_job.train_steps", running)
     place = toy(tmp_path, sizes=SIZES_PX[:2])  # none upright, so that sides are not alike
     shutil.copytree(base_of("chroma"), place.base)
     facts = facts_at(place.base)
@@ -178,7 +178,7 @@ def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.Monkey
     prepared = SimpleNamespace(
         config=build_config({"train.precision": "fp32", **settings}),
         hardware=SimpleNamespace(gpus=(card,)),
-        processes=1,
+        inputs=SimpleNamespace(processes=1),
     )
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(run_device, "planned_device", lambda _: cuda)

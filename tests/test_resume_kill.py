@@ -68,7 +68,7 @@ KILLS: Mapping[str, Mapping[int | None, Point]] = {
         4: at("checkpoint.states:rename_durably", 2),
     },
     "before the final export": {6: at("run.saving:write_export", 3)},
-    "in the report": {6: at("run.train:write_report", 1)},
+    "in the report": {6: at("run.lead:write_report", 1)},
 }
 """Newest state after a kill -> its place; a second one kills the resumed run."""
 

@@ -253,7 +253,7 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
 
     monkeypatch.setattr("lora_trainer.run.saving.write_export", full)
     with monkeypatch.context() as no_report:
-        no_report.setattr("lora_trainer.run.train.write_report", other)
+        no_report.setattr("lora_trainer.run.lead.write_report", other)
         assert copied.train("--name", "full", **QUIET) == 4
     error = capsys.readouterr().err
     assert "the disk is full" in error and "report.html" not in error, (

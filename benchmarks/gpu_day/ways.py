@@ -32,7 +32,7 @@ from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.network.quantize import quantize
 from lora_trainer.training.actions import Progress
 from lora_trainer.training.guards import GuardState
-from lora_trainer.training.loop import run
+from lora_trainer.training.loop import train_steps
 
 COMPARED, WARM = 4, 2
 """Steps that are compared, and those that follow before the timed ones."""
@@ -174,7 +174,7 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
         actions=[course],
         compiled=_compiled(case, way, network),
     )
-    run(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=case.batch)))
+    train_steps(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=case.batch)))
     if given_up:
         raise GivenUp(given_up[0])
     return Trained(

@@ -98,7 +98,7 @@ def train(
     """
     with made_to_stay():
         quiet_libraries()
-        from lora_trainer.run.train import train as run_training
+        from lora_trainer.run.lead import lead
 
     request = Request.of(
         dataset,
@@ -113,7 +113,7 @@ def train(
         command=command,
         is_asked_to_stop=is_asked_to_stop,
     )
-    return run_training(request, listeners=listeners)
+    return lead(request, listeners=listeners)
 
 
 def train_events(dataset: Path | str, **options: Any) -> Iterator[Event]:

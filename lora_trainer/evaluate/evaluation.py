@@ -276,7 +276,7 @@ def evaluated_lora_of(
     """Read the adapter's file and settings; raises InputError and RequestError, as `sample` does."""
     file, source, config = file_and_base(path, base=base)
     record = read_run(path) if path.is_dir() and not holds_adapter(path) else None
-    settings = dict(record["settings"]) if record else flatten(config) if config else {}
+    settings = dict(record.settings) if record else flatten(config) if config else {}
     # Paths may be of another machine or base.
     elsewhere = record is None or base is not None
     is_own = is_own_base(str(settings.get("base.model")), source)
@@ -293,5 +293,5 @@ def evaluated_lora_of(
         run=path if record else None,
         settings={**again, "base.model": source, **overrides},
         has_settings=bool(settings),
-        fingerprint=str(record["dataset"]["fingerprint"]) if record else "",
+        fingerprint=record.dataset.fingerprint if record else "",
     )

@@ -22,8 +22,8 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import Listener, read_jsonl
 from lora_trainer.config.running import RunConfig
 from lora_trainer.measuring.bench import QUIET
+from lora_trainer.run.lead import lead
 from lora_trainer.run.prepare import Request, prepare
-from lora_trainer.run.train import train
 from lora_trainer.training.actions import Progress
 
 # Steps before the profiler starts, as the first ones choose kernels and fill the allocator.
@@ -62,7 +62,7 @@ def profile_run(
     # `acc_events` changes nothing in one cycle, but torch 2.10 warns without it.
     profiler = profile(activities=activities, acc_events=True)
     watch = _Watch(last=WARMUP_STEPS + steps, profiler=profiler)
-    file = train(replace(short, watchers=(watch,)), listeners=listeners)
+    file = lead(replace(short, watchers=(watch,)), listeners=listeners)
     trace = file.parent / "tensorboard"
     tensorboard_trace_handler(str(trace))(profiler)
     file.unlink()  # an adapter of so few steps is useless and would only be mistaken for a result

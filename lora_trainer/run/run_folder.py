@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.events import read_events
 from lora_trainer.common.files import (
@@ -42,19 +44,61 @@ STATES = "states"
 BEST_RECORD = "best.json"
 # A run's name is part of its files' names, and of temporary files' too; file systems allow 255 bytes.
 MAX_NAME_BYTES = 180
-# Keys of run.json that a resume reads, with their types.
-_NEEDED: Mapping[str, type | tuple[type, ...]] = {
-    "name": str,
-    "started_at_s": (int, float),
-    "settings": dict,
-    "base.source": str,
-    "base.identities": dict,
-    "environment.exactness": dict,
-    "dataset.fingerprint": str,
-    "plan.memory.images_at_once": dict,
-}
 # A setting of earlier versions that had no effect in a run without validations.
 _BY_VALIDATIONS = "train.lower_on_plateau"
+
+
+# ---- run.json, as far as later commands read it; reports read further keys, each by itself, as they may be missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRecord:
+    """The base of a run: its name, and the checksum of each of its parts."""
+
+    source: str
+    identities: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentRecord:
+    """What rounding depends on, such as torch's version, by name."""
+
+    exactness: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRecord:
+    """The dataset of a run; `held_out` names the images of its validation."""
+
+    fingerprint: str
+    held_out: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """The planned micro-batch by "WIDTHxHEIGHT" of the bucket."""
+
+    images_at_once: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """The plan of a run."""
+
+    memory: MemoryRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run, as its run.json has it; a field that some release did not write has a default."""
+
+    name: str
+    started_at_s: float
+    settings: Mapping[str, Any]
+    base: BaseRecord
+    environment: EnvironmentRecord
+    dataset: DatasetRecord
+    plan: PlanRecord
 
 
 def checked_name(name: str, *, is_new: bool = True) -> str:
@@ -104,7 +148,7 @@ def create(parent: Path, name: str) -> AbstractContextManager[Path]:
         return claim(path)
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> RunRecord:
     """Return run.json of a run folder; raises RequestError if it is missing or lacks a key."""
     if not (path / RUN_FILE).is_file():
         others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
@@ -112,17 +156,14 @@ def read_run(path: Path) -> dict[str, Any]:
             f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
             fix="name one with --name or --resume-from FOLDER, or start without --resume",
         )
-    record = read_json_object(path / RUN_FILE)
-    for key, kind in _NEEDED.items():
-        value: Any = record
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(value, kind):
-            raise RequestError(
-                f"{path / RUN_FILE} has no {key}, so the run cannot be resumed",
-                fix="restore that file, or start a new run",
-            )
-    return record
+    try:
+        return TypeAdapter(RunRecord).validate_python(read_json_object(path / RUN_FILE))
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise RequestError(
+            f"{path / RUN_FILE} has no {key} that can be read, so the run cannot be resumed",
+            fix="restore that file, or start a new run",
+        ) from None
 
 
 def cut_events(folder: Path, *, step: int) -> None:

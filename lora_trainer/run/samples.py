@@ -419,7 +419,7 @@ def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | 
             fix = "give runs/NAME or a .safetensors file"
             raise InputError(f"{path} is not a run folder", fix=fix)
         run = read_run(path)
-        name = str(run["name"])
+        name = run.name
         rolling = path.glob(f"{glob.escape(name)}-step*.safetensors")
         file = path / final_export_name(name)
         if not file.is_file():
@@ -432,7 +432,7 @@ def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | 
     config, settings = None, header_settings(read_contents(file).metadata)
     with suppress(KeyError, ValueError, TypeError, AttributeError, RecursionError):
         config = build_config(settings) if settings else None
-    own_source = run["base"]["source"] if run is not None else config and config.base.model
+    own_source = run.base.source if run is not None else config and config.base.model
     source = base or own_source
     if not source or source == "auto":
         raise RequestError(

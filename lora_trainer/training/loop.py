@@ -62,7 +62,7 @@ from lora_trainer.training.step import (
 CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait for the device
 
 
-def run(training: Training, start: Progress) -> Progress:
+def train_steps(training: Training, start: Progress) -> Progress:
     """Train from `start` to the last of `training.settings.steps` and return where it ended.
 
     Raises StoppedBySignal when a stop was requested, after the actions have run with `ending` set, and

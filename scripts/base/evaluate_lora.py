@@ -52,7 +52,7 @@ from lora_trainer.dataset.images import decode  # noqa: E402 - after sys.path
 from lora_trainer.dataset.scan import scan  # noqa: E402 - after sys.path
 from lora_trainer.families.files.locate import identified, locate  # noqa: E402 - after sys.path
 from lora_trainer.lora_file.write import final_export_name  # noqa: E402 - after sys.path
-from lora_trainer.run.run_folder import EVENTS_FILE, read_run  # noqa: E402 - after sys.path
+from lora_trainer.run.run_folder import EVENTS_FILE, RunRecord, read_run  # noqa: E402 - after sys.path
 
 OTHERS = 100
 FIRST_SEED = 40_000
@@ -73,16 +73,16 @@ class Run:
     """A finished run: its folder, what run.json says, its events and where its base is."""
 
     folder: Path
-    record: dict[str, Any]
+    record: RunRecord
     events: list[dict[str, Any]]
     base: Path
 
     @property
     def adapter(self) -> str:
-        return final_export_name(str(self.record["name"]))
+        return final_export_name(self.record.name)
 
     def setting(self, key: str) -> Any:
-        return self.record["settings"][key]
+        return self.record.settings[key]
 
     def pipeline(self, *, adapted: bool) -> StableDiffusionPipeline:
         """Load the plain pipeline, with the exported file if `adapted`."""
@@ -95,10 +95,10 @@ class Run:
 def open_run(folder: Path, *, base: Path | None) -> Run:
     """Read a run folder; its own base unless another is named. Exits when the base is not the same."""
     record = read_run(folder)
-    facts = locate(build_config(record["settings"]).base)
+    facts = locate(build_config(record.settings).base)
     if base is None:
         parts = identified(facts, HashMemo()).parts
-        trained_on = record["base"]["identities"]
+        trained_on = record.base.identities
         changed = [name for name, part in parts.items() if part.identity != trained_on[name]]
         if changed:
             sys.exit(
@@ -119,8 +119,8 @@ class Trained:
 
 def training_images(run: Run, dataset: Path) -> dict[str, Trained]:
     """Return the images the run was trained on by name, none of those held out."""
-    settings = build_config(run.record["settings"]).data
-    held_out = set(run.record["dataset"]["held_out"])
+    settings = build_config(run.record.settings).data
+    held_out = set(run.record.dataset.held_out)
     buckets = buckets_for(resolution_px=RESOLUTION_PX, step_px=8, max_aspect=settings.max_aspect)
     found = {}
     for record in scan(dataset, settings=settings).records:

@@ -410,7 +410,7 @@ def load_everything() -> None:
     import torch.utils.tensorboard  # noqa: F401 - loaded for the forks
     import transformers
 
-    import lora_trainer.run.train  # noqa: F401 - loaded for the forks
+    import lora_trainer.run.lead  # noqa: F401 - loaded for the forks
 
     for library, names in (
         (diffusers, ("AutoencoderKL", "StableDiffusionPipeline", "UNet2DConditionModel")),

@@ -248,16 +248,16 @@ def at_start(rank: int, name: str, does: Callable[..., Any]) -> Mapping[str, Any
     return {"faults": {rank: replaced(*name.rsplit(".", 1), does)}, **ALONE}
 
 
-PREPARE = "lora_trainer.run.train.prepare_with_base"
+PREPARE = ("lora_trainer.run.lead.prepare_with_base", "lora_trainer.run.follow.prepare_with_base")
 HANGING_STARTS: Mapping[str, Mapping[str, Any]] = {
     "absent": {"absent": frozenset({1}), **ALONE},
-    "leader hangs": at_start(0, "lora_trainer.run.train.start_trackers", waits_for_ever),
-    "follower hangs": at_start(1, PREPARE, waits_for_ever),
+    "leader hangs": at_start(0, "lora_trainer.run.lead.start_trackers", waits_for_ever),
+    "follower hangs": at_start(1, PREPARE[1], waits_for_ever),
     "unconnected": at_start(1, "torch.distributed.init_process_group", waits_for_ever),
 }
 REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
-    "leader refuses": at_start(0, PREPARE, unreadable),
-    "follower refuses": at_start(1, PREPARE, unreadable),
+    "leader refuses": at_start(0, PREPARE[0], unreadable),
+    "follower refuses": at_start(1, PREPARE[1], unreadable),
 }
 
 
@@ -288,7 +288,7 @@ def scenarios(place: Toy) -> dict[str, Run]:
         for name, how in HANGING_STARTS.items()
     }
     # Only a rollback cuts events: at the start others' problems may be on their way to the file.
-    uncut = {0: replaced("lora_trainer.run.session", "cut_events", unreadable)}
+    uncut = {0: replaced("lora_trainer.run.run_job", "cut_events", unreadable)}
     for count in (2, 5):
         found[f"of {count}"] = run(place, f"of {count}", count, faults=uncut)
     full = {1: losses_at(IN_A_STEP, out_of_memory)}

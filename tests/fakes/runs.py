@@ -56,7 +56,7 @@ BETWEEN_SAVES: Point = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
 """At the third copy of a state; the first is of the start, the second of the first save."""
 DRIVER = """
 import gc, importlib, json, os, signal, sys
-import lora_trainer.run.train  # this and the next two: all that is slow to import, once for all
+import lora_trainer.run.lead  # this and the next two: all that is slow to import, once for all
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTokenizer
 from lora_trainer.cli.main import run

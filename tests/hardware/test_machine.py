@@ -211,7 +211,9 @@ def test_a_process_trains_on_the_card_it_was_planned_for(monkeypatch: pytest.Mon
         monkeypatch.setattr(device, "read_dist_env", lambda: SimpleNamespace(local_rank=rank))
         config = SimpleNamespace(hardware=SimpleNamespace(device="cuda"))
         shares = {"sharing": sharing, "processes": sharing}
-        prepared: Any = SimpleNamespace(config=config, hardware=here, **shares)
+        prepared: Any = SimpleNamespace(
+            config=config, hardware=here, inputs=SimpleNamespace(**shares)
+        )
         return device.planned_device(prepared).index
 
     here = with_cards(CARD, BUSY, LARGE)

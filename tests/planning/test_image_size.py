@@ -73,7 +73,7 @@ def test_images_are_placed_at_the_size_that_the_plan_chose() -> None:
     for record in (*found.trained, *found.held_out):
         bucket = record.placement.bucket
         assert 400**2 < bucket.width_px * bucket.height_px <= 512**2
-    assert set(found.plan.images_at_once) <= set(found.buckets)
+    assert set(found.plan.images_at_once) <= set(found.inputs.buckets)
     whole = prepare.prepare(request, hardware=here(24))
     assert whole.config.data.resolution == 1024 == whole.facts.resolution_px
     assert {record.name for record in found.dataset.records} == {

@@ -132,7 +132,7 @@ def test_trn_04_fp16_overflows_advance_neither_the_optimizer_nor_the_row(
     scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0})
     fault = Fault(Model.losses_of, (3, 6, 9), lambda losses: losses * 1e38)
     monkeypatch.setattr(Model, "losses_of", lambda *args: fault(*args))
-    loop.run(tiny.training, at_start(micro_batch=2))
+    loop.train_steps(tiny.training, at_start(micro_batch=2))
     overflows = [row for row in tiny.of_kind("change") if row["key"] == "loss scale"]
     assert len(overflows) == len(fault.hits) > 0
     counts = {float(state["step"]) for state in tiny.training.optimizer.state.values()}
@@ -196,7 +196,7 @@ def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
     [
         ("cache.encode._encode_image", "caching"),
         ("run.build.load_networks", "loading"),
-        ("run.session.exporter", "exporting"),
+        ("run.run_job.exporter", "exporting"),
     ],
 )
 def test_trn_02_what_cannot_be_made_smaller_is_one_line_and_the_same_command_goes_on(

@@ -29,7 +29,7 @@ from lora_trainer.training.actions import Progress
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState
-from lora_trainer.training.loop import run
+from lora_trainer.training.loop import train_steps
 from lora_trainer.training.loss import Model
 from tests.fakes.trainee import compiled_calls, same
 from tests.fakes.training import (
@@ -111,7 +111,7 @@ def test_every_step_reports_what_happened_and_its_loss_is_the_weighted_mean_of_t
     samples = tiny.training.feeder.prepare(0)
     with torch.no_grad():
         losses = [float(tiny.training.model.losses([sample])) for sample in samples]
-    run(tiny.training, at_start(micro_batch=4))
+    train_steps(tiny.training, at_start(micro_batch=4))
     wanted = sum(loss * sample.weight for loss, sample in zip(losses, samples, strict=True)) / 4
     assert tiny.losses[0] == pytest.approx(wanted, rel=1e-5)
     assert min(sample.weight for sample in samples) < 0.9, "else the weights are not tested"
@@ -133,7 +133,7 @@ def test_gradients_are_clipped_to_the_norm() -> None:
         before = tiny.weights
         descent = torch.optim.SGD([{"params": tiny.adapter.parameters(), "lr_scale": 1.0}], lr=1.0)
         training = replace(tiny.training, optimizer=descent, learning_rate=lambda step: 1.0)
-        run(training, at_start(micro_batch=4))
+        train_steps(training, at_start(micro_batch=4))
         squares = [float((a - b).square().sum()) for a, b in zip(tiny.weights, before, strict=True)]
         return sum(squares) ** 0.5, tiny.of_kind("step")[0]["grad_norm"]
 
@@ -152,7 +152,7 @@ def test_a_step_in_fp16_is_that_in_fp32_but_for_rounding() -> None:
     scaler = half.training.scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": 64.0})
     for tiny in (whole, half):
-        run(tiny.training, at_start(micro_batch=4))
+        train_steps(tiny.training, at_start(micro_batch=4))
     assert [row["grad_norm"] for row in half.of_kind("step")] == pytest.approx(
         [row["grad_norm"] for row in whole.of_kind("step")], rel=0.05
     )
@@ -187,7 +187,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(name: str)
     look = EveryStep(lambda _: looks.append((tiny.weights, counter(tiny.training.optimizer))))
     tiny = build_training(feeder, steps=6, optimizer=rate, actions=[look])
     poisoned(tiny, "s1")
-    end = run(tiny.training, at_start(micro_batch=2))
+    end = train_steps(tiny.training, at_start(micro_batch=2))
     bad = ["s1" in [sample.sample for sample in feeder.prepare(k)] for k in range(6)]
     assert bad.count(True) == 3, "once per epoch of two steps"
     for step, is_bad in enumerate(bad):
@@ -237,7 +237,7 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     full = "one image at a time and every remedy"
     ends = (MachineError, TrainingStopped, MemoryError)
     with pytest.raises(ends, match=f"vanished|{full}|^$"):
-        run(tiny.training, at_start(micro_batch=4))
+        train_steps(tiny.training, at_start(micro_batch=4))
     last = seen[-1]
     assert (last.ending, last.stopping) == (True, True), "it is asked to save"
     assert last.step == len(tiny.of_kind("step")) > 0
@@ -248,7 +248,7 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     assert taken == ["first", "second"]
     before = len(tiny.of_kind("out_of_memory"))
     with pytest.raises(TrainingStopped):
-        run(tiny.training, replace(last, ending=False, stopping=False))
+        train_steps(tiny.training, replace(last, ending=False, stopping=False))
     assert len(tiny.of_kind("out_of_memory")) == before + 1 and len(taken) == 2
     assert seen[-1] is last, "a resume repeats no start"
 
@@ -289,13 +289,13 @@ def test_an_error_is_tried_once_another_way(
     training = replace(tiny.training, plain=[FULLY] if has_another_way else [])
     if said:
         with pytest.raises((TrainingStopped, ValueError), match=said) as caught:
-            run(training, at_start(micro_batch=4))
+            train_steps(training, at_start(micro_batch=4))
         if errors[1] is LOST:
             assert "--set memory.gradient_checkpointing=full" in caught.value.fix  # type: ignore[union-attr]
     else:
-        assert run(training, at_start(micro_batch=4)).guard.plain
+        assert train_steps(training, at_start(micro_batch=4)).guard.plain
         unfailed = build_training(build_feeder([SQUARE]), steps=3)
-        run(unfailed.training, at_start(micro_batch=4))
+        train_steps(unfailed.training, at_start(micro_batch=4))
         assert same(tiny.weights, unfailed.weights)
     assert len(done) == calls
     retried = [row for row in tiny.of_kind("problem") if "not for lack of memory" in row["what"]]
@@ -314,7 +314,7 @@ def test_an_action_is_tried_once_another_way_by_a_single_process(processes: int)
 
     tiny = build_training(build_feeder([SQUARE]), steps=3, actions=[EveryStep(act)], plain=[FULLY])
     if processes == 1:
-        assert run(tiny.training, at_start(micro_batch=4)).guard.plain
+        assert train_steps(tiny.training, at_start(micro_batch=4)).guard.plain
         assert seen == [0, 1, 2, 2, 3]
         return
     ranks = ProcessGroup(dist_env=DistEnv(count=2))
@@ -322,7 +322,7 @@ def test_an_action_is_tried_once_another_way_by_a_single_process(processes: int)
         patch.object(ProcessGroup, "reduce", lambda self, parameters, loss, ask: loss),
         pytest.raises(ValueError, match="^this base"),
     ):
-        run(replace(tiny.training, ranks=ranks), at_start(micro_batch=4))
+        train_steps(replace(tiny.training, ranks=ranks), at_start(micro_batch=4))
     assert seen == [0, 1, 2]
 
 
@@ -334,7 +334,7 @@ def test_an_error_of_a_save_is_the_end(tmp_path: Path) -> None:
         patch("lora_trainer.checkpoint.writer.write_state", side_effect=[KeyError("x"), tmp_path]),
         pytest.raises(KeyError, match="x"),
     ):
-        run(replace(tiny.training, actions=[action]), at_start(micro_batch=4))
+        train_steps(replace(tiny.training, actions=[action]), at_start(micro_batch=4))
     assert len(tiny.losses) == 4 and not tiny.of_kind("problem")
 
 
@@ -346,7 +346,7 @@ def test_another_way_that_cannot_be_taken_is_the_end_and_is_remembered(tmp_path:
     predict = failing(tiny.training.model.predict, FAULT, after=2)
     model, action = replace(tiny.training.model, predict=predict), saves(tiny, tmp_path)
     with pytest.raises(TrainingStopped, match="EXECUTION_FAILED.*checkpointing could.*no room"):
-        run(replace(tiny.training, model=model, actions=[action]), at_start(micro_batch=4))
+        train_steps(replace(tiny.training, model=model, actions=[action]), at_start(micro_batch=4))
     state = load_newest(tmp_path, events=None)
     assert state is not None and (state.step, state.guard["plain"]) == (2, True)
 
@@ -362,7 +362,7 @@ def test_the_plain_way_has_remedies_of_its_own(in_force: int, on_the_plain_way: 
     ways: Any = {"remedies": [change] * 2, "plain": [change], "plain_remedies": [change]}
     guard = GuardState(micro_batch=1, remedies=in_force)
     with pytest.raises(TrainingStopped, match="it failed") as end:
-        run(
+        train_steps(
             replace(tiny.training, **ways, compiled=blocks),
             replace(at_start(micro_batch=1), guard=guard),
         )
@@ -414,7 +414,7 @@ def test_nothing_changes_but_the_micro_batch() -> None:
 
     tiny = build_training(feeder, steps=4, adapt=holding_two, **DROPPING)
     blocks = CompiledBlocks(tiny.training.model.denoiser, shapes=(), backend="eager")
-    end = run(replace(averaging(tiny), compiled=blocks), at_start(micro_batch=4))
+    end = train_steps(replace(averaging(tiny), compiled=blocks), at_start(micro_batch=4))
     assert tiny.of_kind("change") == [
         {"key": "memory.micro_batch", "old": 4, "new": 2, "reason": str(FULL)}
     ]
@@ -422,7 +422,7 @@ def test_nothing_changes_but_the_micro_batch() -> None:
     assert end.guard.patience_steps == 100
     assert end.guard.fitting_steps == 4, "the step that was done again counts as the others"
     other = build_training(build_feeder(UNEVEN), steps=4, **DROPPING)
-    run(averaging(other), at_start(micro_batch=2))
+    train_steps(averaging(other), at_start(micro_batch=2))
     assert same(*([*each.adapter.state().values()] for each in (tiny, other)))
     assert tiny.losses == other.losses
 
@@ -430,7 +430,7 @@ def test_nothing_changes_but_the_micro_batch() -> None:
 def test_it_grows_back_once_enough_steps_have_fitted() -> None:
     tiny = build_training(build_feeder([SQUARE]), steps=12)
     progress = Progress(step=0, images=0, guard=GuardState(micro_batch=1, patience_steps=5))
-    end = run(tiny.training, progress)
+    end = train_steps(tiny.training, progress)
     assert [(row["old"], row["new"]) for row in tiny.of_kind("change")] == [(1, 2), (2, 4)]
     assert end.guard.micro_batch == 4
     assert len(tiny.losses) == 12
@@ -442,7 +442,7 @@ def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
         patch.object(tiny.training.optimizer, "step", side_effect=FULL),
         pytest.raises(TrainingStopped, match="in the optimizer") as caught,
     ):
-        run(tiny.training, at_start(micro_batch=4))
+        train_steps(tiny.training, at_start(micro_batch=4))
     assert "--resume" in caught.value.fix
 
 
@@ -452,7 +452,7 @@ def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
 def test_a_signal_after_the_last_step_changes_nothing() -> None:
     tiny = build_training(build_feeder(), steps=2)
     stop = lambda: signal.SIGINT if len(tiny.losses) == 2 else None  # noqa: E731 - shorter than a function
-    assert run(replace(tiny.training, stop=stop), at_start(micro_batch=4)).step == 2
+    assert train_steps(replace(tiny.training, stop=stop), at_start(micro_batch=4)).step == 2
 
 
 def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     scaler = first.training.scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": 512.0, "_growth_tracker": 3})
     training = replace(first.training, actions=[saves(first, tmp_path)])
-    run(training, at_start(micro_batch=2))
+    train_steps(training, at_start(micro_batch=2))
     second = build_training(feeder, steps=9, precision=torch.float16)
     resumed, optimizer = second.training.scaler, second.training.optimizer
     for parameter in second.training.parameters:
@@ -483,13 +483,13 @@ def test_what_stopped_is_moved_by_neither_momentum_nor_weight_decay() -> None:
     look = EveryStep(lambda _: looks.append([weight.detach().clone() for weight in weights]))
     stages = [(weight, 3) for weight in weights[:2]]
     training = replace(tiny.training, stages=stages, actions=[look])
-    run(training, at_start(micro_batch=4))
+    train_steps(training, at_start(micro_batch=4))
     for step, (before, after) in enumerate(pairwise(looks)):
         moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
         assert moved == [step < 3] * 2 + [True] * len(moved[2:])
     # Step 0 comes again after a rollback, and is trained as before.
     once = training.settings.model_copy(update={"steps": 1})
-    run(replace(training, settings=once), at_start(micro_batch=4))
+    train_steps(replace(training, settings=once), at_start(micro_batch=4))
     assert all(weight.requires_grad for weight in weights)
 
 
@@ -506,10 +506,10 @@ def test_planned_shapes_run_compiled_until_that_fails(works: bool) -> None:
         build_training(build_feeder([SQUARE] * 3 + [WIDE]), steps=2, targets="attention")
         for _ in range(2)
     )
-    run(plain.training, at_start(micro_batch=4))
+    train_steps(plain.training, at_start(micro_batch=4))
     blocks = CompiledBlocks(tiny.training.model.denoiser, shapes={(8, 8, 3)}, backend=backend)
     calls = compiled_calls(blocks)
-    end = run(replace(tiny.training, compiled=blocks), at_start(micro_batch=4))
+    end = train_steps(replace(tiny.training, compiled=blocks), at_start(micro_batch=4))
     assert end.guard.uncompiled == blocks.is_off == (not works)
     if not works:
         assert same(tiny.weights, plain.weights)

@@ -15,7 +15,7 @@ import torch
 from lora_trainer.common import processes
 from lora_trainer.config.layers import read_settings_file
 from lora_trainer.run import prepare
-from lora_trainer.run.train import train
+from lora_trainer.run.lead import lead
 from lora_trainer.training.distributed import process_group
 from lora_trainer.training.distributed.heartbeat import PeerMonitor
 from tests.fakes.runs import python
@@ -29,14 +29,14 @@ def refused(*args, **options):
 dist.init_process_group = dist.distributed_c10d.init_process_group = refused
 
 from accelerate.tracking import PartialState  # as trackers and log lines of accelerate make it
-from lora_trainer.run import train
+from lora_trainer.run import lead
 
 def first_thing_after():
     print(PartialState().num_processes)
     raise SystemExit
 
-train.read_dist_env = first_thing_after
-train.train(None)
+lead.read_dist_env = first_thing_after
+lead.lead(None)
 """
 
 
@@ -66,7 +66,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         raise MetError
         yield
 
-    monkeypatch.setattr("lora_trainer.run.train.joined", joined)
+    monkeypatch.setattr("lora_trainer.run.lead.joined", joined)
     return collected
 
 
@@ -74,7 +74,7 @@ def _start(tmp_path: Path, *, resume: bool = False, **more: Any) -> None:
     overrides = {"output.folder": str(tmp_path), "output.name": "cat", **more.pop("overrides", {})}
     request = prepare.Request(dataset=tmp_path / "cats", overrides=overrides, resume=resume, **more)
     with pytest.raises(MetError):
-        train(request)
+        lead(request)
 
 
 def test_processes_meet_within_the_time_that_the_user_set(

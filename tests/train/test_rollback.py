@@ -19,10 +19,10 @@ from lora_trainer.checkpoint.states import TrainingState, load_newest, write_sta
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import InputError, MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.run.session import doubt_of, make_folder_again
+from lora_trainer.run.run_job import doubt_of, make_folder_again
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.guards import GuardState
-from lora_trainer.training.loop import run
+from lora_trainer.training.loop import train_steps
 from lora_trainer.training.loss import Model
 from tests.fakes.trainee import same
 from tests.fakes.training import (
@@ -61,7 +61,7 @@ class Voyage:
         actions = [*changes.pop("actions", ()), self.saves]
         training = replace(self.tiny.training, actions=actions, restore=self.restore, **changes)
         with self.writer:
-            return run(training, start)
+            return train_steps(training, start)
 
     def restore(self) -> Progress:
         self.writer.wait()
@@ -204,7 +204,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(
         scaler = tiny.training.scaler
         scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0})
     before = [parameter.detach().clone() for parameter in tiny.adapter.parameters()]
-    end = run(tiny.training, at_start(micro_batch=2))
+    end = train_steps(tiny.training, at_start(micro_batch=2))
     assert end.guard.skipped_in_row == 2
     assert same([parameter.detach() for parameter in tiny.adapter.parameters()], before)
     assert len(tiny.of_kind("problem")) == 2 and not tiny.of_kind("change")
@@ -226,7 +226,9 @@ def trained(
     tiny = build_training(build_feeder([SQUARE] * 2, batch_size=1), steps=5)
     action = saves(tiny, folder, every_steps=1)
     with action.writer:
-        run(replace(tiny.training, actions=[adapt(action)], stop=stop), at_start(micro_batch=1))
+        train_steps(
+            replace(tiny.training, actions=[adapt(action)], stop=stop), at_start(micro_batch=1)
+        )
     return [row["what"] for row in tiny.of_kind("problem")]
 
 

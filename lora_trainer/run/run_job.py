@@ -63,7 +63,7 @@ from lora_trainer.training.guards import (
     broken_start,
     look_step,
 )
-from lora_trainer.training.loop import run
+from lora_trainer.training.loop import train_steps
 from lora_trainer.training.schedules import LearningRate, learning_rate
 from lora_trainer.training.step import OomFallback, Training
 
@@ -72,7 +72,7 @@ LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
 PLAIN: Checkpointing = "full"
 
 
-def train_job(job: TrainingJob) -> Path:
+def run_job(job: TrainingJob) -> Path:
     """Cache, train, export; return the exported file. Raises LoraTrainError.
 
     A process that follows does its share of the caches and steps, and writes and shows nothing else.
@@ -134,7 +134,7 @@ def train_job(job: TrainingJob) -> Path:
     )
     began = time.monotonic()
     with writer:
-        end = run(training, start)
+        end = train_steps(training, start)
     file = job.folder / final_export_name(job.folder.name)
     if leads:
         _export(job, parts, best, file, end, began_s=began)

@@ -5,19 +5,16 @@ It imports torch, so the command line imports it only to train.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from lora_trainer import __version__
 from lora_trainer.cache.store import in_use
@@ -38,7 +35,6 @@ from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.families.files.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
-from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.status import StatusWriter
@@ -53,6 +49,7 @@ from lora_trainer.run.device import (
     setup_torch,
     training_gpu,
 )
+from lora_trainer.run.follow import follow, send_orders
 from lora_trainer.run.hub_upload import check_upload
 from lora_trainer.run.machine_report import doctor_json
 from lora_trainer.run.plan_text import plan_json, run_warnings
@@ -62,6 +59,7 @@ from lora_trainer.run.run_folder import (
     PROBLEMS_FILE,
     RUN_FILE,
     STATES,
+    RunRecord,
     TrainingJob,
     checked_name,
     claim,
@@ -73,16 +71,15 @@ from lora_trainer.run.run_folder import (
     name_of_folder,
     read_run,
 )
-from lora_trainer.run.session import train_job
+from lora_trainer.run.run_job import run_job
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
-from lora_trainer.training.loop import report_lag
 from lora_trainer.training.pace import Notices
 
 DOWNLOAD_TOLD_EVERY_S = 1.0
 
 
-def train(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
+def lead(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
     """Train and return the exported file (in a process that follows, the path it will have).
 
     Raises LoraTrainError; once there is a run folder, its events, status and report record the error too.
@@ -95,15 +92,17 @@ def train(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
     if previous is not None:
         # The leader reports an unreadable run; on another machine than the leader's there is none to read.
         with suppress(LoraTrainError):
-            before = replace(request, run_settings=read_run(previous)["settings"])
+            before = replace(request, run_settings=read_run(previous).settings)
     key = "hardware.process_timeout_s"
     value = asked_for(before, key)
     hardware = build_config({} if value is None else {key: value}).hardware
     with joined(here, timeout_s=hardware.process_timeout_s) as ranks:
-        return _lead(request, ranks, listeners) if here.is_main else follow(request, ranks)
+        if here.is_main:
+            return _plan_and_run(request, ranks, listeners)
+        return follow(request, ranks)
 
 
-def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) -> Path:
+def _plan_and_run(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) -> Path:
     """Plan, write files and report for all processes, and do a share of the training."""
     previous = _previous(request)
     if previous is None:
@@ -113,10 +112,9 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
     on_bytes = _download_phase(EventStream(listeners=list(listeners)))
     request = replace(request, on_bytes=on_bytes)
     if before is not None:
-        request = replace(request, run_settings=before["settings"])
-        if before["environment"]["exactness"].get("processes") == ranks.dist_env.count:
-            at_once = before["plan"]["memory"]["images_at_once"]
-            request = replace(request, run_at_once=at_once)
+        request = replace(request, run_settings=before.settings)
+        if before.environment.exactness.get("processes") == ranks.dist_env.count:
+            request = replace(request, run_at_once=before.plan.memory.images_at_once)
     prepared = prepare_with_base(request)
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
     # leaves no folder and does not touch the run it would resume.
@@ -138,7 +136,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
         events.subscribe(pace_memo(prepared, events))
         with _end_recorded(folder, events):
             check_allocator(planned_device(prepared), events)
-            gather(ranks, prepared, folder, events)
+            send_orders(ranks, prepared, folder, events)
         job = TrainingJob(
             prepared=prepared,
             folder=folder,
@@ -146,7 +144,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
             state=_newest_state(folder, events) if previous is not None else None,
             events=events,
             stop=stop,
-            started_at_s=before["started_at_s"] if before else time.time(),
+            started_at_s=before.started_at_s if before else time.time(),
             ranks=ranks,
             watchers=request.watchers,
         )
@@ -159,7 +157,7 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
             shared_cores(events),
             Notices(config=prepared.config, gpu=training_gpu(prepared), events=events),
         ):
-            file = train_job(job)
+            file = run_job(job)
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
         _report(folder, events)
         return file
@@ -324,39 +322,52 @@ def _recorded(
             yield events, stop
 
 
-# How exactly a resumed run repeats the original, the differences, and whether its data are the same.
-Resumption = tuple[str, list[str], bool]
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """How a resumed run repeats the original."""
+
+    exactness: str
+    """EXACT, SAME-STREAM or CHANGED."""
+    differences: list[str]
+    same_data: bool
+    """Whether its images and captions are those of the original, whose findings were reported then."""
 
 
-def _resumption(
-    before: dict[str, Any], prepared: Prepared, environment: dict[str, Any]
-) -> Resumption:
+def _resumption(before: RunRecord, prepared: Prepared, environment: dict[str, Any]) -> Resumption:
     """Compare a run with the new request; raises RequestError before any file changes."""
     exactness, differences = compare(
-        before["settings"],
+        before.settings,
         flatten(prepared.config),
-        environment=before["environment"]["exactness"],
+        environment=before.environment.exactness,
         environment_now=environment,
     )
-    same_data = before["dataset"]["fingerprint"] == prepared.dataset.fingerprint
+    same_data = before.dataset.fingerprint == prepared.dataset.fingerprint
     changed = [] if same_data else ["dataset: images or captions changed"]
     changed += [
         f"base: the {name} has other weights"
         for name, identity in prepared.identities.items()
-        if before["base"]["identities"].get(name) != identity
+        if before.base.identities.get(name) != identity
     ]
-    return "CHANGED" if changed else exactness, [*differences, *changed], same_data
+    return Resumption(
+        exactness="CHANGED" if changed else exactness,
+        differences=[*differences, *changed],
+        same_data=same_data,
+    )
 
 
 def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
     """Emit the start of the run or its resume; at the start also warnings about base, GPU and data."""
     prepared, config = job.prepared, job.prepared.config
     steps = config.train.steps
-    resumed, same_data = None, False
+    resumed = None
     if resumption is not None:
-        exactness, differences, same_data = resumption
         resumed = job.state.step if job.state else 0
-        job.events.emit("resumed", step=resumed, exactness=exactness, differences=differences)
+        job.events.emit(
+            "resumed",
+            step=resumed,
+            exactness=resumption.exactness,
+            differences=resumption.differences,
+        )
     job.events.emit(
         "run_started",
         name=job.folder.name,
@@ -382,7 +393,7 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             f"the run has trained {resumed} steps, more than train.steps={steps}: it is only exported again",
             fix=f"give --steps above {resumed} to train on, or start a new run",
         )
-    if same_data:
+    if resumption is not None and resumption.same_data:
         return  # reported when the run began
     for finding in (*run_warnings(prepared), *prepared.report.findings):
         if finding.severity != "note":
@@ -428,86 +439,3 @@ def _run_record(job: TrainingJob, request: Request, environment: dict[str, Any])
             "held_out": [record.name for record in prepared.held_out],
         },
     }
-
-
-# ---- several processes: the first one plans and sends its decisions to the others, as JSON through the
-# launcher's store, because no collective is possible yet
-
-
-def gather(ranks: ProcessGroup, prepared: Prepared, folder: Path, events: EventStream) -> None:
-    """Send the leader's decisions to the other processes, and connect to them."""
-    if ranks.monitor is None:
-        return
-    ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
-    ranks.monitor.events = events
-    orders = {
-        "settings": flatten(prepared.config),
-        "at_once": prepared.at_once_by_size,
-        "sharing": ranks.dist_env.local_count,
-        "hardware": asdict(prepared.hardware),
-        "fingerprint": prepared.dataset.fingerprint,
-        "identities": prepared.identities,
-        "folder": str(folder),
-    }
-    ranks.monitor.store.set("orders", json.dumps(orders))
-    _connect(ranks, prepared)
-    if ranks.share_gpus:
-        events.problem(
-            "several processes compute on one GPU: their gradients are added in host memory",
-            fix="nothing; one process for each GPU is faster",
-            severity="note",
-        )
-
-
-def follow(request_here: Request, ranks: ProcessGroup) -> Path:
-    """Do a share of a training that another process leads: same settings, data and base; writes no files."""
-    assert ranks.monitor is not None
-    orders = json.loads(ranks.monitor.take("orders"))
-    ranks.monitor.timeout_s = float(orders["settings"]["hardware.process_timeout_s"])
-    request = Request(
-        dataset=request_here.dataset,
-        run_settings=orders["settings"],
-        run_at_once=orders["at_once"],
-        processes=request_here.processes,
-        sharing=orders["sharing"],
-        fetches=True,
-    )
-    # GPUs are detected here, as this process may be on another machine than the leader.
-    hardware = TypeAdapter(Hardware).validate_python(orders["hardware"])
-    hardware = replace(hardware, gpus=detect().gpus)
-    prepared = prepare_with_base(request, hardware=hardware)
-    same_base = prepared.identities == orders["identities"]
-    if not (same_base and prepared.dataset.fingerprint == orders["fingerprint"]):
-        part = "dataset" if same_base else "base"
-        raise InputError(
-            f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
-            fix="give all machines the same files",
-        )
-    setup_torch(prepared)
-    _connect(ranks, prepared)
-    events, folder = EventStream(), Path(orders["folder"])
-    events.subscribe(ranks.monitor.tell)
-    stop = StopFlag()
-    with (
-        taking_signals(stop),
-        in_use(prepared.cache_root),
-        shared_cores(events),
-        pinning(prepared, events),
-    ):
-        return train_job(
-            TrainingJob(
-                prepared=prepared,
-                folder=folder,
-                cache_needs=plan_cache(prepared, prepared.sample_texts),
-                state=None,
-                events=events,
-                stop=stop,
-                started_at_s=time.time(),
-                ranks=ranks,
-            )
-        )
-
-
-def _connect(ranks: ProcessGroup, prepared: Prepared) -> None:
-    device = planned_device(prepared)
-    ranks.connect(device, lag=report_lag(device))
