@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
-from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.common.files import (
+    disk_error,
+    json_bytes,
+    read_json_object,
+    user_path,
+    write_atomic,
+)
 
 from . import drafts
 from .drafts import Draft
@@ -127,7 +133,7 @@ def _changed_ns(path: Path) -> int:
 
 def _same_folder(text: str, root: Path) -> bool:
     try:
-        return bool(text.strip()) and Path(text).expanduser().resolve() == root
+        return bool(text.strip()) and Path(user_path(text)).resolve() == root
     except (OSError, RuntimeError, ValueError):
         return False
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import read_json_object, windows_name_problem
+from lora_trainer.common.files import read_json_object, user_path, windows_name_problem
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware.machine import detect
@@ -120,7 +120,7 @@ def recorded_dataset(run: Path) -> Path | None:
     name = mapping(record, "dataset").get("name")
     for word in sequence(record, "command"):
         try:
-            folder = Path(str(word)).expanduser().resolve()
+            folder = Path(user_path(str(word))).resolve()
             if folder.name == name and folder.is_dir():
                 return folder
         except (OSError, RuntimeError, ValueError):  # too long for a name, as prompts are; no user
@@ -158,7 +158,7 @@ def base_words(text: str, work: Workplace) -> Words:
 def _is_path(base: str) -> bool:
     """Whether a base model is meant as a file; a Hub id may be one, too, and then it is that."""
     try:
-        return "\0" in base or Path(base).expanduser().exists()
+        return "\0" in base or Path(user_path(base)).exists()
     except (OSError, RuntimeError):  # too long, no such user: to be refused as a path
         return True
 

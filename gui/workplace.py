@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.common.events import shown
+from lora_trainer.common.files import user_path
 
 OWN_FOLDER = ".gui"
 # A folder of pictures in a dataset, or in its `_excluded/`; deeper ones are not read.
@@ -79,7 +80,7 @@ class Workplace:
         if not stripped:
             raise InputError("no path is given", fix=f"type the path of {what}")
         try:
-            path = Path(stripped).expanduser().resolve()
+            path = Path(user_path(stripped)).resolve()
             path.exists()  # raises for a name that is too long, as what is done with it would
         except (OSError, RuntimeError, ValueError) as error:  # no such user, a NUL in the name
             raise InputError(

@@ -32,6 +32,7 @@ from lora_trainer.common.errors import (
     did_you_mean,
     package_problem,
 )
+from lora_trainer.common.files import user_path
 from lora_trainer.common.wording import is_hub_id
 from lora_trainer.families.files.hub_files import cached_snapshot, fetch
 
@@ -144,7 +145,7 @@ def find(name_or_folder: str) -> CaptioningModel:
     """
     known = (model for model in KNOWN.values() if name_or_folder in (model.name, model.source))
     model = next(known, CaptioningModel(source=name_or_folder))
-    path = Path(model.source).expanduser()
+    path = Path(user_path(model.source))
     if model.name is None and path.is_dir():
         _refuse_incomplete(path)
         return replace(model, folder=path, writes=what_it_writes(path))

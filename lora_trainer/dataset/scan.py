@@ -28,7 +28,13 @@ from pydantic import TypeAdapter
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import Finding, by_severity, shown
-from lora_trainer.common.files import CappedFolder, json_bytes, sha256_bytes, user_cache_folder
+from lora_trainer.common.files import (
+    CappedFolder,
+    json_bytes,
+    sha256_bytes,
+    user_cache_folder,
+    user_path,
+)
 from lora_trainer.common.memo import HashMemo, MemoTable
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
@@ -279,7 +285,7 @@ def scan(
     if others:
         fingerprint = _joined(fingerprint, *sorted(record.name for record in others))
     if settings.regularisation_dir is not None:
-        other_folder = Path(settings.regularisation_dir).expanduser()
+        other_folder = Path(user_path(settings.regularisation_dir))
         if other_folder.resolve().is_relative_to(folder.resolve()):
             marking = f"--set data.folders.{other_folder.name}.regularisation=true"
             raise RequestError(
@@ -396,7 +402,7 @@ def _name_of_mask(mask: Mask) -> Iterator[str]:
 
 def cache_folder(data: DataSettings) -> Path:
     """Return the cache root from the setting, or the platform's folder for caches."""
-    return user_cache_folder() if data.cache_dir == "auto" else Path(data.cache_dir).expanduser()
+    return user_cache_folder() if data.cache_dir == "auto" else Path(user_path(data.cache_dir))
 
 
 def cache_in(data: DataSettings) -> CappedFolder:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.common.events import EventStream, Listener
-from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.common.files import json_bytes, user_path, write_atomic
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.dataset.caption_rules import has_trigger
 from lora_trainer.evaluate.evaluation import (
@@ -219,7 +219,7 @@ def find_features(clip: str | None = None) -> Features:
 
     Raises InputError where `clip` is named but not on this machine.
     """
-    path = None if clip is None else Path(clip).expanduser()
+    path = None if clip is None else Path(user_path(clip))
     folder = path if path and path.is_dir() else cached_snapshot(clip or CLIP, revision=None)
     if folder is not None:
         return clip_features(folder, name=clip or CLIP)

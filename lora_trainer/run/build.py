@@ -22,6 +22,7 @@ from lora_trainer.cache.cache_plan import Entries, Needs, TextEntries, needs
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import user_path
 from lora_trainer.config.declare import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
@@ -197,7 +198,7 @@ def load_networks(prepared: Prepared) -> Networks:
             text.learn(word)
     assistant = None
     if (file := config.base.assistant) is not None:
-        tensors = read_tensors(Path(file).expanduser(), names=layer_names(prepared, None))
+        tensors = read_tensors(Path(user_path(file)), names=layer_names(prepared, None))
         assistant = attach_assistant(denoiser, tensors)
     return Networks(denoiser=denoiser, text=text, assistant=assistant)
 

@@ -25,7 +25,7 @@ from lora_trainer.checkpoint.states import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.errors import LoraTrainError, first_line
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import json_bytes, open_regular, write_atomic
+from lora_trainer.common.files import json_bytes, open_regular, user_path, write_atomic
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.dataset.buckets import bucket_bounds
@@ -162,8 +162,8 @@ def _export_info(
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
-        base_hashes=file_hashes(Path(base).expanduser(), memo),
-        vae_hashes=None if vae is None else file_hashes(Path(vae).expanduser(), memo),
+        base_hashes=file_hashes(Path(user_path(base)), memo),
+        vae_hashes=None if vae is None else file_hashes(Path(user_path(vae)), memo),
         bucket_bounds_px=bucket_bounds(
             prepared.config.data,
             resolution_px=prepared.facts.resolution_px,

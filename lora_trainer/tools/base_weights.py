@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
+from lora_trainer.common.files import user_path
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
@@ -110,7 +111,7 @@ def open_base(source: str) -> Iterator[BaseWeights]:
 
     Raises InputError for a file or folder that is no base model and for a quantised one.
     """
-    path = Path(source).expanduser()
+    path = Path(user_path(source))
     with ExitStack() as stack:
         if path.is_file() and path.suffix == SUFFIX:
             yield _single(source, path, stack)

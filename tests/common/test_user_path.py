@@ -20,6 +20,7 @@ from tests.fakes.runs import ROOT
 
 TYPED = {
     "a/b": "a/b", "~/a": "HOME/a", " a/b ": "a/b", "a\n": "a", '"C:\\a b\\c"': "C:\\a b\\c", "'a b'": "a b",
+    "~nobody-there/a": "~nobody-there/a",
     "\u201ca\u201d": "a", '" ~/a "': "HOME/a", "$HOME/a": "$HOME/a", '"': '"', "it's": "it's", "": "",
 }  # fmt: skip
 
@@ -97,3 +98,13 @@ def test_what_the_header_of_a_start_tells_is_refused_by_the_plan(name: str, tmp_
     with pytest.raises(LoraTrainError, match="init_from") as caught:
         prepare(request)
     assert caught.value.exit_code in (InputError.exit_code, 2)
+
+
+@pytest.mark.parametrize("key", ["base.vae", "base.model", "data.regularisation_dir"])
+def test_the_home_of_nobody_is_no_traceback(key: str) -> None:
+    request = Request(
+        dataset=ROOT / "datasets" / "example",
+        overrides={"base.model": "embedded", key: "~nobody-there/x"},
+    )
+    with pytest.raises(LoraTrainError, match="~nobody-there/x"):
+        prepare(request)

@@ -17,6 +17,7 @@ from typing import Literal
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError, first_line
+from lora_trainer.common.files import user_path
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.config.inputs import BaseSettings
@@ -166,7 +167,7 @@ def _find(
 ) -> tuple[Layout | None, Family | None, Checkpoint | None]:
     """Return the layout, None if not on this machine, the family if the files tell it, and a single file."""
     source = settings.model
-    path = Path(source).expanduser()
+    path = Path(user_path(source))
     if path.is_file() and path.suffix not in _PICKLES:
         checkpoint = open_checkpoint(settings, path)
         return _find_beside(checkpoint, on_bytes=on_bytes), checkpoint.family, checkpoint
@@ -249,7 +250,7 @@ def _companion_folder(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Pa
 def _find_vae(settings: BaseSettings, family: Family, *, on_bytes: OnBytes | None) -> Path:
     """Return the file or folder of `base.vae`; raises InputError when it holds no VAE for the family."""
     assert settings.vae is not None
-    path = Path(settings.vae).expanduser()
+    path = Path(user_path(settings.vae))
     if path.is_file() and path.suffix in SUFFIXES:
         header = read_header(path)
         refuse_quantised(path)
@@ -287,7 +288,7 @@ def _folder(
     """
     if source == EMBEDDED:
         return EMBEDDED_FOLDER
-    path = Path(source).expanduser()
+    path = Path(user_path(source))
     if path.is_dir():
         return path
     if path.suffix in _PICKLES:
@@ -333,7 +334,7 @@ def _check_configurations(folder: Path, *, source: str) -> None:
 
 
 def _is_path(source: str) -> bool:
-    path = Path(source).expanduser()
+    path = Path(user_path(source))
     # A Hub id is owner/name, with exactly one slash.
     is_id = source.count("/") == 1 and not source.startswith((".", "~"))
     return path.is_absolute() or path.suffix in SUFFIXES or not is_id

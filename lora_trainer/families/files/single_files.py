@@ -21,7 +21,7 @@ from typing import Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
-from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, user_cache_folder
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, user_cache_folder, user_path
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
@@ -158,7 +158,7 @@ def encoder_files(
         if file is not None and any(name.startswith(prefix) for name in header):
             text[component] = file
     for name in settings.text_encoders:
-        path = Path(name).expanduser()
+        path = Path(user_path(name))
         if not path.is_file() or path.suffix not in SUFFIXES:
             raise InputError(
                 f"base.text_encoders names {name}, which is no weight file",
