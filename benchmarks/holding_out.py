@@ -34,7 +34,7 @@ from lora_trainer.common.files import read_json_object  # noqa: E402 - after sys
 from lora_trainer.evaluate.evaluation import (  # noqa: E402 - after sys.path
     build_evaluation,
     evaluated_lora_of,
-    plan_of,
+    prepare_again,
 )
 from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402 - after sys.path
 
@@ -131,9 +131,9 @@ def _gains(file: Path, images: Path) -> float:
         base="embedded",
         overrides={"data.validation_fraction": 0.0, "train.seed": 0, "hardware.threads": 1},
     )
-    plan = plan_of(subject, images)
-    scene = build_evaluation(subject, plan, prompts=(), events=EventStream(listeners=[]))
-    names = [record.sample_ids()[0] for record in plan.trained]
+    prepared = prepare_again(subject, images)
+    scene = build_evaluation(subject, prepared, prompts=(), events=EventStream(listeners=[]))
+    names = [record.sample_ids()[0] for record in prepared.trained]
     keys = [(name, scene.sources[name]) for name in names]
     batches = scene.feeder.validation(keys, quantiles=QUANTILES)
     before, after = (

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -257,6 +258,8 @@ def test_a_real_terminal_closed_in_a_run_stops_it_with_its_state(tmp_path: Path)
     folder = Path(__file__).parents[2] / "datasets" / "example"
     pid, terminal = pty.fork()
     if pid == 0:  # pragma: no cover - another program
+        # A test run under nohup ignores SIGHUP, and so would the training.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         words = ["lora_trainer", str(folder), "--steps", "500", "--output", str(tmp_path)]
         for setting in (
             "data.resolution=64", "train.batch_size=1", "sampling.every_steps=0", "train.seed=1",
