@@ -24,7 +24,7 @@ from lora_trainer.common.errors import (
 )
 from lora_trainer.common.files import disk_error
 
-from .access import (
+from .server.access import (
     KEY_PARAMETER,
     LOOPBACK,
     KeyAccess,
@@ -34,7 +34,7 @@ from .access import (
     listening_password,
     read_key,
 )
-from .guard import Access
+from .server.guard import Access
 from .workplace import Workplace
 
 ADDRESS = "127.0.0.1"
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def serve(options: Options) -> None:
     """Build the pages and serve them; raises RequestError, InputError, MachineError."""
     require_gradio()
-    from . import server
+    from .server import serve as server
 
     work = workplace(options)
     access = access_for(options, work)

@@ -16,22 +16,14 @@ from typing import Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 
-from . import (
-    bulk,
-    caption_job,
-    dataset_check,
-    dataset_notes,
-    exclusion,
-    jobs,
-    mask_edit,
-    trash,
-)
+from . import bulk, caption_job, dataset_check, dataset_notes, exclusion, jobs, mask_edit
 from .bulk import BulkEdit
 from .caption_edit import Edit
 from .dataset_view import summary
 from .journal import History, Journal, Outcome
 from .open_dataset import RESOLUTIONS, Counters, OpenDataset, open_dataset
 from .posted import Posted
+from .trash import store as trash
 from .workplace import Workplace
 
 MAX_TRIGGER_CHARACTERS = 100

@@ -16,7 +16,6 @@ from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.charts import Html
 
 from . import state
-from .asset_files import EXAMPLE_IMAGES, example_url
 from .live import LiveTraining, running
 from .markup import (
     button,
@@ -30,6 +29,7 @@ from .markup import (
     tag,
 )
 from .media import run_url
+from .server.asset_files import EXAMPLE_IMAGES, example_url
 from .state import Followed, RunEntry, page_url
 from .workplace import Workplace
 

@@ -27,10 +27,10 @@ from lora_trainer.config.config import build_config
 from lora_trainer.hardware.machine import detect
 from lora_trainer.reporting.history import mapping, sequence
 
-from .asset_files import EXAMPLE, EXAMPLE_NAME
 from .bases import EMBEDDED, RECOMMENDED
 from .drafts import Draft
 from .fence import fenced
+from .server.asset_files import EXAMPLE, EXAMPLE_NAME
 from .warm import BASES, Done, WarmProcess
 from .workplace import Workplace
 

@@ -1,4 +1,4 @@
-"""What every page shows of the trainings that run, as a small JSON: `/live`, for assets/live.js.
+"""What every page shows of the trainings that run, as a small JSON: `/live`, for shared/live.js.
 
 Input: the runs folder. Output: name, percent, time left and state of each run that trains, how those
 ended that did not long ago, how many wait, and, for Home, its markup where it has changed.

@@ -16,11 +16,12 @@ from urllib.parse import urlencode
 from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, text
 
-from .language import COOKIE, languages
+from .server.language import ENGLISH, languages
+from .server.templates import render
+from .server.translation import words
 
 PRODUCT = "lora-train"
 _SETTING = re.compile(r"(?:--set[ =])?\b(?P<key>[a-z]+\.[a-z0-9_]+)\b(?P<equals>=)?(?!\.\w)")
-_YEAR_S = 365 * 24 * 3600
 _VOID = frozenset({"br", "img", "input", "meta"})
 STATE_ICONS = {
     "running": "play",
@@ -158,7 +159,7 @@ def copy_button() -> Html:
 
 
 def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:
-    """Return the button that moves something into the trash (assets/trash.js) and leads to `then`."""
+    """Return the button that moves something into the trash (trash/script.js) and leads to `then`."""
     return button(
         "Delete",
         icon_name="trash-2",
@@ -291,59 +292,20 @@ def _chooser(name: str, **attributes: str) -> Html:
 
 
 def bar(page: str) -> Html:
-    """Return what stands on top of the page `page`; assets/live.js fills the live place."""
-    return tag(
-        "header",
-        tag("a", _mark(), tag("span", PRODUCT), href="/", class_="brand"),
-        tag("nav", *_links(page, tool=False), aria_label="Pages"),
-        tag("div", class_="live", role="status"),
-        *_links(page, tool=True),
-        _language_choice(),
-        class_="bar",
-        data_page=page,
+    """Return what stands on top of a page that is not a template, in English; shared/live.js follows the trainings."""
+    address = next((place.path for place in PLACES if place.name == page), "")
+    return render(
+        "shared/bar.html",
+        words(ENGLISH),
+        title=page,
+        address=address,
+        places=PLACES,
+        languages=languages(),
     )
-
-
-def _links(page: str, *, tool: bool) -> Iterable[Html]:
-    for place in PLACES:
-        if place.tool is tool:
-            yield tag(
-                "a",
-                icon(place.icon),
-                tag("span", place.name),
-                href=place.path,
-                class_="tool" if tool else None,
-                aria_current="page" if place.name == page else None,
-            )
-
-
-def _language_choice() -> Html:
-    """Return the choice of the language, an icon with the browser's own list; assets/live.js shows the present one."""
-    names = (
-        tag("option", name, value=code, lang=code, translate="no")
-        for code, name in languages().items()
-    )
-    # In the element: a choice made before the scripts of the page have come counts too. The cookie is read
-    # back, as a browser may store it beside the script, and a page asked for meanwhile goes without it.
-    choose = (
-        f"document.cookie = `{COOKIE}=${{this.value}}; path=/; max-age={_YEAR_S}; SameSite=Strict`; "
-        "if (document.cookie) location.reload();"
-    )
-    choice = tag("select", *names, aria_label="Language", onchange=choose)
-    return tag("span", icon("languages"), tag("span", "Language"), choice, class_="language tool")
-
-
-def _mark() -> Html:
-    return tag("svg", tag("use", href="/ui/mark.svg#mark"), aria_hidden="true")
 
 
 def document(title: str, body: Html, *, script: str = "") -> str:
     """Return a whole page that needs no Gradio, in the scheme that the browser asks for."""
-    # Gradio sets the class `dark` the same way.
-    scheme = (
-        'if (matchMedia("(prefers-color-scheme: dark)").matches) '
-        'document.documentElement.classList.add("dark");'
-    )
     head = join(
         [
             tag("title", f"{title} \u2013 {PRODUCT}"),
@@ -351,7 +313,7 @@ def document(title: str, body: Html, *, script: str = "") -> str:
             Html('<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">'),
             Html('<link rel="stylesheet" href="/ui/site.css">'),
             Html('<link rel="stylesheet" href="/ui/home.css">'),
-            tag("script", Html(scheme)),
+            tag("script", src="/ui/shared/first.js"),
         ]
     )
     page = tag("div", tag("div", body, class_="html-container"), class_="frame")

@@ -14,22 +14,11 @@ import gradio as gr
 from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
-from .pages import (
-    compare_page,
-    datasets,
-    doctor_page,
-    expert,
-    home,
-    library_page,
-    queue,
-    run,
-    train_page,
-    trash_page,
-)
+from .pages import datasets, expert, home, library_page, run, train_page
 from .pages.gradio_events import module
 from .workplace import Workplace
 
-_BAR = module("live.js", 'module.start(element.querySelector(".bar"));')
+_BAR = module("shared/live.js", 'module.start(element.querySelector(".bar"));')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +34,8 @@ PAGES = (
     Page(name="Train", path="train", build=train_page.build),
     Page(name="Run", path="run", build=run.build),
     Page(name="Datasets", path="datasets", build=datasets.build),
-    Page(name="Queue", path="queue", build=queue.build),
     Page(name="LoRAs", path="library", build=library_page.build),
-    Page(name="Compare", path="compare", build=compare_page.build),
-    Page(name="Trash", path="trash", build=trash_page.build),
     Page(name="All settings", path="settings", build=expert.build),
-    Page(name="Machine", path="doctor", build=doctor_page.build),
 )
 
 

@@ -38,8 +38,8 @@ from lora_trainer.common.files import (
 )
 
 from .archives import Received, unpack
-from .asset_files import EXAMPLE, EXAMPLE_NAME
 from .posted import Posted
+from .server.asset_files import EXAMPLE, EXAMPLE_NAME
 from .upload_names import Names, is_image, numbered, reason_against, safe_name
 from .workplace import Workplace
 

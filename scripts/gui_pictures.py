@@ -30,7 +30,7 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.gui import trash  # noqa: E402 - after sys.path
+from lora_trainer.gui.trash import store as trash  # noqa: E402 - after sys.path
 from lora_trainer.gui.workplace import Workplace  # noqa: E402 - after sys.path
 
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path

@@ -3,8 +3,8 @@
     python scripts/gui_texts.py de              # one text a line, with the file that has it
     python scripts/gui_texts.py de --file queue # only of files whose path has this word
 
-A text is a string literal of gui/ (Python or JavaScript) with a space or a capital in it, or what a family.toml
-says that a release is good for. Literals that
+A text is a string literal of gui/ (Python, JavaScript or template) with a space or a capital in it, or what a
+family.toml says that a release is good for. Literals that
 never reach a page are listed too: the list helps to translate and is no measure.
 """
 
@@ -23,6 +23,8 @@ LANGUAGES = ROOT / "gui" / "languages"
 PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _SCRIPT_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
 _SCRIPT_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\(.)")
+_EXPRESSION = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEMPLATE_STRING = re.compile(r'"([^"]*)"')
 _FIELD = re.compile(r"\{[a-z_]+\}")
 _MARKUP = re.compile(r">([^<>{}]+)<")
 
@@ -37,15 +39,15 @@ def sources() -> Iterator[Path]:
     """Yield the files whose texts may stand on a page."""
     for folder in ("gui", "lora_trainer"):
         yield from sorted((ROOT / folder).rglob("*.py"))
-    yield from sorted((ROOT / "gui" / "assets").glob("*.js"))
+    for kind in ("*.js", "*.html"):
+        yield from sorted((ROOT / "gui").rglob(kind))
     yield from sorted((ROOT / "lora_trainer" / "families").glob("*/family.toml"))
 
 
 def literals(path: Path) -> Iterator[str]:
     """Yield the string literals of a file as a page shows them, with `{}` for what is put in."""
     source = path.read_text(encoding="utf-8")
-    found = _READERS[path.suffix](source)
-    for literal in found:
+    for literal in _READERS[path.suffix](source):
         yield normal(literal)
         for between in _MARKUP.findall(literal):
             yield normal(between)
@@ -87,6 +89,12 @@ def _script(source: str) -> Iterator[str]:
         yield _without_fields(text) if match[0] == "`" else text
 
 
+def _template(source: str) -> Iterator[str]:
+    """Yield the strings of a template's expressions, which stand in quoted attributes too."""
+    for expression in _EXPRESSION.findall(source):
+        yield from _TEMPLATE_STRING.findall(expression)
+
+
 def _without_fields(template: str) -> str:
     """Return the text of a template literal with `{}` in place of each `${...}`."""
     text, depth = "", 0
@@ -102,7 +110,7 @@ def _without_fields(template: str) -> str:
     return text
 
 
-_READERS = {".py": _python, ".js": _script, ".toml": _good_for}
+_READERS = {".py": _python, ".js": _script, ".html": _template, ".toml": _good_for}
 
 
 def lacking(code: str) -> Iterator[tuple[Path, str]]:

@@ -1,6 +1,6 @@
 // Home: the cards follow the event "live"; one listener serves the buttons of all cards.
 import { dropZone, trainOn } from "/ui/drop.js";
-import { followHome, look } from "/ui/live.js";
+import { followHome, look } from "/ui/shared/live.js";
 
 export function mount(element, act) {
   const place = element.querySelector(".home");

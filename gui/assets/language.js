@@ -5,7 +5,7 @@
 // A text is known as a whole, or with `{}` in place of what stays as it is (a name), `{#}` of a figure with
 // its unit and `{text}` of what is a text of its own. Of several that fit, the one with the most letters counts.
 
-function translatePage(code, texts) {
+function translatePage(texts) {
   const NAMES = ["placeholder", "title", "aria-label", "alt", "label", "data-page", "data-sure"];
   const KEPT = '[translate="no"], .notranslate, [contenteditable], script, style, code, pre, kbd';
   const PLACEHOLDERS = {
@@ -100,7 +100,4 @@ function translatePage(code, texts) {
       else node(target);
     }
   }).observe(document.documentElement, { childList: true, subtree: true, characterData: true, attributes: true, attributeFilter: NAMES });
-
-  // For live.js: the notices of the system stand outside of the page.
-  window.pageLanguage = { code, say: (english) => said(english) ?? english };
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ..asset_files import asset
 from ..dataset_desk import DatasetDesk
 from ..markup import drop_zone
+from ..server.asset_files import asset
 from ..workplace import Workplace
-from . import trash_page
-from .gradio_events import answering, html
+from .gradio_events import answering, deletes, html
 from .share import browsing
 
 SCRIPTS = (
@@ -40,4 +39,4 @@ def build(work: Workplace) -> None:
             *browsing(work),
         ],
     )
-    trash_page.attach(work)
+    deletes()

@@ -16,10 +16,10 @@ from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.files import disk_error
 
 from .. import drafts, expert_edit, expert_view, launch, setting_presets
-from ..asset_files import asset
 from ..drafts import Draft
 from ..foreign_settings import imported
 from ..launch import Plans
+from ..server.asset_files import asset
 from ..workplace import Workplace
 from .gradio_events import html
 

@@ -53,6 +53,14 @@ def module(name: str, body: str) -> str:
     )
 
 
+def deletes() -> Any:
+    """Give a page the deeds of the buttons that delete, see trash/script.js."""
+    return html(
+        html_template='<p class="trash"></p>',
+        js_on_load=module("trash/script.js", "module.mount(element);"),
+    )
+
+
 def answering(
     act: Callable[[Posted], dict[str, Any]], name: str = ""
 ) -> Callable[[Any], dict[str, Any]]:

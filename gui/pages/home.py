@@ -1,7 +1,7 @@
 """The first page: the example for whoever has no run yet, else every run, and a place for images.
 
 Inputs: the runs folder; the name of a run and what is asked of it. Outputs: cards that follow the
-files (`/live`, see front.py), requests in control folders, items of the queue.
+files (`/live`, see server/startup.py), requests in control folders, items of the queue.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from .. import home_view, run_actions
 from ..markup import error_html
 from ..state import Followed
 from ..workplace import Workplace
-from . import trash_page
-from .gradio_events import PRIVATE, html, module
+from .gradio_events import PRIVATE, deletes, html, module
 
 _MOUNT = module("home.js", 'module.mount(element, (asked) => trigger("click", asked));')
 
@@ -29,7 +28,7 @@ def build(work: Workplace) -> None:
         elem_id="runs",
     )
     said = html(elem_classes="line")
-    trash_page.attach(work)
+    deletes()
 
     def act(event: gr.EventData) -> str:
         return asked(work, action=str(event.action), run=str(event.run))

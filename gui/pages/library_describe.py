@@ -11,10 +11,10 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.tools.describe import describe, description_of
 
 from .. import library, sharing
-from ..asset_files import asset
 from ..lora_files import Header, LoraFile, find, read_header, take_note
 from ..lora_files import rename as rename_lora
 from ..markup import error_html, note_html
+from ..server.asset_files import asset
 from ..workplace import Workplace
 from .gradio_events import GO, QUIET, html
 from .library_parts import LibraryTab

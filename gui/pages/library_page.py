@@ -14,8 +14,8 @@ from lora_trainer.common.errors import LoraTrainError
 from .. import library, lora_files
 from ..markup import error_html
 from ..workplace import Workplace
-from . import library_describe, library_export, library_tools, library_try, share, trash_page
-from .gradio_events import QUIET, html
+from . import library_describe, library_export, library_tools, library_try, share
+from .gradio_events import QUIET, deletes, html
 from .library_parts import LibraryTab
 
 ALL_BASES = "all"
@@ -40,7 +40,7 @@ def build(work: Workplace) -> None:
             with gr.Tab("Inside") as inside_tab:
                 inside = html(elem_classes="run")
     share.build(work)
-    trash_page.attach(work)
+    deletes()
     parts: tuple[LibraryTab, ...] = (try_it, describe, tools, export)
     outputs = [shelf, detail, ref, head, tabs, base, grid]
     outputs += [widget for part in parts for widget in part.outputs]

@@ -19,15 +19,15 @@ from lora_trainer.reporting.charts import Html, loss_curve
 from lora_trainer.reporting.status import read_status
 
 from .. import run_actions, state
-from ..asset_files import asset
 from ..markup import error_html, note_html, tag
 from ..posted import Posted
 from ..run_parts import Part, chart_view, damaged_parts, parts, shown_best, stamp
 from ..run_state import look
+from ..server.asset_files import asset
 from ..state import Followed
 from ..workplace import Workplace
-from . import share, trash_page
-from .gradio_events import PRIVATE, QUIET, TICK_S, answering, html, looked_at, module
+from . import share
+from .gradio_events import PRIVATE, QUIET, TICK_S, answering, deletes, html, looked_at, module
 
 _BUTTONS = {
     "sample": "Draw samples now",
@@ -68,7 +68,7 @@ def build(work: Workplace) -> None:
     with gr.Column(elem_classes="run-page", visible=False) as body:
         widgets, said = _widgets(work, followed)
     share.build(work)
-    trash_page.attach(work)
+    deletes()
     back = looked_at()
     timer = gr.Timer(TICK_S)
     outputs = [title, body, *widgets.values(), sent, timer]

@@ -13,10 +13,10 @@ import gradio as gr
 
 from lora_trainer.config import PRIORITIES
 
-from ..asset_files import asset
 from ..dataset_desk import DatasetDesk
 from ..launch import Plans
 from ..markup import drop_zone, note_html
+from ..server.asset_files import asset
 from ..workplace import Workplace
 from .gradio_events import GO, PRIVATE, QUIET, TICK_S, answering, html, module
 from .share import browsing

@@ -290,7 +290,7 @@ ALLOWED = {
         "posix",
     ): "an argument of shlex, which is the same everywhere",
     ("gui/journal.py", "os.sync"): "where it is there, else file by file",
-    ("gui/access.py", "os.link"): "a rename where there are no links",
+    ("gui/server/access.py", "os.link"): "a rename where there are no links",
 }
 """Places that may use them, with the reason."""
 

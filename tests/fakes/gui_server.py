@@ -19,8 +19,8 @@ from urllib.parse import parse_qsl, urljoin, urlsplit
 from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
-from lora_trainer.gui.access import KeyAccess
-from lora_trainer.gui.door import own_host
+from lora_trainer.gui.server.access import KeyAccess
+from lora_trainer.gui.server.door import own_host
 
 from scripts.reliability.kill import free_port
 

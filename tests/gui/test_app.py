@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from lora_trainer.gui import app
-from lora_trainer.gui.guard import Guard
-from lora_trainer.gui.guesses import BURST, GUESS_EVERY_S, GuessLimit, network_of
+from lora_trainer.gui.server.guard import Guard
+from lora_trainer.gui.server.guesses import BURST, GUESS_EVERY_S, GuessLimit, network_of
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cache.store import in_use
@@ -80,8 +80,8 @@ def test_a_server_for_others_is_behind_the_password_and_prints_none(
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
     served: list[tuple[Any, list[socket.socket]]] = []
     monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", "correct horse")
-    monkeypatch.setattr("lora_trainer.gui.server.quiet_gradio", lambda _: None)
-    monkeypatch.setattr("lora_trainer.gui.server.run", lambda *both: served.append(both))
+    monkeypatch.setattr("lora_trainer.gui.server.serve.quiet_gradio", lambda _: None)
+    monkeypatch.setattr("lora_trainer.gui.server.serve.run", lambda *both: served.append(both))
     app.main([f"--runs={tmp_path / 'runs'}", f"--datasets={tmp_path}", "--listen=0.0.0.0"])
     ((pages, listening),) = served
     with listening[0]:
@@ -94,7 +94,7 @@ def test_a_server_for_others_is_behind_the_password_and_prints_none(
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from lora_trainer.gui import access, server
+from lora_trainer.gui.server import access, serve as server
 from lora_trainer.gui.workplace import Workplace
 work = Workplace(runs=Path(sys.argv[1]))
 server.quiet_gradio(work)
@@ -126,14 +126,26 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
     assert "UserWarning" not in done.stderr
     served = json.loads(done.stdout.splitlines()[-1])
     assert served["loaded"] == [] and served["before"] == [], "the first page waits for no import"
-    pages = "compare datasets doctor library queue run settings train trash"
+    pages = "datasets library run settings train"
     assert sorted(served["pages"]) == ["", *pages.split()]
     assert served["routes"] == [
         "/live",
         "/ready",
         "/ui/{name}",
         "/ui/example/{name}",
-        "/ui/language/{code}.js",
+        "/ui/language/{code}.{kind}",
+        "/ui/{room}/{name}",
+        "/queue",
+        "/queue/look",
+        "/compare",
+        "/compare/sheet",
+        "/trash",
+        "/trash/put",
+        "/trash/back",
+        "/trash/empty",
+        "/doctor",
+        "/doctor/cache",
+        "/doctor/clear",
         "/upload/{batch}/{number}",
         "/upload/{batch}",
         "/media/run/{name}/{file:path}",
@@ -141,7 +153,7 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
         "/media/own/tries/{folder}/{name}",
         "/media/thumb",
     ]
-    assert served["turns"] == ["queue"] * 2 + ["tools"] * 4 + ["tries"] * 2  # each one at a time
+    assert served["turns"] == ["tools"] * 4 + ["tries"] * 2  # each one at a time
     assert served["allowed_paths"] == [] and served["off"] == [False] * 4
     assert served["uploads"] == f"{runs}/.gui/incoming"
 
@@ -153,7 +165,7 @@ def test_the_choice_counts_before_what_the_browser_asks_for_and_each_entry_is_a_
     None
 ):
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
-    from lora_trainer.gui import language
+    from lora_trainer.gui.server import language
     from starlette.datastructures import Headers
 
     for accepted, cookie, code in (
@@ -179,6 +191,51 @@ def test_the_choice_counts_before_what_the_browser_asks_for_and_each_entry_is_a_
             assert other and other.rstrip() == other, english
             letters = re.sub(r"[^A-Za-z]", "", gui_texts.PLACEHOLDER.sub("", english))
             assert len(letters) >= 2 or not placed, f"{english}: only placeholders"
+
+
+def test_every_text_of_a_template_and_of_its_script_has_its_translation() -> None:
+    said = re.compile(r"""\b(?:_|say)\(\s*((?:"[^"]*"\s*)+)[,)]""")
+    for path in (*ROOT.glob("gui/*/*.html"), *ROOT.glob("gui/*/*.js")):
+        if path.parent.name == "assets":
+            continue
+        for found in said.findall(path.read_text(encoding="utf-8")):
+            english = "".join(re.findall(r'"([^"]*)"', found))
+            for code in (each.stem for each in gui_texts.LANGUAGES.glob("*.json")):
+                assert english in gui_texts.known(code), f"{path.name}: {english}"
+
+
+@pytest.mark.parametrize(
+    ("english", "values", "german"),
+    [
+        ("Put back {}", ("<b>",), "<b> zur\u00fcckholen"),
+        ("1 deleted thing, {#}. Nothing is gone until you empty it.", ("3 MiB",), "3 MiB. End"),
+        ("of no language {}", ("x",), "of no language x"),
+    ],
+)
+def test_a_text_is_said_with_its_values_in_the_language(
+    english: str, values: tuple[str, ...], german: str
+) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui.server.translation import words
+
+    assert german in words("de")(english, *values)
+    assert words("en")(english, *values).count("{") == 0
+
+
+def test_what_a_training_says_of_itself_is_translated_by_its_form() -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui.server.translation import words
+
+    for english, german in (
+        ("step 12 of 30", "Schritt 12 von 30"),
+        (
+            "Train again, step 12 of 30 as usual",
+            "Noch einmal trainieren, Schritt 12 von 30 wie \u00fcblich",
+        ),
+        ("what nobody has translated", "what nobody has translated"),
+    ):
+        assert words("en").message(english) == english
+        assert words("de").message(english) == german
 
 
 # ---- who may ask what
@@ -233,8 +290,8 @@ def test_a_body_that_is_too_large_is_not_read_one_without_end_is_cut_and_a_webso
     local: Any, cookie: str, own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered = {"cookie": cookie, "host": own}
-    monkeypatch.setattr("lora_trainer.gui.guard.BODY_MAX_BYTES", 10)
-    monkeypatch.setattr("lora_trainer.gui.guard.UPLOAD_MAX_BYTES", 12)
+    monkeypatch.setattr("lora_trainer.gui.server.guard.BODY_MAX_BYTES", 10)
+    monkeypatch.setattr("lora_trainer.gui.server.guard.UPLOAD_MAX_BYTES", 12)
     for declared in ("11", "999999999999", "-1", "x"):
         status, _, _, read = through(local, body=(b"x",), content_length=declared, **entered)
         assert (status, read) == (413, [])
@@ -320,7 +377,7 @@ def test_no_cookie_of_another_program_locks_out(
     local: Any, cookie: str, own: str, others: str
 ) -> None:
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
-    from lora_trainer.gui import language
+    from lora_trainer.gui.server import language
     from starlette.datastructures import Headers
 
     name = local.cookie(PORT)[0]
@@ -333,7 +390,7 @@ def test_no_cookie_of_another_program_locks_out(
 
 def test_nobody_else_can_listen_on_the_other_loopback_address(tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
-    from lora_trainer.gui import server
+    from lora_trainer.gui.server import serve as server
 
     addresses = ("127.0.0.1", "127.0.0.1", "127.0.0.2")  # not each machine has ::1
     with socket.create_server(("127.0.0.2", 0)) as other:
@@ -388,8 +445,10 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
     async def sleep(seconds: float) -> None:
         waits_s.append(seconds)
 
-    monkeypatch.setattr("lora_trainer.gui.access.asyncio.sleep", sleep)
-    monkeypatch.setattr("lora_trainer.gui.access.time.monotonic", lambda: 100.0)  # but for that
+    monkeypatch.setattr("lora_trainer.gui.server.access.asyncio.sleep", sleep)
+    monkeypatch.setattr(
+        "lora_trainer.gui.server.access.time.monotonic", lambda: 100.0
+    )  # but for that
     right = "pass:w\u00f6rd 1"
     monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", right)
     who = opened("--listen=10.1.2.3", "--host-name=studio.lan", f"--runs={tmp_path}")
@@ -420,7 +479,7 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
     assert waits_s == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert through(who, authorization=basic(right))[0] == 429, "not even looked at"
     assert through(who, client="10.0.0.2", authorization=basic(right))[0] == 200
-    monkeypatch.setattr("lora_trainer.gui.guesses.NETWORKS_MAX", 3)
+    monkeypatch.setattr("lora_trainer.gui.server.guesses.NETWORKS_MAX", 3)
     for client in "abcde":
         assert through(who, client=client, authorization=basic("wrong"))[0] == 401
     assert list(who.held_back.next_s) == ["c", "d", "e"]
@@ -506,35 +565,45 @@ def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(tmp_path
         (owls / name).unlink()
 
 
-# ---- the page Doctor
+# ---- the page Machine
 
 
-def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command() -> None:
+def machine_page(work: Workplace, found: Any, **shown: Any) -> str:
+    """Return the report of the page Machine."""
+    from lora_trainer.gui.machine import report
+    from lora_trainer.gui.server.templates import render
+    from lora_trainer.gui.server.translation import words
+
+    said = {"cache": report.cache_state(), "links": report.hub(), **shown}
+    return render("machine/report.html", words("en"), **report.shown(work, found, **said))
+
+
+def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command(
+    work: Workplace,
+) -> None:
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
-    from lora_trainer.gui import doctor
-
     here = replace(detect(), gpus=(), gpu_reason="no driver")
     sizes = {"total_bytes": 24 * GIB, "free_bytes": 23 * GIB, "compute_capability": (8, 9)}
     card = Gpu(index=0, name="<b>RTX 4090</b>", driver="580.1", **sizes)
-    assert "Trains on the processor" in doctor.machine(here)
-    assert "no driver" in doctor.machine(here)
+    markup = machine_page(work, here)
+    assert "Trains on the processor" in markup and "no driver" in markup
     build = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
-    markup = doctor.machine(replace(here, gpus=(card,), torch=build))
+    markup = machine_page(work, replace(here, gpus=(card,), torch=build))
     assert "Trains on &lt;b&gt;RTX 4090&lt;/b&gt;." in markup
     assert "23.0 GiB free of 24.0 GiB" in markup
-    needed = replace(here, packages={**here.packages, "peft": None})
-    assert "1 to be mended" in doctor.packages(needed)
-    assert "<code>pip install peft</code>" in doctor.packages(needed)
-    optional = replace(here, packages={**here.packages, "prodigyopt": None})
-    assert "All that is needed is installed" in doctor.packages(optional)
-    assert "<code>pip install prodigyopt</code>" in doctor.packages(optional)
+    markup = machine_page(work, replace(here, packages={**here.packages, "peft": None}))
+    assert "1 to be mended" in markup
+    assert "<code>pip install peft</code>" in markup
+    markup = machine_page(work, replace(here, packages={**here.packages, "prodigyopt": None}))
+    assert "All that is needed is installed" in markup
+    assert "<code>pip install prodigyopt</code>" in markup
 
 
 def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stays(
     work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
-    from lora_trainer.gui import doctor
+    from lora_trainer.gui.machine import report as doctor
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = doctor.cache_state().folder
@@ -544,14 +613,16 @@ def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stay
     entry.write_bytes(b"x" * 2048)
     secret = "hf_" + "abcDEF0123" * 4
     monkeypatch.setenv("HF_TOKEN", secret)
-    off = doctor.hub()  # tests are offline
-    assert off.token and secret not in f"{off} {doctor.network(off)}"
-    assert "nothing is downloaded" in doctor.network(off) and "Signed in" in doctor.network(off)
+    off, here = doctor.hub(), detect()  # tests are offline
+    markup = machine_page(work, here, links=off)
+    assert off.token and secret not in f"{off} {markup}"
+    assert "nothing is downloaded" in markup and "Signed in" in markup
     on = replace(off, offline=False, token=False, folder=work.runs / "not" / "there")
-    assert "are downloaded when" in doctor.network(on) and "page Train" in doctor.network(on)
-    markup = doctor.folders(work, doctor.cache_state(), on)
+    markup = machine_page(work, here, links=on)
+    assert "are downloaded when" in markup and "page Train" in markup
     assert "2.0 KiB in 1 entries" in markup and str(work.runs) in markup
-    assert markup.count("GiB") + markup.count("MiB") >= 3
+    folders = markup[markup.index("Folders") : markup.index("Network")]
+    assert folders.count("GiB") + folders.count("MiB") >= 3
     live = fake_run(work.runs / "live", steps=30).write()
     write_status(live)
     with pytest.raises(MachineError, match="while live trains"):

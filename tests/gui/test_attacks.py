@@ -324,6 +324,41 @@ def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) ->
         assert called(attacker, identity, "ls", ["/"]).status >= 400
 
 
+ASKED = (
+    *("/queue/look", "/compare/sheet", "/trash/put", "/trash/back", "/trash/empty"),
+    *("/doctor/cache", "/doctor/clear"),
+)
+"""What the scripts of the pages ask."""
+
+
+def test_what_a_script_asks_is_refused_where_it_names_something_else(
+    attacker: Attacker, place: Place
+) -> None:
+    names = (*climbing(place.secret), *climbing(place.outside), "linked", f"{RUN}/../linked/a.png")
+    for path in ASKED:
+        for body in (None, "x", 5, [], [{}], {"id": ["x"]}, {"ref": 5}, {"kind": "run", "ref": {}}):
+            assert attacker.post(path, body).status == 400
+        for name in names:
+            refused = hostile_wish(name, name)
+            assert attacker.post(path, refused).status == 400, "a key that no script sends"
+        assert attacker.get(path).status == 405
+        for origin in ("http://evil.example", "null"):
+            assert attacker.post(path, {}, Origin=origin).status == 403
+        assert attacker.post(path, {}, Cookie="").status == 403
+    for name in names:
+        for kind in ("run", "lora", "dataset"):
+            assert "error" in json.loads(
+                attacker.post("/trash/put", {"kind": kind, "ref": name}).body
+            ), name
+        wishes = {
+            "/trash/back": {"id": name[:40]},
+            "/compare/sheet": {"run": name},
+            "/queue/look": {"stamp": name, "press": {"action": "stop", "id": name}},
+        }
+        for path, wish in wishes.items():
+            assert "error" in json.loads(attacker.post(path, wish).body), name
+
+
 def hostile_wish(folder: str, name: str) -> dict[str, Any]:
     """Return an object with every key that a page's script sends."""
     words = {"text": "changed", "group": "g", "kind": "append", "replacement": "x", "joint": ", "}
@@ -409,6 +444,16 @@ def test_routes_that_no_page_uses_are_closed(attacker: Attacker, place: Place) -
         assert attacker.get(f"/gradio_api/{path}").status == 404
     for path in ("/monitoring", "//gradio_api/runs", "/login", "/logout", "/openapi.json"):
         assert attacker.get(path).status == 404
+
+
+@pytest.mark.parametrize("path", ["/queue", "/compare", "/trash", "/doctor", "/ui/queue/script.js"])
+def test_no_script_but_those_of_files_runs_on_a_page_without_gradio(
+    attacker: Attacker, path: str
+) -> None:
+    reply = attacker.get(path)
+    assert reply.status == 200
+    assert "script-src 'self';" in reply.headers["content-security-policy"]
+    assert b"<script>" not in reply.body and b" on" + b"click=" not in reply.body
 
 
 def test_without_the_key_nothing_is_told_and_no_answer_leaves_the_browser(

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import home_view, library, live, lora_files, queue_view, run_best, state
+from lora_trainer.gui import home_view, library, live, lora_files, run_best, state
+from lora_trainer.gui.queue import view as queue_view
 from lora_trainer.gui.run_parts import parts, sample_sheet
 from lora_trainer.gui.run_settings import compared_settings
 from lora_trainer.gui.run_state import look
+from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.state import Followed
 from lora_trainer.gui.workplace import Workplace
 
@@ -56,7 +58,7 @@ def every_page(work: Workplace, hardware: Any) -> str:
     followed = Followed()
     shown = [json.dumps(live.live(work, followed)), home_view.stamp(work)]
     shown.append(str(home_view.page(work, followed, hardware)))
-    shown.append(str(queue_view.view(work)))
+    shown.append(str(queue_view.view(work, words("en"))))
     found = lora_files.entries(work)
     shown.append(str(library.grid(found, of=len(found))))
     for run in state.runs(work.runs):

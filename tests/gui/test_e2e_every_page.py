@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from lora_trainer.gui import trash
+from lora_trainer.gui.trash import store as trash
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.reporting.report import write_report
@@ -100,7 +100,9 @@ def opened(page: Any, shown: Shown, server: GuiServer) -> None:
     """Open a page and wait until it is complete."""
     page.set_viewport_size(LAPTOP)
     server.open(page, shown.path, shown.ready)
-    page.wait_for_function("!document.querySelector('p.loading')")  # Gradio's, while it draws
+    eventually(
+        lambda: page.evaluate("!document.querySelector('p.loading')")
+    )  # Gradio's, while it draws
 
 
 def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
@@ -125,7 +127,9 @@ def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
     for event, listener in listeners.items():
         page.on(event, listener)
     opened(page, shown, server)
-    page.wait_for_function("document.title.endsWith('lora-train')")  # what all pages ask is here
+    eventually(
+        lambda: page.evaluate("document.title.endsWith('lora-train')")
+    )  # what all pages ask is here
     for _ in range(5):  # an answer may lead to a further question, on a busy machine long after it
         asked.clear()
         pass_s(10)

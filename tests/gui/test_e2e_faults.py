@@ -101,13 +101,21 @@ def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so
     page.get_by_role("button", name="Later cats").focus()
     page.keyboard.press("Enter")
     until(lambda: waiting(place)[1] == "cats")
-    page.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
-    page.wait_for_function(f"{NAMED} === 'Later cats'")
+    until(
+        lambda: page.evaluate(
+            "document.querySelector('.queue ol h3').textContent.startsWith('dogs')"
+        )
+    )
+    until(lambda: page.evaluate(f"{NAMED} === 'Later cats'"))
     page.keyboard.press("Enter")
     until(lambda: waiting(place)[2] == "cats")
-    page.wait_for_function(f"{NAMED} === 'Earlier cats'")
+    until(lambda: page.evaluate(f"{NAMED} === 'Earlier cats'"))
     assert page.get_by_role("button", name="Later cats").is_disabled()
-    other.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
+    until(
+        lambda: other.evaluate(
+            "document.querySelector('.queue ol h3').textContent.startsWith('dogs')"
+        )
+    )
     assert command.get_attribute("open") is not None
     assert other.evaluate(NAMED) == "Remove owls"
     page.reload()

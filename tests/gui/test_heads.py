@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn comes with gradio (extra `gui`)")
 
-from lora_trainer.gui import heads
-from lora_trainer.gui.heads import BoundedHeads
+from lora_trainer.gui.server import heads
+from lora_trainer.gui.server.heads import BoundedHeads
 from uvicorn import Config
 from uvicorn.server import ServerState
 

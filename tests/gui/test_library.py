@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import library, lora_files, sharing, trash, tries
+from lora_trainer.gui import library, lora_files, sharing, tries
+from lora_trainer.gui.trash import store as trash
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, RequestError

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lora_trainer.gui import jobs, queue_view
+from lora_trainer.gui import jobs
+from lora_trainer.gui.queue import routes, view
+from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import RequestError
@@ -23,6 +25,7 @@ from tests.fakes.queues import Place, until
 from tests.fakes.run_folder import fake_run
 
 WAITS = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"]
+ENGLISH = words("en")
 HOSTILE = '<img src=x onerror="alert(1)">${alert(1)}{{x}}'
 
 
@@ -35,6 +38,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     place.clean_up()
 
 
+def shown(work: Workplace) -> str:
+    """Return the markup of the queue."""
+    return view.view(work, ENGLISH)
+
+
+def asked(work: Workplace, *, action: str, id: str) -> str:
+    """Press a button of the queue; return what is said of it."""
+    said = routes.pressed(work, routes.Press(action=action, id=id), ENGLISH)
+    return said.get("error", said.get("done", ""))
+
+
 def buttons(html: str) -> list[tuple[str, str]]:
     """Return action and item of the buttons that can be pressed."""
     found = re.findall(r'<button[^>]*data-action="(\w+)" data-id="([^"]*)"[^>]*>', html)
@@ -43,7 +57,7 @@ def buttons(html: str) -> list[tuple[str, str]]:
 
 
 def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workplace) -> None:
-    assert "The queue is empty" in queue_view.view(work)
+    assert "The queue is empty" in shown(work)
     a, b, c, d, e = (place.add(name) for name in "abcde")
     run = place.runs / "a"
     run.mkdir()
@@ -51,7 +65,7 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
     place.become(a, state="running", run="a", started_s=1.0)
     place.become(d, state="finished", run="d", started_s=5.0, ended_s=70.0)
     place.become(e, state="failed", exit_code=3, ended_s=60.0, error="no images. Fix: add some.")
-    html = queue_view.view(work)
+    html = shown(work)
     words = f"stop {a.id} down {b.id} remove {b.id} up {c.id} remove {c.id}".split()
     words += f"again {d.id} remove {d.id} again {e.id} remove {e.id}".split()
     assert buttons(html) == [*zip(words[::2], words[1::2], strict=True), ("clear", "")]
@@ -63,22 +77,22 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
 def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
     place: Place, work: Workplace
 ) -> None:
-    for number in range(queue_view.MAX_ENDED + 1):
+    for number in range(view.MAX_ENDED + 1):
         place.become(place.add(f"t{number}"), state="failed", ended_s=float(number + 1))
     item = place.add("a")
     place.become(item, state="failed", exit_code=3, error="no images. Fix: add some.", ended_s=99.0)
     log = commands.item_file(place.runs, item.id, "log")
     token = "hf_" + "a" * 34
     log.write_text("".join(f"line {number} {token}\n" for number in range(100)))
-    html = queue_view.view(work)
-    assert html.count('data-action="again"') == queue_view.MAX_ENDED
+    html = shown(work)
+    assert html.count('data-action="again"') == view.MAX_ENDED
     assert "2 older ones are not shown." in html and 'data-item="0001-t0"' not in html
     assert "<p>No images.</p>" in html
     assert "<b>What to do: </b>add some." in html
     assert "line 99" in html and "line 80" in html and "line 79" not in html
     assert token not in html, "it is struck out"
     place.become(item, state="failed", exit_code=1, error=f"KeyError: '{token}'", ended_s=99.0)
-    html = queue_view.view(work)
+    html = shown(work)
     assert "A fault of lora-train or of a library it uses: KeyError:" in html and token not in html
 
 
@@ -94,22 +108,22 @@ def test_starting_again_is_called_what_it_does_and_a_damaged_item_can_only_be_re
         if name:
             (place.runs / name).mkdir(parents=True, exist_ok=True)
         item = place.become(place.add("a"), state=state, run=name)
-        assert f">{label}</button>" in queue_view.view(work)
-        assert queue_view.asked(work, action="again", id=item.id) == ""
+        assert f">{label}</button>" in shown(work)
+        assert asked(work, action="again", id=item.id) == ""
         argv = place.item(item.id).argv
         assert (argv[0] == "--resume-from") == (label == "Resume")
         commands.remove(place.runs, item.id)
     write_status(fake_run(place.runs / "a", steps=3).write(), state="finished", exit_code=0)
     place.become(place.add("a"), state="interrupted", run="a")
-    assert "resume" not in queue_view.view(work).casefold(), "the run finished otherwise"
+    assert "resume" not in shown(work).casefold(), "the run finished otherwise"
     for item in commands.items(place.runs):
         commands.remove(place.runs, item.id)
     item = place.add("a")
     (place.runs / ".queue" / f"{item.id}.json").write_text("{")
-    html = queue_view.view(work)
+    html = shown(work)
     assert "is damaged" in html
     assert [pair for pair in buttons(html) if pair[0] != "back"] == [("remove", item.id)]
-    queue_view.asked(work, action="remove", id=item.id)
+    asked(work, action="remove", id=item.id)
     assert commands.items(place.runs) == ()
 
 
@@ -120,29 +134,29 @@ def test_what_is_removed_goes_at_once_and_comes_back_where_it_was(
     failed = place.become(place.add("d"), state="failed", ended_s=2.0)
     log = commands.item_file(place.runs, failed.id, "log")
     log.write_text("why")
-    before, seen = commands.items(place.runs), queue_view.stamp(work)
+    before, seen = commands.items(place.runs), view.stamp(work)
     for id in (b, failed.id):
-        assert queue_view.asked(work, action="remove", id=id) == ""
-    html = queue_view.view(work)
+        assert asked(work, action="remove", id=id) == ""
+    html = shown(work)
     assert "sure" not in html, "no button asks back: what is drawn again would forget the question"
     assert [item.id for item in commands.items(place.runs)] == [a, c] and not log.exists()
     assert [pair for pair in buttons(html) if pair[0] == "back"] == [
         ("back", failed.id),
         ("back", b),
     ]
-    assert queue_view.stamp(work) != seen
+    assert view.stamp(work) != seen
     for id in (b, failed.id):
-        assert queue_view.asked(work, action="back", id=id) == ""
+        assert asked(work, action="back", id=id) == ""
     assert commands.items(place.runs) == before and log.read_text() == "why"
-    assert 'data-action="back"' not in queue_view.view(work)
-    assert "not among the removed" in queue_view.asked(work, action="back", id=b)
+    assert 'data-action="back"' not in shown(work)
+    assert "not among the removed" in asked(work, action="back", id=b)
     for id in (a, b, c, failed.id):
-        queue_view.asked(work, action="remove", id=id)
-    assert queue_view.view(work).count('data-action="back"') == 3, "of an empty queue too"
+        asked(work, action="remove", id=id)
+    assert shown(work).count('data-action="back"') == 3, "of an empty queue too"
     removed = place.runs / ".queue" / "removed"
     for path in removed.iterdir():
         os.utime(path, (time.time() - 90_000,) * 2)
-    assert 'data-action="back"' not in queue_view.view(work)
+    assert 'data-action="back"' not in shown(work)
     commands.remove(place.runs, place.add("e").id)
     assert [path.stem for path in removed.iterdir()] == ["0005-e"], "no id comes twice"
     # An older version moved folders there that somebody had put in an item's place.
@@ -166,28 +180,28 @@ def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> No
     write_status(run, message=HOSTILE)
     place.become(b, state="running", run="a", device=HOSTILE)
     place.become(c, state="interrupted", run="<b>x", error=HOSTILE)
-    html = queue_view.view(work)
+    html = shown(work)
     assert html.count("&lt;img") >= 6
     assert "<img" not in html and "<b>x" not in html
     assert 'href="/run?run=%3Cb%3Ex"' in html
-    refused = queue_view.asked(work, action="remove", id=HOSTILE)
-    assert "there is no item" in refused and "<img" not in refused
+    refused = asked(work, action="remove", id=HOSTILE)
+    assert "there is no item" in refused
 
 
 def test_the_buttons_do_what_they_say(place: Place, work: Workplace) -> None:
     a, b, c = (place.add(name).id for name in "abc")
-    queue_view.asked(work, action="down", id=a)
-    queue_view.asked(work, action="up", id=c)
+    asked(work, action="down", id=a)
+    asked(work, action="up", id=c)
     assert [item.id for item in commands.items(place.runs)] == [b, c, a]
-    queue_view.asked(work, action="remove", id=c)
+    asked(work, action="remove", id=c)
     place.become(place.item(a), state="finished", ended_s=1.0)
     failed = place.become(place.add("d"), state="failed", ended_s=2.0)
-    queue_view.asked(work, action="clear", id="")
+    asked(work, action="clear", id="")
     assert [item.id for item in commands.items(place.runs)] == [b, failed.id]
     for action in ("up", "down", "again", "stop", "remove", "back", "delete", ""):
         for wrong in ("", "../x", "0009-none", "a\0"):
-            refused = queue_view.asked(work, action=action, id=wrong)
-            assert refused.startswith('<p class="error notice">')
+            refused = asked(work, action=action, id=wrong)
+            assert " Fix: " in refused
     assert len(commands.items(place.runs)) == 2
 
 
@@ -195,12 +209,12 @@ def test_stop_asks_the_run_of_the_item_and_is_asked_once(place: Place, work: Wor
     item = place.add("a", until=str(place.let("a")))
     worker = place.worker()
     until(lambda: worker.tick() and place.item(item.id).run is not None)
-    before = queue_view.stamp(work)
-    assert "it saves first" in queue_view.asked(work, action="stop", id=item.id)
+    before = view.stamp(work)
+    assert "it saves first" in asked(work, action="stop", id=item.id)
     assert (place.runs / "a" / "control" / "stop").exists()
-    html = queue_view.view(work)
+    html = shown(work)
     assert buttons(html) == [] and ">Stopping</button>" in html
-    assert queue_view.stamp(work) != before
+    assert view.stamp(work) != before
     place.let("a").touch()
     place.finish(worker)
 
@@ -209,14 +223,14 @@ def test_the_line_says_who_works_and_for_what_it_waits(
     place: Place, work: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def line() -> str:
-        return queue_view.worker_line(work, commands.items(place.runs))
+        return view.worker_line(work, commands.items(place.runs), ENGLISH)
 
     assert line() == "Nothing waits. A training that you start begins at once."
     place.add("a")
     assert line() == "The queue is starting."
     monkeypatch.setattr(worker, "worker_fault", lambda runs: "no <b>torch</b>")
     assert line() == "The queue cannot work: no <b>torch</b>"
-    assert "&lt;b&gt;torch" in queue_view.view(work)
+    assert "&lt;b&gt;torch" in shown(work)
     monkeypatch.setattr(worker, "worker_fault", lambda runs: "")
     monkeypatch.setattr(worker, "worker_pid", lambda runs: 1)
     assert "closing this page" in line()
@@ -235,16 +249,16 @@ def test_the_download_of_a_base_is_told_in_bytes_and_can_be_ended(
         {commands.ITEM_VARIABLE: str(commands.queue_folder(place.runs) / item.id)}
     ):
         events.subscribe(listener)
-    assert "starting" in queue_view.view(work) and buttons(queue_view.view(work)) == []
-    fresh = queue_view.stamp(work)
+    assert "starting" in shown(work) and buttons(shown(work)) == []
+    fresh = view.stamp(work)
     gib = 2**30
     events.emit("phase", phase="download", message="owner/name", done=gib, total=4 * gib)
-    html = queue_view.view(work)
+    html = shown(work)
     assert "downloading the base model owner/name: 1.0 GiB of 4.0 GiB" in html
-    assert 'style="width:25.0%"' in html and queue_view.stamp(work) != fresh
+    assert 'style="width:25.0%"' in html and view.stamp(work) != fresh
     assert buttons(html) == [("stop", item.id)]
     events.emit("phase", phase="download", message="owner/name", done=4 * gib, total=4 * gib)
-    assert "starting" in queue_view.view(work), "all is here: the data comes next"
+    assert "starting" in shown(work), "all is here: the data comes next"
     place.become(item, state="stopped", ended_s=2.0)
     commands.remove(place.runs, item.id)
     assert [

@@ -16,7 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lora_trainer.gui import doctor, plan_view
+from lora_trainer.gui import plan_view
+from lora_trainer.gui.machine import report
+from lora_trainer.gui.server.templates import render
+from lora_trainer.gui.server.translation import Words
+from lora_trainer.gui.workplace import Workplace
 from rich.console import Console
 
 from lora_trainer.common.errors import MachineError
@@ -147,12 +151,15 @@ def refusal_faults(error: MachineError, hardware: Hardware) -> Iterator[str]:
         yield f"needs {need} of {free}, which fits"
 
 
-def test_200_drafts_show_no_two_numbers_for_one_thing() -> None:
+def test_200_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
     faults: list[Any] = []
     refused = counted = 0
     for name, hardware in MACHINES.items():
         facts = printed(doctor_text(list(checks(hardware, cache=Path(), environment={}))))
-        page = words(str(doctor.machine(hardware)))
+        looked = report.shown(
+            Workplace(runs=tmp_path), hardware, report.cache_state(), report.hub()
+        )
+        page = words(str(render("machine/report.html", Words("en"), **looked)))
         if gib(hardware.usable_ram_bytes) not in facts:
             faults.append((name, "doctor: usable memory", facts))
         if f"plans may use {bytes_text(hardware.usable_ram_bytes)}" not in page:

@@ -27,9 +27,9 @@ from lora_trainer.queue import commands
 from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.status import read_status
 
-from . import lora_files, state
-from .uploads import FOLDER as UPLOADS
-from .workplace import Workplace
+from .. import lora_files, state
+from ..uploads import FOLDER as UPLOADS
+from ..workplace import Workplace
 
 FOLDER, RECORD = "trash", "record.json"
 KINDS: tuple[str, ...] = ("run", "lora", "dataset")

@@ -1,26 +1,25 @@
 // The page Compare: two runs, a step of each, their samples of the same prompts side by side. What is
 // chosen stands in the address, so that a reload and a link show the same.
 import { make } from "/ui/dialog.js";
+import { ask } from "/ui/shared/ask.js";
+import { say } from "/ui/shared/words.js";
 
-export async function mount(place, server) {
+async function mount(place) {
+  const runs = JSON.parse(place.dataset.runs);
   const said = make("p", { className: "quiet" });
   said.setAttribute("role", "status");
-  const { runs, error } = (await server.compare_runs({})) ?? { error: "The program does not answer; is it still running?" };
-  if (error || runs.length < 2) {
-    said.textContent = error ?? "Two trainings with sample images are needed. Train another one, then come back.";
-    place.replaceChildren(said);
-    return;
-  }
   const differences = make("p", { className: "differences" });
   const rows = make("div", { className: "pairs" });
   const asked = new URL(location.href).searchParams;
   const draw = () => { show(rows, said, sides); differ(differences, sides); };
   const first = asked.get("a");
+  const second = asked.get("b") ?? runs.find((name) => name !== (first ?? runs[0]));
   const sides = [
-    new Side("First", "a", runs, first, server, draw),
-    new Side("Second", "b", runs, asked.get("b") ?? runs.find((name) => name !== (first ?? runs[0])), server, draw),
+    new Side(say("First"), "a", runs, first, draw),
+    new Side(say("Second"), "b", runs, second, draw),
   ];
-  place.replaceChildren(make("div", { className: "sides" }, ...sides.map((side) => side.node)), differences, said, rows);
+  const fields = make("div", { className: "sides" }, ...sides.map((side) => side.node));
+  place.replaceChildren(fields, differences, said, rows);
   await Promise.all(sides.map((side) => side.read()));
   const drawn = sides.map((side) => side.drawn());
   // At step 0 both are the base, which compares nothing.
@@ -30,14 +29,14 @@ export async function mount(place, server) {
 
 /** One of the two: which run, which step of it, and its sheet of samples. */
 class Side {
-  constructor(title, key, runs, chosen, server, draw) {
-    Object.assign(this, { key, server, draw, sheet: null });
+  constructor(title, key, runs, chosen, draw) {
+    Object.assign(this, { key, draw, sheet: null });
     this.run = make("select", { onchange: () => this.load() }, ...runs.map((name) => make("option", { value: name, textContent: name, translate: false })));
     if (runs.includes(chosen)) this.run.value = chosen;
     this.step = make("select", { onchange: () => this.chosen() });
     const label = (text, field) => make("label", {}, text, field);
     this.node = make("fieldset", { className: "panel" }, make("legend", { textContent: title }),
-      label("Training", this.run), label("Step", this.step));
+      label(say("Training"), this.run), label(say("Step"), this.step));
   }
 
   async load() {
@@ -50,9 +49,9 @@ class Side {
     let name, sheet;
     do {
       name = this.run.value;
-      sheet = await this.server.compare_sheet({ run: name });
+      sheet = await ask("/compare/sheet", { run: name });
     } while (name !== this.run.value);
-    this.sheet = sheet ?? { error: "The program does not answer; is it still running?" };
+    this.sheet = sheet;
   }
 
   /** Return the steps at which the first prompt was drawn. */
@@ -63,7 +62,7 @@ class Side {
   /** Offer the steps: first the one in the address, else the one that both have, else the best, else the last drawn. */
   fill(common) {
     const steps = this.sheet.steps ?? [];
-    this.step.replaceChildren(...steps.map((step, index) => make("option", { value: index, textContent: step.best ? `${step.name}, the best` : step.name })));
+    this.step.replaceChildren(...steps.map((step, index) => make("option", { value: index, textContent: step.best ? say("{text}, the best", step.name) : step.name })));
     const asked = new URL(location.href).searchParams.get(`${this.key}-step`);
     const wished = [Number(asked ?? NaN), common, steps.find((step) => step.best)?.step, this.drawn().at(-1)];
     this.step.value = wished.map((at) => steps.findIndex(({ step }) => step === at)).find((index) => index >= 0) ?? 0;
@@ -83,7 +82,7 @@ class Side {
   picture(prompt) {
     const index = this.sheet.prompts.findIndex((other) => same(other, prompt));
     const source = this.sheet.images[index]?.[this.step.value];
-    if (!source) return make("span", { className: "missing", textContent: "not drawn at this step" });
+    if (!source) return make("span", { className: "missing", textContent: say("not drawn at this step") });
     const image = make("img", { src: source, alt: `${this.run.value}, ${this.sheet.steps[this.step.value].name}: ${prompt.text}`, translate: false });
     image.addEventListener("load", () => image.classList.toggle("pixels", image.naturalWidth <= 128));
     return make("a", { href: source, target: "_blank" }, image);
@@ -100,10 +99,10 @@ function show(rows, said, sides) {
   const left = error ? 0 : one.prompts.length + other.prompts.length - 2 * shared.length;
   said.className = error ? "error notice" : "quiet";
   said.textContent = error ?? (shared.length
-    ? `Prompts that both have, with the same seed: ${shared.length}. Prompts that only one of them has: ${left}.`
-    : "They have no prompt in common. Train both with the same sample prompts to compare them.");
+    ? say("Prompts that both have, with the same seed: {}. Prompts that only one of them has: {}.", shared.length, left)
+    : say("They have no prompt in common. Train both with the same sample prompts to compare them."));
   rows.replaceChildren(...shared.map((prompt) => make("figure", {},
-    make("figcaption", { textContent: prompt.text || "(empty prompt)", dir: "auto", translate: !prompt.text }),
+    make("figcaption", { textContent: prompt.text || say("(empty prompt)"), dir: "auto", translate: !prompt.text }),
     ...sides.map((side) => side.picture(prompt)))));
 }
 
@@ -111,7 +110,9 @@ function show(rows, said, sides) {
 function differ(place, sides) {
   const [one, other] = sides.map((side) => side.sheet?.settings ?? {});
   const names = [...new Set([...Object.keys(one), ...Object.keys(other)])].filter((name) => one[name] !== other[name]);
-  place.replaceChildren(make("b", { textContent: names.length ? "What differs" : "Their settings are the same" }),
+  place.replaceChildren(make("b", { textContent: names.length ? say("What differs") : say("Their settings are the same") }),
     ...names.map((name) => make("span", {}, make("span", { textContent: name }), ": ",
       make("span", { textContent: `${one[name] ?? "\u2013"} | ${other[name] ?? "\u2013"}`, translate: false }))));
 }
+
+mount(document.querySelector(".compare"));

@@ -40,8 +40,14 @@ _GRADIO_ROUTES = frozenset(
 _GRADIO_FILES = "file="
 _CLOSED = ("login", "logout", "monitoring", "openapi.json", "pwa_icon", "svelte")
 _FROM_THIS_PAGE = frozenset({"same-origin", "none"})
-# gradio's pages begin with inline scripts and compile templates; no other host is named anywhere.
+# Scripts are files of ours; no other host is named anywhere.
 CONTENT_POLICY = (
+    "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
+)
+# For the pages that are Gradio's still: they begin with inline scripts and compile templates.
+BLOCKS_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; media-src 'self' data: blob:; "
     "connect-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; "
@@ -132,7 +138,7 @@ class Guard:
             or await self.access.answer(asked)
             or _too_large(asked)
         )
-        guarded = _with_headers(send)
+        guarded = with_headers(send, _HEADERS)
         if said is not None:
             await tell(guarded, said)
             return
@@ -244,14 +250,14 @@ class LimitedBody:
         await self._send(message)
 
 
-def _with_headers(send: Send) -> Send:
-    """Return a `send` that adds the headers of every answer; one that is set stays."""
+def with_headers(send: Send, headers: Mapping[bytes, bytes]) -> Send:
+    """Return a `send` that adds headers to the answer; one that is set stays."""
 
     async def guarded(message: Message) -> None:
         if message["type"] == "http.response.start":
             given = list(message.get("headers", ()))
             names = {name.lower() for name, _ in given}
-            added = [(name, value) for name, value in _HEADERS.items() if name not in names]
+            added = [(name, value) for name, value in headers.items() if name not in names]
             message = {**message, "headers": [*given, *added]}
         await send(message)
 

@@ -17,8 +17,8 @@ from .guard import Application, Message, Receive, Send
 
 ENGLISH = "en"
 COOKIE = "lora_train_language"
-_FOLDER = Path(__file__).with_name("languages")
-_SCRIPT = Path(__file__).with_name("assets") / "language.js"
+_FOLDER = Path(__file__).parents[1] / "languages"
+_SCRIPT = Path(__file__).parents[1] / "assets" / "language.js"
 # The colours of assets/site.css, before it comes: else each page begins with a white flash in a dark scheme.
 FIRST_FRAME = (
     '<meta name="color-scheme" content="light dark"><style>html { background: #fbf9f6; } '
@@ -44,7 +44,7 @@ def words(code: str) -> dict[str, str]:
 def script(code: str) -> str:
     """Return the script that puts the texts of a language in place of the English ones."""
     texts = json.dumps(words(code), ensure_ascii=False)
-    return f"{_SCRIPT.read_text(encoding='utf-8')}\ntranslatePage({json.dumps(code)}, {texts});\n"
+    return f"{_SCRIPT.read_text(encoding='utf-8')}\ntranslatePage({texts});\n"
 
 
 def wanted(headers: Headers) -> str:
@@ -103,7 +103,8 @@ class _Translating:
     async def _page(self, start: Message) -> None:
         script = f'<script src="/ui/language/{self._code}.js"></script>'
         loaded = f"<head>{FIRST_FRAME}{script if self._code != ENGLISH else ''}"
-        page = self._body.replace(b'lang="en"', f'lang="{self._code}"'.encode(), 1)
+        named = f'lang="{self._code}" data-language="{self._code}"'
+        page = self._body.replace(b'lang="en"', named.encode(), 1)
         page = page.replace(b"<head>", loaded.encode(), 1)
         headers = MutableHeaders(raw=list(start["headers"]))
         headers["content-length"] = str(len(page))

@@ -2,12 +2,16 @@
 // when one ends. Asks while something trains or waits; a page on which nothing happens asks once, and
 // again when somebody comes back to it. Other scripts listen to the event "live" of the document.
 
+import { say } from "/ui/shared/words.js";
+
 const AGAIN_MS = 2000;
 const state = { timer: 0, turn: 0, bar: null, said: "", home: null, before: new Map(), title: "" };
 
 export function start(bar) {
   state.bar = bar;
-  languageChoice(bar.querySelector(".language select"));
+  // Gradio has named the language that the browser asks for, whatever the page is in.
+  const language = document.documentElement.dataset.language ?? "en";
+  bar.querySelector(".language select").value = document.documentElement.lang = language;
   if (!state.listening) {
     state.listening = true;
     document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
@@ -79,23 +83,17 @@ function show(now) {
   if ("Notification" in window && Notification.permission === "default") place.append(bell());
 }
 
-/** Show the language of the page in the choice, which is the server's to remember (markup.py). */
-function languageChoice(choice) {
-  // Gradio has named the language that the browser asks for, whatever the page is in.
-  choice.value = document.documentElement.lang = window.pageLanguage?.code ?? "en";
-}
-
 function nameOf(run) {
   return Object.assign(document.createElement("span"), { textContent: run.name, translate: false });
 }
 
 function bell() {
-  const button = Object.assign(document.createElement("button"), { type: "button", className: "bare tool", title: "Tell me when it ends" });
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "bare tool", title: say("Tell me when it ends") });
   const icon = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   icon.setAttribute("class", "icon");
   icon.append(document.createElementNS("http://www.w3.org/2000/svg", "use"));
   icon.firstChild.setAttribute("href", "/ui/icons.svg#bell");
-  button.append(icon, Object.assign(document.createElement("span"), { textContent: "Notify me" }));
+  button.append(icon, Object.assign(document.createElement("span"), { textContent: say("Notify me") }));
   button.onclick = async () => { await Notification.requestPermission(); button.remove(); };
   return button;
 }
@@ -104,12 +102,12 @@ function bell() {
 function tell(run, said) {
   const toast = Object.assign(document.createElement("div"), { className: "toast" });
   toast.setAttribute("role", "status");
-  const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close", onclick: () => toast.remove() });
+  const close = Object.assign(document.createElement("button"), { type: "button", textContent: say("Close"), onclick: () => toast.remove() });
   const words = document.createElement("span");
-  words.append(nameOf(run), ": ", Object.assign(document.createElement("span"), { textContent: said }), ". ");
-  toast.append(words, Object.assign(document.createElement("a"), { href: run.url, textContent: "Open it" }), close);
+  words.append(nameOf(run), ": ", Object.assign(document.createElement("span"), { textContent: say(said) }), ". ");
+  toast.append(words, Object.assign(document.createElement("a"), { href: run.url, textContent: say("Open it") }), close);
   (state.bar.closest(".html-container") ?? document.body).append(toast);
   if ("Notification" in window && Notification.permission === "granted" && document.hidden) {
-    new Notification(`${run.name}: ${window.pageLanguage?.say(said) ?? said}`, { icon: "/ui/mark.svg" });
+    new Notification(`${run.name}: ${say(said)}`, { icon: "/ui/mark.svg" });
   }
 }

@@ -1,7 +1,7 @@
 """The scripts, style sheets and icons of the pages, which lie beside this module, and the example.
 
 Inputs: names. Outputs: texts, paths, and the routes below `/ui` that serve them and
-the scripts of languages; nothing else is there.
+the texts of languages; nothing else is there.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 import lora_trainer
 
 from . import language
 
-_FOLDER = Path(__file__).with_name("assets")
+_GUI = Path(__file__).parents[1]
+_FOLDER = _GUI / "assets"
 FAVICON = _FOLDER / "mark.svg"
 _PACKAGE = Path(lora_trainer.__file__).parent
 # In a wheel the example lies inside of the package; see pyproject.toml.
@@ -52,10 +53,16 @@ def example_url(name: str) -> str:
 def routes() -> list[BaseRoute]:
     """Return the routes of the assets and of what is shown of the example."""
     files = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _KINDS}
+    # Of each room of the pages, such as `trash/script.js`.
+    rooms = {
+        path.relative_to(_GUI).as_posix(): path
+        for path in _GUI.glob("*/*")
+        if path.suffix in _KINDS and path.parent != _FOLDER
+    }
     shown = {name: EXAMPLE / name for name in EXAMPLE_IMAGES}
 
-    async def serve(request: Request, known: dict[str, Path]) -> Response:
-        path = known.get(request.path_params["name"])
+    async def serve(name: str, known: dict[str, Path]) -> Response:
+        path = known.get(name)
         if path is None or not path.is_file():
             return PlainTextResponse("There is no such file.", status_code=404)
         # Asked again each time: an update of lora-train brings others under the same names.
@@ -63,20 +70,26 @@ def routes() -> list[BaseRoute]:
         return FileResponse(path, media_type=_KINDS.get(path.suffix), headers=headers)
 
     async def ui(request: Request) -> Response:
-        return await serve(request, files)
+        return await serve(request.path_params["name"], files)
+
+    async def room(request: Request) -> Response:
+        return await serve(f"{request.path_params['room']}/{request.path_params['name']}", rooms)
 
     async def example(request: Request) -> Response:
-        return await serve(request, shown)
+        return await serve(request.path_params["name"], shown)
 
     async def language_script(request: Request) -> Response:
         code = request.path_params["code"]
         if code == language.ENGLISH or code not in language.languages():
             return PlainTextResponse("There is no such language.", status_code=404)
         headers = {"cache-control": "private, no-cache"}
+        if request.path_params["kind"] == "json":
+            return JSONResponse(language.words(code), headers=headers)
         return Response(language.script(code), media_type=_KINDS[".js"], headers=headers)
 
     return [
         Route("/ui/{name}", ui),
         Route("/ui/example/{name}", example),
-        Route("/ui/language/{code}.js", language_script),
+        Route("/ui/language/{code}.{kind}", language_script),
+        Route("/ui/{room}/{name}", room),
     ]

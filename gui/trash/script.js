@@ -1,14 +1,17 @@
 // Deleting with Undo: buttons with data-trash move what data-ref names into the trash, and lead to
 // data-next, where what was done is said with its Undo. The page Trash puts back and empties.
 import { make } from "/ui/dialog.js";
+import { ask } from "/ui/shared/ask.js";
+import { say } from "/ui/shared/words.js";
 
 const KEPT = "lora-train deleted";
 
-export function mount(element, server) {
+/** Listen for those buttons; `element` says by data-ready that a press counts. */
+export function mount(element) {
   const place = element.closest(".html-container") ?? element;
   const away = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
   sessionStorage.removeItem(KEPT);
-  if (away) toast(place, `${away.name} is in the trash.`, () => back(server, place, away.id));
+  if (away) toast(place, say("{} is in the trash.", away.name), () => back(place, away.id));
   document.addEventListener("click", async (event) => {
     const button = event.target.closest?.("[data-trash], [data-back], [data-empty]");
     if (!button || !element.isConnected || event.detail > 1) return; // a double click is one press
@@ -18,36 +21,38 @@ export function mount(element, server) {
       return;
     }
     button.disabled = true;
-    if (button.dataset.back) await back(server, place, button.dataset.back);
-    else if (button.dataset.trash) {
-      const answer = await asked(server.trash_put({ kind: button.dataset.trash, ref: button.dataset.ref }));
-      if (answer.error) toast(place, answer.error);
-      else {
-        sessionStorage.setItem(KEPT, JSON.stringify(answer));
-        location.assign(button.dataset.next);
-      }
-    } else {
-      const answer = await asked(server.trash_empty({}));
-      if (answer.error) toast(place, answer.error); else location.reload();
-    }
+    if (button.dataset.back) await back(place, button.dataset.back);
+    else if (button.dataset.trash) await throwAway(place, button);
+    else await reloadAfter(place, ask("/trash/empty"));
     button.disabled = false;
   });
   (element.querySelector(".trash") ?? element).dataset.ready = ""; // from now on a press counts
 }
 
-async function back(server, place, id) {
-  const answer = await asked(server.trash_back({ id }));
-  if (answer.error) toast(place, answer.error); else location.reload();
+async function throwAway(place, button) {
+  const { trash: kind, ref, next } = button.dataset;
+  const answer = await ask("/trash/put", { kind, ref });
+  if (answer.error) toast(place, answer.error);
+  else {
+    sessionStorage.setItem(KEPT, JSON.stringify(answer));
+    location.assign(next);
+  }
 }
 
-async function asked(promise) {
-  return (await promise) ?? { error: "The program does not answer; is it still running?" };
+function back(place, id) {
+  return reloadAfter(place, ask("/trash/back", { id }));
+}
+
+async function reloadAfter(place, asked) {
+  const answer = await asked;
+  if (answer.error) toast(place, answer.error);
+  else location.reload();
 }
 
 function toast(place, said, undo) {
   place.querySelector(".toast")?.remove();
-  const close = make("button", { type: "button", textContent: "Close", onclick: () => node.remove() });
-  const again = undo && make("button", { type: "button", className: "primary", textContent: "Undo", onclick: undo });
+  const close = make("button", { type: "button", textContent: say("Close"), onclick: () => node.remove() });
+  const again = undo && make("button", { type: "button", className: "primary", textContent: say("Undo"), onclick: undo });
   const node = make("div", { className: "toast" }, make("span", {}, said), again, close);
   node.setAttribute("role", "status");
   place.append(node);

@@ -25,16 +25,21 @@ from starlette.routing import Route, Router
 
 from lora_trainer.hardware.machine import Hardware, detect
 
-from . import asset_files, home_view, language, media, uploads
-from .guard import Application, Message, Receive, Send
-from .launch import warm_up
-from .live import live
-from .markup import PLACES, bar, document, tag
-from .state import Followed
-from .workplace import Workplace
+from .. import home_view, media, uploads
+from ..compare import routes as compare
+from ..launch import warm_up
+from ..live import live
+from ..machine import routes as machine
+from ..markup import PLACES, bar, document, tag
+from ..queue import routes as queue
+from ..state import Followed
+from ..trash import routes as trash
+from ..workplace import Workplace
+from . import asset_files, language
+from .guard import BLOCKS_POLICY, Application, Message, Receive, Send, with_headers
 
 _SCRIPT = """
-import { start } from "/ui/live.js";
+import { start } from "/ui/shared/live.js";
 import { mount } from "/ui/home.js";
 const home = document.querySelector(".home");
 if (home) mount(document.querySelector(".frame"), null);
@@ -61,6 +66,10 @@ class Front:
                 Route("/live", self._live),
                 Route("/ready", self._ready),
                 *asset_files.routes(),
+                *queue.routes(work),
+                *compare.routes(work),
+                *trash.routes(work),
+                *machine.routes(work),
                 *uploads.routes(work),
                 *media.routes(work),
             ],
@@ -74,7 +83,8 @@ class Front:
             await self.own(scope, receive, send)
 
     async def _other(self, scope: Message, receive: Receive, send: Send) -> None:
-        await language.serve(self._pages or self._opening, scope, receive, send)
+        own = with_headers(send, {b"content-security-policy": BLOCKS_POLICY.encode()})
+        await language.serve(self._pages or self._opening, scope, receive, own)
 
     async def _opening(self, scope: Message, receive: Receive, send: Send) -> None:
         answer = await asyncio.to_thread(self._first, Request(scope))

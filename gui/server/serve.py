@@ -16,11 +16,11 @@ from typing import Any
 from lora_trainer.common.errors import MachineError
 from lora_trainer.reporting.charts import CHARTS_CSS
 
+from ..uploads import INCOMING, forget_old
+from ..workplace import Workplace
 from .asset_files import FAVICON, asset, style_sheets
-from .front import Front
 from .guard import UPLOAD_MAX_BYTES, Access, Application, Guard
-from .uploads import INCOMING, forget_old
-from .workplace import Workplace
+from .startup import Front
 
 FIRST_PORT, LAST_PORT = 7860, 7959
 # Fonts of the machine: those that come with gradio lack the bold face, letter by letter.
@@ -51,7 +51,7 @@ def pages(work: Workplace) -> Any:
     from fastapi import FastAPI
     from gradio.themes import Default
 
-    from .site import build_site
+    from ..site import build_site
 
     site = build_site(work)
     site.delete_cache = (3600, _KEPT_S)
@@ -71,6 +71,7 @@ def pages(work: Workplace) -> Any:
             css_paths=style_sheets(),
             # Gradio adds this once its script runs, and begins without a wait: hence a script in the page.
             head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">'
+            '<script src="/ui/shared/first.js"></script>'
             f"<script>{asset('answers.js')}</script>",
             favicon_path=str(FAVICON),
             footer_links=[],

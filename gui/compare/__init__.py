@@ -1,0 +1,1 @@
+"""The page Compare: the samples of two trainings side by side."""

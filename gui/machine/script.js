@@ -1,0 +1,32 @@
+// The page Machine: the cache is cleared after a question.
+import { ask } from "/ui/shared/ask.js";
+
+const main = document.querySelector("main");
+const [question, said] = [".question", ".said"].map((name) => main.querySelector(name));
+const press = (name, act) => main.querySelector(`[${name}]`).addEventListener("click", act);
+
+press("data-ask", async () => {
+  const answer = await ask("/doctor/cache");
+  tell(answer.error ? answer : {});
+  if (answer.error) return;
+  question.querySelector(".notice").textContent = answer.question;
+  question.querySelector("[data-clear]").hidden = answer.isEmpty;
+  question.hidden = false;
+});
+
+press("data-keep", () => { question.hidden = true; });
+
+press("data-clear", async ({ target }) => {
+  target.disabled = true; // it may take a while
+  const answer = await ask("/doctor/clear");
+  target.disabled = false;
+  question.hidden = true;
+  tell(answer);
+  if (answer.report) main.querySelector(".doctor").innerHTML = answer.report; // markup of our own server
+});
+
+function tell({ error, done = "" }) {
+  said.className = error ? "said error notice" : "said notice";
+  said.textContent = error ?? done;
+  said.hidden = !said.textContent;
+}

@@ -1,0 +1,84 @@
+"""The page Queue, and what its script asks: how the lists are now, and what its buttons do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import StringConstraints
+from starlette.requests import Request
+from starlette.routing import Route
+
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.common.files import disk_error
+from lora_trainer.queue import worker
+
+from ..markup import plain
+from ..server.pages import Body, answer, page
+from ..server.translation import Words
+from ..workplace import Workplace
+from . import view
+
+Text = Annotated[str, StringConstraints(max_length=4096)]
+
+
+class Press(Body):
+    """A button of the lists: what is asked of which item."""
+
+    action: Text
+    id: Text
+
+
+class Look(Body):
+    """How the lists are, once a button has done what it is for; `stamp` is of those that the page shows."""
+
+    stamp: Text
+    press: Press | None = None
+
+
+def routes(work: Workplace) -> list[Route]:
+    """Return the routes of the page and of its script."""
+
+    def show(_request: Request, _: Words) -> Mapping[str, Any]:
+        worker.ensure_worker(work.runs)
+        return {
+            "stamp": stamp_text(work),
+            "goes": view.goes(work),
+            **view.shown(work, _),
+        }
+
+    def look(asked: Look, _: Words) -> Mapping[str, Any]:
+        done = pressed(work, asked.press, _) if asked.press else {}
+        return {**done, **changed(work, asked.stamp, _)}
+
+    return [
+        page("/queue", "queue/page.html", title="Queue", look=show),
+        answer("/queue/look", Look, look),
+    ]
+
+
+def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, str]:
+    """Do what a button is for; return what was done, or why not."""
+    try:
+        return {"done": view.press(work, action=button.action, id=button.id, said=_)}
+    except LoraTrainError as error:
+        return {"error": _.message(plain(str(error)))}
+    except OSError as error:
+        return {"error": str(disk_error(work.runs, error))}
+
+
+def changed(work: Workplace, stamp: str, _: Words) -> Mapping[str, Any]:
+    """Return whether to go on asking, and the lists where they have changed.
+
+    A queue nobody works through gets a worker. Raises MachineError.
+    """
+    worker.ensure_worker(work.runs)
+    now = {"stamp": stamp_text(work), "goes": view.goes(work)}
+    if now["stamp"] == stamp:
+        return {"goes": now["goes"]}
+    return {**now, "html": view.view(work, _)}
+
+
+def stamp_text(work: Workplace) -> str:
+    """Return a text that changes when the lists do."""
+    return f"{hash(view.stamp(work)):x}"

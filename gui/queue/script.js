@@ -1,0 +1,43 @@
+// The page Queue: one listener serves all buttons. The lists are drawn again as they change; what is open and what has
+// the keyboard follow the item. No button asks back: what it removed is put back by Undo.
+import { follow } from "/ui/shared/follow.js";
+
+const place = document.querySelector("#queue");
+const said = document.querySelector(".said");
+const opened = new Set();
+let focused = null; // action and item of the button that has the keyboard
+
+const keyOf = (node) => {
+  const button = node.closest("button[data-action]");
+  return button && { action: button.dataset.action, id: button.dataset.id };
+};
+
+const asked = follow(place, "/queue/look", () => {
+  for (const details of place.querySelectorAll("details[data-key]")) details.open = opened.has(details.dataset.key);
+  if (!focused) return;
+  const buttons = [...place.querySelectorAll("button[data-action]:not(:disabled)")];
+  const ofItem = buttons.filter((button) => button.dataset.id === focused.id);
+  // At the end of the list its button is disabled: the other one of the item is the next best.
+  const best = ofItem.find((button) => button.dataset.action === focused.action) ?? ofItem[0];
+  best?.focus({ preventScroll: true });
+});
+
+place.addEventListener("toggle", ({ target }) => {
+  opened[target.open ? "add" : "delete"](target.dataset.key);
+}, true);
+
+place.addEventListener("click", async (event) => {
+  const key = keyOf(event.target);
+  if (!key || event.detail > 1) return; // a double click's second one may meet another item
+  const { error, done = "" } = await asked({ press: key });
+  said.className = error ? "said error notice" : "said notice";
+  said.textContent = error ?? done;
+  said.hidden = !said.textContent;
+});
+
+document.addEventListener("focusin", (event) => {
+  focused = place.contains(event.target) ? keyOf(event.target) : null;
+});
+document.addEventListener("pointerdown", (event) => {
+  if (!place.contains(event.target)) focused = null;
+});

@@ -1,0 +1,259 @@
+"""The queue as the page shows it: what trains, what waits in its order, what has ended and why.
+
+Inputs: the items of the runs folder's queue, the status of their runs. Outputs: what list.html shows; a button names
+the item and what is asked, and `press` checks both. Nothing is remembered here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.wording import bytes_text, one_line, without_secrets
+from lora_trainer.queue import commands, worker
+from lora_trainer.queue.commands import Item
+from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.status import RunStatus, read_status
+
+from ..launch import command_line
+from ..markup import inline
+from ..server.language import ENGLISH
+from ..server.templates import render
+from ..server.translation import Words, words
+from ..state import Stamp, page_url
+from ..workplace import Workplace
+
+MAX_ENDED = 30
+# So long Undo is offered for what was removed, of the last few.
+_UNDO_WITHIN_S = 600.0
+_UNDO_MAX = 3
+_LOG_LINES = 20
+# As much of a card's UUID as tells the cards of a machine apart.
+_DEVICE_LENGTH = 12
+_LOG_END_BYTES = 16_384
+# What an error ends with that nobody foresaw; the others say what to do.
+_FAULT_EXIT_CODE = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """An item of the queue; `url` leads to its run, empty before it has one."""
+
+    id: str
+    name: str
+    url: str
+    command: str
+
+    @classmethod
+    def facts(cls, item: Item) -> Mapping[str, str]:
+        """Return what every row says of its item."""
+        return {
+            "id": item.id,
+            "name": _name(item),
+            "url": page_url(item.run) if item.run else "",
+            "command": command_line(item.argv) if item.argv else "",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running(Row):
+    """An item that trains, or whose base model comes."""
+
+    said: str
+    device: str
+    percent: float
+    stops: bool
+    can_stop: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Row):
+    """An item that trains no more; where it did not finish, what was found, what to do, the end of its log."""
+
+    state: str
+    when: str
+    took_s: float
+    resumes: bool
+    found: str
+    fix: str
+    log: Sequence[str]
+
+
+def stamp(work: Workplace) -> Stamp:
+    """Return a value that changes when the view does; raises MachineError."""
+    items = commands.items(work.runs)
+    runs = [_status(work, item) for item in items if item.state == "running"]
+    seen = [(run.step, run.message) for run in runs if run is not None]
+    stopping = [item.id for item in items if _is_stopping(work, item)]
+    downloads = [commands.download_of(work.runs, item) for item in items]
+    line = worker_line(work, items, words(ENGLISH))
+    return (items, *seen, *stopping, *downloads, line, _undone(work))
+
+
+def view(work: Workplace, said: Words) -> Html:
+    """Return the whole queue; raises MachineError for one that cannot be listed."""
+    return render("queue/list.html", said, **shown(work, said))
+
+
+def shown(work: Workplace, said: Words) -> Mapping[str, Any]:
+    """Return what list.html shows; raises MachineError for a queue that cannot be listed."""
+    items = commands.items(work.runs)
+    ended = [item for item in items if item.has_ended]
+    return {
+        "removed": [Row(**Row.facts(item)) for item in _undone(work)],
+        "line": worker_line(work, items, said),
+        "running": [_running(work, item, said) for item in items if item.state == "running"],
+        "waiting": [Row(**Row.facts(item)) for item in items if item.state == "waiting"],
+        "ended": [_ended(work, item, said) for item in ended[:MAX_ENDED]],
+        "left_out": len(ended) - MAX_ENDED,
+        "has_finished": bool(_finished(items)),
+        "inline": inline,
+    }
+
+
+def goes(work: Workplace) -> bool:
+    """Whether anything trains or waits, so that the view may change by itself."""
+    return any(not item.has_ended for item in commands.items(work.runs))
+
+
+def _undone(work: Workplace) -> Sequence[Item]:
+    """Return what was removed a moment ago."""
+    return commands.removed(work.runs, within_s=_UNDO_WITHIN_S)[:_UNDO_MAX]
+
+
+def worker_line(work: Workplace, found: Sequence[Item], said: Words) -> str:
+    """Say who works through the queue, and what it waits for."""
+    running = [item for item in found if item.state == "running"]
+    waiting = [item for item in found if item.state == "waiting"]
+    if not running and not waiting:
+        return said("Nothing waits. A training that you start begins at once.")
+    if fault := worker.worker_fault(work.runs):
+        return said("The queue cannot work: {}", without_secrets(fault))
+    if worker.worker_pid(work.runs) is None:
+        return said("The queue is starting.")
+    others = worker.outside(work.runs, running)
+    if waiting and not running and others:
+        return said("Waiting for {}, which was started outside of the queue.", others[0])
+    return said("The queue works by itself: closing this page or the program stops nothing.")
+
+
+def press(work: Workplace, *, action: str, id: str, said: Words) -> str:
+    """Do what a button asks for; return what was done where the list does not show it.
+
+    Raises RequestError for what cannot be done, MachineError.
+    """
+    done = ""
+    if action in ("up", "down"):
+        commands.move(work.runs, id, by=-1 if action == "up" else 1)
+    elif action == "again":
+        commands.again(work.runs, id)
+    elif action == "stop":
+        done = _stop(work, id, said)
+    elif action == "remove":
+        commands.remove(work.runs, id)
+    elif action == "back":
+        commands.put_back(work.runs, id)
+    elif action == "clear":
+        for item in _finished(commands.items(work.runs)):
+            commands.remove(work.runs, item.id)
+    else:
+        raise RequestError(f"the queue has no button {action!r}", fix="reload the page")
+    worker.ensure_worker(work.runs)
+    return done
+
+
+def _stop(work: Workplace, id: str, said: Words) -> str:
+    for item in commands.items(work.runs):
+        if (item.id, item.state) == (id, "running") and item.run is not None:
+            Control(work.runs / item.run).request("stop")
+            return said("Asked to stop: it saves first.")
+        if item.id == id and commands.download_of(work.runs, item) is not None:
+            commands.end_download(item)
+            return said("The download ends here; the next training goes on with it.")
+    raise RequestError(f"{id} has no run to stop", fix="wait until it trains")
+
+
+def _running(work: Workplace, item: Item, said: Words) -> Running:
+    status = _status(work, item)
+    fraction = min(1.0, status.step / status.steps) if status and status.steps else 0.0
+    message = said.message((status.message if status else "") or "starting")
+    download = commands.download_of(work.runs, item)
+    if download is not None:
+        here, whole = bytes_text(download.here_bytes), bytes_text(download.all_bytes)
+        fraction = download.here_bytes / download.all_bytes
+        message = said("downloading the base model {}: {} of {}", download.source, here, whole)
+    return Running(
+        **Row.facts(item),
+        said=message,
+        device=item.device[:_DEVICE_LENGTH] if item.device else "",
+        percent=100 * fraction,
+        stops=_is_stopping(work, item),
+        can_stop=bool(item.run or download),
+    )
+
+
+def _ended(work: Workplace, item: Item, said: Words) -> Ended:
+    resumes = commands.resumes(work.runs, item)
+    found, fix = _reason(item, said, resumes=resumes)
+    log = commands.item_file(work.runs, item.id, "log")
+    return Ended(
+        **Row.facts(item),
+        state=item.state,
+        when=time.strftime("%Y-%m-%d %H:%M", time.localtime(item.ended_s or 0.0)),
+        took_s=(item.ended_s or 0.0) - (item.started_s or item.ended_s or 0.0),
+        resumes=resumes,
+        found=found,
+        fix=fix,
+        log=_log_end(log) if found and item.state == "failed" else [],
+    )
+
+
+def _reason(item: Item, said: Words, *, resumes: bool) -> tuple[str, str]:
+    """Return why an item did not finish and what to do; two empty texts where it did."""
+    if item.state not in ("failed", "interrupted") or not item.error:
+        return "", ""
+    found, _, fix = without_secrets(item.error).partition(" Fix: ")
+    if item.exit_code == _FAULT_EXIT_CODE:
+        found = said("A fault of lora-train or of a library it uses: {}", found)
+        fix = said("Read the last lines of its log, below, and report them.")
+    if item.state == "interrupted" and resumes:
+        fix = said("Resume goes on from the last saved state.")
+    found = said.message(found)
+    return found[:1].upper() + found[1:], said.message(fix)
+
+
+def _name(item: Item) -> str:
+    return item.label or item.id
+
+
+def _finished(found: Sequence[Item]) -> list[Item]:
+    return [item for item in found if item.state == "finished"]
+
+
+def _run(work: Workplace, item: Item) -> Path:
+    return work.runs / (item.run or "")
+
+
+def _status(work: Workplace, item: Item) -> RunStatus | None:
+    return read_status(_run(work, item)) if item.run else None
+
+
+def _is_stopping(work: Workplace, item: Item) -> bool:
+    asked_for_it = item.state == "running" and item.run is not None
+    return asked_for_it and "stop" in Control(_run(work, item)).pending()
+
+
+def _log_end(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _LOG_END_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = [one_line(line) for line in without_secrets(text).splitlines()]
+    return [line for line in lines if line][-_LOG_LINES:]

@@ -1,0 +1,81 @@
+"""How a page is served, and how it is answered when its script asks.
+
+A page is a template that extends shared/page.html; its script asks by `ask(path, body)` of shared/ask.js, and each such
+path is one route made by `answer`. Inputs: requests. Outputs: pages in the language of the request, JSON objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from lora_trainer.common.errors import LoraTrainError
+
+from ..markup import PLACES, plain
+from . import language
+from .templates import render
+from .translation import Words, words
+
+
+class Body(BaseModel):
+    """What a page's script sends: every value of its kind, and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Asked = TypeVar("Asked", bound=Body)
+
+
+def words_of(request: Request) -> Words:
+    """Return the texts in the language of a request."""
+    return words(language.wanted(request.headers))
+
+
+def page(
+    path: str,
+    template: str,
+    *,
+    title: str,
+    look: Callable[[Request, Words], Mapping[str, Any]],
+) -> Route:
+    """Return the route of a page: `look` returns what its template shows; its refusal is a page too."""
+
+    def show(request: Request) -> Response:
+        said = words_of(request)
+        try:
+            shown, name = look(request, said), template
+        except LoraTrainError as error:
+            shown, name = {"fault": said.message(plain(str(error)))}, "shared/fault.html"
+        frame = {"title": title, "places": PLACES, "languages": language.languages()}
+        markup = render(name, said, address=path, **frame, **shown)
+        return HTMLResponse(markup, headers={"cache-control": "no-store"})
+
+    return Route(path, show)
+
+
+def answer(path: str, body: type[Asked], act: Callable[[Asked, Words], Mapping[str, Any]]) -> Route:
+    """Return the route of one thing that a script may ask; a refusal is an answer too: `{"error": ...}`.
+
+    A body that no script of ours sends is refused with 400.
+    """
+
+    async def serve(request: Request) -> Response:
+        try:
+            asked = body.model_validate_json(await request.body())
+        except ValueError:
+            return JSONResponse({"error": "load the page again"}, status_code=400)
+        return JSONResponse(await run_in_threadpool(answered, asked, words_of(request)))
+
+    def answered(asked: Asked, said: Words) -> Mapping[str, Any]:
+        try:
+            return act(asked, said)
+        except LoraTrainError as error:
+            return {"error": said.message(plain(str(error)))}
+
+    return Route(path, serve, methods=["POST"])

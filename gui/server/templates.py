@@ -1,0 +1,37 @@
+"""The templates of the pages, which lie beside what they show: `queue/page.html`, `shared/bar.html`.
+
+Input: the name of a template, the language of the reader and what the template shows. Output: markup in which every
+text is escaped. In a template `_("Put back {}", name)` says a text in the language of the reader.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from lora_trainer.common.wording import bytes_text, duration_text
+from lora_trainer.reporting.charts import Html
+
+from .translation import Words
+
+_FOLDER = Path(__file__).parents[1]
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"bytes": bytes_text, "duration": duration_text}
+    return environment
+
+
+def render(template: str, words: Words, **shown: object) -> Html:
+    """Return the markup of a template."""
+    return Html(_environment().get_template(template).render(_=words, **shown))

@@ -1,0 +1,1 @@
+"""The page Trash, and deleting with Undo on every page."""

@@ -1,0 +1,79 @@
+"""The page Trash, which lists what can be put back, and the deeds of the buttons that delete on any page.
+
+A button has `data-trash` (run, lora or dataset) and `data-ref`; script.js asks here and offers Undo. Nothing is gone
+before somebody empties the trash.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+from starlette.routing import Route
+
+from ..server.pages import Body, answer, page
+from ..server.translation import Words
+from ..workplace import Workplace
+from . import store
+
+KINDS = {
+    "run": "Training with its LoRAs and samples, deleted {}",
+    "lora": "LoRA file, deleted {}",
+    "dataset": "Images that were uploaded, deleted {}",
+}
+
+
+class Put(Body):
+    """What is to be deleted: `ref` names it among its kind."""
+
+    kind: Literal["run", "lora", "dataset"]
+    ref: Annotated[str, StringConstraints(max_length=4096)]
+
+
+class Back(Body):
+    """What is to come back."""
+
+    id: Annotated[str, StringConstraints(max_length=40)]
+
+
+class Empty(Body):
+    """Everything in the trash."""
+
+
+def routes(work: Workplace) -> list[Route]:
+    """Return the routes of the page and of the buttons."""
+
+    def put(asked: Put, _: Words) -> Mapping[str, Any]:
+        thrown = store.throw_away(work, kind=asked.kind, ref=asked.ref)
+        return {"id": thrown.id, "name": thrown.name}
+
+    def back(asked: Back, _: Words) -> Mapping[str, Any]:
+        return {"name": store.put_back(work, asked.id).name}
+
+    def empty(_asked: Empty, _: Words) -> Mapping[str, Any]:
+        store.empty(work)
+        return {}
+
+    return [
+        page("/trash", "trash/page.html", title="Trash", look=lambda _request, _: listed(work)),
+        answer("/trash/put", Put, put),
+        answer("/trash/back", Back, back),
+        answer("/trash/empty", Empty, empty),
+    ]
+
+
+def listed(work: Workplace) -> Mapping[str, Any]:
+    """Return what the page shows: the newest deletion first."""
+    things = [
+        {
+            "id": thrown.id,
+            "said": KINDS.get(thrown.kind, "{}"),
+            "name": thrown.name,
+            "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(thrown.thrown_s)),
+        }
+        for thrown in store.contents(work)
+    ]
+    size_bytes = store.size_bytes(work) if things else 0
+    return {"things": things, "size_bytes": size_bytes}
