@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import build_config
 
-# An option and its value, up to the next one: a blank, two dashes, letters, a blank or the end.
+# An option and its value, up to the next one: a blank, two dashes, letters, then a blank, "=" or the end.
 _OPTION = re.compile(
-    r"(?:^|(?<=\s))--([A-Za-z_]+)(?:\s+(.*?))??(?=\s+--[A-Za-z_]+(?:\s|$)|\s*$)", re.S
+    r"(?:^|(?<=\s))--([A-Za-z_]+)(?:(?:\s+|=)(.*?))??(?=\s+--[A-Za-z_]+(?:[\s=]|$)|\s*$)", re.S
 )
 NEGATIVE, WIDTH, HEIGHT, SEED, GUIDANCE, DISTILLED, STEPS = "nwhdlgs"
 # What checks the number behind a letter. A size has limits of its own.

@@ -25,6 +25,7 @@ def test_a_prompt_is_parted_from_its_options() -> None:
     assert read_prompt("a --n --d -1 --l 1 --g 3.5") == SamplePrompt(
         line="a --n --d -1 --l 1 --g 3.5", text="a", negative="", guidance_scale=3.5
     )
+    assert read_prompt("a cat --w=512 --d=-1").width_px == 512
     words = "well--known, -- a dash, x --"
     assert parted(words) == (words, {})
     assert read_prompt(words) == plain_prompt(words)
@@ -34,6 +35,7 @@ def test_a_prompt_is_parted_from_its_options() -> None:
     ("line", "found"),
     [
         ("a cat --ar 16:9", "--ar, which is not read here"),
+        ("a cat --ar=16:9", "--ar, which is not read here"),
         ("a cat --steps", "--steps, which is not read here"),
         ("a cat --d", "--d, which is not a number"),
         ("a cat --s 5000", "less than or equal to 1000"),
