@@ -207,7 +207,8 @@ def test_the_run_and_its_file_say_what_is_trained(place: Toy) -> None:
     }
     assert {key: header[key] for key in expected} == expected
     assert any(
-        "images have no mask, all of them counts" in row["what"] for row in problems(place.run)
+        "images have no mask, so the whole image counts" in row["what"]
+        for row in problems(place.run)
     )
 
 

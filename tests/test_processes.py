@@ -34,7 +34,7 @@ FAILED = {
     "killed 0": "the process that kept the launcher's store ended",
     "killed 1": "process 1 of 2 was killed or crashed",
     "frozen": "process 1 of 2 has been silent for",
-    "apart": "process 1 of 2 has other weights than process 0 at step 4",
+    "apart": "process 1 of 2 has different weights from process 0 at step 4",
     "absent": "process 1 of 2 never came within hardware.process_timeout_s=20",
     "leader hangs": "process 0: did nothing for",
     "follower hangs": "process 1: did nothing for",
@@ -174,7 +174,7 @@ def test_several_processes_leave_what_one_leaves(place: Toy, results: dict[str, 
         rows = read_jsonl(run / "problems.jsonl")
         assert [row["what"] for row in rows if row["code"] == "TRN-05"] == []
         assert [row["file"] for row in rows if row["severity"] == "error"] == ["cut.png"]
-        remarks = [row["what"] for row in rows if "does not divide by 5 processes" in row["what"]]
+        remarks = [row["what"] for row in rows if "is not divisible by 5 processes" in row["what"]]
         assert [remark.partition(": ")[2] for remark in remarks] == (
             ["only 4 have work"] if name == "of 5" else []
         )

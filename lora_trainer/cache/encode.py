@@ -184,7 +184,7 @@ def _encoding(
                 )
             device = others.pop(0)
             events.problem(
-                f"caching goes on on {device}, slower: {reason}",
+                f"caching continues on {device}, slower: {reason}",
                 fix="nothing to do, or free memory on the device",
                 code="TRN-02",
             )
@@ -205,7 +205,7 @@ def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArra
             masks.append(mask_values(mask, job.placement, flip=job.flip, factor=job.factor))
             if not masks[-1].any():
                 raise InputError(
-                    f"the mask of {record.name} is black in all that its crop to {job.placement.bucket} leaves",
+                    f"the mask of {record.name} is black everywhere in its crop to {job.placement.bucket} leaves",
                     fix="crop the image and its mask around the subject, or raise data.max_aspect",
                 )
         return tuple(masks)
@@ -251,7 +251,7 @@ def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream, fix: st
     room, tokens = encoder.prompt_room(), encoder.count_tokens(text)
     if tokens > room:
         events.problem(
-            f"a caption has {tokens} tokens, there is room for {room}: {text[:60]!r}...",
+            f"a caption has {tokens} tokens, but only {room} are read: {text[:60]!r}...",
             fix=fix,
             severity="note",
             code="CAP-03",

@@ -342,12 +342,12 @@ def in_use(root: Path) -> Iterator[None]:
 def clear(folder: CappedFolder) -> tuple[int, int]:
     """Remove all entries; return how many there were, and their bytes.
 
-    Raises MachineError while a training uses them, and for a folder that is no cache.
+    Raises MachineError while a training uses them, and for a folder that is not a cache.
     """
     root = folder.root
     if not (root / folder.marker).is_file():
         raise MachineError(
-            f"{root} is no cache of lora-train", fix="name its folder, or do nothing"
+            f"{root} is not a cache of lora-train", fix="name the cache's folder, or do nothing"
         )
     with unused(root):
         sizes_bytes = dict(entries(folder))

@@ -103,7 +103,7 @@ class _Work:
             self._fail(*refusal)
         if self.chosen.findings:
             self.events.problem(
-                f"files that are named as images and are none: {self.chosen.findings}",
+                f"these files are named like images but are not images: {self.chosen.findings}",
                 fix="`lora-train check` names them",
             )
 

@@ -106,9 +106,9 @@ def _selected(
         match = by_name.get(name) or by_path.get(os.path.realpath(name))
         if match is None:
             raise RequestError(
-                f"--images {shown(name)} is no image of {shown(str(dataset))}."
+                f"--images {shown(name)} is not an image in {shown(str(dataset))}."
                 f"{did_you_mean(name, by_name)}",
-                fix="name it as it is named inside the folder",
+                fix="give its name inside the folder",
             )
         selected_names.add(match.name)
     yield from (picture for picture in by_name.values() if picture.name in selected_names)
@@ -228,7 +228,7 @@ def undo(root: Path) -> dict[str, list[str]]:
     Returns the names of the files that were `removed`, `restored`, or left alone as they were `edited` since.
     Raises InputError when there is none, MachineError when the disk refuses.
     """
-    no_call = InputError(f"there are no captions to take back in {root}", fix="check the folder")
+    no_call = InputError(f"{root} has no captions to take back", fix="check the folder")
     if not (root / FOLDER).is_dir():
         raise no_call
     with _locked(root) as parent:

@@ -125,7 +125,9 @@ class CaptionRequest:
                 )
         for name, share in of_tags.items():
             if share is not None and not 0 < share <= 1:
-                raise RequestError(f"{name} {share:g} is no probability", fix="give 0.05 to 0.95")
+                raise RequestError(
+                    f"{name} {share:g} is not a probability", fix="give 0.05 to 0.95"
+                )
         if self.max_tokens is not None and not 1 <= self.max_tokens <= 4096:
             raise RequestError(
                 f"--max-tokens {self.max_tokens}", fix="give a number from 1 to 4096"
@@ -151,7 +153,7 @@ def find(name_or_folder: str) -> CaptioningModel:
         return replace(model, folder=path, writes=what_it_writes(path))
     if model.name is None and not is_hub_id(model.source):
         raise RequestError(
-            f"{name_or_folder!r} is no captioning model.{did_you_mean(name_or_folder, KNOWN)}",
+            f"{name_or_folder!r} is not a captioning model.{did_you_mean(name_or_folder, KNOWN)}",
             fix=f"give {', '.join(KNOWN)}, a folder, or a Hub id (owner/name)",
         )
     cached = cached_snapshot(model.source, revision=None)
@@ -249,7 +251,7 @@ def no_room(name: str, what: str) -> MachineError:
     """Return the error of a model that is too large for the device."""
     return MachineError(
         f"captioning model {name} {what}",
-        fix="end what else uses it, take a smaller --model, or --device cpu",
+        fix="end other programs that use it, take a smaller --model, or use --device cpu",
     )
 
 

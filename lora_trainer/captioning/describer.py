@@ -185,7 +185,8 @@ def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, b
     if hasattr(processor, "task_prompts_without_inputs"):
         if prompt is not None and prompt not in TASKS:
             raise RequestError(
-                f"{name} is not asked in words", fix=f"let --prompt be one of {', '.join(TASKS)}"
+                f"{name} accepts only its own requests",
+                fix=f"give as --prompt one of {', '.join(TASKS)}",
             )
         return prompt or TASK, False
     if processor.chat_template is not None:
@@ -193,7 +194,7 @@ def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, b
         chat = [{"role": "user", "content": content}]
         return str(processor.apply_chat_template(chat, add_generation_prompt=True)), True
     if prompt is not None:
-        raise RequestError(f"{name} takes no request", fix="leave --prompt out")
+        raise RequestError(f"{name} does not accept a request", fix="leave --prompt out")
     return None, False
 
 

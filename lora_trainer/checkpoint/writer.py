@@ -281,5 +281,5 @@ def _out_of_memory_as_error() -> Iterator[None]:
             raise
         raise MachineError(
             f"there was not enough memory to write it: {first_line(error)}",
-            fix="close what else uses the machine's memory",
+            fix="close other programs that use the machine's memory",
         ) from error

@@ -176,7 +176,7 @@ def import_settings(
 
     writers = {".toml": settings_toml, ".json": settings_json}
     if output is not None and output.suffix.lower() not in writers:
-        raise RequestError(f"{output} is no settings file", fix="name it .toml or .json")
+        raise RequestError(f"{output} is not a settings file", fix="name it .toml or .json")
     if output is not None:
         refuse_existing(output, force=force)
     imported = import_file(file)

@@ -304,7 +304,7 @@ def run(arguments: list[str] | None = None) -> int:
     except (CycloptsError, LoraTrainError) as error:
         return _told(error)
     except UnicodeEncodeError as error:  # a word, or a name written in a settings file
-        problem = f"{ascii(error.object)} is no name in this system's encoding, {error.encoding}"
+        problem = f"{ascii(error.object)} is not a name in this system's encoding, {error.encoding}"
         return _told(RequestError(problem, fix="set PYTHONUTF8=1, or use another name"))
     except (
         OSError

@@ -276,7 +276,7 @@ def _answer(result: ToolResult, *, as_json: bool) -> Reply:
 
 
 def _weighted(text: str) -> tuple[Path, float]:
-    """Read FILE or FILE:WEIGHT; raises RequestError for a weight that is no number or 0."""
+    """Read FILE or FILE:WEIGHT; raises RequestError for a weight that is not a number, or is 0."""
     name, colon, number = text.rpartition(":")
     if not colon or Path(text).exists():
         return Path(text), 1.0

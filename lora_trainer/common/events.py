@@ -106,8 +106,8 @@ class EventStream:
             else (f"{type(error).__name__}: {first_line(error)}")
         )
         self.problem(
-            f"{name} is told no more of the run: {one_line(reason)}",
-            fix="nothing: the training goes on, and events.jsonl has every event",
+            f"{name} gets no more events of the run: {one_line(reason)}",
+            fix="nothing to do: the training continues, and events.jsonl has every event",
             code="TRN-05",
         )
 
@@ -167,8 +167,8 @@ class Aside:
         except Exception as error:  # noqa: BLE001 - as in `EventStream.emit`
             self._is_behind = True
             self._events.problem(
-                f"{self.title} is told no more of the run: {type(error).__name__}: {first_line(error)}",
-                fix="nothing: the training goes on, and events.jsonl has every event",
+                f"{self.title} gets no more events of the run: {type(error).__name__}: {first_line(error)}",
+                fix="nothing to do: the training continues, and events.jsonl has every event",
                 code="TRN-05",
             )
 
@@ -179,8 +179,8 @@ class Aside:
         self._thread.join(within_s)
         if self._thread.is_alive():
             self._events.problem(
-                f"{self.title} did not end within {within_s:g} s, and is left as it is",
-                fix="look at its service; events.jsonl has every event",
+                f"{self.title} did not end within {within_s:g} s and is no longer waited for",
+                fix="check its service; events.jsonl has every event",
                 code="TRN-05",
             )
 
@@ -203,7 +203,7 @@ class JsonlWriter:
             return
         row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
         try:
-            # A lone surrogate, from a name that is no UTF-8, becomes its JSON escape.
+            # A lone surrogate, from a name that is not UTF-8, becomes its JSON escape.
             with self.path.open(
                 "a", encoding="utf-8", errors="backslashreplace", newline="\n"
             ) as file:

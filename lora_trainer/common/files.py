@@ -182,7 +182,7 @@ def system_refused(error: OSError) -> MachineError:
 def unreadable(path: Path, error: OSError) -> MachineError:
     """Return a MachineError of one line for a file that is there and cannot be read."""
     return MachineError(
-        f"cannot read {path}: {error.strerror or error}", fix="make it a file that you may read"
+        f"cannot read {path}: {error.strerror or error}", fix="make it readable for you"
     )
 
 

@@ -79,9 +79,9 @@ class Outlet(io.RawIOBase):
         return False
 
     def leave(self) -> None:
-        """Write nothing any more: its reader takes nothing."""
+        """Write nothing any more: its reader does not read."""
         self._is_left = True
-        self.error = self.error or TimeoutError("its reader takes nothing")
+        self.error = self.error or TimeoutError("its reader does not read")
 
 
 class _Aside:

@@ -109,7 +109,7 @@ def share(total: int, *, rank: int, count: int) -> range:
 def _contradiction(variables: Mapping[str, str]) -> MachineError:
     assignments = ", ".join(f"{name} {value}" for name, value in variables.items())
     return MachineError(
-        f"the launcher sets {assignments}, which describes no process of a group",
+        f"the launcher sets {assignments}, which does not describe a process of a group",
         fix="start it with `accelerate launch -m lora_trainer ...`, or without a launcher",
     )
 

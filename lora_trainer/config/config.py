@@ -270,7 +270,7 @@ def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, An
             merged[key] = value
             continue
         (name, field), entries = _folder_field(key), merged.get(FOLDERS, {})
-        # A value that is no mapping stays as it is: validation refuses it with a better message.
+        # A value that is not a mapping stays as it is: validation refuses it with a better message.
         if isinstance(entries, Mapping) and isinstance(entries.get(name, {}), Mapping):
             merged[FOLDERS] = {**entries, name: {**entries.get(name, {}), field: value}}
     return merged
@@ -390,7 +390,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
 
 
 def unknown_setting(key: str) -> str:
-    """Return a sentence on a key that is no setting, with the nearest one; "" for a setting."""
+    """Return a sentence on a key that is not a setting, with the nearest setting; "" for a setting."""
     if setting_of(key) in (*setting_keys(), *RETIRED_SETTINGS):
         return ""
     return f"unknown setting {key!r}.{did_you_mean(key, _near_keys(key))}"

@@ -67,7 +67,7 @@ def _broken_by_learning(config: Config) -> Iterator[str]:
         limit = f"over 100 times adapter.rank={adapter.rank}: use at most 100 times the rank"
         yield f"adapter.alpha={alpha} is {limit}"
     if adapter.lokr_factor == 0:
-        yield "adapter.lokr_factor=0 is no size: use -1 or at least 1"
+        yield "adapter.lokr_factor=0 is not a size: use -1 or at least 1"
     factors = optimizer.learning_rate_pattern.values()
     if optimizer.name == "prodigy" and any(factor not in (0, 1) for factor in factors):
         yield (

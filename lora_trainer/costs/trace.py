@@ -255,7 +255,7 @@ def trace_step(
     their gradients.
 
     Trace a forward pass before: networks cache tables (of positions, say) in their first call, and those
-    are no activations.
+    are not activations.
     """
     live = LiveStorages([*_resident(network), *inputs])
     with FusedKernels(kernels_of), live, _adapter_inputs_marked(network, live):

@@ -202,7 +202,7 @@ class CaptionTables:
     """(image, table that counts, later table with a different caption for the image)."""
     _alike: dict[str, str] = field(default_factory=dict)
     _elsewhere: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of `captions` that are no file of the table's folder, by the `same_name` of their last part."""
+    """Keys of `captions` that are not files of the table's folder, by the `same_name` of their last part."""
 
     def add(
         self, table: Mapping[str, CaptionText], *, source: str, folder: Path, prefix: str

@@ -8,7 +8,7 @@ Crispness, brightness and a perceptual hash are measured once, when an image is 
 remembered, so that a second quality report opens no file.
 
 A caption can lie inside the image: the first text that describes it, that of generators cut to
-its prompt; a workflow in JSON is no caption. Sources: PNG specification 11.3.3 (keywords), EXIF 2.32
+its prompt; a workflow in JSON is not a caption. Sources: PNG specification 11.3.3 (keywords), EXIF 2.32
 (UserComment), and the "parameters" text of AUTOMATIC1111's web UI.
 """
 

@@ -175,14 +175,14 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
     caption = text_of(match[2]) if match and 1 <= int(match[1]) <= MAX_REPEATS else None
     walk.read(_Folder(path=root, name=OWN_FOLDER, repeats=repeats, caption=caption), {})
     unknown = [
-        f"data.folders names {shown(name)!r}, which is no subfolder."
+        f"data.folders names {shown(name)!r}, which is not a subfolder."
         f"{did_you_mean(name, walk.folder_names)}"
         for name in settings.folders
         if name not in walk.folder_names
     ]
     if unknown:
         raise RequestError(
-            " ".join(unknown), fix="name the folders as they are called, the dataset's own `.`"
+            " ".join(unknown), fix="use the names of the folders; the dataset folder itself is `.`"
         )
     findings = walk.findings
     findings += finding_of_all("unread-images", walk.unread_images)
@@ -330,14 +330,14 @@ class _Walk:
                     groups[group].append(file)
         own_masks, inner_masks, mask_folders = self._take_masks(folder, groups)
         masks = masks_beside | own_masks
-        # OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, are no images to learn.
+        # OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, are not images to learn.
         controlled = {file.stem + CONTROL_SUFFIX for file in groups["picture"]}
         control = [file.name for file in groups["picture"] if file.stem in controlled]
         groups["picture"] = [file for file in groups["picture"] if file.stem not in controlled]
         self.findings += finding_of_all("control-images", control)
         stems = {file.stem for file in groups["picture"]}
         images = stems | {file.entry.name for file in groups["picture"]}
-        # The caption file of an image that happens to be called `captions.png` is no table.
+        # The caption file of an image that happens to be called `captions.png` is not a table.
         tables = [file for file in groups["metadata"] if file.stem not in stems]
         for file in sorted(tables, key=lambda one: TABLE_NAMES.index(one.entry.name.casefold())):
             try:

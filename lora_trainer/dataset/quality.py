@@ -225,7 +225,7 @@ def _loss(name: str, part: float) -> float:
 
 
 def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
-    """Return the share of images without a caption; some with and some without are no caption style.
+    """Return the share of images without a caption; some with and some without are not a caption style.
 
     Where no image has one of its own, a folder's name or a trigger is nearly as good.
     """

@@ -289,7 +289,7 @@ def scan(
         if other_folder.resolve().is_relative_to(folder.resolve()):
             marking = f"--set data.folders.{other_folder.name}.regularisation=true"
             raise RequestError(
-                f"data.regularisation_dir={other_folder} lies in the dataset",
+                f"data.regularisation_dir={other_folder} is inside the dataset folder",
                 fix=f"{marking}, or move it elsewhere",
             )
         plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})

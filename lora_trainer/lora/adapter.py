@@ -59,7 +59,7 @@ class Adapter:
     def groups(self, settings: OptimizerSettings) -> list[dict[str, Any]]:
         """Return the optimizer's groups: "params", and "lr_scale", a factor on the learning rate.
 
-        The group of new tokens is marked "embedding", because its rows are no matrix of a layer.
+        The group of new tokens is marked "embedding", because its rows are not a matrix of a layer.
         Freezes the layers whose learning rate pattern is 0. LoRA+ (Hayou et al. 2024, arXiv 2402.12354)
         raises the factor of `up`. Raises RequestError when no layer is left to train.
         """

@@ -156,7 +156,9 @@ def rotated_size(numbers: int) -> int:
     """Return the side of a skew matrix with this many numbers above its diagonal; raises ValueError."""
     size = (1 + math.isqrt(1 + 8 * numbers)) // 2
     if size * (size - 1) // 2 != numbers or size < 2:
-        raise ValueError(f"has rotations of {numbers} numbers each, which is no triangle")
+        raise ValueError(
+            f"has rotations of {numbers} numbers each, which is not a triangular number"
+        )
     return size
 
 

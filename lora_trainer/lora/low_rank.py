@@ -25,7 +25,7 @@ OVERSAMPLING, ITERATIONS = 16, 8
 
 
 class NotLowRank(ValueError):
-    """An update that is no product of thin matrices; the text says why."""
+    """An update that is not a product of thin matrices; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
     is the layer's, for files that have it flattened.
     """
     if module.needs_weight:
-        raise NotLowRank(f"what {kind_name(module)} changes depends on the base's weights")
+        raise NotLowRank(f"the change by {kind_name(module)} depends on the base's weights")
     if module.kind in ("full", "norm"):
         raise NotLowRank(f"it is {kind_name(module)}, no product of factors")
     tensors = {name: tensor.double() for name, tensor in module.tensors.items()}

@@ -262,7 +262,7 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
         return Fit(family=family)
     # The release that has all the names and most of the sizes.
     names, misfits = min(by_release, key=lambda each: len(each[1]))
-    # A base of another width has none of the sizes: that is no error of the file.
+    # A base of another width has none of the sizes: this is not an error of the file.
     sized_modules = sum(part.size != (0, 0) for part in parts.values())
     return Fit(family=family, names=names, misfits=misfits if len(misfits) < sized_modules else ())
 

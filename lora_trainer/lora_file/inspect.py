@@ -296,7 +296,7 @@ def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[P
         yield _problem("bundled-embeddings", words=", ".join(map(repr, words)))
     others = [key for key in contents.unknown if not key.startswith(BUNDLED)]
     yield from _several("unknown-keys", others)
-    # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
+    # The alpha of an OFT is not a strength; the alpha of a LoKr counts only with a decomposed factor.
     scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
     missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
     if not any(True for _ in contents.stated_alphas()) and FOLDED not in contents.metadata:

@@ -92,8 +92,8 @@ def join(module: FileModule, modules: Mapping[str, ModuleTensors]) -> ModuleTens
     ):
         kinds = ", ".join(dict.fromkeys(KIND_NAMES[each.kind] for each in whole))
         raise InputError(
-            f"{module.name} is one layer in this format, and what changes its parts ({kinds}"
-            f"{', DoRA of some' if is_dora else ''}) cannot be made one",
+            f"{module.name} is one layer in this format, but the changes of its parts ({kinds}"
+            f"{', DoRA of some' if is_dora else ''}) cannot be joined",
             fix="write it with output.format=diffusers",
         )
     tensors: dict[str, Tensor] = {}

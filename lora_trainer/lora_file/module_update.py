@@ -126,7 +126,7 @@ def _oft(tensors: Arrays, *, constraint: float | None) -> Arrays:
     ):
         raise ValueError(f"is a BOFT of {len(blocks)} rounds, which its {out} outputs do not allow")
     if constraint:
-        # COFT: in LyCORIS and sd-scripts the alpha of an OFT is no strength but a limit, the norm of all
+        # COFT: in LyCORIS and sd-scripts the alpha of an OFT is not a strength but a limit, the norm of all
         # of a layer's skew matrices is at most alpha x out.
         limit = constraint * out
         wide = blocks.astype(np.float64)
@@ -226,7 +226,7 @@ def _check_sizes(update: Update) -> None:
     if not all(array.size for array in arrays.values()):
         raise ValueError("has tensors without numbers")
     if any(array.dtype.kind not in "fiub" for array in arrays.values()):
-        raise ValueError("has tensors that are no numbers")
+        raise ValueError("has tensors that are not numbers")
 
 
 # ---- rows of joined layers

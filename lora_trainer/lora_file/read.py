@@ -53,7 +53,7 @@ class ModuleFactors:
     def ranks(self) -> frozenset[int]:
         """The ranks that factors state, one where they agree; of an OFT, the size of a block.
 
-        A LoKr of two whole factors has none, nor has an update that is no product.
+        A LoKr of two whole factors has none, nor has an update that is not a product.
         """
         shapes = {role: entry.shape for role, entry in self.entries.items()}
         return ranks_of({role: shape for role, shape in shapes.items() if len(shape) > 1})
@@ -113,7 +113,7 @@ class Contents:
         except (ValueError, IndexError, KeyError) as error:
             raise InputError(
                 f"{self.name} cannot be used: {spelling!r} {str(error).splitlines()[0]}",
-                fix="give an adapter made for this base model, whole",
+                fix="give a complete adapter made for this base model",
             ) from None
 
     def stated_alphas(self) -> Iterator[float]:

@@ -159,7 +159,7 @@ def open_adapter(
 ) -> Iterator[OpenAdapter]:
     """Open an adapter file of any trainer; `names` finds the layers of the base by spelling.
 
-    Raises InputError where the file is no whole safetensors file, where modules are unknown or lack
+    Raises InputError where the file is not a whole safetensors file, where modules are unknown or lack
     tensors, and where a tensor belongs to no kind of adapter that is known.
     """
     with open_contents(path) as contents:
@@ -168,7 +168,7 @@ def open_adapter(
         if unknown:
             refuse(
                 contents.name,
-                f"holds {len(unknown)} tensors of no known kind, first {unknown[0]!r}"
+                f"holds {len(unknown)} tensors of unknown kinds; the first is {unknown[0]!r}"
                 f"{kind_of_others(unknown)}",
                 fix=_OTHER_KIND,
             )
@@ -196,7 +196,7 @@ def _places(
     if unknown:
         refuse(
             name,
-            f"has {len(unknown)} of {len(parts)} modules that the base model lacks, first {unknown[0]!r}",
+            f"has {len(unknown)} of {len(parts)} modules that the base model lacks; the first is {unknown[0]!r}",
             fix=_OTHER_BASE,
         )
     places: dict[str, tuple[str, LayerRows]] = {}

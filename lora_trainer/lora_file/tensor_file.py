@@ -79,7 +79,7 @@ def open_checked(path: Path) -> Iterator[Opened]:
     path = file_of(path)
     try:
         if not path.is_file():  # a pipe would block
-            fault = "is no file" if path.exists() else "does not exist"
+            fault = "is not a file" if path.exists() else "does not exist"
             refuse(path, fault, fix="give the path of an adapter file")
         with path.open("rb") as file:
             yield _opened(path, file)
@@ -101,7 +101,7 @@ def file_of(path: Path) -> Path:
         if any(file.with_suffix(".bin").is_file() for file in files):
             fault = "holds an adapter as a pickle only, which can run code when opened"
             refuse(path, fault, fix="save it with safe_serialization=True where it was made")
-        fault = f"is no file but a folder without {' or '.join(FOLDER_FILES)}"
+        fault = f"is a folder without {' or '.join(FOLDER_FILES)}"
         refuse(path, fault, fix="give a LoRA file")
     return next((file for file in files if file.is_file()), path)
 
@@ -134,7 +134,7 @@ def _opened(path: Path, file: BinaryIO) -> Opened:
     try:
         check_limits(by_key)
     except ValueError as error:
-        refuse(path, f"is no adapter: {error}")
+        refuse(path, f"is not an adapter: {error}")
     for entry in entries:
         if entry.dtype not in ELEMENT_BYTES:
             refuse(path, f"has numbers of {entry.dtype} in {entry.key!r}")
@@ -217,7 +217,7 @@ def header_bytes(tensors: Header, metadata: Mapping[str, str]) -> bytes:
             "data_offsets": [offset, end],
         }
         offset = end
-    # Text from elsewhere may hold lone surrogates, which are no UTF-8.
+    # Text from elsewhere may hold lone surrogates, which are not UTF-8.
     text = json.dumps(entries, ensure_ascii=False).encode("utf-8", "replace")
     padded = text + b" " * (-len(text) % 8)
     return len(padded).to_bytes(8, "little") + padded

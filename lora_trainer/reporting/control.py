@@ -176,7 +176,7 @@ def _checked_prompt(text: str) -> str:
         )
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in prompt):
         raise RequestError(
-            "the prompt holds a control character or half a character", fix="type it anew"
+            "the prompt holds a control character or half a character", fix="type it again"
         )
     return without_secrets(prompt)
 
@@ -249,7 +249,7 @@ class Control:
             ) from error
         except UnicodeDecodeError:
             raise RequestError(
-                "the request for sample images is no UTF-8 text",
+                "the request for sample images is not UTF-8 text",
                 fix=f"write a prompt of at most {MAX_PROMPT_CHARACTERS:,} characters into it",
             ) from None
         finally:

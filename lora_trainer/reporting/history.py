@@ -201,7 +201,7 @@ class _EventSum:
     def take(self, row: Row) -> None:
         kind, now_s = row["event"], number(row, "time")
         passed_s = now_s - self._last_s
-        # The pause before a resume, which writes `resumed` first, is no time of the run.
+        # The pause before a resume, which writes `resumed` first, is not time of the run.
         if passed_s > 0 and kind not in ("resumed", "run_started"):
             self.seconds += passed_s
         self._last_s = now_s
@@ -294,7 +294,7 @@ class HistoryReader:
         )
 
     def recent(self) -> list[Row]:
-        """Return the newest rows that are no steps, at most 200, by the time they were written."""
+        """Return the newest rows that are not steps, at most 200, by the time they were written."""
         rows = [*self._sum.recent, *self._problem_rows[-RECENT_ROWS:]]
         # A row without a time is taken for the oldest: NaN is never the larger one.
         return sorted(rows, key=lambda row: max(0.0, number(row, "time")))[-RECENT_ROWS:]

@@ -195,7 +195,7 @@ class TrackerListener:
             reason = one_line(f"{type(error).__name__}: {error}")[:300]
             self.events.problem(
                 f"tracker {self.name} stopped logging: {reason}",
-                fix=f"mend its folder or service, or drop {self.name} from logging.trackers "
+                fix=f"repair its folder or service, or drop {self.name} from logging.trackers "
                 "(events.jsonl has every step)",
                 code="TRN-05",
             )

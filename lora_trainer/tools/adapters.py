@@ -91,7 +91,7 @@ def open_source(
 ) -> Iterator[OpenAdapter]:
     """Open an adapter file; `base` is the model it was made for, the family's public release by default.
 
-    `names` finds the layers of a base that is open already. Raises InputError where the file is no whole
+    `names` finds the layers of a base that is open already. Raises InputError where the file is not a whole
     adapter, its family is not known or it has modules that the base lacks or has in another size.
     """
     if names is None and base is not None:
@@ -127,7 +127,7 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
     if fit.exact and fit.names is not None:
         return fit.names
     family, source = families.family(fit.family), stated_base(contents.metadata)
-    # A file is no reason to look into any folder: only the embedded base and Hub ids are.
+    # A file is not a reason to look into any folder: only the embedded base and Hub ids are.
     if source is not None and (source == EMBEDDED or is_hub_id(source)):
         facts = None
         with suppress(LoraTrainError):  # not on this machine: the public release is what there is

@@ -109,7 +109,7 @@ class BaseWeights:
 def open_base(source: str) -> Iterator[BaseWeights]:
     """Open a diffusers folder, a Hub id (downloaded if need be) or a checkpoint in one file.
 
-    Raises InputError for a file or folder that is no base model and for a quantised one.
+    Raises InputError for a file or folder that is not a base model and for a quantised one.
     """
     path = Path(user_path(source))
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
     recognised = families.detect_file(file.entries)
     if recognised is None:
         describe(BaseSettings(model=source))  # raises InputError naming its kind
-        raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
+        raise InputError(f"{path.name} is not a base model", fix="give a checkpoint or a folder")
     family, _ = recognised
     places = family.checkpoint_weights(file.entries)
     opened = BaseWeights(

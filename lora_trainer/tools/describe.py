@@ -37,7 +37,7 @@ def describe(
     The two may be the same file, with `force`. `texts` are by the names of the command's options: None leaves
     an entry as it is, an empty text removes it; `trigger` are the words that call the concept.
 
-    Raises InputError for a file that is no whole safetensors file, RequestError for a text that is too long
+    Raises InputError for a file that is not a whole safetensors file, RequestError for a text that is too long
     or an output that exists, MachineError when the disk refuses or gives other tensors back.
     """
     with open_checked(file) as opened:
@@ -68,7 +68,7 @@ OPTION = "--repository"
 def publish(file: Path, *, repository: str, private: bool) -> str:
     """Upload a LoRA file and return its address; a `repository` without an owner is the user's own.
 
-    Raises InputError for a file that is no LoRA, RequestError for a name that no repository can have,
+    Raises InputError for a file that is not a LoRA, RequestError for a name that no repository can have,
     MachineError where nobody is logged in or the Hub refuses.
     """
     check_usable(file, names=None)  # before anybody has to log in

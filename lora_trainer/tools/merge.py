@@ -226,14 +226,16 @@ class RankLimits:
         """Raise RequestError for limits that are none of the command's `options`, or contradict each other."""
         limits = {name: value for name, value in vars(self).items() if value is not None}
         if not limits:
-            raise RequestError("nothing says how much to keep", fix=f"give {options}")
+            raise RequestError("no limit for the ranks is given", fix=f"give {options}")
         if {"ratio", "energy"} <= limits.keys():
-            raise RequestError("--ratio and --energy are two answers", fix="give one of them")
+            raise RequestError("--ratio and --energy cannot be combined", fix="give one of them")
         for name, value in limits.items():
             is_share = name == "energy"
             if not (0 < value <= 1 if is_share else 1 <= value < math.inf):
                 allowed = "above 0 and up to 1, such as 0.95" if is_share else "from 1, such as 10"
-                raise RequestError(f"--{name} {value:g} is none", fix=f"give a number {allowed}")
+                raise RequestError(
+                    f"--{name} {value:g} is not allowed", fix=f"give a number {allowed}"
+                )
 
     def rank_of(self, decomposed: Singular) -> int:
         """Return the rank that a module gets."""
@@ -394,7 +396,7 @@ def _weight_of(base: str | None, stack: ExitStack) -> WeightOf:
     def weight(key: str, module: ModuleTensors) -> Tensor:
         if base is None:
             raise RequestError(
-                f"{key} cannot become a LoRA: what {kind_name(module)} changes depends on the base's weights",
+                f"{key} cannot become a LoRA: the change by {kind_name(module)} depends on the base's weights",
                 fix="name the base model it was made for with --base, a folder or a checkpoint",
             )
         places = open_weights().places

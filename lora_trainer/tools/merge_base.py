@@ -103,7 +103,11 @@ def _refuse_folder(base: BaseWeights, output: Path, *, force: bool) -> None:
         raise RequestError(f"{output} lies in the base model", fix="give another --output")
     replaceable = force and (output / INDEX).is_file()
     if output.exists() and not replaceable:
-        fault = "is no diffusers folder, --force will not replace it" if force else "exists already"
+        fault = (
+            "is not a diffusers folder, so --force does not replace it"
+            if force
+            else "exists already"
+        )
         raise RequestError(f"{output} {fault}", fix="give another --output")
 
 

@@ -179,7 +179,7 @@ class LearningAction:
         losses = self.fixed.by_timestep(cap=guard.micro_batch)
         took = {"step": progress.step, "seconds": time.monotonic() - began_s}
         if not guard.learning.base:
-            # With one that is no number nothing can be compared, and no state could be written.
+            # With a loss that is not a number nothing can be compared, and no state could be written.
             base = losses if all(map(math.isfinite, losses)) else []
             self.events.emit("base_losses", **took, losses=base)
             return replace(guard, learning=replace(guard.learning, base=base))

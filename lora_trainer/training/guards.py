@@ -135,7 +135,7 @@ class GuardState:
     def with_best(self, loss: float, *, step: int) -> GuardState:
         """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""
         best = self.best
-        if step == 0:  # the untouched base is no adapter
+        if step == 0:  # the untouched base is not an adapter
             return self
         if math.isfinite(loss) and (best.loss is None or loss < best.loss):
             return replace(self, best=BestValidation(loss=loss, step=step))
@@ -230,7 +230,7 @@ def broken_start(steps: int, *, file: str | None) -> InputError:
             fix=f"download the base again and compare its hash; {precision}",
         )
     return InputError(
-        f"{symptom}, as it began with {file}: the values of that file are too large, it belongs to another base, or "
+        f"{symptom}, starting from {file}: the values of this file are too large, it belongs to another base, or "
         "the base is damaged",
         fix=f"start without train.init_from: if that trains, use an earlier save of the file; {precision}",
     )

@@ -195,7 +195,7 @@ def loss_weight(settings: ObjectiveSettings, level: Level, prediction: Predictio
         case "p2":
             weight = math.pow(1.0 + snr, -settings.p2_gamma)
         case _:
-            raise AssertionError(f"{kind} is no weighting by SNR")
+            raise AssertionError(f"{kind} is not a weighting by SNR")
     # At a fixed noisy input an error of v is the error of the noise divided by alpha (Salimans & Ho 2022,
     # arXiv 2202.00512, appendix D), so its square weighs alpha-bar as much.
     return weight * signal if prediction == "v_prediction" else weight

@@ -133,7 +133,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     saved = [len(group["params"]) for group in state["param_groups"]]
     if saved != [len(group["params"]) for group in optimizer.param_groups]:
         raise RequestError(
-            "the saved state groups the layers by learning rate otherwise than these settings do",
+            "the saved state groups the layers by learning rate differently from these settings",
             fix="resume with the run's own learning rates of text encoders and patterns, and LoRA+",
         )
     paged = [

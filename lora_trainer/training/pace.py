@@ -6,7 +6,7 @@ ignored. Findings change nothing about the training, so nothing here is part of 
 
 Then the causes: other programs on the GPU, lower clocks, full memory, busy cores. The machine is measured
 twice, while steps are fast and after they have become slow; the difference names the cause. Nothing raises: a
-value that cannot be read is no cause.
+value that cannot be read is not a cause.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class StepPace:
         key = round(math.log(max(latents, 1)) / math.log(1.25))
         size = self._sizes.setdefault(key, _Size())
         size.count += 1
-        # First steps of a size choose kernels and grow the allocator's pools: they are no measure of the others.
+        # First steps of a size choose kernels and grow the allocator's pools: they do not measure the other steps.
         if self.skip or size.count <= WARM_UP_STEPS:
             self.skip = False
             return None

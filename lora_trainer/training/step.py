@@ -330,9 +330,9 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
             ) from error
         training.tell_change(change.key, change.old, change.new, reason=reason)
     training.events.problem(
-        f"an error, not for lack of memory: {reason}. It is tried again, and the run continues, with every "
-        f"optional feature off: {', '.join(f'{c.key}={typed(c.new)}' for c in changes)}",
-        fix=f"nothing; to start a run this way add {_settings(changes)}",
+        f"an error that is not about memory: {reason}. The step is tried again, and the run continues, with "
+        f"every optional feature off: {', '.join(f'{c.key}={typed(c.new)}' for c in changes)}",
+        fix=f"nothing; to start a run in this way, add {_settings(changes)}",
     )
     return guard
 

@@ -42,7 +42,7 @@ FAULTS: Mapping[str, Fault] = {
     "IMG-03": Fault(what="EXIF orientations, garbage in EXIF"),
     "IMG-04": Fault(
         what="transparency",
-        decided="Always put on `data.alpha_background` and reported; alpha as a mask is no feature.",
+        decided="Always put on `data.alpha_background` and reported; alpha as a mask is not a feature.",
     ),
     "IMG-05": Fault(what="16 bit, CMYK, float, broken colour profiles"),
     "IMG-06": Fault(what="animations", parts=(_SCAN,)),
@@ -51,7 +51,7 @@ FAULTS: Mapping[str, Fault] = {
     "IMG-09": Fault(what="loops of links, pipes, folders named .png", parts=(_SCAN,)),
     "CAP-01": Fault(what="missing and empty captions", parts=(_SCAN,)),
     "CAP-02": Fault(
-        what="captions that are no UTF-8",
+        what="captions that are not UTF-8",
         parts=("tests/data/test_caption_rules.py",),
         decided="Read as Windows-1252 with the first odd byte named; no setting for it.",
     ),
@@ -62,7 +62,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "CAP-05": Fault(what="captions and images that change during a run", parts=(_ENCODE,)),
     "CFG-01": Fault(what="unknown, misspelt and mistyped settings", parts=("tests/config/test_settings.py",)),
-    "CFG-02": Fault(what="settings files that are no JSON", parts=("tests/config/test_layers.py",)),
+    "CFG-02": Fault(what="settings files that are not JSON", parts=("tests/config/test_layers.py",)),
     "CFG-03": Fault(
         what="settings that contradict each other",
         parts=("tests/config/test_settings.py", "tests/planning/test_plan.py"),

@@ -162,7 +162,7 @@ def test_no_listener_ends_a_run() -> None:
         1,
         2,
     ] and second.kind == "problem"
-    assert "broken is told no more of the run: BrokenPipeError" in second.fields["what"]
+    assert "broken gets no more events of the run: BrokenPipeError" in second.fields["what"]
     assert second.fields["code"] == "TRN-05" and len(seen) == 3
     assert broken not in events.listeners
 
@@ -214,7 +214,7 @@ def test_a_listener_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert aside not in events.listeners
     told = [what for what in problems if what != "None"]
     assert told == [
-        "the wall display is told no more of the run: it has not taken the last 3 events"
+        "the wall display gets no more events of the run: it has not taken the last 3 events"
     ]
     aside.close(within_s=0)
     assert "did not end within 0 s" in problems[-1]
@@ -246,7 +246,7 @@ def test_a_lost_listener_says_why() -> None:
     (problem,) = [event for event in seen if event.kind == "problem"]
     assert (
         problem.fields["what"]
-        == "the console is told no more of the run: it cannot be written: gone"
+        == "the console gets no more events of the run: it cannot be written: gone"
     )
 
 

@@ -63,7 +63,7 @@ def test_the_longest_caption_decides(letters: int, planned: int, ask: Ask, tmp_p
     findings = cut(ask)
     assert len(findings) == (letters > 225)
     if findings:
-        assert "1 of 2 images have captions of more than the 225 tokens" in findings[0]["what"]
+        assert "1 of 2 images have captions longer than the 225 tokens" in findings[0]["what"]
         assert "226 in p1.png" in findings[0]["what"] and "shorten" in findings[0]["advice"]
 
 

@@ -147,7 +147,7 @@ def test_a_long_caption_is_a_note(studio: Studio, caplog: pytest.LogCaptureFixtu
     studio.encode()
     (problem,) = studio.problems()
     assert (problem["severity"], problem["code"]) == ("note", "CAP-03")
-    assert "has 600 tokens, there is room for 75: 'word word" in problem["what"]
+    assert "has 600 tokens, but only 75 are read: 'word word" in problem["what"]
     assert "longer than the specified maximum" not in caplog.text, "transformers' own words"
     assert studio.work() == (0, [])
 
@@ -194,7 +194,7 @@ def test_an_encoder_that_is_out_of_memory_is_loaded_anew_on_the_next_device(
     monkeypatch.setattr("tests.fakes.studio.fill", fill_on_both)
     assert studio.encode()[0]["latents"] == 3 and loaded == devices
     (problem,) = studio.problems()
-    assert problem["what"].startswith("caching goes on on cpu:0, slower: CUDA out of memory")
+    assert problem["what"].startswith("caching continues on cpu:0, slower: CUDA out of memory")
 
 
 def test_what_is_encoded_when_a_signal_comes_is_written(studio: Studio) -> None:

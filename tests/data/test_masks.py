@@ -157,7 +157,7 @@ def _spoken(alone: Studio, mask: NDArray[np.uint8]) -> list[str]:
 
 def test_a_mask_that_may_mean_another_thing_is_named(alone: Studio) -> None:
     assert _spoken(alone, BOX * 90) == [
-        "1 masks are dark where they are brightest (at most 90 of 255): p0.png"
+        "1 masks have no bright pixel (the brightest is 90 of 255): p0.png"
     ]
     swapped = np.full((16, 16), 255, np.uint8)
     swapped[4:12, 4:12] = 0
@@ -166,7 +166,7 @@ def test_a_mask_that_may_mean_another_thing_is_named(alone: Studio) -> None:
     ]
     photo = np.random.default_rng(1).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     assert _spoken(alone, photo) == [
-        "1 of 1 masks have many colours, of which the brightest channel counts: p0.png"
+        "1 of 1 masks have many colours; the brightest channel counts: p0.png"
     ]
     soft = np.linspace(0, 255, 256).astype(np.uint8).reshape(16, 16)
     assert _spoken(alone, soft) == []

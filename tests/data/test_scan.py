@@ -235,7 +235,9 @@ def test_images_for_regularisation_are_told_apart(tmp_path: Path) -> None:
     prints = {told_apart(**one).fingerprint for one in ({}, marked, elsewhere)}
     (other / "p1.txt").write_text("another toy")
     assert len(prints | {told_apart(**elsewhere).fingerprint}) == 4
-    with pytest.raises(RequestError, match=r"lies in the dataset.*--set data.folders.2_toy"):
+    with pytest.raises(
+        RequestError, match=r"is inside the dataset folder.*--set data.folders.2_toy"
+    ):
         told_apart(regularisation_dir=str(folder / "2_toy"))
 
 

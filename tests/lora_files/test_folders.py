@@ -95,9 +95,7 @@ def test_other_kinds_of_peft_are_refused_with_the_reason(tmp_path: Path) -> None
 
 
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match="is no file but a folder without adapter_model.safetensors"
-    ):
+    with pytest.raises(InputError, match="is a folder without adapter_model.safetensors"):
         tool("inspect", tmp_path)
     (tmp_path / "pytorch_lora_weights.bin").write_bytes(b"PK")
     with pytest.raises(InputError, match="as a pickle only"):

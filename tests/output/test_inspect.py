@@ -196,7 +196,7 @@ def test_what_is_no_adapter_is_refused_in_one_line(file: Path) -> None:
         assert str(file) in str(raised.value)
         assert len(str(raised.value)) < 500
     file.unlink()
-    for path, expected in ((file, "does not exist"), (file.parent, "is no file")):
+    for path, expected in ((file, "does not exist"), (file.parent, "is a folder without")):
         with pytest.raises(InputError, match=expected):
             tool("inspect", path)
 
@@ -205,5 +205,5 @@ def test_what_is_no_adapter_is_refused_in_one_line(file: Path) -> None:
 @pytest.mark.timeout(10)
 def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         tool("inspect", tmp_path / "pipe.safetensors")

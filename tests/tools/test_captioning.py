@@ -411,7 +411,7 @@ def test_what_does_not_go_together_is_refused_at_once(command: Command, dataset:
     before = sorted(dataset.rglob("*"))
     for words, said in (
         (("--prompt", "hello"), "--prompt is not for"),
-        (("--threshold", "35"), "--threshold 35 is no probability"),
+        (("--threshold", "35"), "--threshold 35 is not a probability"),
         (("--overwrite", "--only-missing"), "contradict each other"),
         (("--device", "tpu"), "tpu"),
     ):

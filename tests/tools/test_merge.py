@@ -358,7 +358,7 @@ def test_what_depends_on_the_base_is_refused_without_it(tmp_path: Path) -> None:
     }
     file = tmp_path / "a.safetensors"
     save_file(blocks, file)
-    with pytest.raises(RequestError, match="what OFT changes depends on the base's weights"):
+    with pytest.raises(RequestError, match="the change by OFT depends on the base's weights"):
         tool("resize", file, rank=1, output=tmp_path / "b.safetensors")
     assert list(tmp_path.iterdir()) == [file]
 

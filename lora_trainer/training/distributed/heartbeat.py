@@ -97,7 +97,7 @@ class PeerMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and mark this process as done, so that its silence is no failure.
+        """End the thread and mark this process as done, so that its silence is not a failure.
 
         The process that hosts the store waits a moment before it exits, because the others still read the
         reason of their end from it; for processes that have not come yet it waits up to `timeout_s`.

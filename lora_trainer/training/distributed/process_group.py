@@ -198,7 +198,7 @@ class ProcessGroup:
     def wait_for_all(self, what: str) -> None:
         """Return once every process has called this; raises MachineError with the reason if one has ended.
 
-        It is no collective, so it works before `connect`.
+        It is not a collective, so it works before `connect`.
         """
         if self.monitor is not None:
             self.monitor.wait_for_all(what)
@@ -219,8 +219,8 @@ class ProcessGroup:
         other = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
         if other:
             raise TrainingStopped(
-                f"process {', '.join(map(str, other))} of {self.dist_env.count} has other weights than "
-                f"process 0 at step {step}; this step was not saved",
+                f"process {', '.join(map(str, other))} of {self.dist_env.count} has different weights "
+                f"from process 0 at step {step}; this step was not saved",
                 fix=f"check that all machines have the same GPUs and library versions, then {RESUME}",
             )
 
