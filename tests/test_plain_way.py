@@ -32,7 +32,7 @@ from tests.fakes.trainee import compiled_calls
 
 pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
 FAULT = "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"
-RETRIED, REFUSED = "not for lack of memory", "refused to pin"
+RETRIED, REFUSED = "not about memory", "refused to pin"
 
 
 @pytest.fixture(scope="module")

@@ -314,7 +314,7 @@ def test_a_stop_that_a_killed_process_never_saw_does_not_stop_the_next(copied: T
     (copied.run / "control" / "sample").write_bytes(b"\xff\xfe\x00")
     assert copied.train("--resume", steps=8, **QUIET) == 0
     assert trajectory(copied.run)[-1][0] == 8
-    assert any("is no UTF-8 text" in row["what"] for row in problems(copied.run))
+    assert any("is not UTF-8 text" in row["what"] for row in problems(copied.run))
     assert STEPS + 1 not in {row["step"] for row in events(copied.run, "sample")}
     assert list((copied.run / "control").iterdir()) == []
 

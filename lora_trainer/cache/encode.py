@@ -205,7 +205,7 @@ def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArra
             masks.append(mask_values(mask, job.placement, flip=job.flip, factor=job.factor))
             if not masks[-1].any():
                 raise InputError(
-                    f"the mask of {record.name} is black everywhere in its crop to {job.placement.bucket} leaves",
+                    f"the mask of {record.name} is black everywhere in its crop to {job.placement.bucket}",
                     fix="crop the image and its mask around the subject, or raise data.max_aspect",
                 )
         return tuple(masks)

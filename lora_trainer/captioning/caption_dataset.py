@@ -135,7 +135,7 @@ class _Work:
                         raise no_room(self.request.model, reason) from None
                     batch = len(part) // 2
                     self.events.problem(
-                        f"out of memory with {len(part)} images at a time; going on with {batch}",
+                        f"out of memory with {len(part)} images at a time; continuing with {batch}",
                         fix="nothing to do",
                         severity="note",
                     )

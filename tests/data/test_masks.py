@@ -213,7 +213,7 @@ def test_the_alpha_of_a_turned_image_is_turned_with_it(alone: Studio) -> None:
 def test_a_mask_of_what_the_crop_leaves_out_is_an_error(studio: Studio) -> None:
     studio.max_aspect = 1.0
     white(studio.folder / "p1-masklabel.png", part=(0, 0, 4, 20), size=(40, 20))
-    with pytest.raises(InputError, match=r"mask of p1\.png is black in all that its crop"):
+    with pytest.raises(InputError, match=r"mask of p1\.png is black everywhere in its crop"):
         studio.encode()
 
 

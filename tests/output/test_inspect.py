@@ -176,7 +176,7 @@ REFUSED = {
     "pickle": (b"\x80\x02}q\x00." + bytes(60), "pickle"),
     "too many": (
         described(dict.fromkeys(map(str, range(100_001)), EMPTY)),
-        "no adapter: it names more than 100,000",
+        "not an adapter: it names more than 100,000",
     ),
     "dtype": (described({"a": {**EMPTY, "dtype": "F8_E8M0"}}), "numbers of F8_E8M0 in 'a'"),
     "dimensions": (described({"a": {**EMPTY, "shape": [0] * 17}}), "more than 16 dimensions"),

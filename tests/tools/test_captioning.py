@@ -400,7 +400,7 @@ def test_out_of_memory_halves_the_pictures_at_a_time(
     given = out_of_memory_above(2, monkeypatch)
     code, _, err = command("--max-tokens", "4", model=model)
     assert (code, texts(dataset), given) == (0, alone, [4, 2, 2])
-    assert "out of memory with 4 images at a time; going on with 2" in err
+    assert "out of memory with 4 images at a time; continuing with 2" in err
     given = out_of_memory_above(0, monkeypatch)
     code, _, err = command("--overwrite", model=model)
     assert (code, texts(dataset), given) == (4, alone, [4, 2, 1])

@@ -365,8 +365,8 @@ def test_what_depends_on_the_base_is_refused_without_it(tmp_path: Path) -> None:
 
 def test_limits_that_are_none_are_refused(tmp_path: Path) -> None:
     for limits, said in (
-        ({}, "nothing says how much.*give --rank, --ratio or --energy"),
-        ({"ratio": 2, "energy": 0.5}, "two answers"),
+        ({}, "no limit for the ranks is given.*give --rank, --ratio or --energy"),
+        ({"ratio": 2, "energy": 0.5}, "cannot be combined"),
         ({"rank": 0}, "--rank 0"),
         ({"ratio": 0.5}, "--ratio 0.5"),
         ({"ratio": math.inf}, "--ratio inf"),
@@ -375,5 +375,7 @@ def test_limits_that_are_none_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=said):
             tool("resize", tmp_path / "absent", output=tmp_path / "b.safetensors", **limits)
-    with pytest.raises(RequestError, match="nothing says how much.*give --rank or --energy"):
+    with pytest.raises(
+        RequestError, match="no limit for the ranks is given.*give --rank or --energy"
+    ):
         tool("extract", tmp_path, tmp_path, output=tmp_path / "b.safetensors")
