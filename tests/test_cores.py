@@ -70,6 +70,7 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
     taken = [*[others] * 3, *[0.0] * 5, others - 0.7, *[0.0] * 6]
     x = torch.randn(2**17, generator=torch.Generator().manual_seed(0))
     asleep, computed = threading.Event(), threading.Event()
+    earlier = set(thread_names())  # what other tests have left, such as a tracker that hangs
     looks = 0
     stream.subscribe(lambda event: told.append((looks, event)))
     teams: list[bool] = []
@@ -106,7 +107,7 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
     ]
     assert told[0][1].fields["taken"] == others
     assert teams == [True, False]
-    assert not [name for name in thread_names() if name.startswith("lora-train-")]
+    assert {name for name in thread_names() if name.startswith("lora-train-")} <= earlier
 
 
 @needs_libgomp

@@ -196,6 +196,8 @@ def test_an_upload_that_breaks_off_says_so_and_is_sent_again(
     files = sorted(desk.dataset.iterdir())
     # Gradio loads a page again that has lost its server, once this is answered: here files may be chosen just then.
     page.route("**/app_id", lambda _: None)
+    # Without a connection its script could not come any more.
+    page.wait_for_function("document.querySelector('input[name=files]').onchange !== null")
     with desk.connection_cut(page):
         page.locator("input[name=files]").set_input_files(files)
         page.get_by_text("The upload broke off").wait_for()

@@ -144,12 +144,12 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
     work: Workplace, file: lora_files.LoraFile, started: list[jobs.Job]
 ) -> None:
-    prompts = "--output=/tmp/x\n\n; touch marker\n$(touch marker)\n  a, (b:1.2)  "
+    prompts = "-output=/tmp/x\n\n; touch marker\n$(touch marker)\n  a, (b:1.2)  "
     wish = tries.wish(prompts=prompts, strengths="1,0.4 -0.5", seed=7, base="me/model")
     command, arguments = parsed(tries.start(work, file, wish))
     assert command == "sample"
     assert arguments["run"] == file.path
-    expected = ["--output=/tmp/x", "; touch marker", "$(touch marker)", "a, (b:1.2)"]
+    expected = ["-output=/tmp/x", "; touch marker", "$(touch marker)", "a, (b:1.2)"]
     assert arguments["prompt"] == expected
     assert arguments["strength"] == [-0.5, 0.4, 1.0]
     assert (arguments["seed"], arguments["base"]) == (7, "me/model")

@@ -259,8 +259,8 @@ def test_cfg_05_fuzz_run_json(tmp_path: Path, fuzz: Any) -> None:
     def case(draw: random.Random) -> None:
         of_a_file(tmp_path / "run" / "run.json", damaged_json(written, draw))
         run = run_folder.read_run(tmp_path / "run")
-        assert isinstance(run["base"]["source"], str)
-        build_config(run["settings"])
+        assert isinstance(run.base.source, str)
+        build_config(run.settings)
 
     fuzz(RequestError, case)
 

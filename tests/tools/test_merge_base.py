@@ -313,7 +313,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
             tmp_path / "no-v1.5",
             "one file, --output no-v1.5 does not .* call it no-v1.5.s",
         ),
-        (file, tiny, tmp_path / "full", "will not replace it"),
+        (file, tiny, tmp_path / "full", "does not replace it"),
     ):
         refused(tmp_path, match, source, into=into, output=output, force=True)
 

@@ -35,7 +35,7 @@ def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(
             with pytest.raises(InputError, match="from the first step on") as refused:
                 state.after_step(finite=finite, step=number, start=start)
             assert ("the weights of the base are damaged" in refused.value.found) == (start is None)
-            assert (f"began with {START_FILE}" in refused.value.found) == (start is not None)
+            assert (f"starting from {START_FILE}" in refused.value.found) == (start is not None)
             return
         if text[:number].endswith("x" * 5):
             with pytest.raises(

@@ -331,7 +331,7 @@ def test_a_resume_takes_the_factors_of_its_own_settings_and_refuses_other_groups
     optimizers.set_learning_rate(restored, 1e-3)
     assert [group["lr"] for group in restored.param_groups] == [1e-3, 5e-3]
     merged = optimizers.build_optimizer(groups(parameters()), settings("adamw"))
-    with pytest.raises(RequestError, match="groups the layers by learning rate otherwise"):
+    with pytest.raises(RequestError, match="groups the layers by learning rate differently"):
         optimizers.restore_optimizer(merged, state)
 
 
