@@ -1,4 +1,4 @@
-"""What plan, doctor and the pages say of one machine and one training is the same: 200 drafts, 0 contradictions.
+"""What plan, doctor and the pages say of one machine and one training is the same: 100 drafts, 0 contradictions.
 
 Each place that shows needed or free memory, time or a count of images is read as text, as a person reads it, and
 compared with the plan's own values.
@@ -41,7 +41,7 @@ MACHINES = {
     "processor, 8 GiB": replace(WITHOUT_CARD, ram_total_bytes=8 * GIB, ram_free_bytes=5 * GIB),
     "busy processor": replace(WITHOUT_CARD, processors=6, busy_processors=9.0),
 }
-IMAGES = (3, 20, 60, 400)
+IMAGES = (3, 60)
 SIZE = r"(\d[\d,]*(?:\.\d+)? [KMG]iB)"
 
 
@@ -151,7 +151,7 @@ def refusal_faults(error: MachineError, hardware: Hardware) -> Iterator[str]:
         yield f"needs {need} of {free}, which fits"
 
 
-def test_200_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
+def test_100_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
     faults: list[Any] = []
     refused = counted = 0
     for name, hardware in MACHINES.items():
@@ -176,5 +176,5 @@ def test_200_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
                 faults += [(name, base, images, fault) for fault in refusal_faults(error, hardware)]
             else:
                 faults += [(name, base, images, *fault) for fault in contradictions(run)]
-    assert counted >= 190 and 10 < refused < counted - 100
+    assert counted >= 90 and 5 < refused < counted - 50
     assert faults == []
