@@ -101,7 +101,7 @@ def test_a_step_that_is_undone_does_not_count_as_the_library_never_sees_it(
             if lacks_one and step == 2:
                 tensors[0].grad = None
             if optimizer is joined:
-                optimizer.found_inf = torch.tensor(float(is_bad))  # type: ignore[attr-defined]
+                optimizer.found_inf = torch.tensor(float(is_bad))  # type: ignore[attr-defined]  # set by GradScaler
             if optimizer is joined or not is_bad:
                 optimizer.step()
         if step == saved_after:
