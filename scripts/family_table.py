@@ -10,6 +10,7 @@ from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.families.base.releases import released_layers
 from lora_trainer.families.base.tables import head
 from lora_trainer.families.base.traits import FileFormat
+from scripts.marked_tables import with_table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, FORMATS_PAGE = DOCS / "models.md", DOCS / "formats.md"
@@ -54,18 +55,9 @@ def _cell(family: Family, format: FileFormat) -> str:
 
 def with_family_table(page: str) -> str:
     """Return the text of docs/models.md with a new table between its markers."""
-    return _between(page, "families", family_table())
+    return with_table(page, "families", family_table())
 
 
 def with_format_table(page: str) -> str:
     """Return the text of docs/formats.md with a new table between its markers."""
-    return _between(page, "formats", format_table())
-
-
-def _between(page: str, mark: str, table: str) -> str:
-    begin_mark, end_mark = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->\n"
-    before, begin, rest = page.partition(begin_mark)
-    _, end, after = rest.partition(end_mark)
-    if not (begin and end):
-        raise ValueError(f"the page lacks {begin_mark.strip()} or, after it, {end_mark.strip()}")
-    return before + begin + table + end + after
+    return with_table(page, "formats", format_table())

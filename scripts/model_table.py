@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lora_trainer.config.declare import settled
+from scripts.marked_tables import with_table
 from scripts.plan_tables import CARDS, planned, releases
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
@@ -43,17 +44,8 @@ def model_table(names: Mapping[str, str]) -> str:
 
 def with_model_tables(page: str) -> str:
     """Return the text of README.md with new tables between their markers."""
-    page = _between(page, MODELS, model_table({source: source for source in releases()}))
-    return _between(page, TIMES, model_table(FIRST_SCREEN))
-
-
-def _between(page: str, mark: str, table: str) -> str:
-    begin_mark, end_mark = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->\n"
-    before, begin, rest = page.partition(begin_mark)
-    _, end, after = rest.partition(end_mark)
-    if not (begin and end):
-        raise ValueError(f"the page lacks {begin_mark.strip()} or, after it, {end_mark.strip()}")
-    return before + begin + table + end + after
+    page = with_table(page, MODELS, model_table({source: source for source in releases()}))
+    return with_table(page, TIMES, model_table(FIRST_SCREEN))
 
 
 if __name__ == "__main__":

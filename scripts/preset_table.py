@@ -1,7 +1,7 @@
-"""Write the tables of docs/presets.md from presets/*.json: `python scripts/preset_table.py`.
+"""Write the tables of docs/presets.md from presets/*.json: `python -m scripts.preset_table`.
 
 One row for each tier and priority, resolved as a run would resolve it; one column for each setting
-that is not the same in all rows. tests/test_readme.py fails when the page holds other tables.
+that is not the same in all rows. tests/scripts/test_tables.py fails when the page holds other tables.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.config import flatten, setting_keys
 from lora_trainer.config.layers import TIERS, load_presets, preset_families, resolve
+from scripts.marked_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
-BEGIN, END = "<!-- presets:begin -->\n", "<!-- presets:end -->\n"
 
 
 def preset_tables() -> str:
@@ -27,11 +27,7 @@ def preset_tables() -> str:
 
 def with_preset_tables(page: str) -> str:
     """Return the text of docs/presets.md with new tables between its two markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page lacks {BEGIN.strip()} or, after it, {END.strip()}")
-    return before + begin + preset_tables() + end + after
+    return with_table(page, "presets", preset_tables())
 
 
 def _table(family: str) -> str:

@@ -1,8 +1,8 @@
-"""Write the table of timestep shares in docs/objective.md: `python scripts/timestep_table.py`.
+"""Write the table of timestep shares in docs/objective.md: `python -m scripts.timestep_table`.
 
 How often a default run trains a release at noise levels below 0.5 and 0.2, beside a trainer's own formula,
 written here from its source and not from ours. tests/train/test_levels.py bounds one by the other
-for every release and fails when the page holds another table.
+for every release; tests/scripts/test_tables.py fails when the page holds another table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.training.noise import levels_of
+from scripts.marked_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "objective.md"
-BEGIN, END = "<!-- timesteps:begin -->\n", "<!-- timesteps:end -->\n"
 SIGMAS = (0.5, 0.2)
 DRAWS = 4_000
 """Evenly spread numbers that stand for random ones: a share is exact to one in as many."""
@@ -189,11 +189,7 @@ def timestep_table() -> str:
 
 def with_timestep_table(page: str) -> str:
     """Return the text of docs/objective.md with a new table between its two markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page lacks {BEGIN.strip()} or, after it, {END.strip()}")
-    return before + begin + timestep_table() + end + after
+    return with_table(page, "timesteps", timestep_table())
 
 
 def main() -> None:

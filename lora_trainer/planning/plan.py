@@ -362,7 +362,7 @@ class _Planner:
         config, adapter, objective = self.config, self.config.adapter, self.config.objective
         kind = "DoRA" if adapter.dora else adapter.kind
         if kind in ("DoRA", "loha", "lokr"):
-            return f"peft's {kind} layers are no single piece"
+            return f"peft's {kind} layers are not a single piece"
         if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
             return "adapter dropout makes each block another one"
         if self.inputs.costs.family.text.masked:
