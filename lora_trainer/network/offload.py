@@ -72,7 +72,10 @@ class Offloaded:
         self._weights_bytes = sum(
             tensor.nbytes for network in networks for tensor in network.parameters()
         )
+        # Calls meet by state that all of them share: another group waits until this one has ended.
+        self._group = threading.Lock()
         self._turn = threading.Lock()
+        self._whose_turn: int | None = None
         self._arrived = list[tuple[_Unit, nn.Module]]()
         self._loaded: _Unit | None = None
         self._meeting = threading.Barrier(1)
@@ -86,7 +89,8 @@ class Offloaded:
         count = min(len(calls), self._most_together())
         while True:
             try:
-                return self._run(calls[:count])
+                with self._group:
+                    return self._run(calls[:count])
             except RuntimeError as error:
                 if count == 1 or not is_out_of_memory(error):
                     raise
@@ -142,9 +146,13 @@ class Offloaded:
             self._arrived.append((unit, module))
         self._meeting.wait()
         self._turn.acquire()
+        self._whose_turn = threading.get_ident()
 
     def _end(self, *_: Any) -> None:
-        self._turn.release()
+        # A call that ended at the meeting, as another one failed, has no turn.
+        if self._whose_turn == threading.get_ident():
+            self._whose_turn = None
+            self._turn.release()
 
     def _change(self) -> None:
         """Put the part that all calls have come to in place of the one before; runs while all of them wait."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -116,9 +118,23 @@ def test_an_error_of_one_text_ends_the_others_and_is_raised() -> None:
 
     offloaded = Offloaded([network], CPU)
     calls = [partial(states, network, each) for each in texts(2)]
-    with pytest.raises(ValueError, match="this text"):
-        offloaded.together([*calls, wrong])
+    with warnings.catch_warnings(record=True) as silenced:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="this text"):
+            offloaded.together([*calls, wrong])
+    assert not silenced, "a text that waits has no turn that it could give back"
     assert len(offloaded.together(calls)) == 2, "it can be used again"
+
+
+def test_two_callers_at_once_wait_for_each_other_and_get_the_bits_of_each_alone() -> None:
+    network, ids = t5(), texts(4)
+    alone = [states(network, each) for each in ids]
+    offloaded = Offloaded([network], CPU)
+    calls = [partial(states, network, each) for each in ids]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            both = pool.submit(offloaded.together, calls), pool.submit(offloaded.together, calls)
+            assert all(same(found.result(timeout=60), alone) for found in both)
 
 
 def test_host_memory_is_pinned_where_allowed_and_unpinned_at_the_end(
@@ -140,7 +156,8 @@ def test_the_captions_of_a_run_are_encoded_for_one_copy_of_each_part_with_the_sa
     made: list[Offloaded] = []
 
     def offloaded(base: Path) -> TextEncoder:
-        encoder = text_encoder(base)
+        # Not the one that all tests of the process share: what offloads it stays on its networks.
+        encoder = text_encoder.__wrapped__(base)
         made.append(Offloaded(tuple(encoder.networks.values()), CPU))
         encoder.together = made[-1].together
         return encoder
