@@ -1,7 +1,7 @@
 """What every page shows of the trainings that run, as a small JSON: `/live`, for shared/live.js.
 
 Input: the runs folder. Output: name, percent, time left and state of each run that trains, how those
-ended that did not long ago, how many wait, and, for Home, its markup where it has changed.
+ended that did not long ago, how many wait.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ def live(work: Workplace, followed: Followed) -> dict[str, Any]:
             for run in state.runs(work.runs)
             if run.name not in trains and time.time() - run.status.heartbeat_s < _ENDED_WITHIN_S
         },
-        "waiting": _waiting(work),
+        "waiting": waiting(work),
     }
 
 
-def _waiting(work: Workplace) -> int:
+def waiting(work: Workplace) -> int:
+    """Return how many items of the queue have not ended."""
     try:
         return sum(not item.has_ended for item in commands.items(work.runs))
     except LoraTrainError:  # the page Queue says so

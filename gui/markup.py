@@ -18,7 +18,7 @@ from lora_trainer.reporting.charts import Html, text
 
 from .server.language import ENGLISH, languages
 from .server.templates import render
-from .server.translation import words
+from .server.translation import Words, words
 
 PRODUCT = "lora-train"
 _SETTING = re.compile(r"(?:--set[ =])?\b(?P<key>[a-z]+\.[a-z0-9_]+)\b(?P<equals>=)?(?!\.\w)")
@@ -202,10 +202,19 @@ def note_html(line: str) -> Html:
     return tag("p", inline(line), class_="notice") if line else Html("")
 
 
-def inline(text: str) -> Html:
-    """Return a message of the trainer as a page shows it: `code` as code, settings by their labels."""
+def inline(text: str, _: Words | None = None) -> Html:
+    """Return a message of the trainer as a page shows it: `code` as code, settings by their labels.
+
+    `_`: in the language of the reader, what is not code.
+    """
     parts = _at_backticks(named(text))
-    return join(tag("code", part) if at % 2 else part for at, part in enumerate(parts))
+    return join(tag("code", part) if at % 2 else _message(part, _) for at, part in enumerate(parts))
+
+
+def _message(part: str, _: Words | None) -> str:
+    """Return a part of a message in a language, with the space around it."""
+    said = part.strip()
+    return part.replace(said, _.message(said)) if _ and said else part
 
 
 def named(text: str) -> str:
@@ -252,43 +261,8 @@ def _labels() -> Mapping[str, str]:
 
 
 def drop_zone() -> Html:
-    """Return the place for images that are dropped or chosen; assets/drop.js gives it life."""
-    return tag(
-        "section",
-        tag("div", icon("image-plus"), "Drop your images here", class_="what"),
-        button(
-            "Choose images",
-            icon_name="upload",
-            kind="big primary",
-            attributes={"data-for": "files"},
-        ),
-        button(
-            "Choose a folder",
-            icon_name="folder-open",
-            kind="big primary",
-            attributes={"data-for": "folder"},
-        ),
-        _chooser("files", accept="image/*,.txt,.zip"),
-        _chooser("folder", webkitdirectory=""),
-        tag("progress", max=1, value=0, hidden="", aria_label="of the files that are here"),
-        tag("p", "10 to 30 good images are a fine start.", class_="quiet"),
-        tag("p", class_="said quiet", role="status"),
-        class_="drop",
-        aria_label="Your images",
-    )
-
-
-def _chooser(name: str, **attributes: str) -> Html:
-    return tag(
-        "input",
-        type="file",
-        name=name,
-        multiple="",
-        class_="unseen",
-        tabindex=-1,
-        aria_hidden="true",
-        **attributes,
-    )
+    """Return the place for images of a page that is not a template, in English."""
+    return render("shared/drop.html", words(ENGLISH))
 
 
 def bar(page: str) -> Html:
@@ -312,7 +286,6 @@ def document(title: str, body: Html, *, script: str = "") -> str:
             Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">'),
             Html('<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">'),
             Html('<link rel="stylesheet" href="/ui/site.css">'),
-            Html('<link rel="stylesheet" href="/ui/home.css">'),
             tag("script", src="/ui/shared/first.js"),
         ]
     )

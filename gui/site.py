@@ -14,7 +14,7 @@ import gradio as gr
 from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
-from .pages import datasets, expert, home, library_page, run, train_page
+from .pages import datasets, expert, library_page, run, train_page
 from .pages.gradio_events import module
 from .workplace import Workplace
 
@@ -42,8 +42,7 @@ PAGES = (
 def build_site(work: Workplace) -> Any:
     """Return the gradio Blocks with all pages for the runs folder of `work`."""
     with gr.Blocks(title=PRODUCT, analytics_enabled=False) as site:
-        _frame("Home")
-        home.build(work)
+        Navbar(visible=False)  # "/" itself is home/
     for page in PAGES:
         with site.route(page.name, f"/{page.path}", show_in_navbar=False):
             _frame(page.name)

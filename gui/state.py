@@ -58,6 +58,18 @@ def run_folder(root: Path, name: str | None) -> Path:
     raise RequestError(f"there is no run {name!r}", fix="choose one from the list of runs")
 
 
+def newest_samples(folder: Path) -> Sequence[Path]:
+    """Return the sample images of the last step of a run that has any."""
+    try:
+        steps = sorted(path for path in (folder / "samples").iterdir() if path.is_dir())
+    except OSError:
+        return ()
+    for step in reversed(steps):
+        if images := sorted(step.glob("*.png")):
+            return images
+    return ()
+
+
 def _run_folders(root: Path) -> Iterator[Path]:
     """Yield the folders that hold a run's records."""
     try:

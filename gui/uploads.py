@@ -38,8 +38,10 @@ from lora_trainer.common.files import (
 )
 
 from .archives import Received, unpack
+from .markup import plain
 from .posted import Posted
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
+from .server.pages import words_of
 from .upload_names import Names, is_image, numbered, reason_against, safe_name
 from .workplace import Workplace
 
@@ -66,7 +68,7 @@ def routes(work: Workplace) -> list[BaseRoute]:
                 )
             await _write(request, folder / number)
         except LoraTrainError as error:
-            return PlainTextResponse(str(error), status_code=400)
+            return PlainTextResponse(words_of(request).message(plain(str(error))), status_code=400)
         return Response(status_code=204)
 
     async def make(request: Request) -> Response:
@@ -74,7 +76,7 @@ def routes(work: Workplace) -> list[BaseRoute]:
             posted = Posted.of(await _body(request))
             answer = await asyncio.to_thread(receive, work, request.path_params["batch"], posted)
         except LoraTrainError as error:
-            return PlainTextResponse(str(error), status_code=400)
+            return PlainTextResponse(words_of(request).message(plain(str(error))), status_code=400)
         return JSONResponse(answer)
 
     return [

@@ -1,6 +1,8 @@
 // Takes images that are dropped anywhere on the page or chosen: files, folders, zips. Several are sent
 // at once, one that fails is sent again, and when all are there the server makes a folder of them.
 
+import { say } from "/ui/shared/words.js";
+
 const AT_ONCE = 4;
 const TRIES = 3;
 
@@ -43,7 +45,7 @@ export function dropZone(zone, done) {
     try {
       done(await send(files, (count) => {
         bar.value = count / files.length;
-        said.textContent = `${count} of ${files.length} files are here`;
+        said.textContent = say("{#} of {#} files are here", count, files.length);
       }));
     } catch (problem) {
       said.textContent = problem.message;
@@ -118,7 +120,7 @@ async function asked(address, options) {
     try {
       answer = await fetch(address, { credentials: "same-origin", ...options });
     } catch {
-      if (tries === TRIES) throw new Error("The upload broke off: is lora-train-gui still running?");
+      if (tries === TRIES) throw new Error(say("The upload broke off: is lora-train-gui still running?"));
     }
     if (answer?.ok) return answer;
     if (answer && answer.status < 500) throw new Error(await answer.text());

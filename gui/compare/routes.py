@@ -15,7 +15,6 @@ from starlette.routing import Route
 from lora_trainer.reporting.history import read_history
 
 from .. import state
-from ..home_view import newest_samples
 from ..run_best import exports, read_best
 from ..run_parts import sample_sheet
 from ..run_settings import compared_settings
@@ -35,7 +34,7 @@ def routes(work: Workplace) -> list[Route]:
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
         names = [run.name for run in state.runs(work.runs)]
-        return {"runs": [name for name in names if newest_samples(work.runs / name)]}
+        return {"runs": [name for name in names if state.newest_samples(work.runs / name)]}
 
     def sheet(asked: Sheet, _: Words) -> Mapping[str, Any]:
         folder = state.run_folder(work.runs, asked.run)

@@ -1,11 +1,11 @@
-"""What is served without Gradio: the first page while Gradio is still being loaded, and what pages ask.
+"""What is served without Gradio: the pages that have moved, and what pages ask.
 
-    /live          the trainings that run; with ?home=STAMP also the cards of Home where they changed
+    /live          the trainings that run
     /ready         whether Gradio's pages are there
     /ui, /media, /upload   assets, pictures, uploads
 
-Importing Gradio and laying the pages out takes some seconds; a browser that comes before sees Home, or
-that its page is being opened, at once. Inputs: ASGI requests. Output: answers of our own, Gradio's for
+Importing Gradio and laying its pages out takes some seconds; a browser that comes before for one of them sees
+that it is being opened, at once. Inputs: ASGI requests. Output: answers of our own, Gradio's for
 everything else once it is there.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -23,10 +23,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 
-from lora_trainer.hardware.machine import Hardware, detect
+from lora_trainer.hardware.machine import detect
 
-from .. import home_view, media, uploads
+from .. import media, uploads
 from ..compare import routes as compare
+from ..home import routes as home
 from ..launch import warm_up
 from ..live import live
 from ..machine import routes as machine
@@ -40,9 +41,6 @@ from .guard import BLOCKS_POLICY, Application, Message, Receive, Send, with_head
 
 _SCRIPT = """
 import { start } from "/ui/shared/live.js";
-import { mount } from "/ui/home.js";
-const home = document.querySelector(".home");
-if (home) mount(document.querySelector(".frame"), null);
 start(document.querySelector(".bar"));
 for (;;) {
   const answer = await fetch("/ready").catch(() => null);
@@ -60,12 +58,12 @@ class Front:
         self._work, self._build = work, build
         self._pages: Application | None = None
         self._followed = Followed()
-        self._hardware: Hardware
         self.own = Router(
             routes=[
                 Route("/live", self._live),
                 Route("/ready", self._ready),
                 *asset_files.routes(),
+                *home.routes(work),
                 *queue.routes(work),
                 *compare.routes(work),
                 *trash.routes(work),
@@ -95,11 +93,8 @@ class Front:
         if request.method != "GET" or "text/html" not in request.headers.get("accept", ""):
             later = {"retry-after": "2"}
             return PlainTextResponse("The pages are being opened.", status_code=503, headers=later)
-        if request.url.path == "/":
-            shown, title = home_view.page(self._work, self._followed, self._hardware), "Home"
-        else:
-            title = next((p.name for p in PLACES if p.path == request.url.path), "Opening")
-            shown = tag("p", "Opening\u2026", class_="empty quiet", role="status")
+        title = next((p.name for p in PLACES if p.path == request.url.path), "Opening")
+        shown = tag("p", "Opening\u2026", class_="empty quiet", role="status")
         page = document(title, tag("div", bar(title), shown), script=_SCRIPT)
         return HTMLResponse(page, headers={"cache-control": "no-store"})
 
@@ -107,22 +102,14 @@ class Front:
         return PlainTextResponse("", status_code=200 if self._pages is not None else 202)
 
     async def _live(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._seen, request.query_params))
-
-    def _seen(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        seen = live(self._work, self._followed)
-        if "home" in asked:
-            stamp = home_view.stamp(self._work)
-            if stamp != asked["home"]:
-                seen |= {"stamp": stamp, "home": home_view.view(self._work, self._followed)}
-        return seen
+        return JSONResponse(await asyncio.to_thread(live, self._work, self._followed))
 
     async def _lifespan(self, scope: Message, receive: Receive, send: Send) -> None:
         """Open the pages beside, and close them with the server."""
         await receive()
         # Before Gradio is imported, not while: CPython 3.11 cannot parse (ast.parse) in two threads at
         # once, and both do (SystemError: AST constructor recursion depth mismatch).
-        self._hardware = await anyio.to_thread.run_sync(detect)
+        await anyio.to_thread.run_sync(detect)
         async with AsyncExitStack() as stack:
             opening = asyncio.create_task(self._open(stack))
             await send({"type": "lifespan.startup.complete"})

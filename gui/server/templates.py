@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lora_trainer.common.wording import bytes_text, duration_text
-from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.charts import Html, text
 
 from .translation import Words
 
@@ -24,6 +24,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
+        finalize=text,  # and what turns the direction of others is replaced
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

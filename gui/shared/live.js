@@ -1,11 +1,11 @@
 // What every page shows of the trainings that run: the chip in the bar, the title of the tab, a notice
 // when one ends. Asks while something trains or waits; a page on which nothing happens asks once, and
-// again when somebody comes back to it. Other scripts listen to the event "live" of the document.
+// again when somebody comes back to it.
 
 import { say } from "/ui/shared/words.js";
 
 const AGAIN_MS = 2000;
-const state = { timer: 0, turn: 0, bar: null, said: "", home: null, before: new Map(), title: "" };
+const state = { timer: 0, turn: 0, bar: null, said: "", before: new Map(), title: "" };
 
 export function start(bar) {
   state.bar = bar;
@@ -24,21 +24,13 @@ export function start(bar) {
   return look();
 }
 
-/** Ask for the cards of Home too, which are drawn as they were at `stamp`. Called by whoever draws them,
- *  once it listens: an answer that came before would be lost, and the server sends cards only once. */
-export function followHome(stamp) {
-  state.home = stamp;
-  if (state.bar) look(); // else start() will
-}
-
 /** Ask now, and go on asking while there is something to follow. */
-export async function look() {
+async function look() {
   clearTimeout(state.timer);
   const turn = state.turn += 1;
-  const asked = new URLSearchParams(state.home === null ? {} : { home: state.home });
   let now;
   try {
-    const answer = await fetch(`/live?${asked}`, { credentials: "same-origin" });
+    const answer = await fetch("/live", { credentials: "same-origin" });
     if (!answer.ok) throw new Error(answer.statusText);
     now = await answer.json();
   } catch {
@@ -49,9 +41,7 @@ export async function look() {
     state.timer = setTimeout(look, 5 * AGAIN_MS);
     return;
   }
-  if (now.stamp !== undefined) state.home = now.stamp;
   show(now);
-  document.dispatchEvent(new CustomEvent("live", { detail: now }));
   if (now.training.length || now.waiting) state.timer = setTimeout(look, AGAIN_MS);
 }
 

@@ -135,6 +135,8 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
         "/ui/example/{name}",
         "/ui/language/{code}.{kind}",
         "/ui/{room}/{name}",
+        "/",
+        "/home/look",
         "/queue",
         "/queue/look",
         "/compare",

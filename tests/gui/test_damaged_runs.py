@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import home_view, library, live, lora_files, run_best, state
+from lora_trainer.gui import library, live, lora_files, run_best, state
+from lora_trainer.gui.home import view as home_view
 from lora_trainer.gui.queue import view as queue_view
 from lora_trainer.gui.run_parts import parts, sample_sheet
 from lora_trainer.gui.run_settings import compared_settings
 from lora_trainer.gui.run_state import look
+from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.state import Followed
 from lora_trainer.gui.workplace import Workplace
@@ -56,8 +58,10 @@ def replaced(value: Any, path: tuple[Any, ...], wrong: Any) -> Any:
 def every_page(work: Workplace, hardware: Any) -> str:
     """Return all that the pages show of the runs; what they call an error is not one of Python."""
     followed = Followed()
+    german = words("de")
     shown = [json.dumps(live.live(work, followed)), home_view.stamp(work)]
-    shown.append(str(home_view.page(work, followed, hardware)))
+    shown.append(home_view.machine_line(work, hardware, german))
+    shown.append(render("home/cards.html", german, **home_view.shown(work, followed, german)))
     shown.append(str(queue_view.view(work, words("en"))))
     found = lora_files.entries(work)
     shown.append(str(library.grid(found, of=len(found))))

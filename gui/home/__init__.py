@@ -1,0 +1,1 @@
+"""The page Home: every training as a card; before the first one the example."""

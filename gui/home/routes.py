@@ -1,0 +1,78 @@
+"""The page Home, and what its script asks: how the cards are now, and what their buttons do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+from starlette.requests import Request
+from starlette.routing import Route
+
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.hardware.machine import detect
+
+from .. import run_actions
+from ..markup import plain
+from ..server.pages import Body, answer, page
+from ..server.templates import render
+from ..server.translation import Words
+from ..state import Followed
+from ..workplace import Workplace
+from . import view
+
+Text = Annotated[str, StringConstraints(max_length=4096)]
+
+
+class Press(Body):
+    """A button of a card."""
+
+    action: Literal["stop", "resume"]
+    run: Text
+
+
+class Look(Body):
+    """How the cards are, once a button has done what it is for; `stamp` is of those that the page shows."""
+
+    stamp: Text
+    press: Press | None = None
+
+
+def routes(work: Workplace) -> list[Route]:
+    """Return the routes of the page and of its script."""
+    followed = Followed()
+
+    def show(_request: Request, _: Words) -> Mapping[str, Any]:
+        # Before the view: what changes between the two is drawn again, not missed.
+        stamp = view.stamp(work)
+        return {
+            "stamp": stamp,
+            "goes": view.goes(work),
+            "machine": view.machine_line(work, detect(), _),
+            **view.shown(work, followed, _),
+        }
+
+    def look(asked: Look, _: Words) -> Mapping[str, Any]:
+        refused = pressed(work, asked.press, _) if asked.press else {}
+        stamp, goes = view.stamp(work), view.goes(work)
+        if stamp == asked.stamp:
+            return {**refused, "goes": goes}
+        html = render("home/cards.html", _, **view.shown(work, followed, _))
+        return {**refused, "goes": goes, "stamp": stamp, "html": html}
+
+    return [
+        page("/", "home/page.html", title="Home", look=show),
+        answer("/home/look", Look, look),
+    ]
+
+
+def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, str]:
+    """Do what a button is for; return why not, or nothing."""
+    try:
+        if button.action == "stop":
+            run_actions.ask(work, button.run, "stop")
+        else:
+            run_actions.resume(work, button.run)
+    except LoraTrainError as error:
+        return {"error": _.message(plain(str(error)))}
+    return {}

@@ -1,0 +1,155 @@
+"""Home as the page shows it: what trains now, what needs attention, every run with its newest sample.
+
+Inputs: the runs folder, the language of the reader. Outputs: what cards.html shows; the buttons name the run and what
+is asked, and routes.py checks both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.common.errors import LoraTrainError, TrainingStopped
+from lora_trainer.common.wording import bytes_text
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.reporting.charts import Html
+
+from .. import state
+from ..live import LiveTraining, running, waiting
+from ..markup import inline
+from ..media import run_url
+from ..server.asset_files import EXAMPLE_IMAGES, example_url
+from ..server.translation import Words
+from ..state import Followed, RunEntry, page_url
+from ..workplace import Workplace
+
+MAX_CARDS = 60
+_NOW_SAMPLES = 3
+_ATTENTION = frozenset({"failed", "interrupted"})
+_ENDED = {
+    "interrupted": "It ended without a word; it can be resumed.",
+    "finished": "finished",
+    "stopped": "stopped; it can be resumed",
+    "failed": "failed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A run; `url` leads to its page."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now(Card):
+    """A run that trains: its newest samples, how far it is, how long it takes."""
+
+    samples: tuple[str, ...]
+    fraction: float
+    percent: int
+    left: str
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Card):
+    """A run that does not train: its newest sample, empty for none, how it ended and why."""
+
+    sample: str
+    state: str
+    said: str
+    why: Html | None
+    step: str
+    steps: str
+    resumes: bool
+
+
+def stamp(work: Workplace) -> str:
+    """Return a text that changes when the cards do."""
+    runs = state.runs(work.runs)
+    seen = tuple(state.stamp(work.runs / run.name, run.status) for run in runs)
+    return f"{hash(seen):x}"
+
+
+def goes(work: Workplace) -> bool:
+    """Whether something trains or waits, so that the cards change by themselves."""
+    runs = state.runs(work.runs)
+    return any(run.status.state == "running" for run in runs) or waiting(work) > 0
+
+
+def shown(work: Workplace, followed: Followed, _: Words) -> Mapping[str, Any]:
+    """Return what cards.html shows: the runs that train, that need attention, the others, the newest first."""
+    runs = state.runs(work.runs)
+    trains = running(work, followed)
+    named = {run.name: run for run in runs}
+    attention = [run for run in runs if run.status.state in _ATTENTION]
+    rest = [run for run in runs if run.name not in trains and run not in attention]
+    left_out = max(0, len(attention) + len(rest) - MAX_CARDS)
+    return {
+        "training": [_now(work, named[name], seen) for name, seen in trains.items()],
+        "attention": [_ended(work, run, _) for run in attention[:MAX_CARDS]],
+        "ended": [_ended(work, run, _) for run in rest[: max(0, MAX_CARDS - len(attention))]],
+        "left_out": left_out,
+        "examples": [example_url(name) for name in EXAMPLE_IMAGES],
+    }
+
+
+def machine_line(work: Workplace, machine: Hardware, _: Words) -> str:
+    """Return what this machine trains on, in a line."""
+    try:
+        disk = _("{#} of disk free", bytes_text(machine.disk_free_bytes(work.runs)))
+    except (OSError, LoraTrainError):  # the folder was taken away while the page is open
+        disk = _("the runs folder cannot be read")
+    return _("This machine: {text} \u00b7 {text}", _device(machine, _), disk)
+
+
+def _device(machine: Hardware, _: Words) -> str:
+    if not machine.gpus:
+        return _(
+            "no GPU that can train; {}, {#} threads, {#} of memory",
+            machine.cpu_name,
+            machine.cpu_threads,
+            bytes_text(machine.ram_total_bytes),
+        )
+    gpus = (
+        _("{}, {#} of {#} free", gpu.name, bytes_text(gpu.free_bytes), bytes_text(gpu.total_bytes))
+        for gpu in machine.gpus
+    )
+    return "; ".join(gpus)
+
+
+def _now(work: Workplace, run: RunEntry, seen: LiveTraining) -> Now:
+    return Now(
+        name=run.name,
+        url=page_url(run.name),
+        samples=_samples(work, run)[:_NOW_SAMPLES],
+        fraction=seen.fraction,
+        percent=seen.percent,
+        left=seen.left,
+        said=seen.said,
+    )
+
+
+def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
+    status = run.status
+    return Ended(
+        name=run.name,
+        url=page_url(run.name),
+        sample=next(iter(_samples(work, run)), ""),
+        state=status.state,
+        said=_ENDED[status.state],
+        why=inline(status.message, _) if status.state == "failed" and status.message else None,
+        step=f"{status.step:,}",
+        steps=f"{status.steps:,}" if status.steps else "",
+        resumes=status.state != "finished" and status.exit_code != TrainingStopped.exit_code,
+    )
+
+
+def _samples(work: Workplace, run: RunEntry) -> tuple[str, ...]:
+    """Return the addresses of the newest samples of a run."""
+    folder = work.runs / run.name
+    files = state.newest_samples(folder)
+    return tuple(run_url(run.name, *file.relative_to(folder).parts) for file in files)
