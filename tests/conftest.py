@@ -6,6 +6,7 @@ that tests start inherit them.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -50,3 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lines = Path(__file__).with_name("long.txt").read_text(encoding="utf-8").split()
     long = {line.partition("::")[0] for line in lines}
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in long)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_this_module_only() -> None:
+    """Take what lives already out of all later searches for garbage: objects of libraries and of test modules.
+
+    They are millions, each search would take half a second, and encoding, out of memory and many tests search.
+    """
+    gc.collect()
+    gc.freeze()
