@@ -6,15 +6,14 @@ Pure text: inputs are captions, outputs captions. Tags are what stands between c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.whole_words import replaced, same_word, tags_of
 from lora_trainer.dataset.caption_rules import with_trigger
 
 Kind = Literal["prepend", "append", "replace", "remove_tag", "trigger"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-JOINTS = (", ", " ", "")
+Joint = Literal[", ", " ", ""]
 MAX_TEXT_CHARACTERS = 2_000
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tokenizers import Tokenizer
 
@@ -33,7 +33,8 @@ from .launch import Words, check_words
 from .workplace import Workplace
 
 # Sizes that one can look at a dataset for, in pixels; empty: as the draft or the base has it.
-RESOLUTIONS = ("", "512", "768", "1024")
+Resolution = Literal["", "512", "768", "1024"]
+RESOLUTIONS: tuple[Resolution, ...] = get_args(Resolution)
 Counters = dict[Path, Tokenizer | None]
 
 

@@ -2,7 +2,7 @@
 // machine. One card after another is planned, so that the page can be used meanwhile; a folded one when it is unfolded.
 // Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face.
 import { make } from "/ui/dialog.js";
-import { browse } from "/ui/browse.js";
+import { browse } from "/ui/shared/browse.js";
 import { signIn } from "/ui/sign_in.js";
 
 const AUTO = { source: "auto", name: "Automatic", said: "Chosen for this machine" };
@@ -36,7 +36,7 @@ export async function mount(place, server, act) {
     say();
   };
   const pick = (source) => { choose(source); place.chosen = source; act(); };
-  const cards = new Map(list.map((row) => [row.source, card(row, () => (row.source ? pick(row.source) : browse(server, "base", pick)))]));
+  const cards = new Map(list.map((row) => [row.source, card(row, () => (row.source ? pick(row.source) : browse("base", pick)))]));
   place.replaceChildren(...cards.values());
   const all = make("button", { type: "button", className: "all-bases", textContent: "Show all base models" });
   all.setAttribute("aria-expanded", "false");

@@ -1,18 +1,12 @@
-// Asking the desk of a dataset (gui/dataset_desk.py), for the pages that show its cards.
+// Asking for a dataset (gui/datasets/routes.py), for the pages that show its cards.
 
 const PATIENCE_MS = 30_000;
+const shared = import("/ui/shared/ask.js");
 let line = Promise.resolve();
 
 /** Ask at once; a failure of any kind comes back as {error}. */
 async function ask(name, values) {
-  let answer;
-  try {
-    answer = await server[name](values);
-  } catch {
-    answer = null;
-  }
-  // Where the connection fails, gradio answers with nothing instead of raising.
-  return answer ?? { error: "the interface does not answer; is it still running?" };
+  return (await shared).ask(`/datasets/${name}`, values);
 }
 
 /** Ask after everything that was asked before is answered: no answer then shows cards as they were before a change

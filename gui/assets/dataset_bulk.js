@@ -59,7 +59,7 @@ class BulkBar {
     await this.desk.flush();
     this.close();
     const { turn, values } = this;
-    const answer = await this.desk.ask("dataset_preview", { ...values, files: this.desk.targets() });
+    const answer = await this.desk.ask("preview", { ...values, files: this.desk.targets() });
     if (turn !== this.turn) return; // other words or images were chosen meanwhile: this preview is not of them
     if (answer.error) { this.said.textContent = answer.error; return; }
     this.shown = { ...values, rows: answer.rows };
@@ -74,7 +74,7 @@ class BulkBar {
     const { rows, ...edit } = this.shown;
     const seen = Object.fromEntries(rows.map((row) => [row.file, row.before]));
     this.apply.disabled = true;
-    const answer = await this.desk.ask("dataset_apply", { ...edit, seen });
+    const answer = await this.desk.ask("apply", { ...edit, seen });
     this.apply.disabled = false;
     if (answer.error) { this.said.textContent = `Not applied: ${answer.error}`; return; }
     this.close();

@@ -14,7 +14,7 @@ class Captioner {
       ["replace", "the selected images, replacing captions"],
     ], () => this.aim());
     this.start = button("Start", () => this.begin(), { class: "primary" });
-    this.stop = button("Stop", () => this.ask("dataset_caption_stop"));
+    this.stop = button("Stop", () => this.ask("caption_stop"));
     this.back = button("Take the last ones back", () => this.takeBack());
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.bar = make("progress", { max: 1, value: 0, "aria-label": "Captions written" });
@@ -35,7 +35,7 @@ class Captioner {
   async look() {
     clearTimeout(this.timer);
     if (!element.isConnected) return;
-    this.show(await this.desk.ask("dataset_caption_state", {}));
+    this.show(await this.desk.ask("caption_state", {}));
   }
 
   show(answer) {
@@ -82,14 +82,14 @@ class Captioner {
     const files = mode === "missing" ? [] : [...this.desk.chosen];
     if (mode !== "missing" && !files.length) { this.said.textContent = "Select images first."; return; }
     this.done = -1;
-    await this.ask("dataset_caption", {
+    await this.ask("caption", {
       files, model: this.models.input.value, mode: mode === "replace" ? "replace" : "missing",
     });
   }
 
   async takeBack() {
     this.back.disabled = true;
-    const answer = await this.desk.ask("dataset_caption_undo", {});
+    const answer = await this.desk.ask("caption_undo", {});
     this.back.disabled = false;
     if (answer.error) this.said.textContent = answer.error;
     else this.desk.changed(answer, answer.step);

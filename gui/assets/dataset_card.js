@@ -102,11 +102,11 @@ class Card {
   async closer() {
     const file = this.picture.file;
     const { paint } = await import("/ui/mask.js");
-    const answer = await this.ask("dataset_closer", { file });
+    const answer = await this.ask("closer", { file });
     if (answer.error) { this.say(answer.error, "error"); return; }
     const src = "/media/thumb?" + new URLSearchParams({ folder: this.folder, file, size: 768 });
     paint(file, src, answer, async (mask) => {
-      const done = await this.ask("dataset_mask", { file, mask });
+      const done = await this.ask("mask", { file, mask });
       if (!done.error) this.desk.changed(done, done.step);
       return done;
     });
@@ -124,7 +124,7 @@ class Card {
 
   async send(text) {
     this.say("Saving \u2026");
-    const answer = await this.ask("dataset_save", {
+    const answer = await this.ask("save", {
       file: this.picture.file, text, seen: this.seen, group: this.group,
     });
     this.failed = Boolean(answer.error);

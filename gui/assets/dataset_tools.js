@@ -24,12 +24,12 @@ class Opener {
   }
 
   async browse() {
-    const { browse } = await import("/ui/browse.js");
-    browse(server, "dataset", (path) => { this.path.input.value = path; this.submit(); });
+    const { browse } = await import("/ui/shared/browse.js");
+    browse("dataset", (path) => { this.path.input.value = path; this.submit(); });
   }
 
   async start(folder) {
-    const answer = await this.desk.ask("dataset_recent", {});
+    const answer = await ask("recent", {});
     const folders = answer.recent ?? [];
     this.list.replaceChildren(...folders.map((value) => make("option", { value })));
     this.recent.replaceChildren(...(folders.length ? [make("span", { class: "ds-quiet" }, "Used lately:")] : []),
@@ -178,7 +178,7 @@ class Tools {
   async remember() {
     const values = { trigger: this.trigger.input.value, resolution: this.size.input.value };
     await this.desk.flush(); // its answers show the trigger word and size of before
-    this.desk.changed(await this.desk.ask("dataset_look", values), "");
+    this.desk.changed(await this.desk.ask("look", values), "");
   }
 
   say(text, wrong = false) {

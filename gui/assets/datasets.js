@@ -79,7 +79,7 @@ class Desk {
     do {
       if (!await this.allSaved()) return;
       const done = this.opener.waiting();
-      answer = await this.ask("dataset_look", { folder });
+      answer = await this.ask("look", { folder });
       done();
       if (answer.error) { this.opener.refuse(answer.error); return; }
     } while (this.unsaved); // typed while the folder was opened
@@ -109,7 +109,7 @@ class Desk {
   }
 
   async reload() {
-    const answer = await this.ask("dataset_look", {});
+    const answer = await this.ask("look", {});
     if (!answer.error) this.changed(answer, "");
   }
 
@@ -150,8 +150,8 @@ class Desk {
       folder = this.folder;
       this.asked = false;
       // Out of turn: it takes seconds, and captions are saved meanwhile.
-      answer = await ask("dataset_check", { folder });
-      if (!answer.error) answer = await this.ask("dataset_look", {});
+      answer = await ask("check", { folder });
+      if (!answer.error) answer = await this.ask("look", {});
     } while (folder !== this.folder || this.asked); // another was opened meanwhile, or the images have changed
     this.examining = false;
     this.tools.busy(false);
@@ -262,10 +262,10 @@ class Desk {
     this.changed(answer, said(answer));
   }
 
-  undo() { return this.act("dataset_undo", {}, (a) => (a.step ? `Undone: ${a.step}` : "Nothing to undo")); }
-  redo() { return this.act("dataset_redo", {}, (a) => (a.step ? `Done again: ${a.step}` : "Nothing to redo")); }
-  exclude(files) { return this.act("dataset_exclude", { files }, (a) => `Done: ${a.step}`); }
-  putBack(files) { return this.act("dataset_put_back", { files }, (a) => `Done: ${a.step}`); }
+  undo() { return this.act("undo", {}, (a) => (a.step ? `Undone: ${a.step}` : "Nothing to undo")); }
+  redo() { return this.act("redo", {}, (a) => (a.step ? `Done again: ${a.step}` : "Nothing to redo")); }
+  exclude(files) { return this.act("exclude", { files }, (a) => `Done: ${a.step}`); }
+  putBack(files) { return this.act("put_back", { files }, (a) => `Done: ${a.step}`); }
 }
 
 function tagsOf(caption) {

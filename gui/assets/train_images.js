@@ -25,7 +25,7 @@ class TrainImages {
   }
 
   async reload() {
-    const answer = await this.ask("dataset_look", {});
+    const answer = await this.ask("look", {});
     if (answer.error) this.said.textContent = answer.error; else if (answer.folder === this.folder) this.draw(answer);
   }
 
@@ -44,7 +44,7 @@ class TrainImages {
   }
 
   async exclude(files) {
-    const answer = await this.ask("dataset_exclude", { files });
+    const answer = await this.ask("exclude", { files });
     if (answer.error) { this.said.textContent = answer.error; return; }
     const { folder, away: before } = this;
     if (answer.folder !== folder) return; // another is shown by now
@@ -53,7 +53,7 @@ class TrainImages {
     const gone = [...this.away].filter((name) => !before.has(name));
     const back = button("Undo", async () => {
       this.said.replaceChildren();
-      this.changed(await this.ask("dataset_put_back", { folder, files: gone }));
+      this.changed(await this.ask("put_back", { folder, files: gone }));
     });
     this.said.replaceChildren(make("span", {}, "Left out of the training; the file is in the folder _excluded."), " ", back);
   }

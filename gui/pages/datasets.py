@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from ..dataset_desk import DatasetDesk
 from ..markup import drop_zone
 from ..server.asset_files import asset
 from ..workplace import Workplace
-from .gradio_events import answering, deletes, html
-from .share import browsing
+from .gradio_events import deletes, html
 
 SCRIPTS = (
     "dataset_dom.js",
@@ -18,25 +16,14 @@ SCRIPTS = (
     "dataset_tools.js",
     "datasets.js",
 )
-# What the script asks of the desk, there as dataset_NAME.
-ASKED = (
-    *("apply", "caption", "caption_state", "caption_stop", "caption_undo", "check", "closer"),
-    *("exclude", "mask"),
-    *("look", "preview", "put_back", "recent", "redo", "save", "undo"),
-)
 
 
-def build(work: Workplace) -> None:
+def build(_work: Workplace) -> None:
     """Lay the page out."""
-    desk = DatasetDesk(work=work)
     html("<h1>Datasets</h1>")
     html(drop_zone())
     html(
         html_template='<div class="mount"></div>',
         js_on_load="\n".join(map(asset, SCRIPTS)),
-        server_functions=[
-            *(answering(getattr(desk, name), f"dataset_{name}") for name in ASKED),
-            *browsing(work),
-        ],
     )
     deletes()

@@ -1,16 +1,14 @@
-"""The dialogs behind "Copy to ComfyUI or Forge", "Publish" and "Browse", on each page that shows such a button.
+"""The dialogs behind "Copy to ComfyUI or Forge" and "Publish", on each page that shows such a button.
 
 A button has `data-share` (copy or publish) and `data-ref`, the LoRA as RUN/FILE; assets/share.js opens the
-dialog for it and asks the functions here. Whoever is not signed in to the Hub is asked to, first. Pages with
-"Browse" open assets/browse.js themselves.
+dialog for it and asks the functions here. Whoever is not signed in to the Hub is asked to, first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from .. import bases, browse, lora_files, sharing
+from .. import bases, lora_files, sharing
 from ..markup import plain
 from ..posted import Posted
 from ..workplace import Workplace
@@ -22,19 +20,6 @@ _MOUNT = module("share.js", "module.mount(element, server);")
 def hub_sign_in(posted: Posted) -> dict[str, Any]:
     """Keep the token that was typed into assets/sign_in.js, and return whose it is."""
     return {"name": bases.sign_in(posted.text("token", at_most=300))}
-
-
-def browsing(work: Workplace) -> list[Callable[[Any], dict[str, Any]]]:
-    """Return what assets/browse.js asks: a folder's content, and to remember where something was chosen."""
-
-    def browse_folder(posted: Posted) -> dict[str, Any]:
-        return browse.listing(work, posted.choice("kind", browse.KINDS), posted.text("path"))
-
-    def browse_chosen(posted: Posted) -> dict[str, Any]:
-        browse.remember(work, posted.choice("kind", browse.KINDS), posted.text("path"))
-        return {}
-
-    return [answering(browse_folder), answering(browse_chosen)]
 
 
 def build(work: Workplace) -> None:

@@ -39,7 +39,7 @@ from ..run_view import stages_html
 from ..warm import BASES
 from ..workplace import Workplace
 from .gradio_events import answering
-from .share import browsing, hub_sign_in
+from .share import hub_sign_in
 
 IMAGES, CHECK, STARTED = 1, 2, 3
 _COURSE_CHARACTERS = 20_000
@@ -217,7 +217,7 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
             fits, said = "slow", "A try-out, not for ComfyUI or Forge"
         return {"fits": fits, "said": said, "why": why, "picks": bases.title(base)}
 
-    return [bases_list, base_fits, answering(hub_sign_in), *browsing(work)]
+    return [bases_list, base_fits, answering(hub_sign_in)]
 
 
 def stepping(work: Workplace, step: int) -> Callable[[str], Any]:

@@ -13,13 +13,11 @@ import gradio as gr
 
 from lora_trainer.config import PRIORITIES
 
-from ..dataset_desk import DatasetDesk
 from ..launch import Plans
 from ..markup import drop_zone, note_html
 from ..server.asset_files import asset
 from ..workplace import Workplace
-from .gradio_events import GO, PRIVATE, QUIET, TICK_S, answering, html, module
-from .share import browsing
+from .gradio_events import GO, PRIVATE, QUIET, TICK_S, html, module
 from .train_handlers import (
     CHECK,
     IMAGES,
@@ -41,9 +39,9 @@ _DROP = module(
     'module.dropZone(element.querySelector(".drop"), module.trainOn);',
 )
 _BROWSE = module(
-    "browse.js",
+    "shared/browse.js",
     'const button = element.querySelector("button");'
-    ' button.onclick = () => module.browse(server, "dataset", module.trainIn); button.disabled = false;',
+    ' button.onclick = () => module.browse("dataset", module.trainIn); button.disabled = false;',
 )
 _BASES = module(
     "bases.js",
@@ -57,8 +55,6 @@ _COURSE = module(
     ' asked: () => trigger("click"), onchange: (draw) => watch("value", draw) });',
 )
 _IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_ask.js", "dataset_card.js", "train_images.js")
-# What the cards of the images ask of the desk of a dataset, there as dataset_NAME.
-_IMAGES_ASK = ("closer", "exclude", "look", "mask", "put_back", "save")
 _WITH_UNSENT = """(...fields) => {
   const unsent = document.querySelector(".course")?.unsent ?? {};
   return [...fields.slice(0, -1), { ...fields.at(-1), changed: { ...unsent } }];
@@ -189,19 +185,14 @@ def _images_step(work: Workplace) -> tuple[Any, ...]:
         html(
             html_template='<p class="actions"><button type="button" disabled>Browse</button></p>',
             js_on_load=_BROWSE,
-            server_functions=browsing(work),
             elem_classes="browse",
         )
         look = gr.Button("Look at the images", scale=1, min_width=200)
     report = html()
-    desk = DatasetDesk(work=work)
     images = html(
         {"folder": ""},
         html_template='<div class="train-images mount"></div>',
         js_on_load="\n".join(map(asset, _IMAGES_SCRIPTS)),
-        server_functions=[
-            answering(getattr(desk, name), f"dataset_{name}") for name in _IMAGES_ASK
-        ],
     )
     with gr.Row(elem_classes="go-on"):
         good = gr.Button("Looks good, next step", variant="primary", visible=False)

@@ -27,12 +27,14 @@ from lora_trainer.hardware.machine import detect
 
 from .. import media, uploads
 from ..compare import routes as compare
+from ..datasets import routes as datasets
 from ..home import routes as home
 from ..launch import warm_up
 from ..live import live
 from ..machine import routes as machine
 from ..markup import PLACES, bar, document, tag
 from ..queue import routes as queue
+from ..shared import browse
 from ..state import Followed
 from ..trash import routes as trash
 from ..workplace import Workplace
@@ -68,6 +70,8 @@ class Front:
                 *compare.routes(work),
                 *trash.routes(work),
                 *machine.routes(work),
+                *datasets.routes(work),
+                *browse.routes(work),
                 *uploads.routes(work),
                 *media.routes(work),
             ],

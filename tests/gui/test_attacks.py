@@ -304,8 +304,7 @@ def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) ->
         for component in components
         for name in component["props"].get("server_fns") or ()
     ]
-    wanted = {"use_best", "dataset_look", "dataset_save", "browse_folder"}
-    assert wanted <= {name for _, name in functions}
+    assert "use_best" in {name for _, name in functions}
     folders = [
         *(str(place.datasets / name) for name in ("linked", "captions", "captions/folder", "set")),
         f"{place.datasets}/../{place.outside.name}",
@@ -324,9 +323,23 @@ def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) ->
         assert called(attacker, identity, "ls", ["/"]).status >= 400
 
 
+EDIT = {"kind": "append", "text": "x", "replacement": "", "joint": ", "}
+DATASET_WISHES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("look", "check", "undo", "redo", "caption_state", "caption_stop"), {}),
+    "caption_undo": {},
+    **dict.fromkeys(("exclude", "put_back"), {"files": ["a.png"]}),
+    "closer": {"file": "a.png"},
+    "mask": {"file": "a.png", "mask": ""},
+    "save": {"file": "a.png", "text": "changed", "seen": "", "group": "g"},
+    "preview": {"files": ["a.png"], **EDIT},
+    "apply": {"seen": {"a.png": ""}, **EDIT},
+    "caption": {"files": ["a.png"], "model": "blip", "mode": "missing"},
+}
+"""What the scripts send for each question about a dataset, beside its folder."""
 ASKED = (
     *("/queue/look", "/compare/sheet", "/trash/put", "/trash/back", "/trash/empty"),
-    *("/doctor/cache", "/doctor/clear"),
+    *("/doctor/cache", "/doctor/clear", "/browse/look", "/browse/chosen", "/datasets/recent"),
+    *(f"/datasets/{name}" for name in DATASET_WISHES),
 )
 """What the scripts of the pages ask."""
 
@@ -354,9 +367,33 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
             "/trash/back": {"id": name[:40]},
             "/compare/sheet": {"run": name},
             "/queue/look": {"stamp": name, "press": {"action": "stop", "id": name}},
+            "/browse/look": {"kind": "dataset", "path": name},
+            "/browse/chosen": {"kind": "base", "path": name},
+            **{f"/datasets/{of}": {"folder": name, **more} for of, more in DATASET_WISHES.items()},
         }
         for path, wish in wishes.items():
             assert "error" in json.loads(attacker.post(path, wish).body), name
+
+
+def test_what_is_asked_of_a_dataset_leads_to_no_file_from_elsewhere(
+    attacker: Attacker, place: Place
+) -> None:
+    folders = [
+        *(str(place.datasets / name) for name in ("linked", "captions", "captions/folder", "set")),
+        f"{place.datasets}/../{place.outside.name}",
+    ]
+    for folder in folders:
+        for kind in ("dataset", "base"):
+            attacker.post("/browse/look", {"kind": kind, "path": folder})
+        attacker.post("/datasets/look", {"folder": folder})
+        for name in ("linked.png", "../../outside/b.png", str(place.secret)):
+            named = {"file": name, "files": [name], "seen": {name: ""}}
+            for of in ("exclude", "put_back", "closer", "mask", "preview", "apply"):
+                more = DATASET_WISHES[of]
+                wish = {"folder": folder, **more, **{k: named[k] for k in more if k in named}}
+                assert attacker.post(f"/datasets/{of}", wish).status == 200, "as the script asks"
+            save = {**DATASET_WISHES["save"], "folder": folder, "file": name}
+            assert attacker.post("/datasets/save", save).status == 200
 
 
 def hostile_wish(folder: str, name: str) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts
-from lora_trainer.gui.dataset_desk import DatasetDesk
 from lora_trainer.gui.dataset_summary import summary
-from lora_trainer.gui.posted import Posted
+from lora_trainer.gui.datasets import requests
+from lora_trainer.gui.datasets.api import DatasetApi
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
+from pydantic import ValidationError
 
 from lora_trainer.cli.main import main
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
@@ -30,12 +31,23 @@ from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import ROOT
 from tests.gui.conftest import tree
 
+BODIES = {
+    "look": requests.Look,
+    "save": requests.Save,
+    "preview": requests.Preview,
+    "apply": requests.Apply,
+    "exclude": requests.Pictures,
+    "put_back": requests.Pictures,
+    "closer": requests.Picture,
+    "mask": requests.Mask,
+    "caption": requests.Caption,
+}
 BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 
 
 @pytest.fixture
-def desk(work: Workplace) -> DatasetDesk:
-    return DatasetDesk(work=work)
+def desk(work: Workplace) -> DatasetApi:
+    return DatasetApi(work=work)
 
 
 @pytest.fixture
@@ -54,18 +66,20 @@ def add(root: Path, name: str, caption: str | None = None, *, shade: int = 0) ->
         path.with_suffix(".txt").write_text(caption)
 
 
-def ask(desk: DatasetDesk, name: str, folder: Path, **values: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = getattr(desk, name)(Posted.of({"folder": str(folder), **values}))
+def ask(desk: DatasetApi, name: str, folder: Path, **values: Any) -> dict[str, Any]:
+    body = BODIES.get(name, requests.Folder)
+    values = {key: value for key, value in values.items() if key in body.model_fields}
+    answer: dict[str, Any] = getattr(desk, name)(body(folder=str(folder), **values))
     json.dumps(answer, allow_nan=False)
     return answer
 
 
-def card(desk: DatasetDesk, folder: Path, file: str) -> dict[str, Any]:
+def card(desk: DatasetApi, folder: Path, file: str) -> dict[str, Any]:
     (found,) = [each for each in ask(desk, "look", folder)["pictures"] if each["file"] == file]
     return dict(found)
 
 
-def save(desk: DatasetDesk, folder: Path, file: str, text: str, seen: str | None = None) -> Any:
+def save(desk: DatasetApi, folder: Path, file: str, text: str, seen: str | None = None) -> Any:
     """Write a caption in place of `seen`, else of the one that is shown."""
     seen = card(desk, folder, file)["caption"] if seen is None else seen
     return ask(desk, "save", folder, file=file, text=text, seen=seen, group="")
@@ -83,7 +97,7 @@ def trained(root: Path, **keys: Any) -> dict[str, Any]:
 
 
 def test_all_cards_and_the_file_that_the_trainer_reads_is_edited(
-    desk: DatasetDesk, folder: Path
+    desk: DatasetApi, folder: Path
 ) -> None:
     (folder / "p0.txt").rename(folder / "P0.CAPTION")
     answer = ask(desk, "look", folder)
@@ -108,7 +122,7 @@ def test_all_cards_and_the_file_that_the_trainer_reads_is_edited(
     assert (folder / "P0.CAPTION").read_text() == "word, both"
 
 
-def test_what_is_around_the_text_is_kept(desk: DatasetDesk, folder: Path) -> None:
+def test_what_is_around_the_text_is_kept(desk: DatasetApi, folder: Path) -> None:
     for before, shown, after in (
         (b"one\r\ntwo\r\n", "one\ntwo", b"one\r\ntwo!\r\n"),
         (b"one\ntwo\n\n", "one\ntwo\n", b"one\ntwo\n!\n"),
@@ -125,7 +139,7 @@ def test_what_is_around_the_text_is_kept(desk: DatasetDesk, folder: Path) -> Non
 @given(data=st.binary(max_size=60), text=st.text(max_size=20))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_file_is_left_alone_or_read_back_as_typed(
-    desk: DatasetDesk, root: Path, data: bytes, text: str
+    desk: DatasetApi, root: Path, data: bytes, text: str
 ) -> None:
     add(root, "cat.png")
     file = root / "cat.txt"
@@ -140,7 +154,7 @@ def test_any_file_is_left_alone_or_read_back_as_typed(
     assert read_caption_file("a.txt", written).text == wanted
 
 
-def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetDesk, root: Path) -> None:
+def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetApi, root: Path) -> None:
     for name in ("a.png", "B.png", "3_cat/c.png", "3_tabby cat/d.png"):
         add(root, name)
     lines = [
@@ -178,7 +192,7 @@ def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetDesk, ro
 
 
 def test_what_cannot_be_edited_is_locked_and_says_why(
-    desk: DatasetDesk, folder: Path, tmp_path: Path
+    desk: DatasetApi, folder: Path, tmp_path: Path
 ) -> None:
     (folder / "p0.txt").write_bytes(b"x" * 70_000)
     assert "too long" in card(desk, folder, "p0.png")["locked"]
@@ -206,7 +220,7 @@ def test_what_cannot_be_edited_is_locked_and_says_why(
 
 
 def test_an_edit_of_many_captions_leaves_alone_what_changed_since_the_preview(
-    desk: DatasetDesk, folder: Path
+    desk: DatasetApi, folder: Path
 ) -> None:
     for values, before, after in (
         ({"kind": "prepend"}, "a cat", "word, a cat"),
@@ -241,7 +255,7 @@ def test_an_edit_of_many_captions_leaves_alone_what_changed_since_the_preview(
 
 
 def test_other_pictures_values_of_another_kind_and_folders_outside_are_refused(
-    desk: DatasetDesk, folder: Path, tmp_path: Path
+    desk: DatasetApi, folder: Path, tmp_path: Path
 ) -> None:
     for file in ("../other/x.png", "/etc/passwd", "_excluded/p0.png", "p0.txt", "P0.PNG", "", "\0"):
         values = {"files": [file], "seen": {file: ""}, "file": file, "mask": "", **BULK}
@@ -258,19 +272,16 @@ def test_other_pictures_values_of_another_kind_and_folders_outside_are_refused(
         "file": ({"a": 1},),
     }.items():
         for value in values:
-            with pytest.raises(LoraTrainError):
-                desk.save(Posted.of({**whole, key: value}))
-    for posted in (None, []):
-        with pytest.raises(LoraTrainError):
-            Posted.of(posted)
-    bounded = DatasetDesk(work=Workplace(runs=tmp_path / "r", roots=(tmp_path / "datasets",)))
+            with pytest.raises((LoraTrainError, ValidationError)):
+                desk.save(requests.Save.model_validate({**whole, key: value}))
+    bounded = DatasetApi(work=Workplace(runs=tmp_path / "r", roots=(tmp_path / "datasets",)))
     with pytest.raises(InputError, match="outside"):
         ask(bounded, "look", folder)
     assert (folder / "p0.txt").read_text() == "a cat" and not (tmp_path / "r").exists()
 
 
 def test_the_trigger_is_looked_for_and_remembered_and_a_draft_says_how_it_is_trained(
-    desk: DatasetDesk, folder: Path, work: Workplace, tmp_path: Path
+    desk: DatasetApi, folder: Path, work: Workplace, tmp_path: Path
 ) -> None:
     draft = drafts.new(work, dataset=str(folder)).with_setting("data.trigger", "zibbo")
     drafts.save(work, draft.with_setting("data.resolution", 640))
@@ -278,7 +289,7 @@ def test_the_trigger_is_looked_for_and_remembered_and_a_draft_says_how_it_is_tra
     assert answer["trigger"] == "zibbo" and "640 px" in answer["trained_as"]
     answer = ask(desk, "look", folder, trigger=" cat ", resolution="768")
     assert (badges(answer, "p0.png"), badges(answer, "p1.png")) == ([], ["trigger missing"])
-    again = ask(DatasetDesk(work=work), "look", folder)
+    again = ask(DatasetApi(work=work), "look", folder)
     assert (again["trigger"], again["resolution"]) == ("cat", "768")
     assert badges(again, "p1.png") == ["trigger missing"]
     other, gone = tmp_path / "other", tmp_path / "gone"
@@ -286,7 +297,7 @@ def test_the_trigger_is_looked_for_and_remembered_and_a_draft_says_how_it_is_tra
         path.mkdir()
         drafts.new(work, dataset=str(path))
     gone.rmdir()
-    assert desk.recent(Posted.of({}))["recent"] == [str(folder), str(other)]
+    assert desk.recent(requests.Recent())["recent"] == [str(folder), str(other)]
 
 
 def check_answer(**changes: Any) -> dict[str, Any]:
@@ -316,7 +327,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, values: Any, error: str = "") -> l
 
 
 def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
-    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
+    desk: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heic = {"severity": "warning", "kind": "unusable", "file": "p1.png"}
     heic |= {"what": "is a HEIC image", "advice": "pip install pillow-heif, or convert it"}
@@ -347,7 +358,7 @@ def test_a_remark_on_all_images_is_counted_and_leads_to_where_captions_are_writt
 
 
 def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
-    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
+    desk: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = ROOT / "lora_trainer" / "embedded" / "tokenizer"
     limit = {"tokenizer": str(tokenizer), "tokens": 7}
@@ -363,7 +374,7 @@ def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
     assert text.endswith(" of 7 tokens")
     assert len(answer["notes"]) == 1
     assert answer["check"] == {"fresh": True, "error": "", "score": 0.7, "buckets": {"16x16": 3}}
-    assert ask(DatasetDesk(work=desk.work), "look", folder)["check"]["fresh"]
+    assert ask(DatasetApi(work=desk.work), "look", folder)["check"]["fresh"]
     save(desk, folder, "p0.png", "another caption")
     ask(desk, "check", folder)
     assert len(asked) == 1
@@ -387,7 +398,7 @@ def png(pixels: Image.Image) -> str:
 
 
 def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
-    desk: DatasetDesk, work: Workplace, folder: Path
+    desk: DatasetApi, work: Workplace, folder: Path
 ) -> None:
     old = folder / "p1-masklabel.jpg"
     Image.new("L", (32, 24), 255).save(old)
@@ -429,7 +440,7 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
 
 
 def test_the_crops_are_those_of_the_trainer(
-    desk: DatasetDesk, work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
+    desk: DatasetApi, work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts.save(work, drafts.new(work, dataset=str(folder)).with_setting("data.flip", True))
     answered(monkeypatch, check_answer())
@@ -448,14 +459,14 @@ def test_the_crops_are_those_of_the_trainer(
     assert brightest[0] + brightest[1] == 15
 
 
-def move(desk: DatasetDesk, root: Path, *names: str, back: bool = False) -> dict[str, Any]:
+def move(desk: DatasetApi, root: Path, *names: str, back: bool = False) -> dict[str, Any]:
     answer = ask(desk, "put_back" if back else "exclude", root, files=list(names))
     assert answer["left"] == []
     return answer
 
 
 def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
-    desk: DatasetDesk, root: Path
+    desk: DatasetApi, root: Path
 ) -> None:
     for name, caption in (("3_cat/a.png", "one"), ("b.png", None)):
         add(root, name, caption)
@@ -485,7 +496,7 @@ def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
 
 
 def test_a_taken_name_gets_a_number_with_its_caption_and_a_shared_caption_is_copied(
-    desk: DatasetDesk, root: Path, tmp_path: Path
+    desk: DatasetApi, root: Path, tmp_path: Path
 ) -> None:
     add(root, "_excluded/a.png", "before", shade=9)
     for name, caption in (("a.png", "one"), ("c.png", None), ("d.png", None)):
@@ -518,7 +529,7 @@ def test_a_taken_name_gets_a_number_with_its_caption_and_a_shared_caption_is_cop
 
 
 def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
-    desk: DatasetDesk,
+    desk: DatasetApi,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -574,7 +585,7 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
         ask(desk, "caption_undo", folder)
 
 
-def captioning(desk: DatasetDesk, folder: Path, rows: list[Any], code: int | None = None) -> Any:
+def captioning(desk: DatasetApi, folder: Path, rows: list[Any], code: int | None = None) -> Any:
     """Leave what a captioning writes in the folder of a job; return what is said of it."""
     job = desk.work.own / "jobs" / ("a" * 12)
     job.mkdir(parents=True, exist_ok=True)

@@ -273,7 +273,7 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     page.locator(".base-card[data-source^=stabilityai]:visible").first.click()
     draft = page.evaluate("new URL(location.href).searchParams.get('draft')")
     until(lambda: drafts.read(Workplace(runs=place / "runs"), draft).base.startswith("stab"))
-    with late(page, "browse_folder") as wait:
+    with late(page, "/browse/look") as wait:
         page.locator(".base-card", has_text="Your own model").click()
         wait()
         dialog.get_by_role("button", name="Choose", exact=True).click()
@@ -390,7 +390,7 @@ def test_edit_undo_reload_bulk_exclude(
         press(page, "Undo")
         said(page, f"Undone: {step}")
     shows(page, "c.png", "a bird")
-    with late(page, "dataset_save") as wait:  # the look after Undo may not show theirs
+    with late(page, "/datasets/save") as wait:  # the look after Undo may not show theirs
         caption(page, "a.png").fill("mine")
         wait()
         (folder / "a.txt").write_text("theirs")
@@ -416,12 +416,12 @@ def late(page: Any, word: str, count: int = 1, *, answers: bool = False) -> Iter
     held: list[tuple[Any, Any]] = []
 
     def hold(route: Any) -> None:
-        if len(held) < count and word in (route.request.post_data or ""):
+        if len(held) < count and word in f"{route.request.url} {route.request.post_data}":
             held.append((route, fetched(route) if answers else None))
         else:
             route.fallback()
 
-    asked = re.compile("component_server|queue/join")
+    asked = re.compile("component_server|queue/join|/datasets/|/browse/")
     page.route(asked, hold)
     yield lambda: until(lambda: bool(page.wait_for_timeout(20) or len(held) == count))
     for route, answer in held:
@@ -436,14 +436,14 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     states = ["running", "", "finished"]
 
     def state_of_captioning(route: Any) -> None:
-        if "caption_state" in route.request.post_data and states:
+        if states:
             state = states.pop(0)  # "": the answer is lost
             route.fulfill(json={**job, "state": state} if state else None)
         else:
             route.fallback()
 
-    page.route("**/component_server*/**", state_of_captioning)
-    with late(page, "dataset_check", answers=True) as wait:
+    page.route("**/datasets/caption_state", state_of_captioning)
+    with late(page, "/datasets/check", answers=True) as wait:
         open_folder(page, server, folder)
         wait()
         caption(page, "c.png").fill("a bird")
@@ -452,7 +452,7 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     assert caption(page, "c.png").input_value() == "a bird"
     until(lambda: bool(page.wait_for_timeout(20) or not states))
     trigger = page.get_by_label("Trigger word for the check")
-    with late(page, "dataset_save") as wait:
+    with late(page, "/datasets/save") as wait:
         caption(page, "c.png").fill("birds")
         trigger.fill("zibbo")
         wait()
@@ -460,7 +460,7 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     page.get_by_text("Change many captions").click()
     words = page.get_by_label("Words", exact=True)
     words.fill("first")
-    with late(page, "dataset_preview") as wait:
+    with late(page, "/datasets/preview") as wait:
         press(page, "Preview")
         wait()
         words.fill("second")

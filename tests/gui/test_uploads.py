@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import archives, browse, upload_names, uploads
+from lora_trainer.gui import archives, upload_names, uploads
 from lora_trainer.gui.posted import Posted
+from lora_trainer.gui.shared import browse
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError

@@ -1,17 +1,20 @@
-"""Folders and model files of this machine, for the dialog in which one is chosen instead of typed.
+"""Folders and model files of this machine, for the dialog in which one is chosen instead of typed (browse.js).
 
-Inputs: the workplace, whose rule for typed paths holds here too, and a folder that a browser sent. Outputs:
-plain values for assets/browse.js. What may not be named is not listed. The folder in which something was
-chosen is remembered in `.gui/browsed.json`.
+Inputs: the workplace, whose rule for typed paths holds here too, and a folder that a browser sent. Outputs: the
+routes, and plain values for the dialog. What may not be named is not listed. The folder in which something was chosen
+is remembered in `.gui/browsed.json`.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+from starlette.routing import Route
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
@@ -19,15 +22,36 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 from lora_trainer.families.files.hub_files import SUFFIXES
 
-from .workplace import Workplace
+from ..server.pages import Body, answer
+from ..server.translation import Words
+from ..workplace import Workplace
 
 Kind = Literal["dataset", "base"]
-KINDS: tuple[Kind, ...] = ("dataset", "base")
 # Entries that one folder shows; a longer list helps nobody to find one.
 MAX_ROWS = 2_000
 # What makes a folder a model in diffusers' layout.
 PIPELINE_FILE = "model_index.json"
 _REMEMBERED = "browsed.json"
+
+
+class Browse(Body):
+    """A folder to show, or what was chosen."""
+
+    kind: Kind
+    path: Annotated[str, StringConstraints(max_length=4096)]
+
+
+def routes(work: Workplace) -> list[Route]:
+    """Return the routes of the dialog."""
+
+    def look(asked: Browse, _: Words) -> Mapping[str, Any]:
+        return listing(work, asked.kind, asked.path)
+
+    def chosen(asked: Browse, _: Words) -> Mapping[str, Any]:
+        remember(work, asked.kind, asked.path)
+        return {}
+
+    return [answer("/browse/look", Browse, look), answer("/browse/chosen", Browse, chosen)]
 
 
 def listing(work: Workplace, kind: Kind, text: str) -> dict[str, Any]:

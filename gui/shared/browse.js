@@ -1,15 +1,20 @@
 // Choosing a folder, or a model file, of the machine that lora-train runs on, instead of typing its path.
 import { dialog, make } from "/ui/dialog.js";
+import { ask } from "/ui/shared/ask.js";
+import { say } from "/ui/shared/words.js";
 
 const WORDS = {
-  dataset: { title: "Choose a folder with images", act: "Choose this folder", note: "Nothing in the folder is changed." },
-  base: { title: "Choose a base model", act: "Choose", note: "A model file (.safetensors, .sft, .gguf), or the folder of a whole model." },
+  dataset: { title: say("Choose a folder with images"), act: say("Choose this folder"), note: say("Nothing in the folder is changed.") },
+  base: {
+    title: say("Choose a base model"), act: say("Choose"),
+    note: say("A model file (.safetensors, .sft, .gguf), or the folder of a whole model."),
+  },
 };
 
-/** Open the dialog; `pick` gets the path that was chosen. `server` has browse_folder and browse_chosen. */
-export async function browse(server, kind, pick) {
-  const above = make("button", { type: "button", textContent: "Up" });
-  const path = make("input", { type: "text", spellcheck: false, ariaLabel: "Folder" });
+/** Open the dialog for a "dataset" or a "base"; `pick` gets the path that was chosen. */
+export async function browse(kind, pick) {
+  const above = make("button", { type: "button", textContent: say("Up") });
+  const path = make("input", { type: "text", spellcheck: false, ariaLabel: say("Folder") });
   const rows = make("ul", { className: "browsed", tabIndex: -1 });
   const here = make("p", { className: "quiet", role: "status" });
   let chosen = "";
@@ -23,14 +28,14 @@ export async function browse(server, kind, pick) {
       await opening; // else its answer would take away what is said here
       const fileChosen = chosen !== "" && chosen !== folder;
       if (path.value.trim() !== folder && !fileChosen) { await open(path.value); return { stay: true }; }
-      return chosen ? { path: chosen } : { error: "Choose one of the model files, or open a folder that holds a whole model." };
+      return chosen ? { path: chosen } : { error: say("Choose one of the model files, or open a folder that holds a whole model.") };
     },
   });
   const go = shown.node.querySelector("[type=submit]");
   shown.done = async (answer) => {
     if (answer.stay) { go.disabled = false; return; }
-    const kept = await server.browse_chosen({ kind, path: answer.path });
-    if (kept?.error) { shown.refuse(kept.error); return; }
+    const kept = await ask("/browse/chosen", { kind, path: answer.path });
+    if (kept.error) { shown.refuse(kept.error); return; }
     shown.node.close();
     pick(answer.path);
   };
@@ -55,7 +60,7 @@ export async function browse(server, kind, pick) {
   async function list(target) {
     const number = (asked += 1);
     const typed = path.value;
-    const answer = (await server.browse_folder({ kind, path: target })) ?? { error: "The program does not answer; is it still running?" };
+    const answer = await ask("/browse/look", { kind, path: target });
     if (number !== asked) return;
     if (answer.error) { shown.refuse(answer.error); return; }
     shown.say("");
@@ -69,7 +74,7 @@ export async function browse(server, kind, pick) {
     above.disabled = !answer.above;
     above.onclick = () => open(answer.above);
     rows.replaceChildren(...answer.rows.map(row));
-    const said = [answer.said, answer.more && `${answer.more} more are not shown: type the path`, !answer.rows.length && "No folders in here"];
+    const said = [answer.said, answer.more && say("{} more are not shown: type the path", answer.more), !answer.rows.length && say("No folders in here")];
     here.replaceChildren(...said.filter(Boolean).map((textContent) => make("span", { textContent })));
     if (inside) (rows.querySelector("button") ?? above).focus();
   }

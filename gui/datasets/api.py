@@ -1,8 +1,7 @@
-"""What the page of a dataset asks for and changes, one JSON object in, one out; no widget.
+"""What scripts ask of a dataset folder, and change in it.
 
-Inputs: objects from the page's script, which anybody may send: the folder is checked by the
-workplace, a picture is one of its listing, every value has a kind and a length. Outputs: cards,
-history and refusals as plain values. All changes go through the journal of the folder.
+Inputs: the bodies of `requests`, which anybody may send: the folder is checked by the workplace, a picture is one of
+its listing. Outputs: cards and history as plain values. All changes go through the journal of the folder.
 """
 
 from __future__ import annotations
@@ -13,72 +12,70 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 
-from . import bulk, caption_job, dataset_check, dataset_notes, exclusion, jobs, mask_edit
-from .bulk import BulkEdit
-from .caption_edit import Edit
-from .dataset_view import summary
-from .journal import History, Journal, Outcome
-from .open_dataset import RESOLUTIONS, Counters, OpenDataset, open_dataset
-from .posted import Posted
-from .trash import store as trash
-from .workplace import Workplace
+from .. import caption_job, dataset_check, dataset_notes, exclusion, jobs, mask_edit
+from ..bulk import BulkEdit
+from ..caption_edit import Edit
+from ..dataset_view import summary
+from ..journal import History, Journal, Outcome
+from ..open_dataset import Counters, OpenDataset, open_dataset
+from ..trash import store as trash
+from ..workplace import Workplace
+from . import requests
 
-MAX_TRIGGER_CHARACTERS = 100
 MAX_CAPTION_CHARACTERS = 20_000
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetDesk:
-    """Answers the page's script."""
+class DatasetApi:
+    """Answers the scripts."""
 
     work: Workplace
     _counters: Counters = field(default_factory=dict)
 
-    def look(self, posted: Posted) -> Json:
-        """Return all cards; {folder, trigger?, resolution?}, the last two are remembered."""
-        root = self.work.folder(posted.text("folder"))
+    def look(self, asked: requests.Look) -> Json:
+        """Return all cards."""
+        root = self.work.folder(asked.folder)
         notes = dataset_notes.opened(self.work, root)
-        if "trigger" in posted.values:
-            trigger = posted.text("trigger", at_most=MAX_TRIGGER_CHARACTERS)
-            resolution = posted.choice("resolution", RESOLUTIONS)
-            notes = replace(notes, trigger=trigger.strip(), resolution=resolution)
+        if asked.trigger is not None:
+            notes = replace(notes, trigger=asked.trigger.strip(), resolution=asked.resolution or "")
             dataset_notes.save(self.work, notes)
         return self._view(root)
 
-    def recent(self, posted: Posted) -> Json:
-        """Return the folders used lately; {}."""
+    def recent(self, asked: requests.Recent) -> Json:
+        """Return the folders used lately."""
         return {"recent": dataset_notes.recent(self.work)}
 
-    def check(self, posted: Posted) -> Json:
-        """Run `lora-train check` where something has changed; {folder}, the next look shows what it says."""
-        opened = self._open(posted)
+    def check(self, asked: requests.Folder) -> Json:
+        """Run `lora-train check` where something has changed; the next look shows what it says."""
+        opened = self._open(asked)
         if opened.pictures:
             dataset_check.run(self.work, opened.root, opened.words, stamp=opened.stamp)
         return {}
 
-    def save(self, posted: Posted) -> Json:
-        """Write one caption; {folder, file, text, seen, group}, `seen` is the text it was.
-
-        Answers {saved} with the cards it changed, or {newer} with what stands in the file now.
-        """
-        root, journal = self._place(posted)
-        text = posted.text("text", at_most=MAX_CAPTION_CHARACTERS)
-        seen, group = posted.text("seen", at_most=10**6), posted.text("group", at_most=100)
+    def save(self, asked: requests.Save) -> Json:
+        """Write one caption; answers {saved} with the cards it changed, or {newer} with what stands in the file now."""
+        root, journal = self._place(asked)
+        text = asked.text
+        if len(text) > MAX_CAPTION_CHARACTERS:
+            raise RequestError(
+                f"the caption has {len(text):,} characters, at most {MAX_CAPTION_CHARACTERS:,} are saved",
+                fix="shorten it",
+            )
         with journal.locked():
             opened = self._opened(root)
-            picture = opened.picture(posted.text("file"))
+            picture = opened.picture(asked.file)
             caption = opened.reader.caption(picture)
-            if caption.text not in (seen, text):
+            if caption.text not in (asked.seen, text):
                 return {"newer": caption.text, "cards": [opened.reader.card(picture)]}
             edit = Edit(picture=picture, caption=caption, text=text)
             changes = opened.changes([edit])
             if changes:
                 title = f"the caption of {picture.name}"
-                outcome = journal.perform(title, changes, group=group)
+                outcome = journal.perform(title, changes, group=asked.group)
                 if outcome.left:  # changed between the reading above and the writing
                     caption = self._opened(root).reader.caption(picture)
                     return {"newer": caption.text, "cards": []}
@@ -86,12 +83,12 @@ class DatasetDesk:
         cards = [opened.reader.card(other) for other in opened.alike(picture)]
         return {"saved": True, "cards": cards, **_steps(journal.history())}
 
-    def preview(self, posted: Posted) -> Json:
-        """Return what a bulk edit would change; {folder, files, kind, text, replacement, joint}."""
-        opened, edit = self._open(posted), _bulk_edit(posted)
+    def preview(self, asked: requests.Preview) -> Json:
+        """Return what an edit of many captions would change."""
+        opened, edit = self._open(asked), _bulk_edit(asked)
         rows = []
         places: set[tuple[str, str]] = set()
-        for picture in map(opened.picture, posted.texts("files")):
+        for picture in map(opened.picture, asked.files):
             caption = opened.reader.caption(picture)
             place = (caption.file, picture.name if caption.place == "line" else "")
             after = edit.apply(caption.text)
@@ -102,14 +99,13 @@ class DatasetDesk:
             rows.append({"file": picture.name, "before": caption.text, "after": after})
         return {"rows": rows, "title": edit.title()}
 
-    def apply(self, posted: Posted) -> Json:
-        """Make a bulk edit as it was previewed; {folder, seen: {file: before}, kind, ...}."""
-        (root, journal), edit = self._place(posted), _bulk_edit(posted)
-        seen = posted.pairs("seen", at_most=10**6)
+    def apply(self, asked: requests.Apply) -> Json:
+        """Make an edit of many captions as it was previewed."""
+        (root, journal), edit = self._place(asked), _bulk_edit(asked)
         with journal.locked():
             opened = self._opened(root)
             edits, left = [], []
-            for name, before in seen.items():
+            for name, before in asked.seen.items():
                 picture = opened.picture(name)
                 caption = opened.reader.caption(picture)
                 if caption.text != before:
@@ -122,16 +118,16 @@ class DatasetDesk:
             outcome = journal.perform(edit.title(), changes) if changes else None
         return self._told(root, outcome, left)
 
-    def undo(self, posted: Posted) -> Json:
-        """Take the last step back; {folder}."""
-        return self._turned(posted, lambda journal: journal.undo())
+    def undo(self, asked: requests.Folder) -> Json:
+        """Take the last step back."""
+        return self._turned(asked, lambda journal: journal.undo())
 
-    def redo(self, posted: Posted) -> Json:
-        """Make the step that was taken back again; {folder}."""
-        return self._turned(posted, lambda journal: journal.redo())
+    def redo(self, asked: requests.Folder) -> Json:
+        """Make the step that was taken back again."""
+        return self._turned(asked, lambda journal: journal.redo())
 
-    def _turned(self, posted: Posted, turn: Callable[[Journal], Outcome | None]) -> Json:
-        root, journal = self._place(posted)
+    def _turned(self, asked: requests.Folder, turn: Callable[[Journal], Outcome | None]) -> Json:
+        root, journal = self._place(asked)
         before = self._masks(root)
         outcome = turn(journal)
         if self._masks(root) != before:
@@ -145,35 +141,31 @@ class DatasetDesk:
             return sum(picture.mask is not None for picture in pictures)
         return 0
 
-    def exclude(self, posted: Posted) -> Json:
-        """Move pictures into `_excluded/`; {folder, files}."""
-        return self._moved(posted, back=False)
+    def exclude(self, asked: requests.Pictures) -> Json:
+        """Move pictures into `_excluded/`."""
+        return self._moved(asked, back=False)
 
-    def put_back(self, posted: Posted) -> Json:
-        """Move excluded pictures back; {folder, files}."""
-        return self._moved(posted, back=True)
+    def put_back(self, asked: requests.Pictures) -> Json:
+        """Move excluded pictures back."""
+        return self._moved(asked, back=True)
 
-    def closer(self, posted: Posted) -> Json:
-        """Return the mask of an image and what training sees of it; {folder, file}."""
-        opened = self._open(posted)
-        picture = opened.picture(posted.text("file"))
+    def closer(self, asked: requests.Picture) -> Json:
+        """Return the mask of an image and what training sees of it."""
+        opened = self._open(asked)
+        picture = opened.picture(asked.file)
         bucket = str(opened.reader.card(picture).get("bucket", ""))
         return {
             **_mask_edit(opened, picture.name).shown(bucket=bucket),
             "used": opened.settings.masks,
         }
 
-    def mask(self, posted: Posted) -> Json:
-        """Write the mask of an image, painted as a PNG; {folder, file, mask}, an empty one removes it.
-
-        The newest draft of the folder trains with masks from then on.
-        """
-        root, journal = self._place(posted)
+    def mask(self, asked: requests.Mask) -> Json:
+        """Write the mask of an image; the newest draft of the folder trains with masks from then on."""
+        root, journal = self._place(asked)
         with journal.locked():
             opened = self._opened(root)
-            picture = opened.picture(posted.text("file"))
-            painted = posted.text("mask", at_most=mask_edit.MAX_PNG_BYTES * 2)
-            changes = _mask_edit(opened, picture.name).changes(painted)
+            picture = opened.picture(asked.file)
+            changes = _mask_edit(opened, picture.name).changes(asked.mask)
             outcome = journal.perform(f"the mask of {picture.name}", changes) if changes else None
         self._follow_masks(root)
         return self._told(root, outcome)
@@ -183,12 +175,12 @@ class DatasetDesk:
         follow = dataset_notes.use_masks if self._masks(root) else dataset_notes.drop_masks
         follow(self.work, root)
 
-    def _moved(self, posted: Posted, *, back: bool) -> Json:
-        root, journal = self._place(posted)
+    def _moved(self, asked: requests.Pictures, *, back: bool) -> Json:
+        root, journal = self._place(asked)
         with journal.locked():
             opened = self._opened(root)
             find = opened.excluded_picture if back else opened.picture
-            chosen = [find(name) for name in posted.texts("files")]
+            chosen = [find(name) for name in asked.files]
             act = exclusion.put_back if back else exclusion.exclude
             changes = act(
                 chosen,
@@ -200,36 +192,36 @@ class DatasetDesk:
             outcome = journal.perform(title, changes) if changes else None
         return self._told(root, outcome)
 
-    def caption(self, posted: Posted) -> Json:
-        """Have a model write captions; {folder, files, model, mode}, no files: all that have none."""
-        opened = self._open(posted)
-        files = [opened.picture(name).name for name in posted.texts("files")]
+    def caption(self, asked: requests.Caption) -> Json:
+        """Have a model write captions."""
+        opened = self._open(asked)
+        files = [opened.picture(name).name for name in asked.files]
         job = caption_job.start(
             self.work,
             opened.root,
-            model=posted.choice("model", caption_job.MODELS),
+            model=asked.model,
             files=files,
             trigger=opened.reader.trigger,
-            replace=posted.choice("mode", ("missing", "replace")) == "replace",
+            replace=asked.mode == "replace",
         )
         return caption_job.state(job)
 
-    def caption_state(self, posted: Posted) -> Json:
-        """Return how far the newest captioning of the folder is; {folder}."""
-        root = self.work.folder(posted.text("folder"))
+    def caption_state(self, asked: requests.Folder) -> Json:
+        """Return how far the newest captioning of the folder is."""
+        root = self.work.folder(asked.folder)
         job = caption_job.of_folder(self.work, root)
         return {**caption_job.state(job), "models": caption_job.models()}
 
-    def caption_stop(self, posted: Posted) -> Json:
-        """End it after the image it is at; {folder}."""
-        job = caption_job.of_folder(self.work, self.work.folder(posted.text("folder")))
+    def caption_stop(self, asked: requests.Folder) -> Json:
+        """End it after the image it is at."""
+        job = caption_job.of_folder(self.work, self.work.folder(asked.folder))
         if job is not None:
             jobs.stop(job)
         return caption_job.state(job)
 
-    def caption_undo(self, posted: Posted) -> Json:
-        """Take back what the last captioning wrote; {folder}."""
-        root, journal = self._place(posted)
+    def caption_undo(self, asked: requests.Folder) -> Json:
+        """Take back what the last captioning wrote."""
+        root, journal = self._place(asked)
         with journal.locked():
             said = caption_job.take_back(root)
         return {**self._view(root), "step": said, "left": []}
@@ -268,15 +260,15 @@ class DatasetDesk:
             **_steps(history),
         }
 
-    def _place(self, posted: Posted) -> tuple[Path, Journal]:
-        root = self.work.folder(posted.text("folder"))
+    def _place(self, asked: requests.Folder) -> tuple[Path, Journal]:
+        root = self.work.folder(asked.folder)
         return root, self._journal(root)
 
     def _journal(self, root: Path) -> Journal:
         return Journal(root=root, folder=self.work.own / "undo")
 
-    def _open(self, posted: Posted) -> OpenDataset:
-        return self._opened(self.work.folder(posted.text("folder")))
+    def _open(self, asked: requests.Folder) -> OpenDataset:
+        return self._opened(self.work.folder(asked.folder))
 
     def _opened(self, root: Path) -> OpenDataset:
         return open_dataset(self.work, root, counters=self._counters)
@@ -291,12 +283,9 @@ def _mask_edit(opened: OpenDataset, name: str) -> mask_edit.MaskEdit:
     return mask_edit.MaskEdit(root=opened.root, picture=picture, settings=settings)
 
 
-def _bulk_edit(posted: Posted) -> BulkEdit:
+def _bulk_edit(asked: requests.Edit) -> BulkEdit:
     return BulkEdit(
-        kind=posted.choice("kind", bulk.KINDS),
-        text=posted.text("text", at_most=bulk.MAX_TEXT_CHARACTERS),
-        replacement=posted.text("replacement", at_most=bulk.MAX_TEXT_CHARACTERS),
-        joint=posted.choice("joint", bulk.JOINTS),
+        kind=asked.kind, text=asked.text, replacement=asked.replacement, joint=asked.joint
     )
 
 
