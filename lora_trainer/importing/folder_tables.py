@@ -30,7 +30,7 @@ def path_of(text: Any) -> PurePath:
 
 
 def tables_of(value: Any) -> list[Mapping[str, Any]]:
-    """Return the tables of a list, none where it is no list."""
+    """Return the tables of a list, none where it is not a list."""
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
@@ -38,7 +38,7 @@ def table_under(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the table under a key, an empty one where there is none; raises RequestError for any other value."""
     table = data.get(key, {})
     if not isinstance(table, Mapping):
-        raise RequestError(f"{key} is no table", fix=f"write [{key}] above its keys")
+        raise RequestError(f"{key} is not a table", fix=f"write [{key}] above its keys")
     return table
 
 
@@ -312,7 +312,7 @@ def read_size(value: Any) -> tuple[float, float]:
             raise TypeError
         sides = [float(part) for part in parts]
     except (TypeError, ValueError):
-        raise ValueError("is no size") from None
+        raise ValueError("is not a size") from None
     if not 1 <= len(sides) <= 2 or not all(1 <= side <= 100_000 for side in sides):
-        raise ValueError("is no size")
+        raise ValueError("is not a size")
     return sides[0], sides[-1]

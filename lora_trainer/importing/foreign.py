@@ -246,7 +246,7 @@ def as_number(value: Any) -> float:
             number = float(value)
             is_whole = number == int(number) and not isinstance(value, float)
             return int(number) if is_whole else number
-    raise ValueError("is no number")
+    raise ValueError("is not a number")
 
 
 def _as_ours(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
@@ -259,7 +259,7 @@ def _as_ours(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
     if form.kind == "number" and value not in form.words:
         number = as_number(value)
         if form.whole and number != int(number):
-            raise ValueError("is no whole number")
+            raise ValueError("is not a whole number")
         value = int(number) if form.whole else number
     elif form.kind != "number" and (form.kind == "switch" or True in form.words):
         if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -269,7 +269,7 @@ def _as_ours(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
         value = bool(value)
     elif form.kind == "text":
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError("is no text")
+            raise ValueError("is not a text")
         value = str(value)
     if info.enforced and (why := info.unused(settings)):
         raise ValueError(why)

@@ -141,7 +141,7 @@ def read_tables(raw: bytes, file: str) -> Mapping[str, Any]:
         data = parse(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())[:200]
-        raise InputError(f"{file} is no {kind}: {line}", fix="correct that line") from None
+        raise InputError(f"{file} is not {kind}: {line}", fix="correct that line") from None
     if isinstance(data, list):
         data = {LIST: data}
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):

@@ -60,7 +60,7 @@ def set_batch(
     names = [name for name in (key, times_key) if name in foreign.values]
     if size < 1 or rounds < 1:
         for name in names:
-            foreign.lacks(name, foreign.values[name], "is no number of images")
+            foreign.lacks(name, foreign.values[name], "is not a number of images")
         size, rounds, names = 1, 1, []
     foreign.set("train.batch_size", size * rounds, *names)
     if rounds > 1:
@@ -125,7 +125,7 @@ def read_adapter(
         foreign.is_nearest(key, f"{number:g}: adapter.rank={FULL_RANK}, {how}")
         alpha, default_alpha, chosen = None, None, FULL_RANK
     if chosen < 1:
-        foreign.lacks(key, number, "is no rank: what it is there by default is used")
+        foreign.lacks(key, number, "is not a rank: the default of that trainer is used")
         chosen = spec["default_rank"]
     foreign.set("adapter.rank", chosen, key)
     if ours == "oft":
@@ -206,7 +206,7 @@ def set_timesteps(
     elif value > 0:
         foreign.carry("objective.flow_shift", name, value)
     else:
-        foreign.lacks(name, value, "is no shift: 1 is none")
+        foreign.lacks(name, value, "shifts nothing: 1 is the neutral value")
 
 
 def shift_by_tokens(
@@ -345,14 +345,14 @@ def read_arguments(foreign: Foreign, prefix: str, spec: Mapping[str, Any] | None
         elif word == "betas":
             parts = value if isinstance(value, list) else str(value).strip("()[] ").split(",")
             if len(parts) < 2:
-                foreign.lacks(source, value, "are no two numbers")
+                foreign.lacks(source, value, "are not two numbers")
                 continue
             for key, part in zip(("beta1", "beta2"), parts, strict=False):
                 if ours in fields_of.get(key, (ours,)):
                     foreign.carry(f"optimizer.{key}", source, str(part).strip())
             foreign.named.add(source)
         elif word == "growth_rate" and text in ("inf", "infinity"):
-            foreign.stays(source, "is no limit, as here")
+            foreign.stays(source, "sets no limit, as here")
         elif word in options and ours in fields_of.get(word, (ours,)):
             foreign.carry(options[word], source, value)
         elif word in options:

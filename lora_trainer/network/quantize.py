@@ -198,7 +198,7 @@ def _decode_nf4(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -
         absmax=stored["scale"],
         offset=stored["scale_mean"],
         state2=scales,
-        # As one row, because bitsandbytes' kernel for processors begins a block anew at each row: where a row is no
+        # As one row, because bitsandbytes' kernel for processors begins a block anew at each row: where a row is not a
         # multiple of a block, it would take the scales of other blocks. Codes are made over rows.
         shape=torch.Size((math.prod(shape),)),
         blocksize=NF4_BLOCK,

@@ -66,7 +66,7 @@ def optimizer_remarks(
         tensors = adapter_tensors(shapes, config.adapter)
         others = sum(count for shape, count in tensors.items() if len(shape) != 2)
         if others:
-            what = f"{others} of {tensors.total()} tensors are no matrices, so AdamW trains them"
+            what = f"{others} of {tensors.total()} tensors are not matrices, so AdamW trains them"
             advice = "no action needed; adapter.targets=transformer leaves convolutions out"
             yield note("muon", None, what, advice=advice)
 
@@ -108,7 +108,7 @@ def copied_bytes(
 ) -> int:
     """Return the bytes of the host copies for saving: fp32 masters, optimizer states, and the export.
 
-    Torch rounds each `pinned` tensor up to a power of two, at least a page. Paged states are no device
+    Torch rounds each `pinned` tensor up to a power of two, at least a page. Paged states are not device
     memory for torch, so their copies are not pinned. `copies` counts
     further sets of the masters' size (a running average, the best weights).
     """

@@ -56,7 +56,7 @@ def check_upload(repository: str, *, asked_by: str = "--set output.hub_repo") ->
 
     if not is_repository(repository):
         raise RequestError(
-            f"{repository!r} is no repository; allowed is owner/name, of letters, digits, ._-",
+            f"{repository!r} is not a repository; allowed is owner/name, of letters, digits, ._-",
             fix=f"write it as {asked_by}=owner/name",
         )
     if get_token() is None:
@@ -68,7 +68,7 @@ def push(
 ) -> str:
     """Upload a LoRA file and return the repository's address; a model card that lies there is left alone.
 
-    Raises InputError for a file that is no LoRA of a known family, errors as `check_upload`, and MachineError
+    Raises InputError for a file that is not a LoRA of a known family, errors as `check_upload`, and MachineError
     for the rest.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, constants

@@ -33,7 +33,7 @@ STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 
 
 def add_row(table: Table, *cells: str | Text, style: str = "") -> None:
-    """Add cells unchanged: brackets in a name or caption are no markup, `:cat:` is no emoji."""
+    """Add cells unchanged: brackets in a name or caption stay brackets, `:cat:` stays text."""
     texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
     table.add_row(*texts, style=style or None)
 

@@ -110,7 +110,7 @@ def checked_name(name: str, *, is_new: bool = True) -> str:
     if not name.isprintable():  # includes lone surrogates, which Python makes of undecodable bytes
         problem = "holds characters that cannot be shown"
     elif name != name.strip() or not name.strip(".") or set(name) & set("/\\"):
-        problem = "is no plain folder name"
+        problem = "is not a plain folder name"
     elif (is_new or sys.platform == "win32") and (fault := windows_name_problem(name)):
         problem = fault
     elif len(name.encode()) > MAX_NAME_BYTES:

@@ -281,7 +281,7 @@ def save_action(
 class WeightFigures:
     """By module: |update| / |weight| (infinite where the update is not finite), and effective rank / rank.
 
-    `ranks_used` lacks modules whose update is no product of thin matrices; `why_not` is the reason.
+    `ranks_used` lacks modules whose update is not a product of thin matrices; `why_not` is the reason.
     """
 
     relative_norms: Mapping[str, float]

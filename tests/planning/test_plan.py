@@ -58,7 +58,7 @@ def test_a_rate_that_nobody_would_use_and_tensors_left_to_adamw_are_remarked_on(
             assert [f"unusual for {name}" in what for what in said] == expected
     config = build_config({"optimizer.name": "muon", "adapter.dora": True})
     (remark,) = optimizer_remarks(config, shapes={"line": (24, 36), "conv": (54, 20, 9)})
-    assert remark.what == "4 of 6 tensors are no matrices, so AdamW trains them"
+    assert remark.what == "4 of 6 tensors are not matrices, so AdamW trains them"
 
 
 def test_prodigy_may_freeze_layers_and_trains_text_encoders_at_its_own_rate() -> None:

@@ -99,9 +99,9 @@ def test_env_01_the_longest_name_is_borne_and_others_are_refused_before_anything
     for name, problem in (
         ("x" * 181, "is 181 bytes long, and 180 are allowed"),
         ("猫" * 61, "is 183 bytes long"),
-        ("a/b", "is no plain folder name"),
-        ("a\\b", "is no plain folder name"),
-        (" a", "is no plain folder name"),
+        ("a/b", "is not a plain folder name"),
+        ("a\\b", "is not a plain folder name"),
+        (" a", "is not a plain folder name"),
         ("\x1b[31m", "cannot be shown"),
     ):
         capsys.readouterr()

@@ -89,7 +89,7 @@ _MARK = re.compile(r"(!?)(.+?)(?:\[(\d)\]=(\d+))?")
 
 
 def other_model(header: Header, *, family: str, file_name: str) -> str | None:
-    """Return which model a file is that is no text-to-image base of ours; `family` is the one it resembles."""
+    """Return which model a file is that is not one of our text-to-image bases; `family` is the one it resembles."""
     if any(mark in name for name in header for mark in signature_tables()["lora"]):
         return LORA
     tensors = _unprefixed(header)

@@ -161,7 +161,7 @@ def encoder_files(
         path = Path(user_path(name))
         if not path.is_file() or path.suffix not in SUFFIXES:
             raise InputError(
-                f"base.text_encoders names {name}, which is no weight file",
+                f"base.text_encoders names {name}, which is not a weight file",
                 fix=f"give files that end in {', '.join(sorted(SUFFIXES))}",
             )
         text[_component_of(path, family, folder)] = path
@@ -207,7 +207,7 @@ def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
     """Return the checkpoint in a file; raises InputError that names the kind of any other file."""
     if file.suffix not in SUFFIXES:
         raise InputError(
-            f"base model {file.name} is no weight file",
+            f"base model {file.name} is not a weight file",
             fix=f"give a checkpoint ({', '.join(sorted(SUFFIXES))}), a diffusers folder or a Hub id",
         )
     header = read_header(file)

@@ -163,7 +163,7 @@ def safetensors_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
         raise
     # safetensors takes an entry as a list of its fields too.
     if not all(isinstance(each, dict) for each in header.values() if each is not None):
-        raise ValueError("an entry that is no object")
+        raise ValueError("an entry that is not an object")
     return header, 8 + length
 
 
@@ -376,7 +376,7 @@ def _read_gguf(file: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     with mapped_file as mapped:
         cursor = _Cursor(mapped)
         if mapped[:4] != b"GGUF" or struct.unpack_from("<I", mapped, 4)[0] not in (2, 3):
-            raise ValueError("it is no GGUF of version 2 or 3")
+            raise ValueError("it is not a GGUF file of version 2 or 3")
         cursor.at = 8
         tensor_count, value_count = cursor.count(), cursor.count()
         values = {cursor.text(): cursor.value() for _ in range(value_count)}

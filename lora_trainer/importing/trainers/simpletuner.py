@@ -248,7 +248,7 @@ def _not_trained(backend: folders.FolderTable) -> str:
     path, kind = backend.get("instance_data_dir"), str(backend.get("dataset_type", "image"))
     if isinstance(path, str) and path and kind == "image" and not backend.get("disabled"):
         return ""
-    return "is no folder of images that is trained"
+    return "is not a folder of images to train on"
 
 
 def _single_keys(foreign: Foreign) -> None:

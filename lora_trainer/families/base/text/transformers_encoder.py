@@ -240,7 +240,7 @@ def read_pieces(file: Path) -> tuple[list[tuple[str, float]], int, bytes]:
                 if not isinstance(characters, bytes):
                     raise TypeError("the characters of its normalizer are a number")
     except (OSError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise InputError(f"{file} is no SentencePiece model ({error})", fix=AGAIN) from None
+        raise InputError(f"{file} is not a SentencePiece model ({error})", fix=AGAIN) from None
     if not pieces or kind != _UNIGRAM:
         raise InputError(
             f"{file} holds {len(pieces)} pieces of a model of kind {kind}, not a unigram vocabulary",
