@@ -2,9 +2,9 @@
 
 White counts, black does not, grey counts in part. Programs write masks in other ways too, which are recognised by
 their pixels: label images (values 0 and 1, or 0 to N, or a palette of colours, as segmentation tools write them), in
-which every label but 0 counts; a mask that is drawn in one colour, or in black, on nothing, where what is drawn
-counts; 16 bits a pixel that hold values of 8. Sources: the class colours of PASCAL VOC (index 0 is black and the
-background), PNG specification 11.2 (palettes, transparency).
+which every label but 0 counts, also where a lossy format has blurred them; a mask that is drawn in one colour, or in
+black, on nothing, where what is drawn counts; 16 bits a pixel that hold values of 8. Sources: the class colours of
+PASCAL VOC (index 0 is black and the background), PNG specification 11.2 (palettes, transparency).
 """
 
 from __future__ import annotations
@@ -21,12 +21,23 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.images import decode, loaded, to_rgb, upright_turn
 
 # How the pixels of a mask are read. `brightness`: as they are, the only reading before 2026-12.
-Meaning = Literal["brightness", "labels", "colours", "drawn", "8 of 16 bits"]
+Meaning = Literal["brightness", "labels", "lossy labels", "colours", "drawn", "8 of 16 bits"]
 WHITE = 255
 # The largest label: nobody means by a brightness of 31 of 255 that 12 % of the loss counts.
 MAX_LABEL = 31
 # Colours that an image of labels has at most; edges of painted masks have hundreds.
 MAX_COLOURS = 32
+# Formats that change values; WebP has a lossless form too, which its first chunk names.
+_LOSSY = ("JPEG", "MPO", "AVIF", "HEIF")
+_WEBP_HEAD_BYTES = 64
+# Squares whose means are looked at, and how finely; the share of them that makes a peak, and how much higher peaks
+# are than the gap between them.
+_SQUARE_PX = 4
+_BINS_A_VALUE = 4
+_PEAK_SHARE = 0.01
+_GAP_DEPTH = 8
+# Up to which mean a square is black with noise.
+_NOISE_OF_BLACK = 2
 # A mask whose brightest pixel is darker leaves most of the loss out even where it counts most.
 DARK_BELOW = 128
 _COLOURED = 16
@@ -94,6 +105,10 @@ def read_mask(
     notes: list[str] = []
     with loaded(path, settings, content_hash, notes) as (image, raw_mode):
         values, meaning = _values(image, path, raw_mode)
+        if meaning == "labels" and _is_lossy(image, path):
+            grey = image.convert("L")
+            values = _white_where(np.asarray(grey) > _most_of_black(grey))
+            meaning = "lossy labels"
         turn = upright_turn(image, settings, notes)
     pixels = Image.fromarray(values)
     return (pixels if turn is None else pixels.transpose(turn)), meaning
@@ -139,6 +154,38 @@ def _of_grey(values: Values) -> tuple[Values, Meaning]:
     if labels > 0 and above == 0 and labels >= counts[WHITE]:
         return _white_where(values > 0), "labels"
     return values, "brightness"
+
+
+def _is_lossy(image: Image.Image, path: Path) -> bool:
+    """Say whether the values of an opened image are not those that were saved."""
+    if image.format != "WEBP":
+        return image.format in _LOSSY
+    with path.open("rb") as file:
+        return b"VP8L" not in file.read(_WEBP_HEAD_BYTES)
+
+
+def _most_of_black(grey: Image.Image) -> float:
+    """Return up to which value pixels of a lossy image of labels are black with noise.
+
+    Means of small squares have little noise, so that black and each label are peaks among them, with gaps between. The
+    formats round the means too, which leaves narrow gaps inside of a peak: the gap that tells black from the lowest
+    label is the first of at least half the width of the widest. Without a gap every value but 0 is of a label.
+    """
+    means = np.asarray(grey.convert("F").reduce(_SQUARE_PX))
+    counts = np.bincount((means.ravel() * _BINS_A_VALUE + 0.5).astype(np.int64))
+    least = _PEAK_SHARE * means.size
+    below = np.maximum.accumulate(counts)
+    above = np.maximum.accumulate(counts[::-1])[::-1]
+    is_gap = (below >= least) & (above >= least) & (counts * _GAP_DEPTH <= np.minimum(below, above))
+    turns = np.flatnonzero(np.diff(is_gap.astype(np.int8), prepend=0, append=0))
+    starts, ends = turns[::2].tolist(), turns[1::2].tolist()
+    most = _NOISE_OF_BLACK * _BINS_A_VALUE
+    gaps = [(start, end) for start, end in zip(starts, ends, strict=True) if start <= most]
+    if not gaps:
+        return 0.0
+    widest = max(end - start for start, end in gaps)
+    start, end = next((start, end) for start, end in gaps if 2 * (end - start) >= widest)
+    return float(start + end - 1) / 2 / _BINS_A_VALUE
 
 
 def _of_palette(image: Image.Image) -> Values | None:

@@ -356,7 +356,7 @@ def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Itera
 def _findings_about_masks(records: Sequence[ImageRecord]) -> Iterator[Finding]:
     """Yield how masks are read that are not black and white, and which seem to say another thing than is meant."""
     masked = [(one.name, one.mask) for one in records if one.mask is not None]
-    for meaning in ("labels", "colours", "drawn", "8 of 16 bits"):
+    for meaning in ("labels", "lossy labels", "colours", "drawn", "8 of 16 bits"):
         names = [name for name, mask in masked if mask.meaning == meaning]
         kind = f"mask-read.{meaning.replace(' ', '-')}"
         yield from finding_of_all(kind, names, all=len(masked))

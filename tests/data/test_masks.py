@@ -13,6 +13,7 @@ from PIL import Image
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.masks import MAX_LABEL, read_mask
 from lora_trainer.dataset.scan import scan
 from tests.fakes.studio import Studio, draw, studio_in
 
@@ -147,6 +148,31 @@ def test_a_mask_is_the_same_however_a_program_writes_it(written: str, alone: Stu
     findings = scan(alone.folder, settings=alone.settings).findings
     kinds = [finding.kind for finding in findings if "mask" in finding.kind]
     assert kinds == (["mask-read"] if told else [])
+
+
+@pytest.mark.parametrize(
+    "labels, written",
+    [((3,), "JPEG at 95"), ((24,), "JPEG at 75"), (tuple(range(1, 8)), "WEBP at 80")],
+    ids=str,
+)
+def test_noise_of_a_lossy_format_is_not_a_label(
+    labels: tuple[int, ...], written: str, alone: Studio
+) -> None:
+    """Noise is added where labels are far enough from black to tell it from them."""
+    counts = np.zeros((160, 160), np.uint8)
+    for band, label in zip(np.array_split(np.arange(16, 144), len(labels)), labels, strict=True):
+        counts[band, 32:104] = label
+    drawn = np.random.default_rng(1).normal(0, labels[0] > 1, counts.shape).round()
+    mask = Image.fromarray((counts + drawn).clip(0, MAX_LABEL).astype(np.uint8))
+    format, quality = written.split(" at ")
+    path = alone.folder / f"p0-masklabel.{format.lower()}"
+    mask.save(path, format, quality=int(quality))
+    values, meaning = read_mask(path, settings=FILES)
+    assert meaning == "lossy labels"
+    assert ((np.asarray(values) > 0) != (counts > 0)).mean() < 0.06
+    findings = scan(alone.folder, settings=alone.settings).findings
+    (said,) = (one for one in findings if one.kind == "mask-read")
+    assert (said.severity, "PNG" in said.advice) == ("warning", True)
 
 
 def _spoken(alone: Studio, mask: NDArray[np.uint8]) -> list[str]:
