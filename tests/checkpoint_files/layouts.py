@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 from lora_trainer import families
-from lora_trainer.families.base.releases import BY_ROLE, released_layers
+from lora_trainer.families.base.releases import released_layers, text_network
 from tests.fakes.original_names import NORMS, ORIGINAL
 from tests.fakes.tiny_base import tiny_table
 
@@ -78,7 +78,7 @@ def vae(latent: int = 4) -> Shapes:
 
 def text(role: str) -> Shapes:
     """Return the weights of a text encoder in the names of its published file."""
-    encoder = BY_ROLE[role]
+    encoder = text_network(role)
     start = {"clip": "text_model.", "t5": ""}.get(encoder.kind, "model.")
     layers = {
         name: shape

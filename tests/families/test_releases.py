@@ -19,10 +19,12 @@ from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.trace import LiveStorages
+from lora_trainer.families.base import releases
 from lora_trainer.families.base.facts import BaseFacts
-from lora_trainer.families.base.releases import released_layers
+from lora_trainer.families.base.releases import part_row, part_rows, released_layers, text_network
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.lora.adapter import denoiser_layers
+from tests.fakes.tiny_base import tiny_table
 
 SOURCES = [
     (name, release.ids[0]) for name in families.NAMES for release in families.family(name).published
@@ -31,7 +33,17 @@ COMPANIONS = Path(families.__file__).parent / "files" / "open_companions.json"
 OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
 CONFIGS = json.loads(Path(__file__).with_name("part_configs.json").read_text(encoding="utf-8"))
 """Configurations that are not published with the program: a key that is left out has its class's default."""
-TEXTS: Mapping[str, Mapping[str, Any]] = OPEN | CONFIGS["text_encoders"]
+
+
+def configs(kind: str) -> dict[str, Mapping[str, Any]]:
+    """Return the configurations of text encoders or VAEs by name: of shared_parts.toml's, and what families bring."""
+    known: dict[str, Mapping[str, Any]] = dict(CONFIGS[kind])
+    for name in families.NAMES:
+        known |= tiny_table(name)["tests"].get(kind, {})
+    return known
+
+
+TEXTS: Mapping[str, Mapping[str, Any]] = OPEN | configs("text_encoders")
 """ComfyUI's name of an encoder -> its configuration."""
 VAES = {name: family_table(name)["shared"]["vae"] for name in families.NAMES}
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
@@ -56,7 +68,7 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 
 def vae(kind: str) -> Any:
-    entries = dict(CONFIGS["vaes"][kind])
+    entries = dict(configs("vaes")[kind])
     return getattr(diffusers, entries.pop("_class_name"))(**entries)
 
 
@@ -134,6 +146,40 @@ def test_facts_of_a_release(source: str) -> None:
     assert (names.kohya, names.modelspec) == (kohya, f"{modelspec}/lora")
     if shift is not None:
         assert facts.flow_shift(width_px=1024, height_px=1024) == pytest.approx(shift)
+
+
+# ---- what a family brings
+
+
+@pytest.mark.parametrize("table", ["text_encoders", "vaes", "licences", "text_layers"])
+def test_no_name_of_a_part_is_stated_twice(table: str) -> None:
+    names = [name for name, _ in part_rows(table)]
+    assert len(names) == len(set(names))
+
+
+def test_a_family_states_the_text_encoder_that_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = {
+        "text_encoders": {
+            "umt5": {
+                "kind": "umt5",
+                "network": "UMT5EncoderModel",
+                "width": 8,
+                "parameters": 100,
+                "sizes": {"layers": 2, "inner": 16},
+            }
+        },
+        "text_layers": {"umt5": {"block.#.q": ["inner", "width"]}},
+        "vaes": {"own": {"parameters": 5}},
+    }
+    tables = {name: family_table(name) for name in families.NAMES}
+    last = families.NAMES[-1]
+    tables[last] = {**tables[last], **brought}
+    monkeypatch.setattr(releases, "family_table", tables.__getitem__)
+    monkeypatch.setattr(releases, "text_network", text_network.__wrapped__)
+    found = releases.text_network("umt5")
+    assert (found.role, found.network, found.width) == ("umt5", "UMT5EncoderModel", 8)
+    assert found.layers == {"block.0.q": (16, 8), "block.1.q": (16, 8)}
+    assert part_row("vaes", "own") == {"parameters": 5}
 
 
 # ---- what VAEs are planned with

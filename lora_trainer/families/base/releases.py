@@ -1,10 +1,11 @@
 """What is published, without torch: releases of bases, their text encoders, the layers of the networks by name.
 
-family.toml of a family lists its releases, shared_parts.toml the text encoders and VAEs. The `layers` of a
-tables.json are made from the networks themselves: a list of architectures, each as rows (template, shape, ranges).
-A template is a layer's name with `#` for each number; a range is "0.3-7": all numbers but the last, then the first
-and last value of the last number. `adapters.names` of a family.toml and the groups of transformer_names.toml map
-names in adapter files and checkpoints to the diffusers layers they stand for.
+family.toml of a family lists its releases, and the text encoders, VAEs and licences that it brings; those that several
+families use are in shared_parts.toml. The `layers` of a tables.json are made from the networks themselves: a list of
+architectures, each as rows (template, shape, ranges). A template is a layer's name with `#` for each number; a range
+is "0.3-7": all numbers but the last, then the first and last value of the last number. `adapters.names` of a
+family.toml and the groups of transformer_names.toml map names in adapter files and checkpoints to the diffusers layers
+they stand for.
 
 Names of text encoders' layers are those of transformers without the prefixes `text_model.`, `model.` and
 `language_model.`, which some versions of transformers and some trainers add and others leave out.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 from lora_trainer.families.base.facts import BaseRelease, Licence, SamplingRecipe
 from lora_trainer.families.base.layout import PARTS
-from lora_trainer.families.base.tables import family_table, made_tables
+from lora_trainer.families.base.tables import family_names, family_table, made_tables
 from lora_trainer.families.base.traits import OtherNames
 
 # Layer name -> shape of its weight: [out, in, ...], or [width] of a norm.
@@ -43,15 +44,24 @@ def _table_beside(name: str) -> Mapping[str, Any]:
     return table
 
 
-def shared_parts() -> Mapping[str, Any]:
-    """Return the contents of shared_parts.toml."""
-    return _table_beside("shared_parts.toml")
+def part_rows(table: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and row of each text encoder, VAE or licence, as `table` says: shared ones first.
+
+    The family.toml of a family is read when the rows before it have been passed over.
+    """
+    yield from _table_beside("shared_parts.toml")[table].items()
+    for family in family_names():
+        yield from family_table(family).get(table, {}).items()
+
+
+def part_row(table: str, name: str) -> Any:
+    """Return the row of that name, None where nothing states one."""
+    return next((row for stated, row in part_rows(table) if stated == name), None)
 
 
 @cache
 def released(family: str) -> tuple[BaseRelease, ...]:
     """Return the public releases of a family, from its family.toml."""
-    tables = shared_parts()
     shared = {key: value for key, value in family_table(family)["shared"].items() if key != "drawn"}
     releases = []
     for shown_row in family_table(family)["releases"]:
@@ -61,9 +71,9 @@ def released(family: str) -> tuple[BaseRelease, ...]:
             key: {**shared.get(key, {}), **value} if isinstance(value, dict) else value
             for key, value in row.items()
         }
-        vae = dict(tables["vaes"][values["vae"]])
+        vae = dict(part_row("vaes", values["vae"]))
         sizes = {**values["parameters"], "vae": vae.pop("parameters")}
-        licence = tables["licences"].get(values.get("licence"))
+        licence = part_row("licences", values["licence"]) if "licence" in values else None
         values |= {
             "vae": vae,
             "architecture": {
@@ -106,9 +116,13 @@ class TextNetwork:
 
 
 def text_layers(kind: str, **sizes: int) -> Shapes:
-    """Return the layers of an encoder of that kind with `layers` blocks, in the order of shared_parts.toml."""
-    tables = shared_parts()["text_layers"]
-    rows: Mapping[str, Sequence[str]] = tables.get(kind) or tables["language_model"]
+    """Return the layers of an encoder of that kind with `layers` blocks, in the order of its table.
+
+    A kind without a table has the layers of a language model.
+    """
+    rows: Mapping[str, Sequence[str]] = part_row("text_layers", kind) or part_row(
+        "text_layers", "language_model"
+    )
     shapes = {name: tuple(sizes[size] for size in shape) for name, shape in rows.items()}
     blocks = {
         name.replace("#", str(number)): shape
@@ -119,15 +133,19 @@ def text_layers(kind: str, **sizes: int) -> Shapes:
     return blocks | {name: shape for name, shape in shapes.items() if "#" not in name}
 
 
-BY_ROLE = {
-    role: TextNetwork(
-        role=role, layers=text_layers(row["kind"], width=row["width"], **row["sizes"]), **row
-    )
-    for role, row in shared_parts()["text_encoders"].items()
-}
+@cache
+def text_network(role: str) -> TextNetwork:
+    """Return the text encoder of that name; raises KeyError where nothing states it."""
+    row = part_row("text_encoders", role)
+    if row is None:
+        raise KeyError(role)
+    layers = text_layers(row["kind"], width=row["width"], **row["sizes"])
+    return TextNetwork(role=role, layers=layers, **row)
+
+
 # Stable Diffusion 3 reads CLIP-L's pooled vector after the projection.
 CLIP_L_PROJECTED = replace(
-    BY_ROLE["clip_l"], network="CLIPTextModelWithProjection", parameters=123_650_304
+    text_network("clip_l"), network="CLIPTextModelWithProjection", parameters=123_650_304
 )
 
 

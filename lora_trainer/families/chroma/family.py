@@ -19,7 +19,7 @@ from lora_trainer.families.base.flow import (
     text_lengths,
 )
 from lora_trainer.families.base.latents import PackedLatents
-from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
 from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
 from lora_trainer.families.flux.family import ENDINGS, velocity
@@ -71,7 +71,7 @@ class Chroma(FlowFamily):
 
     name = "chroma"
     text = encoders(
-        BY_ROLE["t5xxl"],
+        text_network("t5xxl"),
         encoder=ChromaTextEncoder,
         masked=True,
         one_length=True,  # `predict` runs one pass per text length, so samples are batched by it

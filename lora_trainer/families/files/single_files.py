@@ -26,7 +26,7 @@ from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import Header, Part
-from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.stated import stated_in
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.files.base_parts import elements, read_json, tokenizer_of
@@ -109,7 +109,7 @@ class Checkpoint:
         bytes_each = round(companion.download_bytes / sum(sizes.values()))
         if lacking:
             absent.append(", ".join(lacking) if encoders else "the text encoders")
-            sizes["text_encoder"] = sum(BY_ROLE[role].parameters for role in encoders)
+            sizes["text_encoder"] = sum(text_network(role).parameters for role in encoders)
         if "vae" not in self.present:
             sizes["vae"] = 0
         absent_bytes = max(companion.download_bytes - bytes_each * sum(sizes.values()), 0)
@@ -174,7 +174,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     refuse_quantised(file)
     encoder = text_encoder_in(header)
     # CLIP-L and bigG are both "clip" here; their widths tell them apart below.
-    kinds = {component: BY_ROLE[role].kind for component, role in family.text.roles.items()}
+    kinds = {component: text_network(role).kind for component, role in family.text.roles.items()}
     name, kind, width = encoder or ("", "", 0)
     fitting = [component for component in kinds if kinds[component] == kind]
     if len(fitting) > 1 or (fitting and folder is not None):
@@ -196,7 +196,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
 
 def _encoder_width(role: str, component: str, folder: Path | None) -> Any:
     if folder is None:
-        return BY_ROLE[role].width
+        return text_network(role).width
     config = read_json(folder / component / "config.json")
     # Qwen2.5-VL nests its language model's numbers; d_model is T5's word for the width.
     inner = config.get("text_config", config)

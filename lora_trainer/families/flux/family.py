@@ -28,7 +28,7 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.latents import PackedLatents, pack, unpack
 from lora_trainer.families.base.layout import Header, Layout
-from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
 from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
 from lora_trainer.families.files.base_parts import denoiser_names
@@ -64,7 +64,7 @@ class Flux(FlowFamily):
     """The family of FLUX.1 dev, schnell, and everything fine-tuned from them."""
 
     name = "flux"
-    text = encoders(BY_ROLE["clip_l"], BY_ROLE["t5xxl"], encoder=PooledT5Encoder)
+    text = encoders(text_network("clip_l"), text_network("t5xxl"), encoder=PooledT5Encoder)
     traits = TransformerTraits(
         class_name="FluxTransformer2DModel",
         endings=ENDINGS,

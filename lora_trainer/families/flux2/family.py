@@ -23,7 +23,7 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.latents import VaeLatents
 from lora_trainer.families.base.layout import Header, Layout
-from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import (
     QWEN3_UNREAD,
     Qwen3Encoder,
@@ -86,7 +86,7 @@ class Flux2(FlowFamily):
     """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
     name = "flux2"
-    text = encoders(BY_ROLE["qwen3_4b"], encoder=KleinEncoder, unread=QWEN3_UNREAD)
+    text = encoders(text_network("qwen3_4b"), encoder=KleinEncoder, unread=QWEN3_UNREAD)
     traits = TransformerTraits(
         class_name="Flux2Transformer2DModel",
         # `SquareLatents` folds the squares into channels: the denoiser has one token per latent.

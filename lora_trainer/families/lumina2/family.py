@@ -20,7 +20,7 @@ from lora_trainer.families.base.flow import (
     target_endings,
     text_lengths,
 )
-from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits
 
@@ -94,7 +94,7 @@ class Lumina2(FlowFamily):
         },
     )
     text = encoders(
-        BY_ROLE["gemma2_2b"],
+        text_network("gemma2_2b"),
         encoder=Gemma2Encoder,
         unread=("spiece_model",),  # ComfyUI's files bring the tokenizer as a tensor of bytes
         width="cap_feat_dim",

@@ -24,7 +24,7 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.latents import PackedLatents, pack, unpack
 from lora_trainer.families.base.layout import Header, Layout
-from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder, text_config
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits, VaePeak
@@ -100,7 +100,7 @@ class QwenImage(FlowFamily):
 
     name = "qwen"
     text = encoders(
-        BY_ROLE["qwen25_7b"],
+        text_network("qwen25_7b"),
         encoder=QwenVLEncoder,
         unread=UNREAD,
         inner="model.language_model",

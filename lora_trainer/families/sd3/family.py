@@ -26,7 +26,7 @@ from lora_trainer.families.base.flow import (
     target_endings,
 )
 from lora_trainer.families.base.layout import Header, Layout
-from lora_trainer.families.base.releases import BY_ROLE, CLIP_L_PROJECTED
+from lora_trainer.families.base.releases import CLIP_L_PROJECTED, text_network
 from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
 from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
 from lora_trainer.families.files.base_parts import elements, encoders_in
@@ -71,7 +71,7 @@ class StableDiffusion3(FlowFamily):
     name = "sd3"
     text = encoders(
         # CLIP-L's projection is the identity, which files of it leave out.
-        *(CLIP_L_PROJECTED, BY_ROLE["clip_g"], BY_ROLE["t5xxl"]),
+        *(CLIP_L_PROJECTED, text_network("clip_g"), text_network("t5xxl")),
         encoder=SD3TextEncoder,
         optional=T5,
         tokens=CLIP_TOKENS + T5_TOKENS,  # each text is padded to the limits of its encoders

@@ -22,7 +22,7 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.latents import MeanLatents
 from lora_trainer.families.base.layout import Layout
-from lora_trainer.families.base.releases import BY_ROLE
+from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.stated import Stated
 from lora_trainer.families.base.text.transformers_encoder import (
     QWEN3_UNREAD,
@@ -50,7 +50,7 @@ class ZImage(FlowFamily):
 
     name = "zimage"
     text = encoders(
-        BY_ROLE["qwen3_4b"],
+        text_network("qwen3_4b"),
         encoder=ZImageEncoder,
         unread=QWEN3_UNREAD,
         width="cap_feat_dim",

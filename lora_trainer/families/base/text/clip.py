@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lora_trainer.common.caption_markup import NewWord, Weighted, words_of
 from lora_trainer.families.base.facts import Conditioning
-from lora_trainer.families.base.releases import BY_ROLE, text_layers
+from lora_trainer.families.base.releases import text_layers, text_network
 from lora_trainer.families.base.texts import WEIGHTS, TextEncoder, TextInputs
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ def clip_encoders(
     """
     networks = {
         f"text_encoder_{number}" if number > 1 else "text_encoder": replace(
-            BY_ROLE[role],
+            text_network(role),
             layers=text_layers(
                 "clip",
                 layers=MAX_LAYERS,
-                width=BY_ROLE[role].width,
-                inner=BY_ROLE[role].sizes["inner"],
+                width=text_network(role).width,
+                inner=text_network(role).sizes["inner"],
             ),
         )
         for number, role in enumerate(checkpoint, start=1)
