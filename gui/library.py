@@ -146,7 +146,7 @@ def _facts(entry: Entry, *, whole: bool = False) -> Iterator[Html]:
 
 
 def _trigger(header: Header) -> Html:
-    """Return the trigger word with a button that copies it (assets/share.js)."""
+    """Return the trigger word with a button that copies it (share/script.js)."""
     if not header.trigger:
         return tag("span", "none; write words of its captions", class_="quiet")
     return join([tag("code", header.trigger), " ", copy_button()])

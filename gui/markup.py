@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, text
 
+from .run_state import Stage
 from .server.language import ENGLISH, languages
 from .server.templates import render
 from .server.translation import Words, words
@@ -107,7 +108,7 @@ def link_button(label: str, href: str, *, icon_name: str = "", kind: str = "") -
 
 
 def share_buttons(ref: str, *, for_others: bool) -> tuple[Html, ...]:
-    """Return the buttons that open the dialogs of assets/share.js for a LoRA, RUN/FILE.
+    """Return the buttons that open the dialogs of share/script.js for a LoRA, RUN/FILE.
 
     `for_others`: other programs have its base. Only then there is a button that copies it to them.
     """
@@ -154,7 +155,7 @@ def use_in_comfyui(trigger: str) -> Html:
 
 
 def copy_button() -> Html:
-    """Return the button that copies the element before it (assets/share.js)."""
+    """Return the button that copies the element before it (share/script.js)."""
     return button("Copy", icon_name="copy", kind="bare", attributes={"data-copy": ""})
 
 
@@ -258,6 +259,11 @@ def _labels() -> Mapping[str, str]:
         else f"{info.section.capitalize()}: {info.label}"
         for info in infos
     }
+
+
+def stages_html(stages: Iterable[Stage]) -> Html:
+    """Return the stages up to the first step as a list: ticks, and a bar for the one that goes on."""
+    return render("shared/stages.html", words(ENGLISH), stages=list(stages))
 
 
 def drop_zone() -> Html:

@@ -2,8 +2,8 @@
 // machine. One card after another is planned, so that the page can be used meanwhile; a folded one when it is unfolded.
 // Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face.
 import { make } from "/ui/dialog.js";
+import { signIn } from "/ui/share/sign_in.js";
 import { browse } from "/ui/shared/browse.js";
-import { signIn } from "/ui/sign_in.js";
 
 const AUTO = { source: "auto", name: "Automatic", said: "Chosen for this machine" };
 const MINIATURE = { source: "embedded", name: "Miniature", good_for: "To try things out, 64 px", said: "Nothing to download", licence: "Apache 2.0", allows: "free for every use", folded: true };

@@ -1,4 +1,5 @@
 // A dialog with a form, for what is asked in passing; the browser keeps the focus in it and gives it back.
+import { say } from "/ui/shared/words.js";
 
 export const make = (name, properties, ...children) => {
   const node = Object.assign(document.createElement(name), properties);
@@ -11,7 +12,7 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
   const said = make("p", { className: "said" });
   said.setAttribute("role", "status");
   const go = make("button", { type: "submit", className: danger ? "danger big" : "primary big", textContent: act });
-  const leave = make("button", { type: "button", className: "big", textContent: "Cancel", onclick: () => node.close() });
+  const leave = make("button", { type: "button", className: "big", textContent: say("Cancel"), onclick: () => node.close() });
   const form = make("form", { method: "dialog" }, make("h2", { textContent: title }), ...fields,
     make("p", { className: "quiet", textContent: note }), said, make("p", { className: "actions" }, go, leave));
   const node = make("dialog", { className: "ask panel", ariaLabel: title }, form);
@@ -27,7 +28,7 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
       said.replaceChildren(text, ...(link ? [link] : []));
       for (const field of fields) field.hidden = true;
       go.hidden = true;
-      leave.textContent = "Close";
+      leave.textContent = say("Close");
       leave.focus();
     },
   };
@@ -35,7 +36,7 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
     event.preventDefault();
     go.disabled = true;
     shown.say("");
-    const answer = (await submit()) ?? { error: "The program does not answer; is it still running?" };
+    const answer = (await submit()) ?? { error: say("The program does not answer; is it still running?") };
     if (answer.error) shown.refuse(answer.error);
     else shown.done(answer);
   });

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from lora_trainer.reporting.history import read_history
 
 from .. import state
+from ..run.parts import sample_sheet
 from ..run_best import exports, read_best
-from ..run_parts import sample_sheet
 from ..run_settings import compared_settings
 from ..server.pages import Body, answer, page
 from ..server.translation import Words

@@ -39,7 +39,7 @@ def build(work: Workplace) -> None:
                 export = library_export.build(work, ref)
             with gr.Tab("Inside") as inside_tab:
                 inside = html(elem_classes="run")
-    share.build(work)
+    share.build()
     deletes()
     parts: tuple[LibraryTab, ...] = (try_it, describe, tools, export)
     outputs = [shelf, detail, ref, head, tabs, base, grid]

@@ -32,10 +32,9 @@ from .. import (
 from ..dataset_summary import summary
 from ..drafts import Draft
 from ..launch import Plans
-from ..markup import button, error_html, join, note_html, tag
+from ..markup import button, error_html, join, note_html, stages_html, tag
 from ..posted import Posted
 from ..run_state import downloading, setting_out
-from ..run_view import stages_html
 from ..warm import BASES
 from ..workplace import Workplace
 from .gradio_events import answering

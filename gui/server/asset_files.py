@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import BaseRoute, Route
 
 import lora_trainer
+from lora_trainer.reporting.charts import CHARTS_CSS
 
 from . import language
 
@@ -53,6 +54,7 @@ def example_url(name: str) -> str:
 def routes() -> list[BaseRoute]:
     """Return the routes of the assets and of what is shown of the example."""
     files = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _KINDS}
+    files[CHARTS_CSS.name] = CHARTS_CSS  # which the report has too
     # Of each room of the pages, such as `trash/script.js`.
     rooms = {
         path.relative_to(_GUI).as_posix(): path

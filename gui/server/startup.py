@@ -34,6 +34,8 @@ from ..live import live
 from ..machine import routes as machine
 from ..markup import PLACES, bar, document, tag
 from ..queue import routes as queue
+from ..run import routes as run
+from ..share import routes as share
 from ..shared import browse
 from ..state import Followed
 from ..trash import routes as trash
@@ -66,8 +68,10 @@ class Front:
                 Route("/ready", self._ready),
                 *asset_files.routes(),
                 *home.routes(work),
+                *run.routes(work),
                 *queue.routes(work),
                 *compare.routes(work),
+                *share.routes(work),
                 *trash.routes(work),
                 *machine.routes(work),
                 *datasets.routes(work),

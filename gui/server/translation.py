@@ -8,12 +8,21 @@ with which templates say `_("Put back {}", name)`; a text that a language does n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from html import unescape
+
+from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.charts import text as escaped_text
 
 from . import language
 
+_TAG = re.compile(r"(<[^>]*>)")
+_OPENED = re.compile(r"<([A-Za-z][\w-]*)")
+_SAID = re.compile(r' (title|aria-label|alt|placeholder)="([^"]*)"')
+_KEPT = frozenset({"code", "pre", "kbd", "script", "style"})
+_VOID = frozenset({"br", "hr", "img", "input", "meta"})
 _PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _FIGURE = r"(\d[^A-Za-z]*?(?:(?:[KMG]iB|B|days|h|min|ms|px|s|e-?\d+)\b[^A-Za-z]*?)*)"
 
@@ -41,10 +50,47 @@ class Words:
         text = " ".join(english.split())
         if text in self.texts:
             return self.texts[text]
-        for pattern in self._patterns:
-            if found := pattern.form.fullmatch(text):
-                return self._filled(pattern, found.groups())
-        return english
+        fitting = (
+            (pattern, found)
+            for start in (text[:2], text[:1], "")
+            for pattern in self._patterns.get(start, ())
+            if (found := pattern.form.fullmatch(text))
+        )
+        best = max(fitting, key=lambda pair: len(pair[0].english), default=None)
+        return english if best is None else self._filled(best[0], best[1].groups())
+
+    def markup(self, html: str) -> Html:
+        """Return markup of ours, in which no text has a bare angle bracket, with its texts as `message` says them.
+
+        What is code or of the user (`translate="no"`) stays.
+        """
+        if not self.texts:
+            return Html(html)
+        kept = [False]  # of each element that is open
+        said: list[str] = []
+        for at, piece in enumerate(_TAG.split(html)):
+            if at % 2 == 0:
+                said.append(piece if kept[-1] else self._text(piece))
+                continue
+            opened = _OPENED.match(piece)
+            stays = kept[-1] or opened is not None and _stays(opened[1], piece)
+            said.append(piece if stays else _SAID.sub(self._attribute, piece))
+            if opened is None:
+                kept.pop()
+            elif opened[1] not in _VOID:
+                kept.append(stays)
+        return Html("".join(said))
+
+    def _attribute(self, found: re.Match[str]) -> str:
+        return f' {found[1]}="{self._text(found[2])}"'
+
+    def _text(self, escaped: str) -> str:
+        """Return a piece of text of markup in the language, with the space around it."""
+        english = escaped.strip()
+        if not english:
+            return escaped
+        said = self.message(unescape(english))
+        return escaped.replace(english, escaped_text(said), 1)
 
     def _filled(self, pattern: _Pattern, values: tuple[str, ...]) -> str:
         said = [
@@ -54,9 +100,15 @@ class Words:
         return self(pattern.english, *said)
 
     @cached_property
-    def _patterns(self) -> list[_Pattern]:
-        with_values = [english for english in self.texts if _PLACEHOLDER.search(english)]
-        return [_Pattern.of(english) for english in sorted(with_values, key=len, reverse=True)]
+    def _patterns(self) -> Mapping[str, Sequence[_Pattern]]:
+        """The texts with values, by the first two letters before the first value, by fewer where there are fewer."""
+        found: dict[str, list[_Pattern]] = {}
+        for english in self.texts:
+            if _PLACEHOLDER.search(english):
+                found.setdefault(_PLACEHOLDER.split(english)[0][:2], []).append(
+                    _Pattern.of(english)
+                )
+        return found
 
 
 @dataclass(frozen=True)
@@ -74,6 +126,11 @@ class _Pattern:
             group + part for group, part in zip(groups, parts[1:], strict=True)
         )
         return cls(english=english, form=re.compile(form, re.DOTALL), placeholders=placeholders)
+
+
+def _stays(element: str, tag: str) -> bool:
+    """Whether the texts of an element are not said in another language."""
+    return element in _KEPT or ' translate="no"' in tag
 
 
 @cache

@@ -1,27 +1,38 @@
 // A part of a page that follows the server: `path` is asked once a second while something goes on, else when somebody
-// comes back to the page, and its markup is drawn where it has changed.
+// comes back to the page, and what has changed is drawn.
 import { ask } from "/ui/shared/ask.js";
 
 const AGAIN_MS = 1000;
 const AWAY_MS = 5000;
 
-/** Follow `path` in `place`, which was drawn at data-stamp. Return a function that asks `path` for more than to look:
- *  its answer is drawn too. Questions go out one after another, so that no late answer draws what is over. */
+/** Follow `path` in `place`, whose markup was drawn at data-stamp. Return a function that asks `path` for more than to
+ *  look: its answer is drawn too. */
 export function follow(place, path, drawn) {
-  let stamp = place.dataset.stamp;
-  let goes = "goes" in place.dataset;
+  let { stamp } = place.dataset;
+  return following({
+    path,
+    goes: "goes" in place.dataset,
+    shown: () => ({ stamp }),
+    draw(now) {
+      if (now.html === undefined) return;
+      ({ stamp } = now);
+      place.innerHTML = now.html; // markup of our own server, in which every text is escaped
+      drawn();
+    },
+  });
+}
+
+/** Follow `path`: `shown` says what the page shows, `draw` gets each answer. Return a function that asks for more than
+ *  to look. Questions go out one after another, so that no late answer draws what is over. */
+export function following({ path, goes, shown, draw }) {
   let last = Promise.resolve();
   let timer = 0;
 
   function asked(body) {
     last = last.then(async () => {
       clearTimeout(timer);
-      const now = await ask(path, { stamp, ...body });
-      if (now.html !== undefined) {
-        ({ stamp } = now);
-        place.innerHTML = now.html; // markup of our own server, in which every text is escaped
-        drawn();
-      }
+      const now = await ask(path, { ...shown(), ...body });
+      draw(now);
       goes = now.goes ?? goes;
       if (now.isAway) timer = setTimeout(asked, AWAY_MS, {});
       else if (goes) timer = setTimeout(asked, AGAIN_MS, {});

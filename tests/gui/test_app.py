@@ -126,7 +126,7 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
     assert "UserWarning" not in done.stderr
     served = json.loads(done.stdout.splitlines()[-1])
     assert served["loaded"] == [] and served["before"] == [], "the first page waits for no import"
-    pages = "datasets library run settings train"
+    pages = "datasets library settings train"
     assert sorted(served["pages"]) == ["", *pages.split()]
     assert served["routes"] == [
         "/live",
@@ -137,10 +137,21 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
         "/ui/{room}/{name}",
         "/",
         "/home/look",
+        "/run",
+        "/run/look",
+        "/run/chart",
+        "/run/prompt",
+        "/run/sample",
         "/queue",
         "/queue/look",
         "/compare",
         "/compare/sheet",
+        "/share/folder",
+        "/share/copy",
+        "/share/signed-in",
+        "/share/sign-in",
+        "/share/publish",
+        "/share/published",
         "/trash",
         "/trash/put",
         "/trash/back",
@@ -240,6 +251,22 @@ def test_a_text_is_said_with_its_values_in_the_language(
 
     assert german in words("de")(english, *values)
     assert words("en")(english, *values).count("{") == 0
+
+
+def test_texts_of_markup_are_translated_and_what_is_code_or_of_the_user_stays() -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui.server.translation import words
+
+    html = (
+        '<p title="Stop"> Stop <b translate="no"><i title="Stop">Stop</i></b><br><code>Stop</code>'
+        '<img alt="Open &lt;b&gt;"> Stop</p>'
+    )
+    german = words("de").markup(html)
+    assert german == (
+        '<p title="Anhalten"> Anhalten <b translate="no"><i title="Stop">Stop</i></b><br>'
+        '<code>Stop</code><img alt="&lt;b&gt; \u00f6ffnen"> Anhalten</p>'
+    )
+    assert words("en").markup(html) == html
 
 
 def test_what_a_training_says_of_itself_is_translated_by_its_form() -> None:

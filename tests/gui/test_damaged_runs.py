@@ -6,7 +6,6 @@ Each value of each file that a run writes is replaced, one after the other; some
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import pytest
 from lora_trainer.gui import library, live, lora_files, run_best, state
 from lora_trainer.gui.home import view as home_view
 from lora_trainer.gui.queue import view as queue_view
-from lora_trainer.gui.run_parts import parts, sample_sheet
+from lora_trainer.gui.run import view as run_view
+from lora_trainer.gui.run.parts import sample_sheet
 from lora_trainer.gui.run_settings import compared_settings
-from lora_trainer.gui.run_state import look
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.state import Followed
@@ -26,7 +25,6 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.hardware.machine import detect
 from lora_trainer.queue import worker
-from lora_trainer.reporting.status import read_status
 from tests.fakes.run_folder import fake_run
 
 WRONG: tuple[Any, ...] = ({"a": 1}, [1], "text", None, -1e400, True)
@@ -67,11 +65,10 @@ def every_page(work: Workplace, hardware: Any) -> str:
     shown.append(str(library.grid(found, of=len(found))))
     for run in state.runs(work.runs):
         folder = work.runs / run.name
-        seen = look(folder, read_status(folder), now_s=time.time())
         run_best.read_best(folder)
         try:
             history = followed.read(folder)
-            parts(seen, history)
+            shown.append(str(run_view.shown(folder, followed, german)))
             compared_settings(history.history.run)
             sample_sheet(
                 folder,

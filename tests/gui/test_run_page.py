@@ -17,8 +17,13 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, run_actions, run_parts, state
+from lora_trainer.gui import drafts, run_actions, state
+from lora_trainer.gui.run import parts as run_parts
+from lora_trainer.gui.run import routes
+from lora_trainer.gui.run import view as run_view
 from lora_trainer.gui.run_state import look
+from lora_trainer.gui.server.templates import render
+from lora_trainer.gui.server.translation import words as words_of
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
@@ -390,6 +395,49 @@ def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     shown = page(long_run)
     assert "<svg" in shown["chart"]["drawn"]
     json.dumps(shown["samples"], allow_nan=False)
+
+
+def test_a_tab_is_sent_the_parts_that_it_does_not_show_in_its_language(long_run: Path) -> None:
+    followed, german = state.Followed(), words_of("de")
+    first = run_view.shown(long_run, followed, german)
+    assert first["goes"] and set(first["keys"]) == set(first["parts"])
+    assert "Trainiert." in first["parts"]["head"] and "Training." not in first["parts"]["head"]
+    assert "jeder Schritt" in first["parts"]["chart"]["drawn"]
+    assert first["parts"]["samples"]["steps"][0]["name"] == "Basis"
+    assert "sample images" in first["parts"]["log"], "the log stays as it was written"
+
+    def sent(stamp: str, keys: dict[str, str]) -> dict[str, Any]:
+        return dict(run_view.changed(long_run, followed, german, before=stamp, keys=keys))
+
+    assert sent(first["stamp"], first["keys"]) == {"goes": True, "stamp": first["stamp"]}
+    assert set(sent("of before the server started again", {})["parts"]) == set(first["keys"])
+    Control(long_run).request("stop")
+    now = sent(first["stamp"], first["keys"])
+    assert set(now["parts"]) == {"head", "buttons"} and now["parts"]["buttons"]["drawn"] == [
+        "force"
+    ]
+    keys = {**first["keys"], **{name: part["key"] for name, part in now["parts"].items()}}
+    write_status(long_run, step=600, steps=1000, state="stopped", exit_code=143)
+    ended = sent(now["stamp"], keys)
+    assert not ended["goes"] and ended["parts"]["where"]["drawn"] is True
+    assert ended["parts"]["buttons"]["drawn"] == ["resume"]
+
+
+def test_what_a_button_did_or_why_not_is_said(live: Path, work: Workplace) -> None:
+    german = words_of("de")
+
+    def press(run: str, action: Any, **more: Any) -> Any:
+        return routes.pressed(work, run, routes.Press(action=action, **more), german)
+
+    assert press("live", "save") == {"done": ""} and Control(live).pending() == {"save"}
+    assert press("live", "force") == {"done": ""} and "stop_now" in Control(live).pending()
+    (live / "zorble-step00000010.safetensors").write_bytes(b"ten")
+    assert "live-best.safetensors" in press("live", "best", step=10)["done"]
+    for run, action in (("live", "end"), ("live", "resume"), ("../live", "stop"), ("", "best")):
+        assert press(run, action)["error"]
+    assert routes.folder_of(work, "../live") is None and routes.folder_of(work, "live") == live
+    missing = render("run/missing.html", german, **run_view.missing("<b>", german))
+    assert "&lt;b&gt;" in missing and "Es gibt kein Training" in missing
 
 
 def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(

@@ -2,25 +2,29 @@
 // The server draws it. What is shown at first comes with the page; another view is asked for when it is chosen,
 // and again when the run has gone on. The choices are remembered for all runs, the stretch is not.
 import { make } from "/ui/dialog.js";
+import { ask } from "/ui/shared/ask.js";
+import { say } from "/ui/shared/words.js";
 
 const REMEMBERED = "lora-train chart";
 const ALL_STEPS = 2 ** 31;
 const NEAR_PX = 6; // a drag that is shorter was a click
 
-export function mount(place, { get, server, onchange }) {
+/** Show the chart of `run` in `place`, first as data-chart has it; return what draws it as it is by now. */
+export function chart(place, run) {
+  let now = JSON.parse(place.dataset.chart);
   const saved = JSON.parse(localStorage.getItem(REMEMBERED) ?? "{}");
-  const smoothing = make("select", {}, ...["none", "some", "much"].map((name) => make("option", { value: name, textContent: name })));
+  const smoothing = make("select", {}, ...["none", "some", "much"].map((name) => make("option", { value: name, textContent: say(name) })));
   smoothing.value = ["none", "much"].includes(saved.smoothing) ? saved.smoothing : "some";
   const log = make("input", { type: "checkbox", checked: saved.log === true });
   const outliers = make("input", { type: "checkbox", checked: saved.outliers === true });
-  const first = make("input", { type: "number", min: 0, placeholder: "first" });
-  const last = make("input", { type: "number", min: 0, placeholder: "last" });
-  const whole = make("button", { type: "button", textContent: "Whole run", hidden: true });
+  const first = make("input", { type: "number", min: 0, placeholder: say("first") });
+  const last = make("input", { type: "number", min: 0, placeholder: say("last") });
+  const whole = make("button", { type: "button", textContent: say("Whole run"), hidden: true });
   const drawn = make("div", { className: "drawn" });
   const tools = make("div", { className: "chart-tools" },
-    make("label", {}, "Smoothing ", smoothing), make("label", {}, log, " Logarithmic"), make("label", {}, outliers, " All outliers"),
-    make("span", { className: "stretch" }, make("label", {}, "Steps ", first), make("label", {}, " to ", last), whole),
-    make("span", { className: "quiet", textContent: "Drag over the chart to look closer." }));
+    make("label", {}, say("Smoothing"), " ", smoothing), make("label", {}, log, " ", say("Logarithmic")), make("label", {}, outliers, " ", say("All outliers")),
+    make("span", { className: "stretch" }, make("label", {}, say("Steps"), " ", first), make("label", {}, say("to"), " ", last), whole),
+    make("span", { className: "quiet", textContent: say("Drag over the chart to look closer.") }));
   place.replaceChildren(tools, drawn);
   let asked = 0;
 
@@ -28,15 +32,15 @@ export function mount(place, { get, server, onchange }) {
   for (const field of [first, last]) field.onchange = show;
   whole.onclick = () => { first.value = last.value = ""; show(); smoothing.focus(); };
   drawn.addEventListener("pointerdown", drag);
-  onchange(show);
   show();
+  return (newer) => { now = newer; show(); };
 
   function remember() {
     localStorage.setItem(REMEMBERED, JSON.stringify({ smoothing: smoothing.value, log: log.checked, outliers: outliers.checked }));
   }
 
   async function show() {
-    const { drawn: markup, steps } = get() ?? { drawn: "", steps: 0 };
+    const { drawn: markup, steps } = now;
     tools.hidden = !steps;
     const zoomed = Boolean(first.value || last.value);
     whole.hidden = !zoomed;
@@ -44,13 +48,10 @@ export function mount(place, { get, server, onchange }) {
     let shown = markup;
     if (steps && (zoomed || log.checked || outliers.checked || smoothing.value !== "some")) {
       const view = { smoothing: smoothing.value, log: log.checked, outliers: outliers.checked };
-      const stretch = { first: Number(first.value), last: Number(last.value) || ALL_STEPS };
-      const run = new URL(location.href).searchParams.get("run");
-      try {
-        shown = (await server.draw_chart({ run, ...view, ...stretch })).drawn;
-      } catch {
-        return; // the server is away: what was drawn stays, and the page says so elsewhere
-      }
+      const stretch = { first: Math.trunc(Number(first.value)), last: Math.trunc(Number(last.value)) || ALL_STEPS };
+      const answer = await ask("/run/chart", { run, ...view, ...stretch });
+      if (answer.error) return; // of a server that is away, of a run that was deleted: what was drawn stays
+      shown = answer.drawn;
     }
     // Markup of our own server, in which every text is escaped. An older answer may come after a newer one.
     if (turn === asked) drawn.innerHTML = shown;

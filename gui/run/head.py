@@ -24,21 +24,21 @@ from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus
 
-from .bases import EMBEDDED
-from .markup import (
-    icon,
+from ..bases import EMBEDDED
+from ..markup import (
     inline,
     link_button,
     progress,
     share_buttons,
+    stages_html,
     tag,
     try_out_notice,
     use_in_comfyui,
 )
-from .media import run_url
-from .run_best import exports, losses, read_best, recommended
-from .run_mend import mend_of
-from .run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
+from ..media import run_url
+from ..run_best import exports, losses, read_best, recommended
+from ..run_mend import mend_of
+from ..run_state import Look, explained, left_text, remarks, sentence, starting, step_s
 
 _LOSS_STEPS = 20
 # Losses that differ by less are within the noise of a few held-out images.
@@ -92,28 +92,6 @@ def _card_now(card: CardState) -> str:
         None if card.watts is None else f"{card.watts:.0f} W",
     ]
     return ", ".join(filter(None, told))
-
-
-def stages_html(stages: Iterable[Stage]) -> Html:
-    """Return the stages up to the first step as a list: ticks, and a bar for the one that goes on."""
-    return tag("ol", *(_stage(stage) for stage in stages), class_="stages")
-
-
-def _stage(stage: Stage) -> Html:
-    said = {"done": "done", "now": "goes on", "later": "comes later"}[stage.state]
-    sign = icon("check") if stage.state == "done" else None
-    counted = stage.total > 0
-    return tag(
-        "li",
-        tag("span", sign, class_="sign", role="img", aria_label=said),
-        tag("span", stage.name),
-        tag("small", f"{stage.number(stage.done)} of {stage.number(stage.total)}")
-        if counted
-        else None,
-        progress(min(1.0, stage.done / stage.total), label=stage.name) if counted else None,
-        class_=stage.state,
-        aria_current="step" if stage.state == "now" else None,
-    )
 
 
 def next_steps(seen: Look, history: RunHistory) -> Html | None:

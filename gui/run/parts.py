@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.nvml import card_states
-from lora_trainer.reporting.charts import SMOOTHING, Html, LossView, loss_curve
+from lora_trainer.reporting.charts import Html, LossView, loss_curve
 from lora_trainer.reporting.history import RunHistory, SampleImage
 from lora_trainer.run.run_folder import BEST_RECORD
 
-from . import launch, state
-from .markup import delete_button, join, table, tag
-from .media import REPORT, run_url, samples_url
-from .run_best import Best, exports, losses, read_best, recommended
-from .run_log import log
-from .run_settings import settings_html
-from .run_state import Look, possible
-from .run_view import head, machine_now
-from .state import Records
+from .. import launch, state
+from ..markup import delete_button, join, table, tag
+from ..media import REPORT, run_url, samples_url
+from ..run_best import Best, exports, losses, read_best, recommended
+from ..run_settings import settings_html
+from ..run_state import Look, possible
+from ..state import Records
+from .head import head, machine_now
+from .log import log
 
 # Records may name any file; a page leads to samples of this run only.
 _IMAGE = re.compile(r"samples/step-\d{8,}/(asked-)?\d{2,}\.png")
@@ -118,22 +117,6 @@ def _chart(history: RunHistory, best: int) -> dict[str, Any]:
         said = tag("p", "The curve of the loss begins with the first step.", class_="quiet")
         return {"drawn": said, "steps": 0}
     return {"drawn": loss_curve(history, LossView(best=best)), "steps": history.steps[-1].step}
-
-
-def chart_view(asked: Mapping[str, Any], *, best: int = 0) -> LossView:
-    """Return how a page asks to see the chart; raises RequestError for an answer it does not offer."""
-    smoothing: Any = asked.get("smoothing")
-    first, last = asked.get("first"), asked.get("last")
-    if smoothing not in SMOOTHING or not isinstance(first, int) or not isinstance(last, int):
-        raise RequestError("this view of the chart is not one of the page", fix="reload the page")
-    return LossView(
-        smoothing=smoothing,
-        log=asked.get("log") is True,
-        outliers=asked.get("outliers") is True,
-        first=first,
-        last=last,
-        best=best,
-    )
 
 
 def _chart_key(history: RunHistory) -> tuple[object, ...]:

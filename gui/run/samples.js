@@ -1,11 +1,12 @@
-/* The samples of a run: a table prompt x step, one picture large, two pictures over each other.
+// The samples of a run: a table prompt x step, one picture large, two pictures over each other.
+//
+// The sheet is what parts.py returns. Texts of it are set as text only. Keys in the large picture: left and right
+// another prompt, up and down another step, Escape closes.
+import { say } from "/ui/shared/words.js";
 
-   props.value is what gui/run_parts.py returns. Texts of it are set as text only. Keys in the large
-   picture: left and right another prompt, up and down another step, Escape closes. */
-
-const mount = element.querySelector(".samples-mount");
 const pictures = new Map(); // address -> <img>, so that a redraw loads nothing again
 let sheet = null;
+let markBest = null; // marks a step as the best; returns {error} or {done}
 let cell = { prompt: 0, step: 0 };
 
 /** Return a new element; `attributes` that are null are left out, children are nodes or texts. */
@@ -44,7 +45,7 @@ function drawNewest(empty) {
   const prompts = empty ? [] : [...sheet.prompts.keys()].slice(0, SHOWN);
   const figures = prompts.map(pair).filter(Boolean);
   const choice = prompts.some((prompt) => drawnSteps(prompt).length > 2)
-    ? [make("span", { class: "quiet" }, "Show"), stepChoice("left", "the step before"), make("span", { class: "quiet" }, "beside"), stepChoice("right", "the newest")]
+    ? [make("span", { class: "quiet" }, say("Show")), stepChoice("left", say("the step before")), make("span", { class: "quiet" }, say("beside")), stepChoice("right", say("the newest"))]
     : [];
   newest.hidden = figures.length === 0;
   newest.replaceChildren(make("div", { class: "actions" }, ...choice), make("div", { class: "grid" }, ...figures));
@@ -57,7 +58,7 @@ function stepChoice(side, automatic) {
     beside[side] = event.target.value;
     drawNewest(false);
   };
-  const list = make("select", { "aria-label": side === "left" ? "the step on the left" : "the step on the right", "data-at": `beside-${side}`, onchange: choose },
+  const list = make("select", { "aria-label": side === "left" ? say("the step on the left") : say("the step on the right"), "data-at": `beside-${side}`, onchange: choose },
     make("option", { value: "" }, automatic),
     ...sheet.steps.map((step) => make("option", { value: step.step }, step.name)));
   list.value = beside[side];
@@ -76,7 +77,7 @@ function pair(prompt) {
     "figure",
     {},
     ...cells.map((step, at) => largeCell({ prompt, step }, at === cells.length - 1)),
-    make("figcaption", { dir: "auto", translate: sheet.prompts[prompt].text ? "no" : null }, sheet.prompts[prompt].text || "(empty prompt)"),
+    make("figcaption", { dir: "auto", translate: sheet.prompts[prompt].text ? "no" : null }, sheet.prompts[prompt].text || say("(empty prompt)")),
   );
 }
 
@@ -93,31 +94,38 @@ function largeCell(at, isNow) {
 // ---- the table
 
 const said = make("p", { role: "status", class: "line" });
-const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": "samples" });
-const sideways = make("p", { class: "quiet sideways" }, "Swipe the table sideways: it has more steps.");
+const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": say("samples") });
+const sideways = make("p", { class: "quiet sideways" }, say("Swipe the table sideways: it has more steps."));
 const help = make(
   "p",
   { class: "quiet" },
-  "The arrow beside a step downloads its LoRA. Steps without one have no file: they were only drawn, or their file made room for newer ones. Click an image to enlarge it.",
+  say("The arrow beside a step downloads its LoRA. Steps without one have no file: they were only drawn, or their file made room for newer ones. Click an image to enlarge it."),
 );
-const compareButton = button("Compare two pictures", () => openCompare());
+const compareButton = button(say("Compare two pictures"), () => openCompare());
 const newest = make("div", { class: "newest" });
-const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, "Samples of every step"), compareButton);
-mount.append(newest, everyStep, help, sideways, table, said);
+const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, say("Samples of every step")), compareButton);
+
+/** Show the samples in `place`, first as data-sheet has them; return what draws them as they are by now. */
+export function samples(place, best) {
+  markBest = best;
+  place.append(newest, everyStep, help, sideways, table, said, zoom, compare);
+  const show = (newer) => { sheet = newer; draw(); };
+  show(JSON.parse(place.dataset.sheet));
+  return show;
+}
 
 function draw() {
-  sheet = props.value;
   const empty = !sheet || sheet.prompts.length === 0;
   drawNewest(empty);
   help.hidden = everyStep.hidden = sideways.hidden = empty;
   if (empty) {
-    table.replaceChildren(make("p", { class: "quiet" }, "No sample images yet."));
+    table.replaceChildren(make("p", { class: "quiet" }, say("No sample images yet.")));
     return;
   }
   // The first look is at the first column, whole; who sees the newest step then goes on seeing the newest.
   const atEnd = table.querySelector(".sheet") && table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
   const focused = table.contains(document.activeElement) && document.activeElement.dataset.cell;
-  const head = make("tr", {}, make("th", { scope: "col" }, "prompt"), ...sheet.steps.map(column));
+  const head = make("tr", {}, make("th", { scope: "col" }, say("prompt")), ...sheet.steps.map(column));
   const rows = sheet.prompts.map((prompt, index) => row(prompt, index));
   const drawn = make("table", { class: "sheet" }, make("thead", {}, head), make("tbody", {}, ...rows));
   drawn.style.setProperty("--steps", sheet.steps.length);
@@ -128,8 +136,8 @@ function draw() {
 }
 
 function column(step) {
-  const best = step.best ? [" ", make("mark", { class: "badge" }, "best")] : [];
-  const label = `Download the LoRA of ${step.name}`;
+  const best = step.best ? [" ", make("mark", { class: "badge" }, say("best"))] : [];
+  const label = say("Download the LoRA of {}", step.name);
   const file = step.file ? [" ", make("a", { href: step.file, download: "", "aria-label": label, title: label }, icon("download"))] : [];
   return make("th", { scope: "col" }, step.name, ...best, ...file);
 }
@@ -147,8 +155,8 @@ function row(prompt, index) {
   const name = make(
     "th",
     { scope: "row", dir: "auto", title: prompt.text, translate: "no" },
-    make("span", {}, prompt.text || "(empty prompt)"),
-    make("small", {}, `seed ${prompt.seed}`),
+    make("span", {}, prompt.text || say("(empty prompt)")),
+    make("small", {}, say("seed {#}", prompt.seed)),
   );
   const cells = sheet.steps.map((_, step) => make("td", {}, picture({ prompt: index, step })));
   return make("tr", {}, name, ...cells);
@@ -156,7 +164,7 @@ function row(prompt, index) {
 
 function picture(at) {
   const source = address(at);
-  if (source === null) return make("span", { class: "quiet" }, "none");
+  if (source === null) return make("span", { class: "quiet" }, say("none"));
   if (!pictures.has(source)) {
     pictures.set(source, make("img", { src: source, loading: "lazy", onload: sharpen }));
   }
@@ -169,20 +177,10 @@ function picture(at) {
 const key = ({ prompt, step }) => `${prompt}-${sheet.steps[step].step}`;
 
 async function useAsBest(step) {
-  said.textContent = `Copying the LoRA of ${step.name} ...`;
-  try {
-    const answer = await server.use_best({ run: sheet.run, step: step.step });
-    said.textContent = answer.said;
-    said.classList.toggle("error", answer.refused);
-    if (!answer.refused) {
-      sheet.steps.forEach((other) => (other.best = other.marked = other.step === step.step));
-      trigger("click"); // the files name the best one too
-      draw();
-    }
-  } catch {
-    said.textContent = "The page does not reach its server; is lora-train-gui still running?";
-    said.classList.add("error");
-  }
+  said.textContent = say("Copying the LoRA of {text} ...", step.name);
+  const { error, done } = await markBest(step.step);
+  said.textContent = error ?? done;
+  said.classList.toggle("error", Boolean(error));
 }
 
 // ---- one picture, large
@@ -190,28 +188,28 @@ async function useAsBest(step) {
 const large = make("img", { onload: sharpen });
 const caption = make("p", { class: "caption", "aria-live": "polite" });
 const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
-const baseButton = button("Compare with the base", () => openCompare({ ...cell, step: 0 }, cell));
+const baseButton = button(say("Compare with the base"), () => openCompare({ ...cell, step: 0 }, cell));
 const bestButton = button("", () => useAsBest(sheet.steps[cell.step]));
 const zoom = make(
   "dialog",
-  { class: "viewer", "aria-label": "sample image", onkeydown: moveByKey },
-  make("div", { class: "actions" }, caption, button("Close", () => zoom.close(), { autofocus: "" })),
+  { class: "viewer", "aria-label": say("sample image"), onkeydown: moveByKey },
+  make("div", { class: "actions" }, caption, button(say("Close"), () => zoom.close(), { autofocus: "" })),
   large,
   prompt,
   make(
     "div",
     { class: "actions" },
-    button("\u2190", () => move(-1, 0), { "aria-label": "previous prompt" }),
-    button("\u2192", () => move(1, 0), { "aria-label": "next prompt" }),
-    button("\u2191", () => move(0, 1), { "aria-label": "later step" }),
-    button("\u2193", () => move(0, -1), { "aria-label": "earlier step" }),
+    button("\u2190", () => move(-1, 0), { "aria-label": say("previous prompt") }),
+    button("\u2192", () => move(1, 0), { "aria-label": say("next prompt") }),
+    button("\u2191", () => move(0, 1), { "aria-label": say("later step") }),
+    button("\u2193", () => move(0, -1), { "aria-label": say("earlier step") }),
     baseButton,
     bestButton,
   ),
   make(
     "p",
     { class: "quiet keys" },
-    "Keys: left and right another prompt, up a later step, down an earlier one, Escape closes.",
+    say("Keys: left and right another prompt, up a later step, down an earlier one, Escape closes."),
   ),
 );
 
@@ -227,15 +225,15 @@ function showCell() {
   large.hidden = source === null;
   if (source !== null && large.getAttribute("src") !== source) large.src = source;
   large.alt = title(cell);
-  const where = `${step.name}, prompt ${cell.prompt + 1} of ${sheet.prompts.length}`;
-  caption.replaceChildren(where, ...(source === null ? [make("span", {}, ": no picture was made here")] : []));
+  const where = say("{text}, prompt {#} of {#}", step.name, cell.prompt + 1, sheet.prompts.length);
+  caption.replaceChildren(where, ...(source === null ? [make("span", {}, say(": no picture was made here"))] : []));
   prompt.textContent = sheet.prompts[cell.prompt].text;
   const hasBase = sheet.steps[0].step === 0 && address({ ...cell, step: 0 }) !== null;
   baseButton.disabled = !hasBase;
-  baseButton.title = hasBase ? "" : "the base model has not drawn this prompt";
-  bestButton.textContent = step.marked ? "\u2605 Marked as the best" : "\u2606 Mark this step as the best";
+  baseButton.title = hasBase ? "" : say("the base model has not drawn this prompt");
+  bestButton.textContent = step.marked ? say("★ Marked as the best") : say("☆ Mark this step as the best");
   bestButton.disabled = step.marked || !step.file;
-  bestButton.title = step.file ? "" : "no LoRA file of this step is there";
+  bestButton.title = step.file ? "" : say("no LoRA file of this step is there");
 }
 
 function move(prompts, steps) {
@@ -263,18 +261,18 @@ const slider = make("input", {
   min: "0",
   max: "100",
   value: "50",
-  "aria-label": "where A ends and B begins, in percent of the width",
+  "aria-label": say("where A ends and B begins, in percent of the width"),
   oninput: cut,
 });
 const stage = make("div", { class: "stage" }, sides[0].image, sides[1].image, make("i"));
 const compare = make(
   "dialog",
-  { class: "viewer", "aria-label": "compare two pictures" },
+  { class: "viewer", "aria-label": say("compare two pictures") },
   make(
     "div",
     { class: "actions" },
-    make("p", { class: "caption" }, "A on the left, B on the right"),
-    button("Close", () => compare.close()),
+    make("p", { class: "caption" }, say("A on the left, B on the right")),
+    button(say("Close"), () => compare.close()),
   ),
   stage,
   slider,
@@ -282,16 +280,15 @@ const compare = make(
   make(
     "p",
     { class: "quiet keys" },
-    "Drag the slider, or press left and right while it is chosen. Escape closes.",
+    say("Drag the slider, or press left and right while it is chosen. Escape closes."),
   ),
 );
-mount.append(zoom, compare);
 
 /** Return the picture and the two lists of one side. */
 function side(name) {
   const made = { name, image: make("img", { class: name.toLowerCase(), onload: sharpen }) };
-  made.prompt = make("select", { "aria-label": `prompt of ${name}`, onchange: showSides });
-  made.step = make("select", { "aria-label": `step of ${name}`, onchange: showSides });
+  made.prompt = make("select", { "aria-label": say("prompt of {}", name), onchange: showSides });
+  made.step = make("select", { "aria-label": say("step of {}", name), onchange: showSides });
   made.form = make("fieldset", {}, make("legend", {}, name), made.step, made.prompt);
   return made;
 }
@@ -328,6 +325,3 @@ function showSides() {
 function cut() {
   stage.style.setProperty("--cut", `${slider.value}%`);
 }
-
-watch("value", draw);
-draw();

@@ -15,7 +15,7 @@ from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, bytes_text, dura
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import Row, mapping, number, sequence
 
-from .markup import inline, tag
+from ..markup import inline, tag
 
 _SEVERITIES = ("note", "warning", "error")
 _EXACTNESS = {

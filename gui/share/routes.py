@@ -1,0 +1,97 @@
+"""What the dialogs behind "Copy to ComfyUI or Forge" and "Publish" ask, on each page that shows such a button.
+
+A button has `data-share` (copy or publish) and `data-ref`, the LoRA as RUN/FILE; script.js opens the dialog for it.
+Whoever is not signed in to the Hub is asked to, first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+from starlette.routing import Route
+
+from .. import bases, lora_files, sharing
+from ..markup import plain
+from ..server.pages import Body, answer
+from ..server.translation import Words
+from ..workplace import Workplace
+
+Text = Annotated[str, StringConstraints(max_length=4096)]
+
+
+class Nothing(Body):
+    """What is asked needs no more words."""
+
+
+class Copy(Body):
+    """Copy a LoRA into the folder of another program, or to where that program keeps its LoRAs."""
+
+    ref: Text
+    folder: Text
+
+
+class SignIn(Body):
+    """Keep a token of the Hub."""
+
+    token: Annotated[str, StringConstraints(max_length=300)]
+
+
+class Publish(Body):
+    """Publish a LoRA as `name`."""
+
+    ref: Text
+    name: Annotated[str, StringConstraints(max_length=200)]
+    who: Literal["private", "public"]
+
+
+class Published(Body):
+    """How far the publishing of a LoRA is."""
+
+    ref: Text
+
+
+def routes(work: Workplace) -> list[Route]:
+    """Return the routes of the dialogs."""
+
+    def folder(_asked: Nothing, _: Words) -> Mapping[str, Any]:
+        return {"folder": sharing.remembered_folder(work)}
+
+    def copy(asked: Copy, _: Words) -> Mapping[str, Any]:
+        done = sharing.copy_to_program(work, lora_files.find(work, asked.ref), asked.folder)
+        file = done.files[0]
+        said = "{} is there already: {}" if done.was_there else "{} is now there: {}"
+        return {"said": _(said, file.name, file.parent)}
+
+    def signed_in(_asked: Nothing, _: Words) -> Mapping[str, Any]:
+        return {"signed_in": bases.signed_in()}
+
+    def sign_in(asked: SignIn, _: Words) -> Mapping[str, Any]:
+        return {"name": bases.sign_in(asked.token)}
+
+    def publish(asked: Publish, _: Words) -> Mapping[str, Any]:
+        file, private = lora_files.find(work, asked.ref), asked.who == "private"
+        sharing.publish(work, file, repository=asked.name, private=private)
+        return {"state": "running"}
+
+    def published(asked: Published, _: Words) -> Mapping[str, Any]:
+        jobs = sharing.published(work, lora_files.find(work, asked.ref))
+        if not jobs:
+            return {"state": "none"}
+        newest = jobs[0]
+        last = next(iter(newest.log_tail(1)), "")
+        return {
+            "state": newest.state,
+            "said": _.message(plain(newest.error() or last)),
+            "only_reads": sharing.may_only_read(newest),
+        }
+
+    return [
+        answer("/share/folder", Nothing, folder),
+        answer("/share/copy", Copy, copy),
+        answer("/share/signed-in", Nothing, signed_in),
+        answer("/share/sign-in", SignIn, sign_in),
+        answer("/share/publish", Publish, publish),
+        answer("/share/published", Published, published),
+    ]
