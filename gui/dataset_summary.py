@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import mapping, number, sequence
 
-from .dataset_view import badge_kind
+from .datasets.view import badge_kind
 from .markup import icon, inline, link_button, tag
 
 _NAMED = 4

@@ -11,7 +11,6 @@ sentence that says what was left out; a refusal is its sentence, status 400.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import shutil
@@ -39,9 +38,8 @@ from lora_trainer.common.files import (
 
 from .archives import Received, unpack
 from .markup import plain
-from .posted import Posted
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
-from .server.pages import words_of
+from .server.pages import Body, words_of
 from .upload_names import Names, is_image, numbered, reason_against, safe_name
 from .workplace import Workplace
 
@@ -55,6 +53,13 @@ _NUMBER = re.compile(r"[0-9]{1,5}")
 _RECEIVING: dict[str, threading.Lock] = {}
 
 
+class Files(Body):
+    """What the files of a batch are called, and the folder that they came from; "" where they came from none."""
+
+    name: str
+    files: list[str]
+
+
 def routes(work: Workplace) -> list[BaseRoute]:
     """Return the routes that take files."""
 
@@ -64,7 +69,7 @@ def routes(work: Workplace) -> list[BaseRoute]:
             number = request.path_params["number"]
             if not _NUMBER.fullmatch(number) or int(number) >= MAX_FILES:
                 raise RequestError(
-                    f"{number[:20]!r} is no number below {MAX_FILES:,}", fix="send fewer files"
+                    f"{number[:20]!r} is not a number below {MAX_FILES:,}", fix="send fewer files"
                 )
             await _write(request, folder / number)
         except LoraTrainError as error:
@@ -73,23 +78,18 @@ def routes(work: Workplace) -> list[BaseRoute]:
 
     async def make(request: Request) -> Response:
         try:
-            posted = Posted.of(await _body(request))
-            answer = await asyncio.to_thread(receive, work, request.path_params["batch"], posted)
+            files = Files.model_validate_json(await request.body())
+            answer = await asyncio.to_thread(receive, work, request.path_params["batch"], files)
+        except ValueError:
+            return PlainTextResponse("load the page again", status_code=400)
         except LoraTrainError as error:
             return PlainTextResponse(words_of(request).message(plain(str(error))), status_code=400)
-        return JSONResponse(answer)
+        return JSONResponse({**answer, "said": words_of(request).message(answer["said"])})
 
     return [
         Route("/upload/{batch}/{number}", take, methods=["PUT"]),
         Route("/upload/{batch}", make, methods=["POST"]),
     ]
-
-
-async def _body(request: Request) -> object:
-    try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError):
-        return None
 
 
 async def _write(request: Request, file: Path) -> None:
@@ -121,7 +121,7 @@ def batch_folder(work: Workplace, batch: str) -> Path:
     return work.own / INCOMING / batch
 
 
-def receive(work: Workplace, batch: str, posted: Posted) -> dict[str, Any]:
+def receive(work: Workplace, batch: str, asked: Files) -> dict[str, Any]:
     """Make a folder of the files of a batch, or of its one zip; asked again, return the answer of before.
 
     Raises RequestError, InputError, MachineError.
@@ -132,7 +132,7 @@ def receive(work: Workplace, batch: str, posted: Posted) -> dict[str, Any]:
     with _RECEIVING.setdefault(batch, threading.Lock()):
         if answer.is_file():
             return read_json_object(answer)
-        received = _received(work, folder, posted)
+        received = _received(work, folder, asked)
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError, LoraTrainError):  # else only a second question finds nothing
             folder.mkdir(parents=True, exist_ok=True)
@@ -140,15 +140,14 @@ def receive(work: Workplace, batch: str, posted: Posted) -> dict[str, Any]:
         return received
 
 
-def _received(work: Workplace, folder: Path, posted: Posted) -> dict[str, Any]:
-    names = posted.values.get("files")
-    if not isinstance(names, list) or not 0 < len(names) <= MAX_FILES:
+def _received(work: Workplace, folder: Path, asked: Files) -> dict[str, Any]:
+    if not 0 < len(asked.files) <= MAX_FILES:
         raise RequestError(
-            f"files is no list of 1 to {MAX_FILES:,} names", fix="upload them in parts"
+            f"{len(asked.files):,} files were sent, 1 to {MAX_FILES:,} are taken at once",
+            fix="upload them in parts",
         )
     files = [
-        Upload(path=folder / str(number), name=Posted({"name": name}).text("name"))
-        for number, name in enumerate(names)
+        Upload(path=folder / str(number), name=name) for number, name in enumerate(asked.files)
     ]
     if missing := [file.name for file in files if not file.path.is_file()]:
         raise InputError(f"{missing[0]!r} did not arrive", fix="choose the files once more")
@@ -160,7 +159,7 @@ def _received(work: Workplace, folder: Path, posted: Posted) -> dict[str, Any]:
         with _new_folder(work, stem) as into:
             received = unpack(archives[0].path, into=into, name=archives[0].name)
     else:
-        with _new_folder(work, posted.text("name", at_most=200)) as into:
+        with _new_folder(work, asked.name[:200]) as into:
             received = save_files(work, files, into=into)
     return {"received": str(received.folder), "said": sentence(received)}
 

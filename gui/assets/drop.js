@@ -1,14 +1,8 @@
-// Takes images that are dropped anywhere on the page or chosen: files, folders, zips. Several are sent
-// at once, one that fails is sent again, and when all are there the server makes a folder of them.
+// The place for images (shared/drop.js) on a page of Blocks. Such a page that lost its server asks for `app_id` every
+// two seconds and reloads itself once that is answered. An upload goes on by itself, and would be lost; so would the way
+// to the page that trains on it. Until both have ended no answer comes.
+import { dropZone as place, trainOn as go } from "/ui/shared/drop.js";
 
-import { say } from "/ui/shared/words.js";
-
-const AT_ONCE = 4;
-const TRIES = 3;
-
-// A page that lost its server asks for `app_id` every two seconds and reloads itself once that is answered.
-// An upload goes on by itself, and would be lost; so would the way to the page that trains on it. Until both have
-// ended no answer comes.
 let mustStay = () => false;
 const plainFetch = window.fetch;
 window.fetch = async (address, options) => {
@@ -19,112 +13,13 @@ window.fetch = async (address, options) => {
   return answer;
 };
 
-/** Open the page Train with the folder that was received, in the draft of this page if it has one. */
 export function trainOn(answer) {
-  const asked = new URLSearchParams({ folder: answer.received });
-  const draft = new URL(location.href).searchParams.get("draft");
-  if (draft) asked.set("draft", draft);
-  sessionStorage.setItem("uploaded", answer.said);
   mustStay = () => true;
-  location.assign(`/train?${asked}`);
+  go(answer);
 }
 
-/** Make `zone` take files; `done` gets {received, said} when they lie in a folder of their own. */
 export function dropZone(zone, done) {
-  const said = zone.querySelector(".said");
   const bar = zone.querySelector("progress");
-  let busy = false;
-  mustStay = () => busy;
-  said.textContent = sessionStorage.getItem("uploaded") ?? "";
-  sessionStorage.removeItem("uploaded");
-
-  const take = async (files) => {
-    if (busy || !files.length) return;
-    busy = true;
-    bar.hidden = false;
-    try {
-      done(await send(files, (count) => {
-        bar.value = count / files.length;
-        said.textContent = say("{#} of {#} files are here", count, files.length);
-      }));
-    } catch (problem) {
-      said.textContent = problem.message;
-    } finally {
-      busy = false;
-      bar.hidden = true;
-    }
-  };
-
-  for (const input of zone.querySelectorAll("input[type=file]")) {
-    zone.querySelector(`button[data-for=${input.name}]`).onclick = () => input.click();
-    input.onchange = () => { take([...input.files]); input.value = ""; };
-    if (input.files.length) input.onchange();  // chosen before this script came
-  }
-  const here = (listener) => (event) => {
-    if (!zone.isConnected || !event.dataTransfer?.types.includes("Files")) return;
-    event.preventDefault();
-    listener(event);
-  };
-  let inside = 0;
-  const mark = (by) => { inside = Math.max(0, inside + by); zone.classList.toggle("over", inside > 0); };
-  window.addEventListener("dragenter", here(() => mark(1)));
-  window.addEventListener("dragleave", here(() => mark(-1)));
-  window.addEventListener("dragover", here(() => {}));
-  window.addEventListener("drop", here(async (event) => {
-    mark(-inside);
-    const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
-    take(entries.length ? (await Promise.all(entries.map((entry) => filesOf(entry)))).flat() : [...event.dataTransfer.files]);
-  }));
-}
-
-/** Return the files of a dropped entry; of a folder all that are in it, with the folder's name. */
-async function filesOf(entry, folder = "") {
-  if (entry.isFile) {
-    const file = await new Promise((resolve, reject) => entry.file(resolve, reject));
-    if (folder) file.folder = folder;
-    return [file];
-  }
-  const reader = entry.createReader();
-  const found = [];
-  for (;;) { // a folder is handed out in parts of a hundred
-    const part = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
-    if (!part.length) break;
-    found.push(...part);
-  }
-  return (await Promise.all(found.map((inner) => filesOf(inner, folder || entry.name)))).flat();
-}
-
-/** Send files; `progress` gets how many are there. Return {received, said}, or throw what to say. */
-export async function send(files, progress) {
-  const batch = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-  let next = 0;
-  let arrived = 0;
-  progress(0);
-  const sender = async () => {
-    while (next < files.length) {
-      const index = next++;
-      await asked(`/upload/${batch}/${index}`, { method: "PUT", body: files[index] });
-      progress(++arrived);
-    }
-  };
-  await Promise.all(Array.from({ length: Math.min(AT_ONCE, files.length) }, sender));
-  const name = files[0].folder ?? files[0].webkitRelativePath?.split("/")[0] ?? "";
-  const body = JSON.stringify({ name, files: files.map((file) => file.name) });
-  const answer = await asked(`/upload/${batch}`, { method: "POST", body, headers: { "content-type": "application/json" } });
-  return answer.json();
-}
-
-async function asked(address, options) {
-  for (let tries = 1; ; tries += 1) {
-    let answer = null;
-    try {
-      answer = await fetch(address, { credentials: "same-origin", ...options });
-    } catch {
-      if (tries === TRIES) throw new Error(say("The upload broke off: is lora-train-gui still running?"));
-    }
-    if (answer?.ok) return answer;
-    if (answer && answer.status < 500) throw new Error(await answer.text());
-    if (answer && tries === TRIES) throw new Error(await answer.text());
-    await new Promise((resolve) => setTimeout(resolve, 300 * tries));
-  }
+  mustStay = () => !bar.hidden; // shown while files are sent
+  place(zone, done);
 }

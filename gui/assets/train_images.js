@@ -1,10 +1,14 @@
 // The images on the page Train, with their captions, which are edited in place. The cards are those of
 // the page Datasets; whole folders, filters and changes of many captions are there.
+import { askInTurn } from "/ui/datasets/asking.js";
+import { Card } from "/ui/datasets/card.js";
+import { button, make } from "/ui/datasets/elements.js";
 
 const SHOWN = 24;
 
 class TrainImages {
-  constructor(place) {
+  constructor(place, lookAgain) {
+    this.lookAgain = lookAgain;
     this.folder = "";
     this.cards = new Map();
     this.said = make("p", { class: "line", role: "status" });
@@ -63,7 +67,7 @@ class TrainImages {
     if (answer.error) { this.said.textContent = answer.error; return; }
     if (answer.folder !== this.folder) return;
     this.draw(answer);
-    trigger("click");
+    this.lookAgain();
   }
 
   saved(answer) { for (const row of answer.cards) this.cards.get(row.file)?.show(row); }
@@ -71,10 +75,13 @@ class TrainImages {
   selected() {}
 }
 
-const images = new TrainImages(element.querySelector(".train-images"));
-const look = () => images.open(props.value.folder);
-watch("value", look);
-if (props.value.folder) look();
-window.addEventListener("beforeunload", (event) => {
-  if (element.isConnected && [...images.cards.values()].some((card) => card.dirty)) event.preventDefault();
-});
+/** Show the images of the folder that `get` returns, anew when `onchange` says so; `lookAgain` is told of changes. */
+export function mount(place, { get, onchange, lookAgain }) {
+  const images = new TrainImages(place, lookAgain);
+  const look = () => images.open(get().folder);
+  onchange(look);
+  if (get().folder) look();
+  window.addEventListener("beforeunload", (event) => {
+    if (place.isConnected && [...images.cards.values()].some((card) => card.dirty)) event.preventDefault();
+  });
+}

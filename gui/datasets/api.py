@@ -15,15 +15,15 @@ from typing import Any
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 
-from .. import caption_job, dataset_check, dataset_notes, exclusion, jobs, mask_edit
-from ..bulk import BulkEdit
-from ..caption_edit import Edit
-from ..dataset_view import summary
-from ..journal import History, Journal, Outcome
-from ..open_dataset import Counters, OpenDataset, open_dataset
+from .. import jobs
 from ..trash import store as trash
 from ..workplace import Workplace
-from . import requests
+from . import caption_job, check, exclusion, mask_edit, notes, requests
+from .caption_edit import Edit
+from .edit_many import EditMany
+from .journal import History, Journal, Outcome
+from .open_dataset import Counters, OpenDataset, open_dataset
+from .view import summary
 
 MAX_CAPTION_CHARACTERS = 20_000
 Json = dict[str, Any]
@@ -39,21 +39,21 @@ class DatasetApi:
     def look(self, asked: requests.Look) -> Json:
         """Return all cards."""
         root = self.work.folder(asked.folder)
-        notes = dataset_notes.opened(self.work, root)
+        noted = notes.opened(self.work, root)
         if asked.trigger is not None:
-            notes = replace(notes, trigger=asked.trigger.strip(), resolution=asked.resolution or "")
-            dataset_notes.save(self.work, notes)
+            noted = replace(noted, trigger=asked.trigger.strip(), resolution=asked.resolution or "")
+            notes.save(self.work, noted)
         return self._view(root)
 
     def recent(self, asked: requests.Recent) -> Json:
         """Return the folders used lately."""
-        return {"recent": dataset_notes.recent(self.work)}
+        return {"recent": notes.recent(self.work)}
 
     def check(self, asked: requests.Folder) -> Json:
         """Run `lora-train check` where something has changed; the next look shows what it says."""
         opened = self._open(asked)
         if opened.pictures:
-            dataset_check.run(self.work, opened.root, opened.words, stamp=opened.stamp)
+            check.run(self.work, opened.root, opened.words, stamp=opened.stamp)
         return {}
 
     def save(self, asked: requests.Save) -> Json:
@@ -85,7 +85,7 @@ class DatasetApi:
 
     def preview(self, asked: requests.Preview) -> Json:
         """Return what an edit of many captions would change."""
-        opened, edit = self._open(asked), _bulk_edit(asked)
+        opened, edit = self._open(asked), _edit_many(asked)
         rows = []
         places: set[tuple[str, str]] = set()
         for picture in map(opened.picture, asked.files):
@@ -101,7 +101,7 @@ class DatasetApi:
 
     def apply(self, asked: requests.Apply) -> Json:
         """Make an edit of many captions as it was previewed."""
-        (root, journal), edit = self._place(asked), _bulk_edit(asked)
+        (root, journal), edit = self._place(asked), _edit_many(asked)
         with journal.locked():
             opened = self._opened(root)
             edits, left = [], []
@@ -172,7 +172,7 @@ class DatasetApi:
 
     def _follow_masks(self, root: Path) -> None:
         """Have the newest draft train with the masks that the folder has, if it has any."""
-        follow = dataset_notes.use_masks if self._masks(root) else dataset_notes.drop_masks
+        follow = notes.use_masks if self._masks(root) else notes.drop_masks
         follow(self.work, root)
 
     def _moved(self, asked: requests.Pictures, *, back: bool) -> Json:
@@ -283,8 +283,8 @@ def _mask_edit(opened: OpenDataset, name: str) -> mask_edit.MaskEdit:
     return mask_edit.MaskEdit(root=opened.root, picture=picture, settings=settings)
 
 
-def _bulk_edit(asked: requests.Edit) -> BulkEdit:
-    return BulkEdit(
+def _edit_many(asked: requests.Edit) -> EditMany:
+    return EditMany(
         kind=asked.kind, text=asked.text, replacement=asked.replacement, joint=asked.joint
     )
 

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from ..bulk import MAX_TEXT_CHARACTERS, Joint, Kind
-from ..caption_job import MODELS
-from ..mask_edit import MAX_PNG_BYTES
-from ..open_dataset import Resolution
 from ..server.pages import Body
+from .caption_job import MODELS
+from .edit_many import MAX_TEXT_CHARACTERS, Joint, Kind
+from .mask_edit import MAX_PNG_BYTES
+from .open_dataset import Resolution
 
 MAX_NAMES = 100_000
 MAX_CHARACTERS = 10**6

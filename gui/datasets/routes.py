@@ -1,35 +1,48 @@
-"""What scripts ask of a dataset folder: one route each, for every page that shows its images."""
+"""The page Datasets, and what scripts ask of a dataset folder: one route each, for every page that shows its images."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
 from starlette.routing import Route
 
-from ..server.pages import answer
+from ..server.pages import Body, answer, page
+from ..server.translation import Words
 from ..workplace import Workplace
 from . import requests
 from .api import DatasetApi
+from .spoken import in_language
+
+Asked = TypeVar("Asked", bound=Body)
 
 
 def routes(work: Workplace) -> list[Route]:
     """Return the routes."""
     api = DatasetApi(work=work)
     return [
-        answer("/datasets/recent", requests.Recent, lambda asked, _: api.recent(asked)),
-        answer("/datasets/look", requests.Look, lambda asked, _: api.look(asked)),
-        answer("/datasets/check", requests.Folder, lambda asked, _: api.check(asked)),
-        answer("/datasets/save", requests.Save, lambda asked, _: api.save(asked)),
-        answer("/datasets/preview", requests.Preview, lambda asked, _: api.preview(asked)),
-        answer("/datasets/apply", requests.Apply, lambda asked, _: api.apply(asked)),
-        answer("/datasets/undo", requests.Folder, lambda asked, _: api.undo(asked)),
-        answer("/datasets/redo", requests.Folder, lambda asked, _: api.redo(asked)),
-        answer("/datasets/exclude", requests.Pictures, lambda asked, _: api.exclude(asked)),
-        answer("/datasets/put_back", requests.Pictures, lambda asked, _: api.put_back(asked)),
-        answer("/datasets/closer", requests.Picture, lambda asked, _: api.closer(asked)),
-        answer("/datasets/mask", requests.Mask, lambda asked, _: api.mask(asked)),
-        answer("/datasets/caption", requests.Caption, lambda asked, _: api.caption(asked)),
-        answer(
-            "/datasets/caption_state", requests.Folder, lambda asked, _: api.caption_state(asked)
-        ),
-        answer("/datasets/caption_stop", requests.Folder, lambda asked, _: api.caption_stop(asked)),
-        answer("/datasets/caption_undo", requests.Folder, lambda asked, _: api.caption_undo(asked)),
+        page("/datasets", "datasets/page.html", title="Datasets", look=lambda _request, _: {}),
+        _route("recent", requests.Recent, api.recent),
+        _route("look", requests.Look, api.look),
+        _route("check", requests.Folder, api.check),
+        _route("save", requests.Save, api.save),
+        _route("preview", requests.Preview, api.preview),
+        _route("apply", requests.Apply, api.apply),
+        _route("undo", requests.Folder, api.undo),
+        _route("redo", requests.Folder, api.redo),
+        _route("exclude", requests.Pictures, api.exclude),
+        _route("put_back", requests.Pictures, api.put_back),
+        _route("closer", requests.Picture, api.closer),
+        _route("mask", requests.Mask, api.mask),
+        _route("caption", requests.Caption, api.caption),
+        _route("caption_state", requests.Folder, api.caption_state),
+        _route("caption_stop", requests.Folder, api.caption_stop),
+        _route("caption_undo", requests.Folder, api.caption_undo),
     ]
+
+
+def _route(name: str, body: type[Asked], act: Callable[[Asked], dict[str, Any]]) -> Route:
+    def asked_in(asked: Asked, _: Words) -> Mapping[str, Any]:
+        return in_language(act(asked), _)
+
+    return answer(f"/datasets/{name}", body, asked_in)

@@ -1,5 +1,5 @@
 // Home: the cards are drawn again as they change, and what has the keyboard keeps it; one listener serves all buttons.
-import { dropZone, trainOn } from "/ui/drop.js";
+import { dropZone, trainOn } from "/ui/shared/drop.js";
 import { follow } from "/ui/shared/follow.js";
 import { mount as deletes } from "/ui/trash/script.js";
 

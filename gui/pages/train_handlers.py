@@ -20,7 +20,6 @@ from lora_trainer.reporting.history import mapping
 
 from .. import (
     bases,
-    dataset_check,
     drafts,
     expert_edit,
     launch,
@@ -30,6 +29,7 @@ from .. import (
     uploads,
 )
 from ..dataset_summary import summary
+from ..datasets import check
 from ..drafts import Draft
 from ..launch import Plans
 from ..markup import button, error_html, join, note_html, stages_html, tag
@@ -327,7 +327,7 @@ def _report(work: Workplace, draft: Draft) -> list[Any]:
         return [error_html(str(error)), {"folder": ""}, gr.Button(visible=False)]
     if answer.values is None:
         return [error_html(answer.error), {"folder": ""}, gr.Button(visible=False)]
-    dataset_check.remember(work, folder, words, answer.values)  # for the cards of the images
+    check.remember(work, folder, words, answer.values)  # for the cards of the images
     judged = launch.judged_for(draft, folder)
     assumed = bases.title(judged) if judged != draft.base else ""
     report, is_good = summary(folder, answer.values, assumed=assumed)

@@ -15,7 +15,6 @@ from lora_trainer.config import PRIORITIES
 
 from ..launch import Plans
 from ..markup import drop_zone, note_html
-from ..server.asset_files import asset
 from ..workplace import Workplace
 from .gradio_events import GO, PRIVATE, QUIET, TICK_S, html, module
 from .train_handlers import (
@@ -54,7 +53,11 @@ _COURSE = module(
     " get: () => props.value, set: (value) => { props.value = value; },"
     ' asked: () => trigger("click"), onchange: (draw) => watch("value", draw) });',
 )
-_IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_ask.js", "dataset_card.js", "train_images.js")
+_IMAGES = module(
+    "train_images.js",
+    'module.mount(element.querySelector(".train-images"), {'
+    ' get: () => props.value, onchange: (draw) => watch("value", draw), lookAgain: () => trigger("click") });',
+)
 _WITH_UNSENT = """(...fields) => {
   const unsent = document.querySelector(".course")?.unsent ?? {};
   return [...fields.slice(0, -1), { ...fields.at(-1), changed: { ...unsent } }];
@@ -192,7 +195,7 @@ def _images_step(work: Workplace) -> tuple[Any, ...]:
     images = html(
         {"folder": ""},
         html_template='<div class="train-images mount"></div>',
-        js_on_load="\n".join(map(asset, _IMAGES_SCRIPTS)),
+        js_on_load=_IMAGES,
     )
     with gr.Row(elem_classes="go-on"):
         good = gr.Button("Looks good, next step", variant="primary", visible=False)

@@ -42,8 +42,8 @@ def asset(name: str) -> str:
 
 
 def style_sheets() -> list[Path]:
-    """Return the style sheets, which every page gets."""
-    return sorted(_FOLDER.glob("*.css"))
+    """Return the style sheets that every page of Blocks gets."""
+    return [*sorted(_FOLDER.glob("*.css")), _GUI / "datasets" / "cards.css"]
 
 
 def example_url(name: str) -> str:

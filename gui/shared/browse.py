@@ -45,7 +45,8 @@ def routes(work: Workplace) -> list[Route]:
     """Return the routes of the dialog."""
 
     def look(asked: Browse, _: Words) -> Mapping[str, Any]:
-        return listing(work, asked.kind, asked.path)
+        found = listing(work, asked.kind, asked.path)
+        return {**found, "said": _.message(found["said"])}
 
     def chosen(asked: Browse, _: Words) -> Mapping[str, Any]:
         remember(work, asked.kind, asked.path)

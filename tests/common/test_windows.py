@@ -289,7 +289,7 @@ ALLOWED = {
         "lora_trainer/importing/command_lines.py",
         "posix",
     ): "an argument of shlex, which is the same everywhere",
-    ("gui/journal.py", "os.sync"): "where it is there, else file by file",
+    ("gui/datasets/journal.py", "os.sync"): "where it is there, else file by file",
     ("gui/server/access.py", "os.link"): "a rename where there are no links",
 }
 """Places that may use them, with the reason."""

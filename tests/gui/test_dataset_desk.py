@@ -322,7 +322,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, values: Any, error: str = "") -> l
         asked.append(words)
         return SimpleNamespace(values=values, error=error)
 
-    monkeypatch.setattr("lora_trainer.gui.dataset_check.ask", stand_in)
+    monkeypatch.setattr("lora_trainer.gui.datasets.check.ask", stand_in)
     return asked
 
 
@@ -547,7 +547,7 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     with pytest.raises(RequestError, match="cannot be reached"):
         ask(desk, "caption", folder, **asked)
     assert lines == [], "said at once, before any model is loaded"
-    monkeypatch.setattr("lora_trainer.gui.caption_job._reaches_hub", lambda: True)
+    monkeypatch.setattr("lora_trainer.gui.datasets.caption_job._reaches_hub", lambda: True)
     assert ask(desk, "caption", folder, **asked)["state"] == "none"
     words = lines[0][lines[0].index("caption") :]
     assert {"--overwrite", "--trigger=-x", "--images=p0.png", "--images=p2.png"} < set(words)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from lora_trainer.gui import changes
-from lora_trainer.gui.journal import Journal
+from lora_trainer.gui.datasets import changes
+from lora_trainer.gui.datasets.journal import Journal
 
 from lora_trainer.common.errors import InputError, MachineError
 from tests.gui.conftest import tree
@@ -136,8 +136,8 @@ def test_a_log_cut_anywhere_is_a_history(journal: Journal, root: Path) -> None:
 def test_a_large_log_forgets_the_oldest_steps(
     journal: Journal, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_trainer.gui.journal.MAX_LOG_BYTES", 4_000)
-    monkeypatch.setattr("lora_trainer.gui.journal.KEPT_BYTES", 2_000)
+    monkeypatch.setattr("lora_trainer.gui.datasets.journal.MAX_LOG_BYTES", 4_000)
+    monkeypatch.setattr("lora_trainer.gui.datasets.journal.KEPT_BYTES", 2_000)
     for number in range(40):
         write(journal, "a.txt", f"{number} {'x' * 100}")
     assert journal.log.stat().st_size < 6_000

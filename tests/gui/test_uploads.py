@@ -22,9 +22,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import archives, upload_names, uploads
-from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.shared import browse
 from lora_trainer.gui.workplace import Workplace
+from pydantic import ValidationError
 
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from tests.gui.conftest import tree
@@ -49,9 +49,9 @@ def uploaded(work: Workplace, name: str, files: dict[str, bytes]) -> tuple[dict[
     folder.mkdir(parents=True, exist_ok=True)
     for number, content in enumerate(files.values()):
         (folder / str(number)).write_bytes(content)
-    posted = Posted.of({"name": name, "files": list(files)})
-    answer = uploads.receive(work, BATCH, posted)
-    assert uploads.receive(work, BATCH, posted) == answer, "asked again: the answer was lost"
+    asked = uploads.Files(name=name, files=list(files))
+    answer = uploads.receive(work, BATCH, asked)
+    assert uploads.receive(work, BATCH, asked) == answer, "asked again: the answer was lost"
     assert [path.name for path in folder.iterdir()] == ["answer.json"]
     shutil.rmtree(folder)
     return tree(Path(answer["received"])), answer["said"]
@@ -61,7 +61,7 @@ def sent(name: str, content: bytes, batch: str, work: Workplace) -> dict[str, An
     """Send one file under its own number of a batch; return the answer."""
     (work.own / "incoming" / batch).mkdir(parents=True)
     (work.own / "incoming" / batch / "0").write_bytes(content)
-    return uploads.receive(work, batch, Posted.of({"name": "cats", "files": [name]}))
+    return uploads.receive(work, batch, uploads.Files(name="cats", files=[name]))
 
 
 def test_uploads_of_one_name_at_once_are_folders_of_their_own(
@@ -171,16 +171,17 @@ def test_files_that_did_not_arrive_make_no_folder(work: Workplace) -> None:
         *((BATCH, wrong) for wrong in (["x.png"], [], [5], "x.png")),
         *((name, ["x.png"]) for name in ("../../outside", "")),
     ):
-        with pytest.raises((InputError, RequestError)):
-            uploads.receive(work, name, Posted.of({"name": "n", "files": files}))
+        with pytest.raises((InputError, RequestError, ValidationError)):
+            asked = uploads.Files.model_validate({"name": "n", "files": files})
+            uploads.receive(work, name, asked)
     waiting = work.own / "incoming" / BATCH
     waiting.mkdir(parents=True)
     (waiting / "0").symlink_to(secret)
     with pytest.raises(InputError, match="was not uploaded"):
-        uploads.receive(work, BATCH, Posted.of({"name": "n", "files": ["a.png"]}))
+        uploads.receive(work, BATCH, uploads.Files(name="n", files=["a.png"]))
     (waiting / "1").write_bytes(PICTURE)
     with pytest.raises(InputError, match="a zip came with other files"):
-        uploads.receive(work, BATCH, Posted.of({"name": "n", "files": ["a.zip", "a.png"]}))
+        uploads.receive(work, BATCH, uploads.Files(name="n", files=["a.zip", "a.png"]))
     assert not list((work.own / "uploads").iterdir())
     os.utime(waiting, (time.time() - 1000,) * 2)
     (work.own / "incoming" / "new").mkdir()

@@ -1,25 +1,27 @@
 // Captions written by a model, in a process of its own: it goes on when this page is closed. What it
 // writes shows on the cards as it comes.
+import { say } from "/ui/shared/words.js";
+import { button, choice, make } from "/ui/datasets/elements.js";
 
 const LOOK_EVERY_MS = 1500;
 
-class Captioner {
+export class Captioner {
   constructor(desk) {
     this.desk = desk;
     this.timer = 0;
-    this.models = choice("Model", [], () => this.describe());
+    this.models = choice(say("Model"), [], () => this.describe());
     this.about = make("p", { class: "ds-quiet" });
-    this.mode = choice("Which", [
-      ["missing", "images without a caption"], ["chosen", "the selected images, if they have none"],
-      ["replace", "the selected images, replacing captions"],
+    this.mode = choice(say("Which"), [
+      ["missing", say("images without a caption")], ["chosen", say("the selected images, if they have none")],
+      ["replace", say("the selected images, replacing captions")],
     ], () => this.aim());
-    this.start = button("Start", () => this.begin(), { class: "primary" });
-    this.stop = button("Stop", () => this.ask("caption_stop"));
-    this.back = button("Take the last ones back", () => this.takeBack());
+    this.start = button(say("Start"), () => this.begin(), { class: "primary" });
+    this.stop = button(say("Stop"), () => this.ask("caption_stop"));
+    this.back = button(say("Take the last ones back"), () => this.takeBack());
     this.said = make("p", { class: "ds-quiet", role: "status" });
-    this.bar = make("progress", { max: 1, value: 0, "aria-label": "Captions written" });
+    this.bar = make("progress", { max: 1, value: 0, "aria-label": say("Captions written") });
     this.problems = make("ul", { class: "ds-quiet" });
-    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Have captions written by a model \u2026"),
+    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, say("Have captions written by a model \u2026")),
       make("div", { class: "ds-line" }, this.models.node, this.mode.node, this.start, this.stop, this.back),
       this.about, this.bar, this.said, this.problems);
   }
@@ -34,7 +36,6 @@ class Captioner {
   /** Ask how far it is, and again while it runs. */
   async look() {
     clearTimeout(this.timer);
-    if (!element.isConnected) return;
     this.show(await this.desk.ask("caption_state", {}));
   }
 
@@ -80,7 +81,7 @@ class Captioner {
     await this.desk.flush();
     const mode = this.mode.input.value;
     const files = mode === "missing" ? [] : [...this.desk.chosen];
-    if (mode !== "missing" && !files.length) { this.said.textContent = "Select images first."; return; }
+    if (mode !== "missing" && !files.length) { this.said.textContent = say("Select images first."); return; }
     this.done = -1;
     await this.ask("caption", {
       files, model: this.models.input.value, mode: mode === "replace" ? "replace" : "missing",

@@ -1,9 +1,19 @@
 // The page Datasets: opens a folder, draws its cards, filters and sorts them, and asks the server for
 // every change. The server's rows are the truth; this only shows them.
+import { dropZone } from "/ui/shared/drop.js";
+import { say } from "/ui/shared/words.js";
+import { mount as deletes } from "/ui/trash/script.js";
+import { ask, askInTurn } from "/ui/datasets/asking.js";
+import { Captioner } from "/ui/datasets/captioner.js";
+import { Card } from "/ui/datasets/card.js";
+import { EditMany } from "/ui/datasets/edit_many.js";
+import { make } from "/ui/datasets/elements.js";
+import { Opener } from "/ui/datasets/opener.js";
+import { Tools, tagsOf } from "/ui/datasets/tools.js";
 
 const CHUNK = 60; // whole rows of one to six cards
 const NEAR_PX = 800;
-const mount = element.querySelector(".mount");
+const mount = document.querySelector(".mount");
 
 /** CHUNK of the cards: there while they are on the screen or near it, else as much empty space. */
 class Part {
@@ -16,7 +26,7 @@ class Part {
 
   use(rows, from) {
     this.rows = rows;
-    this.node.setAttribute("aria-label", `Images ${from + 1} to ${from + rows.length}`);
+    this.node.setAttribute("aria-label", say("Images {} to {}", from + 1, from + rows.length));
     this.draw();
   }
 
@@ -56,10 +66,10 @@ class Desk {
     this.live = make("div", { class: "unseen", role: "status", "aria-live": "polite" });
     this.opener = new Opener(this);
     this.tools = new Tools(this);
-    this.bulk = new BulkBar(this);
+    this.bulk = new EditMany(this);
     this.captioner = new Captioner(this);
     this.list = make("div");
-    const hint = make("p", { class: "ds-quiet" }, "Click into a caption to change it; it saves itself.");
+    const hint = make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself."));
     this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, hint, this.list);
     this.tools.bulkPlace.append(this.bulk.node, this.captioner.node);
     mount.replaceChildren(this.live, this.opener.node, this.page);
@@ -95,7 +105,7 @@ class Desk {
     this.opener.opened(answer);
     this.captioner.look();
     if (address.searchParams.has("write")) this.captioner.showFirst();
-    this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
+    this.changed(answer, imagesIn(answer));
   }
 
   get unsaved() { return [...this.cards.values()].find((card) => card.dirty); }
@@ -104,7 +114,7 @@ class Desk {
   async allSaved() {
     await this.flush();
     const { unsaved } = this;
-    if (unsaved) this.opener.refuse(`The caption of ${unsaved.picture.file} is not saved yet: see its card.`);
+    if (unsaved) this.opener.refuse(say("The caption of {} is not saved yet: see its card.", unsaved.picture.file));
     return !unsaved;
   }
 
@@ -123,7 +133,7 @@ class Desk {
     for (const picture of answer.excluded) rows.set(`out ${picture.file}`, picture);
     for (const [key, card] of this.cards) {
       if (rows.has(key)) card.show(rows.get(key));
-      else if (card.dirty) this.tools.say(`${card.picture.file} is gone; its caption was not saved`, true);
+      else if (card.dirty) this.tools.say(say("{} is gone; its caption was not saved", card.picture.file), true);
       if (!rows.has(key)) this.cards.delete(key);
     }
     this.chosen = new Set([...this.chosen].filter((name) => rows.has(`${this.away ? "out" : "in"} ${name}`)));
@@ -155,7 +165,7 @@ class Desk {
     } while (folder !== this.folder || this.asked); // another was opened meanwhile, or the images have changed
     this.examining = false;
     this.tools.busy(false);
-    if (answer.error) this.tools.say(`The images could not be checked: ${answer.error}`, true);
+    if (answer.error) this.tools.say(say("The images could not be checked: {}", answer.error), true);
     else this.changed({ ...answer, check: { ...answer.check, fresh: true } }, "");
   }
 
@@ -243,10 +253,9 @@ class Desk {
   targets() { return this.chosen.size ? [...this.chosen] : this.shown().map((row) => row.file); }
 
   aim(rows) {
-    const text = this.chosen.size
-      ? `for the ${this.chosen.size} selected` : `for all ${rows.length} shown`;
-    this.bulk.aim(text);
-    this.tools.aim(this.chosen.size, this.away);
+    const { size } = this.chosen;
+    this.bulk.aim(size ? say("for the {#} selected", size) : say("for all {#} shown", rows.length));
+    this.tools.aim(size, this.away);
   }
 
   /** Save all that is typed, before something else is done with the captions. */
@@ -262,31 +271,31 @@ class Desk {
     this.changed(answer, said(answer));
   }
 
-  undo() { return this.act("undo", {}, (a) => (a.step ? `Undone: ${a.step}` : "Nothing to undo")); }
-  redo() { return this.act("redo", {}, (a) => (a.step ? `Done again: ${a.step}` : "Nothing to redo")); }
-  exclude(files) { return this.act("exclude", { files }, (a) => `Done: ${a.step}`); }
-  putBack(files) { return this.act("put_back", { files }, (a) => `Done: ${a.step}`); }
+  undo() { return this.act("undo", {}, (a) => (a.step ? say("Undone: {}", a.step) : say("Nothing to undo"))); }
+  redo() { return this.act("redo", {}, (a) => (a.step ? say("Done again: {}", a.step) : say("Nothing to redo"))); }
+  exclude(files) { return this.act("exclude", { files }, (a) => say("Done: {}", a.step)); }
+  putBack(files) { return this.act("put_back", { files }, (a) => say("Done: {}", a.step)); }
 }
 
-function tagsOf(caption) {
-  return caption.split(/[,\uff0c\u3001\u060c]/).map((tag) => tag.trim()).filter(Boolean);
+/** Return "3 images in /the/folder". */
+function imagesIn({ folder, pictures: { length } }) {
+  return length === 1 ? say("1 image in {}", folder) : say("{#} images in {}", length.toLocaleString("en"), folder);
 }
 
 const desk = new Desk();
-const here = (listener) => (event) => { if (element.isConnected) listener(event); };
-document.addEventListener("keydown", here((event) => {
+document.addEventListener("keydown", (event) => {
   const key = event.key.toLowerCase();
   const typing = event.target.closest?.("input:not([type=checkbox]), textarea, select, [contenteditable]");
   if (typing || !(event.ctrlKey || event.metaKey) || event.altKey || !desk.folder) return;
   if (key === "z" && !event.shiftKey) { event.preventDefault(); desk.undo(); }
   if (key === "y" || (key === "z" && event.shiftKey)) { event.preventDefault(); desk.redo(); }
-}));
-document.addEventListener("visibilitychange", here(() => {
+});
+document.addEventListener("visibilitychange", () => {
   if (!document.hidden && desk.folder) desk.reload();
-}));
-window.addEventListener("beforeunload", here((event) => {
-  if ([...desk.cards.values()].some((card) => card.dirty)) event.preventDefault();
-}));
-import("/ui/drop.js").then(({ dropZone }) =>
-  dropZone(document.querySelector(".drop"), (answer) => desk.opener.received(answer)));
+});
+window.addEventListener("beforeunload", (event) => {
+  if (desk.unsaved) event.preventDefault();
+});
+dropZone(document.querySelector(".drop"), (answer) => desk.opener.received(answer));
+deletes(document.querySelector("main"));
 desk.opener.start(new URL(location.href).searchParams.get("folder"));

@@ -1,38 +1,39 @@
 // Painting the mask of an image: bright is what the training learns, dark what counts little. Below it the
 // crops that the trainer makes of the image. Arrow keys move the brush, Space paints, E erases.
 import { dialog, make } from "/ui/dialog.js";
+import { say } from "/ui/shared/words.js";
 
 const STEPS_KEPT = 20;
 
 export function paint(file, src, { width_px, height_px, mask, seen }, save) {
   const canvas = make("canvas", { width: width_px, height: height_px, tabIndex: 0 });
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `Mask of ${file}: arrow keys move the brush, Space paints, E erases`);
+  canvas.setAttribute("aria-label", say("Mask of {}: arrow keys move the brush, Space paints, E erases", file));
   const brush = new Brush(canvas, mask);
   const size = make("input", { type: "range", min: 2, max: 50, value: 12, oninput: () => { brush.share = size.value / 100; } });
   const tool = (label, value) => {
     const button = make("button", { type: "button", textContent: label, onclick: () => { brush.erases = value; mark(); } });
     return Object.assign(button, { value: String(value) });
   };
-  const tools = [tool("Paint", false), tool("Erase", true)];
+  const tools = [tool(say("Paint"), false), tool(say("Erase"), true)];
   const mark = () => tools.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
   mark();
   const act = (label, does) => make("button", { type: "button", textContent: label, onclick: does });
   const crops = (seen ?? []).map((one) => make("figure", {}, make("img", { src: one.src, alt: one.said }), make("figcaption", { textContent: one.said })));
-  const shown = dialog(`What counts in ${file}`, {
+  const shown = dialog(say("What counts in {}", file), {
     fields: [
       make("div", { className: "paint", style: `aspect-ratio: ${width_px} / ${height_px}; max-width: calc(40vh * ${width_px / height_px})` }, make("img", { src, alt: "" }), canvas),
-      make("p", { className: "actions" }, ...tools, make("label", { className: "switch" }, "Size", size),
-        act("All of it", () => brush.fill(255)), act("Nothing", () => brush.fill(0)), act("Undo", () => brush.undo())),
-      crops.length ? make("div", { className: "crops" }, make("h3", { textContent: "What the training sees" }), ...crops) : "",
+      make("p", { className: "actions" }, ...tools, make("label", { className: "switch" }, say("Size"), size),
+        act(say("All of it"), () => brush.fill(255)), act(say("Nothing"), () => brush.fill(0)), act(say("Undo"), () => brush.undo())),
+      crops.length ? make("div", { className: "crops" }, make("h3", { textContent: say("What the training sees") }), ...crops) : "",
     ].map((field) => field || make("span")),
-    note: `Paint what is to be learned; the dark part counts little. Saved as a file beside ${file}; Undo on the page takes it back.`,
-    act: "Save the mask",
+    note: say("Paint what is to be learned; the dark part counts little. Saved as a file beside {}; Undo on the page takes it back.", file),
+    act: say("Save the mask"),
     submit: () => save(canvas.toDataURL("image/png")),
   });
   shown.node.classList.add("wide");
   if (mask) {
-    shown.node.querySelector(".actions:last-child").append(act("Remove the mask", async () => {
+    shown.node.querySelector(".actions:last-child").append(act(say("Remove the mask"), async () => {
       const answer = await save("");
       if (answer?.error) shown.refuse(answer.error); else shown.node.close();
     }));

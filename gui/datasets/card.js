@@ -1,13 +1,16 @@
 // One image with its caption. The caption is saved after a pause and when the field is left; what
 // could not be saved stays in the field and says so.
+import { say } from "/ui/shared/words.js";
+import { afterPause, button, make } from "/ui/datasets/elements.js";
+import { paint } from "/ui/datasets/mask.js";
 
 const SAVE_PAUSE_MS = 800;
 const SAVED_SHOWN_MS = 6000;
-const SAVES_ITSELF = "Saves itself";
+const SAVES_ITSELF = say("Saves itself");
 const THUMB_PX = 384;
 const LARGE_PX = 1536;
 
-class Card {
+export class Card {
   /** `desk` asks the server and hears of what was saved; `picture` is the server's row. */
   constructor(desk, picture, excluded) {
     this.desk = desk;
@@ -33,18 +36,18 @@ class Card {
     this.kept = make("i");
     this.frame = make("div", { class: "ds-frame", "aria-hidden": "true" }, this.kept);
     this.check = make("input", {
-      type: "checkbox", "aria-label": `Select ${name}`,
+      type: "checkbox", "aria-label": say("Select {}", name),
       onchange: () => this.desk.selected(name, this.check.checked),
     });
     const large = make("a", {
-      href: pictureOf(LARGE_PX), target: "_blank", rel: "noopener", "aria-label": `Enlarge ${name}`,
+      href: pictureOf(LARGE_PX), target: "_blank", rel: "noopener", "aria-label": say("Enlarge {}", name),
     }, this.image);
-    this.box = make("div", { class: "ds-picture" }, large, this.frame,
+    this.box = make("div", { class: "ds-picture", "data-broken": say("cannot be shown") }, large, this.frame,
       make("label", { class: "ds-select" }, this.check));
     this.size = make("div", { class: "ds-size" });
-    this.badges = make("ul", { class: "ds-badges", "aria-label": `Remarks on ${name}` });
+    this.badges = make("ul", { class: "ds-badges", "aria-label": say("Remarks on {}", name) });
     this.area = make("textarea", {
-      rows: 4, dir: "auto", "aria-label": `Caption of ${name}`, readonly: this.excluded,
+      rows: 4, dir: "auto", "aria-label": say("Caption of {}", name), readonly: this.excluded,
       onfocus: () => {
         this.group = `${Date.now()}-${Math.random()}`;
         if (!this.area.readOnly && !this.state.textContent) this.say(SAVES_ITSELF);
@@ -54,11 +57,12 @@ class Card {
     });
     this.state = make("div", { class: "ds-state" });
     const act = this.excluded
-      ? button("Put back", () => this.desk.putBack([name]), { "aria-label": `Put ${name} back` })
-      : button("Exclude", () => this.desk.exclude([name]), {
-        "aria-label": `Exclude ${name}`, title: "Moves it into the folder _excluded; nothing is deleted",
+      ? button(say("Put back"), () => this.desk.putBack([name]), { "aria-label": say("Put {} back", name) })
+      : button(say("Exclude"), () => this.desk.exclude([name]), {
+        "aria-label": say("Exclude {}", name), title: say("Moves it into the folder _excluded; nothing is deleted"),
       });
-    this.closerButton = this.excluded ? null : button("Mask", () => this.closer(), { "aria-label": `Mask and crop of ${name}` });
+    this.closerButton = this.excluded ? null
+      : button(say("Mask"), () => this.closer(), { "aria-label": say("Mask and crop of {}", name) });
     this.node = make("li", { class: "ds-card" }, this.box,
       make("div", { class: "ds-name", title: name, dir: "auto", translate: "no" }, name),
       this.area, this.size, this.badges, make("div", { class: "ds-foot" }, this.state, this.closerButton, act));
@@ -76,7 +80,7 @@ class Card {
       this.seen = picture.caption;
       if (this.area.value !== picture.caption) this.area.value = picture.caption;
     }
-    this.area.placeholder = picture.stand_in ? `trained as: ${picture.stand_in}` : "no caption";
+    this.area.placeholder = picture.stand_in ? say("trained as: {}", picture.stand_in) : say("no caption");
     this.area.readOnly = this.excluded || Boolean(picture.locked) || Boolean(picture.unreadable);
     // What cannot be read is not trained on: there is nothing to say of it, or to paint.
     this.area.hidden = Boolean(picture.unreadable) && !this.area.value;
@@ -101,7 +105,6 @@ class Card {
   /** Open the painting of its mask, and what training sees of it. */
   async closer() {
     const file = this.picture.file;
-    const { paint } = await import("/ui/mask.js");
     const answer = await this.ask("closer", { file });
     if (answer.error) { this.say(answer.error, "error"); return; }
     const src = "/media/thumb?" + new URLSearchParams({ folder: this.folder, file, size: 768 });
@@ -123,20 +126,20 @@ class Card {
   }
 
   async send(text) {
-    this.say("Saving \u2026");
+    this.say(say("Saving \u2026"));
     const answer = await this.ask("save", {
       file: this.picture.file, text, seen: this.seen, group: this.group,
     });
     this.failed = Boolean(answer.error);
     if (answer.error) {
-      this.say(`Not saved: ${answer.error}`, "error", button("Try again", () => this.save()));
-      this.desk.announce(`The caption of ${this.picture.file} is not saved: ${answer.error}`);
+      this.say(say("Not saved: {}", answer.error), "error", button(say("Try again"), () => this.save()));
+      this.desk.announce(say("The caption of {} is not saved: {}", this.picture.file, answer.error));
     } else if (answer.newer !== undefined) {
       this.showNewer(answer.newer);
     } else {
       this.seen = text;
-      this.say(`Saved in ${this.picture.where}`, "good");
-      if (this.folder === this.desk.folder) this.desk.saved(answer, `Caption of ${this.picture.file} saved`);
+      this.say(say("Saved in {}", this.picture.where), "good");
+      if (this.folder === this.desk.folder) this.desk.saved(answer, say("Caption of {} saved", this.picture.file));
     }
   }
 
@@ -151,10 +154,10 @@ class Card {
       if (mine) this.save(); else this.desk.reload();
       this.area.focus();
     };
-    this.say("Changed on the disk meanwhile. It now says:", "error",
-      make("blockquote", { dir: "auto", translate: newer ? "no" : null }, newer || "(nothing)"),
-      button("Take that", () => decide(false)), button("Keep mine", () => decide(true)));
-    this.desk.announce(`The caption of ${this.picture.file} was changed on the disk meanwhile`);
+    this.say(say("Changed on the disk meanwhile. It now says:"), "error",
+      make("blockquote", { dir: "auto", translate: newer ? "no" : null }, newer || say("(nothing)")),
+      button(say("Take that"), () => decide(false)), button(say("Keep mine"), () => decide(true)));
+    this.desk.announce(say("The caption of {} was changed on the disk meanwhile", this.picture.file));
   }
 
   say(text, kind = "", ...more) {
@@ -176,8 +179,8 @@ function place(node, left, top, width, height) {
 function sizeTexts(picture) {
   if (!picture.width_px) return [];
   const cropped = Math.round(100 * picture.cropped_fraction);
-  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, `, goes to ${picture.bucket}`];
-  if (cropped > 0) parts.push(`, ${cropped} % cropped`);
-  if (picture.upscaled) parts.push(", enlarged");
+  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, say(", goes to {}", picture.bucket)];
+  if (cropped > 0) parts.push(say(", {} % cropped", cropped));
+  if (picture.upscaled) parts.push(say(", enlarged"));
   return parts.map((part) => make("span", {}, part));
 }

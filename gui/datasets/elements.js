@@ -1,8 +1,7 @@
 // Elements without markup: text of files goes into textContent and attributes only, never into HTML.
-// Shared by the scripts of the page Datasets, which are joined into one function.
 
 /** Return an element; `on...` attributes are listeners, null, undefined and false are left out. */
-function make(name, attributes = {}, ...children) {
+export function make(name, attributes = {}, ...children) {
   const found = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) found.addEventListener(key.slice(2), value);
@@ -15,7 +14,7 @@ function make(name, attributes = {}, ...children) {
 }
 
 /** Return a real button, which is reached with Tab and pressed with Enter or Space. */
-function button(text, onclick, attributes = {}) {
+export function button(text, onclick, attributes = {}) {
   return make("button", { type: "button", onclick, ...attributes }, text);
 }
 
@@ -30,23 +29,18 @@ function labelled(label, input) {
 }
 
 /** Return a labelled select of [value, text] pairs. */
-function choice(label, pairs, onchange) {
+export function choice(label, pairs, onchange) {
   const options = pairs.map(([value, text]) => make("option", { value }, text));
   return labelled(label, make("select", { onchange }, ...options));
 }
 
 /** Return a labelled text field. */
-function field(label, attributes = {}) {
+export function field(label, attributes = {}) {
   return labelled(label, make("input", { type: "text", autocomplete: "off", ...attributes }));
 }
 
-/** Return "1 image", "3 images". */
-function counted(count, noun) {
-  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-}
-
 /** Return what calls `act` after a pause: `later` starts the pause anew, `now` ends it. */
-function afterPause(pause_ms, act) {
+export function afterPause(pause_ms, act) {
   let timer = 0;
   const run = () => { clearTimeout(timer); timer = 0; return act(); };
   return {

@@ -1,17 +1,17 @@
-// Asking for a dataset (gui/datasets/routes.py), for the pages that show its cards.
+// Asking for a dataset (routes.py), for the pages that show its cards.
+import { ask as asked } from "/ui/shared/ask.js";
 
 const PATIENCE_MS = 30_000;
-const shared = import("/ui/shared/ask.js");
 let line = Promise.resolve();
 
-/** Ask at once; a failure of any kind comes back as {error}. */
-async function ask(name, values) {
-  return (await shared).ask(`/datasets/${name}`, values);
+/** Ask at once. */
+export function ask(name, values = {}) {
+  return asked(`/datasets/${name}`, values);
 }
 
 /** Ask after everything that was asked before is answered: no answer then shows cards as they were before a change
  * that is answered already, which would put old captions back on the page. */
-function askInTurn(name, values) {
+export function askInTurn(name, values) {
   const answer = line.then(() => ask(name, values));
   // One that no answer comes to, of a folder on a disk that hangs, keeps the others waiting no longer than this.
   const patience = line.then(() => new Promise((resolve) => setTimeout(resolve, PATIENCE_MS)));

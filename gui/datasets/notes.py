@@ -20,12 +20,12 @@ from lora_trainer.common.files import (
     write_atomic,
 )
 
-from . import drafts
-from .drafts import Draft
+from .. import drafts
+from ..drafts import Draft
+from ..launch import recorded_dataset
+from ..uploads import FOLDER as UPLOADS
+from ..workplace import Workplace
 from .journal import dataset_key
-from .launch import recorded_dataset
-from .uploads import FOLDER as UPLOADS
-from .workplace import Workplace
 
 MAX_RECENT = 12
 _NO_DRAFT = "0" * 12

@@ -22,15 +22,15 @@ from lora_trainer.dataset.captions import same_name, split_name
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, Listing, list_dataset
 from lora_trainer.reporting.history import mapping
 
-from . import dataset_check, dataset_notes
+from ..drafts import Draft
+from ..launch import Words, check_words
+from ..workplace import Workplace
+from . import check, notes
 from .caption_edit import Edit, caption_changes
 from .changes import Change
-from .dataset_check import Check
-from .dataset_notes import Notes
-from .dataset_view import CheckedPictures, Reader
-from .drafts import Draft
-from .launch import Words, check_words
-from .workplace import Workplace
+from .check import Check
+from .notes import Notes
+from .view import CheckedPictures, Reader
 
 # Sizes that one can look at a dataset for, in pixels; empty: as the draft or the base has it.
 Resolution = Literal["", "512", "768", "1024"]
@@ -79,11 +79,11 @@ class OpenDataset:
 
     @cached_property
     def stamp(self) -> str:
-        return dataset_check.stamp_of(self.pictures, self.words)
+        return check.stamp_of(self.pictures, self.words)
 
     @cached_property
     def known(self) -> Check:
-        return dataset_check.known(self.work, self.root, stamp=self.stamp)
+        return check.known(self.work, self.root, stamp=self.stamp)
 
     @cached_property
     def reader(self) -> Reader:
@@ -153,13 +153,13 @@ def _by_name(pictures: Mapping[str, ImageFile], name: str) -> ImageFile:
 
 def open_dataset(work: Workplace, root: Path, *, counters: Counters) -> OpenDataset:
     """Look at a folder; `counters` keeps the tokenizers that were read before."""
-    draft = dataset_notes.draft_for(work, root)
+    draft = notes.draft_for(work, root)
     settings = build_config(draft.settings).data
     listing, problem = _listed(root, settings)
     return OpenDataset(
         work=work,
         root=root,
-        notes=dataset_notes.read(work, root),
+        notes=notes.read(work, root),
         draft=draft,
         settings=settings,
         listing=listing,

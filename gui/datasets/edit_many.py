@@ -18,7 +18,7 @@ MAX_TEXT_CHARACTERS = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class BulkEdit:
+class EditMany:
     """What to do to each caption; `joint` stands between what is added and what was there."""
 
     kind: Kind

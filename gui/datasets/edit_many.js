@@ -1,34 +1,37 @@
 // One edit of many captions. Nothing is written before its preview, which shows every caption that
 // would change; applying is one step of undo.
+import { say } from "/ui/shared/words.js";
+import { button, choice, field, make } from "/ui/datasets/elements.js";
 
-const BULK_KINDS = [
-  ["prepend", "put in front"], ["append", "put at the end"], ["replace", "replace words"],
-  ["remove_tag", "remove a tag"], ["trigger", "set the trigger word"],
+const KINDS = [
+  ["prepend", say("put in front")], ["append", say("put at the end")], ["replace", say("replace words")],
+  ["remove_tag", say("remove a tag")], ["trigger", say("set the trigger word")],
 ];
-const JOINTS = [[", ", "comma"], [" ", "space"], ["", "nothing"]];
+const JOINTS = [[", ", say("comma")], [" ", say("space")], ["", say("nothing")]];
 
-class BulkBar {
+export class EditMany {
   constructor(desk) {
     this.desk = desk;
-    this.kind = choice("Change", BULK_KINDS, () => this.changed());
-    this.text = field("Words", { maxlength: 2000, oninput: () => this.close() });
-    this.replacement = field("With", { maxlength: 2000, oninput: () => this.close() });
-    this.joint = choice("Joined with", JOINTS, () => this.close());
+    this.kind = choice(say("Change"), KINDS, () => this.changed());
+    this.text = field(say("Words"), { maxlength: 2000, oninput: () => this.close() });
+    this.replacement = field(say("With"), { maxlength: 2000, oninput: () => this.close() });
+    this.joint = choice(say("Joined with"), JOINTS, () => this.close());
     this.target = make("span", { class: "ds-quiet" });
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.rows = make("tbody");
     this.apply = button("", () => this.commit(), { class: "primary" });
     this.preview = make("div", { class: "ds-preview", hidden: true },
-      make("div", { class: "ds-rows", tabindex: "0", role: "region", "aria-label": "Preview" },
+      make("div", { class: "ds-rows", tabindex: "0", role: "region", "aria-label": say("Preview") },
         make("table", {}, make("thead", {}, make("tr", {},
-          ...["image", "before", "after"].map((text) => make("th", { scope: "col" }, text)))),
+          ...["image", "before", "after"].map((text) => make("th", { scope: "col" }, say(text))))),
         this.rows)),
-      make("div", { class: "ds-line" }, this.apply, button("Cancel", () => this.close())));
+      make("div", { class: "ds-line" }, this.apply, button(say("Cancel"), () => this.close())));
     const form = make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.look(); },
     }, this.kind.node, this.text.node, this.replacement.node, this.joint.node,
-    make("button", { type: "submit" }, "Preview"), this.target);
-    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Change many captions: add, remove, replace words \u2026"),
+    make("button", { type: "submit" }, say("Preview")), this.target);
+    this.node = make("details", { class: "ds-bulk" },
+      make("summary", {}, say("Change many captions: add, remove, replace words \u2026")),
       form, this.said, this.preview);
     this.changed();
   }
@@ -63,9 +66,10 @@ class BulkBar {
     if (turn !== this.turn) return; // other words or images were chosen meanwhile: this preview is not of them
     if (answer.error) { this.said.textContent = answer.error; return; }
     this.shown = { ...values, rows: answer.rows };
-    if (answer.rows.length === 0) { this.said.textContent = "No caption would change."; return; }
+    if (answer.rows.length === 0) { this.said.textContent = say("No caption would change."); return; }
     this.rows.replaceChildren(...answer.rows.map(previewRow));
-    this.apply.textContent = answer.rows.length === 1 ? "Apply to 1 caption" : `Apply to ${answer.rows.length} captions`;
+    const count = answer.rows.length;
+    this.apply.textContent = count === 1 ? say("Apply to 1 caption") : say("Apply to {#} captions", count);
     this.preview.hidden = false;
     if (this.node.contains(document.activeElement)) this.apply.focus(); // else somebody types in a caption
   }
@@ -76,9 +80,9 @@ class BulkBar {
     this.apply.disabled = true;
     const answer = await this.desk.ask("apply", { ...edit, seen });
     this.apply.disabled = false;
-    if (answer.error) { this.said.textContent = `Not applied: ${answer.error}`; return; }
+    if (answer.error) { this.said.textContent = say("Not applied: {}", answer.error); return; }
     this.close();
-    this.desk.changed(answer, `Done: ${answer.step || "nothing"}`);
+    this.desk.changed(answer, say("Done: {}", answer.step || say("nothing")));
   }
 }
 

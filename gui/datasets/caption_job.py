@@ -22,9 +22,9 @@ from lora_trainer.captioning.captioners import KNOWN
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.wording import one_line
 
-from . import jobs, launch
-from .jobs import Job
-from .workplace import Workplace
+from .. import jobs, launch
+from ..jobs import Job
+from ..workplace import Workplace
 
 KIND = "caption"
 MODELS = tuple(KNOWN)
@@ -96,8 +96,10 @@ def take_back(root: Path) -> str:
     if answer.values is None:
         raise InputError(answer.error or "nothing was taken back", fix="look at the captions")
     counts = {name: len(answer.values.get(name, ())) for name in ("removed", "restored", "kept")}
-    said = f"{counts['removed']} captions removed, {counts['restored']} put back"
-    return said + (f", {counts['kept']} left alone: edited since" if counts["kept"] else "")
+    removed, restored, kept = counts["removed"], counts["restored"], counts["kept"]
+    if kept:
+        return f"{removed} captions removed, {restored} put back, {kept} left alone: edited since"
+    return f"{removed} captions removed, {restored} put back"
 
 
 def state(job: Job | None) -> dict[str, Any]:
@@ -125,13 +127,16 @@ def _said(job: Job, rows: Sequence[dict[str, Any]], *, done: int, count: int) ->
         return job.error() or "stopped; the captions that were written stay"
     if job.state == "finished" or last.get("event") == "captioned":
         written, failed = _whole(last, "written"), _whole(last, "failed")
-        return f"{written} captions written" + (f", {failed} images without" if failed else "")
+        if failed:
+            return f"{written} captions written, {failed} images without"
+        return f"{written} captions written"
     if count:
         return f"{done} of {count} captions written"
     if last.get("event") == "downloading":
-        size = last.get("gigabytes")
-        about = f", about {size:g} GB" if isinstance(size, int | float) else ""
-        return f"downloading {one_line(str(last.get('model')))}{about}"
+        model, size = one_line(str(last.get("model"))), last.get("gigabytes")
+        if isinstance(size, int | float):
+            return f"downloading {model}, about {size:g} GB"
+        return f"downloading {model}"
     return "loading the model"
 
 

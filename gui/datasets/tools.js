@@ -1,0 +1,164 @@
+// The bars above the cards: undo, filters, order, what to look for, and what is said of the whole folder.
+import { say } from "/ui/shared/words.js";
+import { button, choice, field, make } from "/ui/datasets/elements.js";
+
+const MAX_TAGS = 60;
+const ORDERS = [["name", say("by name")], ["worst", say("worst first")], ["best", say("best first")]];
+const SIZES = [["", ""], ["512", "512 px"], ["768", "768 px"], ["1024", "1024 px"]];
+
+export class Tools {
+  constructor(desk) {
+    this.desk = desk;
+    const redraw = () => desk.refilter();
+    this.head = make("p", { class: "ds-head" });
+    this.status = make("p", { class: "ds-quiet", role: "status" });
+    this.message = make("p", { class: "ds-message", role: "status", hidden: true });
+    this.notes = make("ul");
+    this.notesBox = make("details", { hidden: true }, make("summary", {}, ""), this.notes);
+    this.undo = button(say("Undo"), () => desk.undo());
+    this.redo = button(say("Redo"), () => desk.redo());
+    this.search = field(say("Find"), { type: "search", placeholder: say("name or caption"), oninput: redraw });
+    this.order = choice(say("Order"), ORDERS, redraw);
+    this.size = choice(say("Size for the check"), SIZES, () => this.remember());
+    this.trigger = field(say("Trigger word for the check"), { maxlength: 100, onchange: () => this.remember() });
+    this.crop = button(say("Show crop"), () => this.toggleCrop(), { "aria-pressed": "false" });
+    this.filters = make("div", { class: "ds-line", role: "group", "aria-label": say("Filter by remark") });
+    this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Filter by tag") });
+    this.tagBox = make("details", {}, make("summary", {}, say("Tags")), this.tags);
+    this.counter = make("span", { class: "ds-quiet" });
+    this.excludeChosen = button(say("Exclude selected"), () => desk.exclude([...desk.chosen]));
+    this.backChosen = button(say("Put selected back"), () => desk.putBack([...desk.chosen]));
+    this.bulkPlace = make("div", { class: "ds-folded" });
+    this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
+      make("div", { class: "ds-line" }, this.undo, this.redo, this.search.node),
+      make("details", { class: "ds-more", open: matchMedia("(min-width: 40rem)").matches },
+        make("summary", {}, say("Sort, select and filter")),
+        make("div", { class: "ds-line" }, this.order.node, this.size.node, this.trigger.node, this.crop),
+        this.filters, this.tagBox,
+        make("div", { class: "ds-line" }, this.counter,
+          button(say("Select all shown"), () => desk.selectAll(true)),
+          button(say("Select none"), () => desk.selectAll(false)), this.excludeChosen, this.backChosen)));
+  }
+
+  show(data) {
+    const buckets = Object.entries(data.check.buckets).map(([name, count]) => say("{#} at {} px", count, name.replace("x", "\u00d7")));
+    const unreadable = data.pictures.filter((row) => row.unreadable).length; // counted apart, as on Train
+    const count = data.pictures.length - unreadable;
+    const images = count === 1 ? say("1 image") : say("{#} images", count.toLocaleString("en"));
+    const others = unreadable === 1
+      ? say("1 more file that cannot be read") : say("{#} more files that cannot be read", unreadable);
+    this.head.textContent = [images, unreadable ? `, ${others}` : "", verdict(data.check.score)].join("");
+    const error = data.problem || data.check.error;
+    if (!this.desk.examining) {
+      this.status.textContent = error || (buckets.length ? say("Trained as: {}", buckets.join(", ")) : "");
+    }
+    this.status.classList.toggle("ds-error", Boolean(error));
+    for (const [node, title, word, none] of [
+      [this.undo, data.undo, "Undo: {}", say("nothing to undo")], [this.redo, data.redo, "Redo: {}", say("nothing to redo")],
+    ]) {
+      node.disabled = !title;
+      node.title = title ? say(word, title) : none;
+    }
+    this.size.input.options[0].textContent = data.trained_as;
+    this.size.input.value = data.resolution;
+    if (document.activeElement !== this.trigger.input) this.trigger.input.value = data.trigger;
+    this.notesBox.hidden = data.notes.length === 0;
+    this.notesBox.firstChild.textContent = data.notes.length === 1
+      ? say("1 note on the folder") : say("{#} notes on the folder", data.notes.length);
+    this.notes.replaceChildren(...data.notes.map((text) => make("li", {}, text)));
+    this.showFilters();
+  }
+
+  /** Draw the counts of remarks and tags, each a button that filters. */
+  showFilters() {
+    const { desk } = this;
+    const kinds = new Map();
+    const tags = new Map();
+    for (const row of desk.rows()) {
+      for (const kind of new Set(row.badges.map((badge) => badge.kind))) kinds.set(kind, (kinds.get(kind) ?? 0) + 1);
+      for (const tag of new Set(tagsOf(row.caption))) tags.set(tag, (tags.get(tag) ?? 0) + 1);
+    }
+    for (const kind of desk.kinds) if (!kinds.has(kind)) desk.kinds.delete(kind);
+    for (const tag of desk.tags) if (!tags.has(tag)) desk.tags.delete(tag);
+    const away = desk.data.excluded.length;
+    redrawn(this.filters, [
+      ...[...kinds].sort().map(([kind, count]) => this.filter(desk.kinds, kind, count)),
+      away || desk.away ? button(say("excluded {#}", away), () => this.toggleAway(), {
+        class: "ds-chip", "aria-pressed": String(desk.away), "data-chip": "excluded",
+      }) : null,
+    ]);
+    const common = [...tags].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).slice(0, MAX_TAGS);
+    redrawn(this.tags, common.map(([tag, count]) => this.filter(desk.tags, tag, count)));
+    this.tagBox.hidden = tags.size === 0;
+    this.tagBox.firstChild.textContent = say("Tags ({#})", tags.size.toLocaleString("en"));
+  }
+
+  filter(on, name, count) {
+    const isTag = on === this.desk.tags; // a word of the user's own, in no language of ours
+    return button(`${isTag ? name : say(name)} ${count}`, () => {
+      if (!on.delete(name)) on.add(name);
+      this.desk.refilter();
+    }, {
+      class: "ds-chip", "aria-pressed": String(on.has(name)), "data-chip": name, dir: "auto", translate: isTag ? "no" : null,
+    });
+  }
+
+  toggleAway() {
+    this.desk.away = !this.desk.away;
+    this.desk.chosen.clear();
+    this.desk.kinds.clear();
+    this.desk.tags.clear();
+    this.desk.refilter();
+  }
+
+  toggleCrop() {
+    const on = this.desk.page.classList.toggle("ds-crops");
+    this.crop.setAttribute("aria-pressed", String(on));
+  }
+
+  async remember() {
+    const values = { trigger: this.trigger.input.value, resolution: this.size.input.value };
+    await this.desk.flush(); // its answers show the trigger word and size of before
+    this.desk.changed(await this.desk.ask("look", values), "");
+  }
+
+  say(text, wrong = false) {
+    this.message.textContent = text;
+    this.message.hidden = !text;
+    this.message.classList.toggle("ds-error", wrong);
+  }
+
+  busy(on) {
+    if (on) this.status.textContent = say("Looking at the images \u2026");
+    this.node.setAttribute("aria-busy", String(on));
+  }
+
+  count(shown, all) {
+    this.counter.textContent = shown === all ? say("all {#} shown", all) : say("{#} of {#} shown", shown, all);
+  }
+
+  aim(chosen, away) {
+    this.excludeChosen.hidden = away;
+    this.backChosen.hidden = !away;
+    this.excludeChosen.disabled = this.backChosen.disabled = chosen === 0;
+    this.bulkPlace.hidden = away;
+  }
+}
+
+/** Put new buttons in the place of the old ones, with the focus where it was. */
+function redrawn(node, buttons) {
+  const focused = node.contains(document.activeElement) ? document.activeElement.dataset.chip : null;
+  node.replaceChildren(...buttons.filter(Boolean));
+  if (focused !== null) [...node.children].find((one) => one.dataset.chip === focused)?.focus();
+}
+
+export function tagsOf(caption) {
+  return caption.split(/[,\uff0c\u3001\u060c]/).map((tag) => tag.trim()).filter(Boolean);
+}
+
+/** Return what a score of the check says of the images; nothing of none. */
+function verdict(score) {
+  if (score === null) return "";
+  if (score >= 0.8) return say(", good to train on");
+  return score >= 0.6 ? say(", usable, with weak points") : say(", worth improving first");
+}
