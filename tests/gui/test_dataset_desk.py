@@ -19,9 +19,11 @@ from lora_trainer.gui import drafts
 from lora_trainer.gui.dataset_summary import summary
 from lora_trainer.gui.datasets import requests
 from lora_trainer.gui.datasets.api import DatasetApi
+from lora_trainer.gui.datasets.routes import routes
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 from pydantic import ValidationError
+from starlette.routing import Router
 
 from lora_trainer.cli.main import main
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
@@ -29,6 +31,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import ROOT
+from tests.gui.conftest import answered as answered_by
 from tests.gui.conftest import tree
 
 BODIES = {
@@ -596,3 +599,51 @@ def captioning(desk: DatasetApi, folder: Path, rows: list[Any], code: int | None
     if code is not None:
         (job / "result.json").write_text(json.dumps({"exit_code": code}))
     return ask(desk, "caption_state", folder)
+
+
+def told(work: Workplace, name: str, body: object, code: str = "de") -> tuple[int, dict[str, Any]]:
+    """Ask as a script does; return the status and what came back."""
+    status, _, answer = answered_by(
+        Router(routes=routes(work)),
+        f"/datasets/{name}",
+        method="POST",
+        body=[json.dumps(body).encode()],
+        accept_language=code,
+    )
+    return status, json.loads(answer)
+
+
+def test_a_script_is_answered_in_the_language_of_the_reader_with_names_and_captions_as_they_are(
+    work: Workplace, folder: Path
+) -> None:
+    (folder / "p0.txt").write_text("no caption")
+    whole = {"folder": str(folder)}
+    _, answer = told(work, "look", whole)
+    first, _, last = answer["pictures"]
+    assert first["caption"] == "no caption", "the words of a user stay"
+    (badge,) = last["badges"]
+    assert (badge["kind"], badge["text"]) == ("no caption", "keine Caption"), "filtered by its kind"
+    assert badge["title"] == "wird mit leerer Caption trainiert"
+    assert answer["trained_as"] == "der Gr\u00f6\u00dfe des Basismodells"
+    _, answer = told(work, "exclude", {**whole, "files": ["p1.png", "p2.png"]})
+    assert answer["step"] == answer["undo"] == "2 Bilder ausschlie\u00dfen"
+    assert told(work, "undo", whole, "en")[1]["step"] == "exclude 2 pictures"
+    _, answer = told(work, "caption_state", whole)
+    assert dict(answer["models"]).keys() >= {"blip"}
+    page = answered_by(Router(routes=routes(work)), "/datasets", accept_language="de")[2].decode()
+    assert "<h1>Datens\u00e4tze</h1>" in page and "Bilder ausw\u00e4hlen" in page
+
+
+def test_a_caption_too_long_to_be_saved_is_told_so_and_what_no_script_sends_is_refused(
+    work: Workplace, folder: Path
+) -> None:
+    save = {"folder": str(folder), "file": "p0.png", "text": "x", "seen": "a cat", "group": ""}
+    status, answer = told(work, "save", {**save, "text": "x" * 20_001}, "en")
+    assert status == 200 and "20,001 characters" in answer["error"]
+    for wrong in ({}, [], {**save, "more": 1}, {**save, "text": 5}, {**save, "text": "\ud800"}):
+        assert told(work, "save", wrong)[0] == 400
+    assert (
+        told(work, "caption", {**save, "files": [], "model": "no such", "mode": "missing"})[0]
+        == 400
+    )
+    assert (folder / "p0.txt").read_text() == "a cat"
