@@ -129,9 +129,25 @@ def read_commands(text: str, file: str) -> CommandLine:
     return read
 
 
-def _commands(text: str, shell: _Shell, file: str) -> Iterator[list[str]]:
-    """Yield the words of each command, variables put in."""
+def read_variables(text: str, file: str) -> dict[str, str]:
+    """Return the variables that a file for a Unix shell sets, with one another put in."""
     variables: dict[str, str] = {}
+    text = text[:_MOST_CHARACTERS].replace("\0", "")
+    for _ in _commands(text, _SH, file, variables):
+        pass
+    return variables
+
+
+def options_of(line: str) -> CommandLine:
+    """Return the options in a text of words as a shell reads them, those of which the last of a name wins."""
+    return _options([word for words in _split(line, _SH) for word in words])
+
+
+def _commands(
+    text: str, shell: _Shell, file: str, variables: dict[str, str] | None = None
+) -> Iterator[list[str]]:
+    """Yield the words of each command, variables put in; `variables` gets those that are set."""
+    variables = {} if variables is None else variables
     depth = 0
     for line in _lines(text, shell):
         depth = max(0, depth - bool(shell.closes.search(line)))

@@ -55,7 +55,8 @@ class Foreign:
     matching, `trains_text` whether its text encoders can be trained here; None: the file does not say which base
     it is. `is_schedule_free`: its optimizer has no schedule. `untrained` has what stands before the keys of folders
     without a path, `named` the keys of which something is said: `nearest` how they are approximated, the others
-    why they became no setting. What `data.folders` holds has a source for each of its parts. `dataset` is the
+    why they became no setting, `out_of_use` keys of a model that is not chosen, whose names another key has taken.
+    What `data.folders` holds has a source for each of its parts. `dataset` is the
     folder to train on as the file has it, None where it names none.
     """
 
@@ -73,6 +74,7 @@ class Foreign:
     nearest: dict[str, str] = field(default_factory=dict)
     nothing_to_set: dict[str, str] = field(default_factory=dict)
     without_equivalent: dict[str, str] = field(default_factory=dict)
+    out_of_use: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     dataset: str | None = None
     named: set[str] = field(default_factory=set)

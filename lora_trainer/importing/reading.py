@@ -18,7 +18,7 @@ import yaml
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
-from lora_trainer.importing.command_lines import SHELLS, read_commands
+from lora_trainer.importing.command_lines import SHELLS, read_commands, read_variables
 from lora_trainer.importing.foreign import LIST, Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers import (
     ai_toolkit,
@@ -60,8 +60,13 @@ def import_bytes(raw: bytes, name: str) -> Foreign:
 
 
 def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
+    data: Mapping[str, Any]
     still_open: Mapping[str, str] = {}
-    if PurePath(file).suffix.lower() in SHELLS:
+    suffix = PurePath(file).suffix.lower()
+    variables = read_variables(decoded(raw, file), file) if suffix in (".env", ".sh") else {}
+    if simpletuner.is_environment(variables):
+        data, still_open = simpletuner.options_of_environment(variables)
+    elif suffix in SHELLS:
         command = read_commands(decoded(raw, file), file)
         data, still_open = _with_config_file(command.options, beside), command.open
     else:
@@ -95,6 +100,7 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
         {name_in_file.get(key, key): why for key, why in rows.items()}
         for rows in (foreign.nearest, foreign.nothing_to_set, foreign.without_equivalent)
     )
+    foreign.nothing_to_set |= foreign.out_of_use
     for key, source in foreign.sources.items():
         foreign.sources[key] = " ".join(name_in_file.get(word, word) for word in source.split(" "))
     foreign.unknown = [name_in_file.get(key, key) for key in foreign.unknown]

@@ -218,6 +218,26 @@ def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- adapters on top
 
 
+def test_layers_are_chosen_without_restoring_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large base on the host that took minutes."""
+    family = families.family("zimage")
+    network = nn.Module()
+    network.layers = nn.ModuleList([nn.Module()])
+    ending = family.traits.endings["attention"][0]
+    place, _, last = ending.rpartition(".")
+    parent = network.layers[0]
+    for name in filter(None, place.split(".")):
+        parent.add_module(name, nn.Module())
+        parent = parent.get_submodule(name)
+    parent.add_module(last, quantized(linear(), "int8"))
+
+    def restored(*_: Any) -> None:
+        raise AssertionError("a weight was restored")
+
+    monkeypatch.setattr(QuantizedLinear, "restored", restored)
+    assert family.lora_targets(network, "attention") == [f"layers.0.{ending}"]
+
+
 @KINDS
 @pytest.mark.parametrize("values", ADAPTERS, ids=str)
 def test_an_adapter_of_any_kind_changes_the_weight_that_is_stored(

@@ -374,8 +374,11 @@ class Family(ABC):
         return [
             name
             for name, module in network.named_modules()
-            # `to_out` and `net` are also names of ModuleLists and activations, which have no weight.
-            if name.endswith(endings) and hasattr(module, "weight") and name not in unused
+            # `to_out` and `net` are also names of ModuleLists and activations, which have no weight. That of a
+            # quantised layer is a property, which would restore it.
+            if name.endswith(endings)
+            and (hasattr(type(module), "weight") or hasattr(module, "weight"))
+            and name not in unused
         ]
 
     def without_refiners(self, layers: Iterable[str], *, refiners: bool) -> list[str]:

@@ -31,7 +31,7 @@ from lora_trainer.importing.trainers import sd_scripts
 
 # ---- kohya_ss
 
-_OTHER_MODELS = ("hunyuan_", "anima_", "lumina_")
+_OTHER_MODELS = ("hunyuan_", "anima_")
 
 
 def flat_tab(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -79,6 +79,9 @@ def _rename(foreign: Foreign, key: str, argument: str, value: Any) -> None:
     foreign.values.pop(key, None)
     foreign.values[argument] = value
     if argument != key:
+        if argument in foreign.nothing_to_set:
+            foreign.out_of_use[argument] = foreign.nothing_to_set.pop(argument)
+            foreign.named.discard(argument)
         foreign.called[argument] = key
 
 

@@ -1,6 +1,7 @@
 """SimpleTuner (bghira): config.json with its data backends and LyCORIS file, and the backends by themselves.
 
-Options are read with and without the dashes that older files have. Its defaults are set where the file
+Options are read with and without the dashes that older files have; so is `config.env`, which gives them as
+variables (simpletuner/helpers/configuration/env_file.py). Its defaults are set where the file
 leaves them out, such as a dropout of 0.1 and timesteps shifted by 3.
 """
 
@@ -8,13 +9,23 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
-from lora_trainer.importing.foreign import LIST, THERE, YES, Foreign, Trainer, flattened
+from lora_trainer.importing.command_lines import options_of
+from lora_trainer.importing.foreign import (
+    LIST,
+    THERE,
+    YES,
+    Foreign,
+    Trainer,
+    flattened,
+    table_of,
+)
 
 _LOSSES = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}
 _TRACKERS = {
@@ -39,6 +50,45 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     values = {name.lstrip("-"): value for name, value in options.items() if name != "_metadata"}
     signs = {"model_family", "data_backend_config", "dynamo_use_regional_compilation"}
     return values if signs & values.keys() else None
+
+
+def is_environment(variables: Mapping[str, str]) -> bool:
+    """Say whether variables are those of its `config.env`, or of an older `env.sh`."""
+    names = table_of("simpletuner")["environment"]
+    return "MODEL_TYPE" in variables and len(names.keys() & variables.keys()) >= 3
+
+
+def options_of_environment(
+    variables: Mapping[str, str],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a `config.env` sets as options, and what stays open, with the reason.
+
+    As there, `true` gives an option, `false` leaves it out, and the options in the extra arguments come last. The
+    older files say which model it is by a variable of each.
+    """
+    table = table_of("simpletuner")
+    is_other = [name for name in table["other_models"] if variables.get(name, "").lower() == "true"]
+    if is_other:
+        raise RequestError(
+            f"{is_other[0]}=true: that model is not trained here", fix="give a file of another"
+        )
+    words = []
+    for name, option in table["environment"].items():
+        value = variables.get(name, "")
+        if value.lower() == "true":
+            words.append(f"--{option}")
+        elif value and value.lower() != "false":
+            words.append(f"--{option}={shlex.quote(value)}")
+    extra = (variables.get(name, "") for name in ("TRAINER_EXTRA_ARGS", "DEBUG_EXTRA_ARGS"))
+    read = options_of(" ".join([*words, *extra]))
+    if "model_family" not in read.options:
+        named = (
+            family
+            for name, family in table["model_of_variable"].items()
+            if variables.get(name, "").lower() == "true"
+        )
+        read.options["model_family"] = next(named, table["model_of_no_variable"])
+    return read.options, read.open
 
 
 def flat_backends(data: Mapping[str, Any]) -> dict[str, Any] | None:
