@@ -24,13 +24,6 @@ from .server.translation import Words, words
 PRODUCT = "lora-train"
 _SETTING = re.compile(r"(?:--set[ =])?\b(?P<key>[a-z]+\.[a-z0-9_]+)\b(?P<equals>=)?(?!\.\w)")
 _VOID = frozenset({"br", "img", "input", "meta"})
-STATE_ICONS = {
-    "running": "play",
-    "finished": "circle-check",
-    "stopped": "square",
-    "interrupted": "triangle-alert",
-    "failed": "circle-alert",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,26 +164,6 @@ def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:
             "aria-label": f"Delete {name}",
         },
     )
-
-
-def progress(fraction: float, *, label: str, state: str = "running") -> Html:
-    """Return a bar that is filled by `fraction` of 1."""
-    share = min(1.0, max(0.0, fraction))
-    return tag(
-        "div",
-        tag("i", style=f"width:{share:.1%}"),
-        class_=f"progress {state}",
-        role="progressbar",
-        aria_label=label,
-        aria_valuemin=0,
-        aria_valuemax=100,
-        aria_valuenow=int(100 * share),
-    )
-
-
-def state_line(state: str, said: str) -> Html:
-    """Return the state of a run with its icon: colour alone says nothing."""
-    return tag("p", icon(STATE_ICONS[state]), tag("span", said), class_=f"state {state}")
 
 
 def error_html(line: str) -> Html:

@@ -40,11 +40,10 @@ def routes(work: Workplace) -> list[Route]:
         folder = state.run_folder(work.runs, asked.run)
         history = read_history(folder)
         samples = sample_sheet(
-            folder, history, exported=exports(folder, history), best=read_best(folder)
+            folder, history, exported=exports(folder, history), best=read_best(folder), _=_
         )
-        steps = [{**step, "name": _.message(step["name"])} for step in samples["steps"]]
         settings = {_(name): value for name, value in compared_settings(history.run).items()}
-        return {**samples, "steps": steps, "settings": settings}
+        return {**samples, "settings": settings}
 
     return [
         page("/compare", "compare/page.html", title="Compare", look=show),

@@ -1,6 +1,6 @@
 """The head of a run's page: its sentence, how far it is, what it takes, why it ended.
 
-Inputs: a look at the run and its RunHistory. Output: escaped markup. Figures that were not recorded are
+Inputs: a look at the run and its RunHistory. Output: what head.html shows. Figures that were not recorded are
 left out.
 """
 
@@ -25,20 +25,13 @@ from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus
 
 from ..bases import EMBEDDED
-from ..markup import (
-    inline,
-    link_button,
-    progress,
-    share_buttons,
-    stages_html,
-    tag,
-    try_out_notice,
-    use_in_comfyui,
-)
+from ..markup import inline
 from ..media import run_url
 from ..run_best import exports, losses, read_best, recommended
 from ..run_mend import mend_of
-from ..run_state import Look, explained, left_text, remarks, sentence, starting, step_s
+from ..run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
+from ..server.templates import render
+from ..server.translation import Words
 
 _LOSS_STEPS = 20
 # Losses that differ by less are within the noise of a few held-out images.
@@ -51,28 +44,78 @@ _MARGIN = 1.08
 Figure = tuple[str, str, str]
 
 
-def head(seen: Look, history: RunHistory, machine: str = "") -> Html:
-    """Return the sentence, the progress bar, why it ended, the figures and the remarks.
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What head.html shows of a run. Texts are English, as a run says them; addresses lead to pages and files."""
 
-    `machine` says what the machine does while the run goes.
-    """
-    status = seen.status
-    fraction = min(1.0, max(0.0, status.step / status.steps)) if status.steps else 0.0
-    stages = starting(seen)
-    bar = progress(fraction, label="progress of the training", state=status.state)
-    return tag(
-        "div",
-        tag("p", sentence(seen, history), class_=f"said {status.state}", role="status"),
-        stages_html(stages) if stages else bar,
-        next_steps(seen, history),
-        error_box(seen, history),
-        again_alone(seen, history),
-        *(tag("p", line, class_="notice") for line in remarks(seen, history)),
-        tag("dl", *(_figure(*figure) for figure in figures(seen, history)), class_="figures"),
-        _memory_bar(history, goes=status.state == "running"),
-        tag("p", machine, class_="quiet machine") if machine else None,
-        class_="head",
+    state: str
+    said: str
+    fraction: float
+    stages: tuple[Stage, ...]
+    """Up to the first step; none from then on."""
+    lora: Take | None
+    ended: tuple[str, str] | None
+    """Why it ended before its end, and what to do about it."""
+    again: str
+    """Trains again with changes, for a run that ended early; empty for others."""
+    mended: tuple[str, str] | None
+    """The label and the address of what trains again with the change that the end advises."""
+    remarks: tuple[str, ...]
+    figures: tuple[Figure, ...]
+    memory: Meter | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Take:
+    """The LoRA of a finished run to take."""
+
+    ref: str
+    step: str
+    is_best: bool
+    file: str
+    learned: str
+    """How well it learned, empty where that was not measured."""
+    best_step: str
+    others: tuple[tuple[str, str], ...]
+    """Step and address of the other files."""
+    is_try_out: bool
+    trigger: str
+    page: str
+    again: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meter:
+    """The memory of a run: what is known of it in words, bars and lines by name with their share of the width."""
+
+    words: tuple[str, ...]
+    bars: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[str, str], ...]
+
+
+def head(seen: Look, history: RunHistory) -> Head:
+    """Return the head of the page of a run."""
+    status, run = seen.status, seen.folder.name
+    ends_early = status.state in {"failed", "stopped"} and not seen.goes_on_soon
+    mend = mend_of(seen, history.run) if ends_early else None
+    return Head(
+        state=status.state,
+        said=sentence(seen, history),
+        fraction=status.step / status.steps if status.steps else 0.0,
+        stages=starting(seen),
+        lora=take(seen, history),
+        ended=_ended(seen, history),
+        again=_again(run) if ends_early else "",
+        mended=None if mend is None else (mend.label, _again(run, mended="1")),
+        remarks=tuple(remarks(seen, history)),
+        figures=tuple(figures(seen, history)),
+        memory=_meter(history, goes=status.state == "running"),
     )
+
+
+def head_html(shown: Head, _: Words, *, machine: str = "") -> Html:
+    """Return the head as markup; `machine` says what the machine does while the run goes."""
+    return render("run/head.html", _, head=shown, machine=machine, inline=inline)
 
 
 def machine_now(status: RunStatus, cards: Sequence[CardState]) -> str:
@@ -94,42 +137,29 @@ def _card_now(card: CardState) -> str:
     return ", ".join(filter(None, told))
 
 
-def next_steps(seen: Look, history: RunHistory) -> Html | None:
-    """Return what can be done with the LoRA of a finished run, how well it learned, and which step did best."""
+def take(seen: Look, history: RunHistory) -> Take | None:
+    """Return the LoRA of a finished run to take, how well it learned, and which step did best."""
     if seen.status.state != "finished":
         return None
     files = exports(seen.folder, history)
     measured = losses(history)
-    take = recommended(files, measured, read_best(seen.folder))
-    if take is None:
+    best = recommended(files, measured, read_best(seen.folder))
+    if best is None:
         return None
-    run, is_try_out = seen.folder.name, mapping(history.run, "base").get("source") == EMBEDDED
-    ref = f"{run}/{take.file}"
-    trigger = mapping(history.run, "settings").get("data.trigger")
-    return tag(
-        "div",
-        tag("p", judgement(history, measured[take.step])) if take.step in measured else None,
-        try_out_notice(run) if is_try_out else None,
-        tag(
-            "p",
-            link_button(
-                f"Download step {take.step:,} (best)"
-                if take.is_found
-                else f"Download step {take.step:,}",
-                run_url(run, take.file),
-                icon_name="download",
-                kind="big primary",
-            ),
-            link_button(
-                "Try it", "/library?" + urlencode({"file": ref}), icon_name="sparkles", kind="big"
-            ),
-            *share_buttons(ref, for_others=not is_try_out),
-            _again(run),
-            class_="actions",
-        ),
-        None if is_try_out else use_in_comfyui(str(trigger or "")),
-        tag("p", _best_step(history, files), _other_steps(run, files, take.step)),
-        class_="next",
+    run, ref = seen.folder.name, f"{seen.folder.name}/{best.file}"
+    others = (step for step in sorted(files) if step != best.step)
+    return Take(
+        ref=ref,
+        step=f"{best.step:,}",
+        is_best=best.is_found,
+        file=run_url(run, best.file),
+        learned=judgement(history, measured[best.step]) if best.step in measured else "",
+        best_step=_best_step(history, files),
+        others=tuple((f"{step:,}", run_url(run, files[step])) for step in others),
+        is_try_out=mapping(history.run, "base").get("source") == EMBEDDED,
+        trigger=str(mapping(history.run, "settings").get("data.trigger") or ""),
+        page="/library?" + urlencode({"file": ref}),
+        again=_again(run),
     )
 
 
@@ -151,41 +181,8 @@ def judgement(history: RunHistory, loss: float) -> str:
     )
 
 
-def _other_steps(run: str, files: Mapping[int, str], offered: int) -> Html | None:
-    """Return links to the files of the other steps."""
-    others = [step for step in sorted(files) if step != offered]
-    if not others:
-        return None
-    links = (tag("a", f"step {step:,}", href=run_url(run, files[step])) for step in others)
-    return tag(
-        "span",
-        " ",
-        tag("span", "Other files to download:"),
-        *(tag("span", " ", link) for link in links),
-    )
-
-
-def _again(run: str) -> Html:
-    return link_button(
-        "Train again with changes",
-        "/train?" + urlencode({"again": run}),
-        icon_name="rotate-ccw",
-        kind="big",
-    )
-
-
-def again_alone(seen: Look, history: RunHistory) -> Html | None:
-    """Return the ways to train with other settings from a run that ended early and will not go on by itself."""
-    if seen.status.state not in {"failed", "stopped"} or seen.goes_on_soon:
-        return None
-    run = seen.folder.name
-    mend = mend_of(seen, history.run)
-    mended, opens = None, None
-    if mend is not None:
-        address = "/train?" + urlencode({"again": run, "mended": "1"})
-        mended = link_button(mend.label, address, icon_name="sparkles", kind="big primary")
-        opens = tag("p", "Both open the page Train, filled in: nothing starts yet.", class_="quiet")
-    return tag("div", tag("p", mended, _again(run), class_="actions"), opens, class_="next")
+def _again(run: str, **more: str) -> str:
+    return "/train?" + urlencode({"again": run, **more})
 
 
 def _best_step(history: RunHistory, files: Mapping[int, str]) -> str:
@@ -221,22 +218,13 @@ def _samples_of(step: int, history: RunHistory) -> str:
     return f"the nearest samples below are of step {nearest:,}"
 
 
-def error_box(seen: Look, history: RunHistory) -> Html | None:
-    """Return why a run ended before its end and what to do about it."""
+def _ended(seen: Look, history: RunHistory) -> tuple[str, str] | None:
+    """Return why a run ended before its end and what to do about it, as sentences."""
     told = explained(seen, history)
     if told is None:
         return None
     what, fix = (words.rstrip(". ") for words in told)
-    return tag(
-        "div",
-        tag("p", tag("b", inline(f"{what[:1].upper()}{what[1:]}."))),
-        tag("p", tag("span", "What to do: "), tag("span", inline(fix)), "."),
-        class_=f"told {seen.status.state}",
-    )
-
-
-def _figure(name: str, value: str, note: str) -> Html:
-    return tag("div", tag("dt", name), tag("dd", value), tag("dd", note) if note else None)
+    return f"{what[:1].upper()}{what[1:]}.", fix
 
 
 def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
@@ -323,51 +311,31 @@ def _known(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _memory_bar(history: RunHistory, *, goes: bool) -> Html | None:
-    """Return the memory as a bar with a sentence; the memory in use now only while the run goes."""
+def _meter(history: RunHistory, *, goes: bool) -> Meter | None:
+    """Return the memory of a run; the memory in use now only while it goes."""
     found = memory(history)
     if found is None:
         return None
     now_bytes = found.now_bytes if goes else 0.0
-    known = [now_bytes, found.highest_bytes, found.predicted_bytes, found.limit_bytes]
-    scale = _MARGIN * _highest(known)
-    highest = bytes_text(found.highest_bytes)
-    words = [f"this training at most {highest}"]
+    sizes = {
+        "highest": found.highest_bytes,
+        "now": now_bytes,
+        "predicted": found.predicted_bytes,
+        "limit": found.limit_bytes,
+    }
+    scale = _MARGIN * _highest(sizes.values())
+    shares = {
+        name: f"{100 * min(1.0, size / scale):.1f}%" for name, size in sizes.items() if size > 0
+    }
+    words = [f"this training at most {bytes_text(found.highest_bytes)}"]
     if goes:
-        words = [
-            found.now_of.format(size=bytes_text(now_bytes)),
-            f"this training at most {highest}",
-        ]
+        words.insert(0, found.now_of.format(size=bytes_text(now_bytes)))
     if found.predicted_bytes > 0:
         words.append(f"predicted {bytes_text(found.predicted_bytes)}")
     if found.limit_bytes > 0:
         words.append(f"limit {bytes_text(found.limit_bytes)}")
-    spans = (
-        tag("i", class_=name, style=f"width:{_share(value, scale)}")
-        for name, value in (("highest", found.highest_bytes), ("now", now_bytes))
-        if value > 0
+    return Meter(
+        words=tuple(words),
+        bars=tuple((name, shares[name]) for name in ("highest", "now") if name in shares),
+        lines=tuple((name, shares[name]) for name in ("predicted", "limit") if name in shares),
     )
-    lines = (
-        tag("b", class_=name, style=f"left:{_share(value, scale)}", title=name)
-        for name, value in (("predicted", found.predicted_bytes), ("limit", found.limit_bytes))
-        if value > 0
-    )
-    sentence_ = ", ".join(words)
-    return tag(
-        "div",
-        tag("p", tag("b", "Memory: "), *_listed(words), ".", class_="quiet"),
-        tag("div", *spans, *lines, class_="meter", role="img", aria_label=sentence_),
-        class_="usage",
-    )
-
-
-def _listed(words: Sequence[str]) -> Iterator[Html | str]:
-    """Yield words with commas between, each an element so that it can be translated."""
-    for at, word in enumerate(words):
-        yield tag("span", word)
-        if at < len(words) - 1:
-            yield ", "
-
-
-def _share(value: float, scale: float) -> str:
-    return f"{100 * min(1.0, value / scale):.1f}%"

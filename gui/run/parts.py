@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.nvml import card_states
 from lora_trainer.reporting.charts import Html, LossView, loss_curve
 from lora_trainer.reporting.history import RunHistory, SampleImage
 from lora_trainer.run.run_folder import BEST_RECORD
 
 from .. import launch, state
-from ..markup import delete_button, join, table, tag
+from ..markup import tag
 from ..media import REPORT, run_url, samples_url
 from ..run_best import Best, exports, losses, read_best, recommended
 from ..run_settings import settings_html
 from ..run_state import Look, possible
+from ..server.templates import render
+from ..server.translation import Words
 from ..state import Records
-from .head import head, machine_now
+from .head import head, head_html, machine_now
 from .log import log
 
 # Records may name any file; a page leads to samples of this run only.
@@ -36,10 +37,10 @@ _REDRAWS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Something of the page: `draw` makes it, equal keys make the same."""
+    """Something of the page: `draw` makes it in a language, equal keys make the same."""
 
     key: object
-    draw: Callable[[], Any]
+    draw: Callable[[Words], Any]
 
 
 def parts(seen: Look, records: Records) -> Mapping[str, Part]:
@@ -50,25 +51,27 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     best_step = shown_best(folder, history)
     shown = head(seen, history)
 
-    def with_machine() -> Html:
+    def with_machine(_: Words) -> Html:
         # The driver is asked when the head is drawn, not to find out whether it has changed.
         going = seen.status.state == "running"
-        return head(seen, history, machine_now(seen.status, card_states())) if going else shown
+        return head_html(shown, _, machine=machine_now(seen.status, card_states()) if going else "")
 
     return {
         "head": Part(key=shown, draw=with_machine),
-        "buttons": Part(key=possible(seen), draw=lambda: possible(seen)),
+        "buttons": Part(key=possible(seen), draw=lambda _: _buttons(seen)),
         "where": _where(seen),
         "chart": Part(
-            key=(*_chart_key(history), best_step), draw=lambda: _chart(history, best_step)
+            key=(*_chart_key(history), best_step), draw=lambda _: _chart(history, best_step, _)
         ),
         "samples": Part(
             key=(len(history.samples), history.sessions, *files),
-            draw=lambda: sample_sheet(folder, history, exported=exported, best=best),
+            draw=lambda _: sample_sheet(folder, history, exported=exported, best=best, _=_),
         ),
-        "log": Part(key=list(records.recent), draw=lambda: log(records.recent)),
-        "settings": Part(key=history.run, draw=lambda: settings_html(history.run)),
-        "files": Part(key=files, draw=lambda: files_html(folder, exported=exported, best=best)),
+        "log": Part(key=list(records.recent), draw=lambda _: _.markup(log(records.recent))),
+        "settings": Part(key=history.run, draw=lambda _: _.markup(settings_html(history.run))),
+        "files": Part(
+            key=files, draw=lambda _: files_html(folder, _, exported=exported, best=best)
+        ),
     }
 
 
@@ -81,15 +84,15 @@ def shown_best(folder: Path, history: RunHistory) -> int:
 def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
     """Return the parts for a folder whose records cannot be read: why, and the buttons."""
     told = tag("p", reason, class_="notice error")
-    empty = {name: Part(key="", draw=lambda: Html("")) for name in ("settings", "files")}
+    empty = {name: Part(key="", draw=lambda _: Html("")) for name in ("settings", "files")}
     blank = {"drawn": "", "steps": 0}
     return {
-        "head": Part(key=told, draw=lambda: told),
-        "buttons": Part(key=possible(seen), draw=lambda: possible(seen)),
+        "head": Part(key=told, draw=lambda _: _.markup(told)),
+        "buttons": Part(key=possible(seen), draw=lambda _: _buttons(seen)),
         "where": _where(seen),
-        "samples": Part(key="", draw=lambda: None),
-        "chart": Part(key="", draw=lambda: blank),
-        "log": Part(key=told, draw=lambda: told),
+        "samples": Part(key="", draw=lambda _: None),
+        "chart": Part(key="", draw=lambda _: blank),
+        "log": Part(key=told, draw=lambda _: _.markup(told)),
         **empty,
     }
 
@@ -108,15 +111,16 @@ def stamp(seen: Look) -> state.Stamp:
 def _where(seen: Look) -> Part:
     """Return whether somebody has to say where the images of a run are before it can go on."""
     unknown = possible(seen).resume and launch.recorded_dataset(seen.folder) is None
-    return Part(key=unknown, draw=lambda: unknown)
+    return Part(key=unknown, draw=lambda _: unknown)
 
 
-def _chart(history: RunHistory, best: int) -> dict[str, Any]:
+def _chart(history: RunHistory, best: int, _: Words) -> dict[str, Any]:
     """Return the chart as it is at first, and whether there is one to look at more closely."""
     if not history.steps:
-        said = tag("p", "The curve of the loss begins with the first step.", class_="quiet")
+        said = tag("p", _("The curve of the loss begins with the first step."), class_="quiet")
         return {"drawn": said, "steps": 0}
-    return {"drawn": loss_curve(history, LossView(best=best)), "steps": history.steps[-1].step}
+    drawn = _.markup(loss_curve(history, LossView(best=best)))
+    return {"drawn": drawn, "steps": history.steps[-1].step}
 
 
 def _chart_key(history: RunHistory) -> tuple[object, ...]:
@@ -127,8 +131,18 @@ def _chart_key(history: RunHistory) -> tuple[object, ...]:
     return (stride, count // stride, len(history.validations), len(history.marks), ended)
 
 
+def _buttons(seen: Look) -> list[str]:
+    """Return the buttons that are of use."""
+    return [button for button, is_of_use in asdict(possible(seen)).items() if is_of_use]
+
+
 def sample_sheet(
-    folder: Path, history: RunHistory, *, exported: Mapping[int, str], best: Best | None
+    folder: Path,
+    history: RunHistory,
+    *,
+    exported: Mapping[int, str],
+    best: Best | None,
+    _: Words,
 ) -> dict[str, Any]:
     """Return prompts, steps and the images where they meet; a missing image is null.
 
@@ -144,7 +158,7 @@ def sample_sheet(
         "steps": [
             {
                 "step": step,
-                "name": f"step {step:,}" if step else "base",
+                "name": _("step {#}", f"{step:,}") if step else _("base"),
                 "file": run_url(folder.name, exported[step]) if step in exported else None,
                 "best": take is not None and take.is_found and take.step == step,
                 "marked": best is not None and best.step == step,
@@ -168,58 +182,36 @@ def _address(folder: Path, image: SampleImage | None) -> str | None:
     return f"{run_url(folder.name, *image.file.split('/'))}?v={version:x}"
 
 
-def files_html(folder: Path, *, exported: Mapping[int, str], best: Best | None) -> Html:
+def files_html(folder: Path, _: Words, *, exported: Mapping[int, str], best: Best | None) -> Html:
     """Return the LoRA files with their download, the newest first, the best one on top."""
+    marked = None if best is None else best.step
     rows = [
-        _file_row(folder, exported[step], step=step, best=best) for step in sorted(exported)[::-1]
+        _file(folder, exported[step], step=step, marked=marked) for step in sorted(exported)[::-1]
     ]
-    if best is not None:
-        rows.insert(0, _file_row(folder, best.file, step=best.step, best=None, best_of_all=True))
-    listed = (
-        table(("LoRA of", "file", "size", ""), rows, class_="files")
-        if rows
-        else tag("p", "No LoRA file yet: the first save writes one.", class_="quiet")
+    return render(
+        "run/files.html",
+        _,
+        run=folder.name,
+        best=None if best is None else _file(folder, best.file, step=best.step, marked=None),
+        files=rows,
+        report=run_url(folder.name, REPORT) if (folder / REPORT).is_file() else "",
+        samples=samples_url(folder.name) if (folder / "samples").is_dir() else "",
+        folder=folder.resolve(),
     )
-    delete = delete_button("run", folder.name, name=folder.name, then="/")
-    where = tag("p", "Folder: ", tag("code", str(folder.resolve())))
-    return join((listed, _report(folder), _samples_zip(folder), where, tag("p", delete)))
 
 
-def _samples_zip(folder: Path) -> Html:
-    if not (folder / "samples").is_dir():
-        return Html("")
-    name = f"{folder.name}.zip"
-    link = tag("a", "Download all samples", href=samples_url(folder.name), download=name)
-    return tag("p", link, " as one zip.")
+def _file(folder: Path, name: str, *, step: int, marked: int | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "url": run_url(folder.name, name),
+        "step": step,
+        "size_bytes": _size_bytes(folder / name),
+        "is_marked": marked == step,
+    }
 
 
-def _file_row(
-    folder: Path, name: str, *, step: int, best: Best | None, best_of_all: bool = False
-) -> tuple[str, ...]:
-    marked = best is not None and best.step == step
-    button = tag(
-        "button",
-        "\u2605 Marked as the best" if marked else "\u2606 Mark this as the best",
-        type="button",
-        data_best=step,  # names a step, which the page's handler checks
-        disabled="" if marked else None,
-        aria_label=f"Mark step {step} as the best",
-    )
-    link = tag("a", name, href=run_url(folder.name, name), download=name, translate="no")
-    of = f"the best: step {step:,}" if best_of_all else f"step {step:,}"
-    return of, link, _size(folder / name), "" if best_of_all else button
-
-
-def _size(file: Path) -> str:
+def _size_bytes(file: Path) -> int | None:
     try:
-        return bytes_text(file.stat().st_size)
+        return file.stat().st_size
     except OSError:  # pruned since it was listed
-        return "gone"
-
-
-def _report(folder: Path) -> Html:
-    if not (folder / REPORT).is_file():
-        return tag("p", "The report is written when the training ends.", class_="quiet")
-    href = run_url(folder.name, REPORT)
-    link = tag("a", "Open the report", href=href, target="_blank", rel="noopener")
-    return tag("p", link, ": curves, problems, dataset, settings, timings on one page.")
+        return None

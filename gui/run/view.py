@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -50,7 +49,7 @@ def shown(folder: Path, followed: Followed, _: Words) -> Mapping[str, Any]:
         "stamp": _digest(stamp(seen)),
         "goes": _goes(seen),
         "keys": {name: _digest(part.key) for name, part in found.items()},
-        "parts": {name: _drawn(name, part, _) for name, part in found.items()},
+        "parts": {name: part.draw(_) for name, part in found.items()},
     }
 
 
@@ -67,7 +66,7 @@ def changed(
         return now
     found = {name: (_digest(part.key), part) for name, part in _parts(seen, followed).items()}
     fresh = {
-        name: {"key": key, "drawn": _drawn(name, part, _)}
+        name: {"key": key, "drawn": part.draw(_)}
         for name, (key, part) in found.items()
         if key != keys.get(name)
     }
@@ -89,19 +88,3 @@ def _parts(seen: Look, followed: Followed) -> Mapping[str, Part]:
 def _digest(key: object) -> str:
     """Return a text that is the same for equal keys, also after the server has started again."""
     return hashlib.blake2b(repr(key).encode(errors="replace"), digest_size=8).hexdigest()
-
-
-def _drawn(name: str, part: Part, _: Words) -> Any:
-    """Return a part in the language of the reader, as the script takes it."""
-    drawn = part.draw()
-    match name:
-        case "buttons":
-            return [button for button, is_of_use in asdict(drawn).items() if is_of_use]
-        case "chart":
-            return {**drawn, "drawn": _.markup(drawn["drawn"])}
-        case "samples" if drawn is not None:
-            steps = [{**step, "name": _.message(step["name"])} for step in drawn["steps"]]
-            return {**drawn, "steps": steps}
-        case "head" | "log" | "settings" | "files":
-            return _.markup(drawn)
-    return drawn

@@ -29,8 +29,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": bytes_text, "duration": duration_text}
+    environment.filters |= {"bytes": bytes_text, "duration": duration_text, "message": _message}
     return environment
+
+
+def _message(english: str, words: Words) -> str:
+    """Return a text that was put together elsewhere in the language of the reader, as `_.message` does."""
+    return words.message(english)
 
 
 def render(template: str, words: Words, **shown: object) -> Html:

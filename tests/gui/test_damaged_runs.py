@@ -75,6 +75,7 @@ def every_page(work: Workplace, hardware: Any) -> str:
                 history.history,
                 exported=run_best.exports(folder, history.history),
                 best=run_best.read_best(folder),
+                _=german,
             )
         except (LoraTrainError, OSError) as error:  # as the page's handler shows it
             shown.append(str(error))

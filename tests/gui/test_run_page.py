@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ def now(folder: Path, *, later_s: float = 0.0) -> Any:
 def page(folder: Path, **when: float) -> dict[str, Any]:
     """Return the parts of the page as they are drawn; the buttons by those that are of use."""
     parts = run_parts.parts(now(folder, **when), state.Followed().read(folder))
-    drawn = {name: part.draw() for name, part in parts.items()}
-    drawn["buttons"] = {name for name, on in asdict(drawn["buttons"]).items() if on}
+    drawn = {name: part.draw(words_of("en")) for name, part in parts.items()}
+    drawn["buttons"] = set(drawn["buttons"])
     return drawn
 
 
@@ -240,11 +240,11 @@ def test_a_failure_requests_silence_a_recovery_and_damage_are_told_above_the_fig
     with pytest.raises(RequestError) as refused:
         state.Followed().read(live)
     parts = run_parts.damaged_parts(now(live), str(refused.value))
-    drawn = {name: part.draw() for name, part in parts.items()}
+    drawn = {name: part.draw(words_of("en")) for name, part in parts.items()}
     assert set(drawn) == set(
         run_parts.parts(now(live), state.Followed().read(live.parent / "whole"))
     )
-    assert "not JSON" in drawn["head"] and drawn["buttons"].stop
+    assert "not JSON" in drawn["head"] and "stop" in drawn["buttons"]
 
 
 def test_head_has_progress_pace_time_left_losses_and_memory_as_predicted_and_used(
