@@ -90,7 +90,7 @@ export class Tools {
     const common = [...tags].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).slice(0, MAX_TAGS);
     redrawn(this.tags, common.map(([tag, count]) => this.filter(desk.tags, tag, count)));
     this.tagBox.hidden = tags.size === 0;
-    this.tagBox.firstChild.textContent = say("Tags ({#})", tags.size.toLocaleString("en"));
+    this.tagBox.firstChild.textContent = say("Tags ({})", tags.size.toLocaleString("en"));
   }
 
   filter(on, name, count) {

@@ -231,7 +231,7 @@ def test_every_text_of_a_template_and_of_its_script_has_its_translation() -> Non
         if path.parent.name == "assets":
             continue
         for found in said.findall(path.read_text(encoding="utf-8")):
-            english = "".join(re.findall(r'"([^"]*)"', found))
+            english = json.loads('"' + "".join(re.findall(r'"([^"]*)"', found)) + '"')
             for code in (each.stem for each in gui_texts.LANGUAGES.glob("*.json")):
                 assert english in gui_texts.known(code), f"{path.name}: {english}"
 
