@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn comes with gradio (extra `gui`)")
 
-from lora_trainer.gui.server import heads
+from lora_trainer.gui.server import heads, serve
 from lora_trainer.gui.server.heads import BoundedHeads
 from uvicorn import Config
 from uvicorn.server import ServerState
@@ -118,3 +119,19 @@ def test_of_many_that_wait_the_oldest_goes_and_who_asks_is_answered(
     waiting[-1][0].data_received(ASKED)
     clock.later(0)
     assert b"200 OK" in waiting[-1][1].written
+
+
+def test_the_server_that_is_started_gives_each_head_some_seconds(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Config] = []
+    monkeypatch.setattr("uvicorn.Server", lambda config: made.append(config) or Mock())
+    serve.run(Mock(), [])
+    (config,) = made
+    config.load()
+    protocol = config.http_protocol_class(config, ServerState(), {}, clock)
+    transport = Transport()
+    protocol.connection_made(transport)
+    protocol.data_received(ASKED[:9])
+    clock.later(30)
+    assert transport.closed
