@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from lora_trainer.lora.adapter_size import (
 )
 from lora_trainer.lora.dropout import SampleMasks, gated, gates
 from lora_trainer.lora.tensors import ModuleTensors, split_key
-from lora_trainer.network.quantize import frozen_weight
+from lora_trainer.network.quantize import described, frozen_weight
 
 _NAME = "default"
 
@@ -107,7 +108,11 @@ def adapt(
         names = [split_key(key)[1] for key, width in widths.items() if width.rank == rank]
         # peft warns of a second adapter, and this is the same.
         vars(network).pop("peft_config", None)
-        inject_adapter_in_model(_peft_config(settings, names, rank), network, adapter_name=_NAME)
+        # DoRA starts from the weights' norms, the other kinds from nothing of them.
+        with nullcontext() if settings.dora else described(network):
+            inject_adapter_in_model(
+                _peft_config(settings, names, rank), network, adapter_name=_NAME
+            )
     layers = {
         key: _peft_layer(network, key, layer, widths[key], settings, seed=seed)
         for key, layer in keys.items()

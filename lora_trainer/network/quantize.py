@@ -10,7 +10,8 @@ torchao 0.18's weight-only tensors let autograd save every layer's dequantised c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -98,7 +99,9 @@ class QuantizedLinear(nn.Linear):
         self.bias = layer.bias
         encode, decode = _CODECS[kind]
         weight = layer.weight.detach()
-        self._decode = partial(decode, shape=tuple(weight.shape), dtype=weight.dtype)
+        self._shape, self._dtype = tuple(weight.shape), weight.dtype
+        self._decode = partial(decode, shape=self._shape, dtype=self._dtype)
+        self.is_described = False  # see `described`
         # Always encoded on `device`, as a GPU and a CPU may round a quotient differently.
         stored = encode(weight.to(device))
         self._names = tuple(stored)
@@ -109,7 +112,10 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in nn.Linear
         """W dequantised afresh, [out, in], without a gradient."""
-        return self.restored(self.stored())
+        stored = self.stored()
+        if self.is_described:
+            return stored[0].new_empty((), dtype=self._dtype).expand(self._shape)
+        return self.restored(stored)
 
     def forward(self, inputs: Tensor) -> Tensor:
         # Without a gradient no custom backward is needed, and torch.compile does not accept one here.
@@ -127,6 +133,23 @@ class QuantizedLinear(nn.Linear):
     def restored(self, stored: Sequence[Tensor]) -> Tensor:
         """Return W, dequantised from its stored tensors."""
         return self._decode(dict(zip(self._names, stored, strict=True)))
+
+
+@contextmanager
+def described(network: nn.Module) -> Iterator[None]:
+    """Let the weights of quantised layers tell their shape, dtype and device alone in the block, not their values.
+
+    A library that asks each layer some twenty times where its weight lies would have it restored as often, which
+    takes minutes where the blocks lie in the machine's memory.
+    """
+    layers = [layer for layer in network.modules() if isinstance(layer, QuantizedLinear)]
+    for layer in layers:
+        layer.is_described = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_described = False
 
 
 class _FrozenLinear(torch.autograd.Function):

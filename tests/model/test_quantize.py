@@ -55,6 +55,30 @@ def plain(layer: QuantizedLinear) -> nn.Linear:
     return made
 
 
+@pytest.mark.parametrize("adapter", [{}, {"kind": "loha"}, {"kind": "lokr", "rank": 1}])
+def test_no_weight_is_restored_to_be_given_an_adapter(
+    adapter: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = nn.Sequential(quantized(linear(seed=1), "int8"), quantized(linear(40), "int8"))
+    restored: list[QuantizedLinear] = []
+    real = QuantizedLinear.restored
+    monkeypatch.setattr(
+        QuantizedLinear,
+        "restored",
+        lambda layer, stored: restored.append(layer) or real(layer, stored),
+    )
+    made = inject(
+        {DENOISER: network},
+        modules={DENOISER: ["0", "1"]},
+        settings=AdapterSettings(**{"rank": 4, **adapter}),
+        alpha=4.0,
+        seed=1,
+    )
+    assert len(made.layers) == 2 and not restored
+    network(torch.ones(2, 48))
+    assert len(restored) >= 2  # they have their values again
+
+
 # ---- what is stored
 
 
