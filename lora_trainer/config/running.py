@@ -33,6 +33,7 @@ from lora_trainer.config.learning import (
     TrainSettings,
 )
 from lora_trainer.config.optimizers import OptimizerSettings
+from lora_trainer.hardware.dashboards import PACKAGE_OF
 
 CUDA = {"hardware.device": ("cuda",)}
 # Declare a setting of what a run writes, which no number of the training depends on.
@@ -206,7 +207,10 @@ class SamplingSettings(Section, Generic[A_co]):
 
 class LoggingSettings(Section):
     trackers: tuple[str, ...] = free_setting(
-        ("tensorboard",), "accelerate trackers; those not installed are reported"
+        ("tensorboard",),
+        "accelerate trackers; those not installed are reported",
+        works_anywhere=(),
+        packages=PACKAGE_OF,
     )
 
 

@@ -29,6 +29,7 @@ from packaging.version import InvalidVersion, Version
 
 from lora_trainer.common.wording import GIB as GIB
 from lora_trainer.hardware.control_groups import memory_limits, processors
+from lora_trainer.hardware.dashboards import PACKAGE_OF
 from lora_trainer.hardware.devices import (
     SEGMENTS,
     TorchBuild,
@@ -247,7 +248,7 @@ def detect(
     return Hardware(
         gpus=gpus,
         gpu_reason=gpu_reason,
-        packages={name: _version(name) for name in PACKAGES},
+        packages=_versions(),
         reasons={name: reason for name, (_, reason) in facts.items()},
         torch=build,
         unfit={"xformers": problem} if (problem := xformers_problem(build)) else {},
@@ -414,6 +415,13 @@ def tier_problem(total_bytes: int | None) -> str:
     return (
         f"the GPU has {total_bytes / GIB:.1f} GiB, less than the smallest preset (6-8) is made for"
     )
+
+
+def _versions() -> dict[str, str | None]:
+    """Return package -> version: of all in packages.toml, and of the dashboards that are installed."""
+    found = {name: _version(name) for name in PACKAGES}
+    dashboards = {name: _version(name) for name in PACKAGE_OF.values()}
+    return {**{name: version for name, version in dashboards.items() if version}, **found}
 
 
 def _version(package: str) -> str | None:

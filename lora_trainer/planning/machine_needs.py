@@ -7,7 +7,7 @@ preset are replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
@@ -41,20 +41,27 @@ def unmet_needs(
         refused = "" if gpu is None else gpu.can.against(key, value)
         lacking = _lacking_memory(info, value, gpu)
         package, fix = info.handling.packages.get(value), ""
+        absent = _without_package(info, value, packages)
         if refused and gpu is not None:
             problem = f"does not work on {gpu.can.says}: {refused}"
         elif lacking:
             problem = f"needs {lacking}"
         elif (key, value) == ("memory.attention", "xformers") and gpu is None:
             problem = "needs a GPU"
-        elif package and packages.get(package) is None:
-            problem, fix = f"needs {package}, which is not installed", f"pip install {package}"
+        elif absent:
+            needed = [info.handling.packages[one] for one in absent]
+            verb = "is" if len(needed) == 1 else "are"
+            problem = f"needs {' and '.join(needed)}, which {verb} not installed"
+            fix = f"pip install {' '.join(needed)}"
         elif package and package in unfit:
             problem = f"does not work with the installed {package}: {unfit[package]}"
         else:
             continue
+        if isinstance(value, tuple):
+            instead = tuple(one for one in value if one not in absent)
         if is_preset(key) or (info.handling.is_wish and not refused):
             hint = f" ({fix})" if fix else ""
+            value = ", ".join(absent) if isinstance(value, tuple) else value
             yield key, instead, f"instead of {value}, which {problem}{hint}"
             continue
         otherwise = f"use --set {key}={typed(instead)}"
@@ -62,6 +69,15 @@ def unmet_needs(
         raise error(
             f"{key}={typed(value)} {problem}", fix=f"{fix}, or {otherwise}" if fix else otherwise
         )
+
+
+def _without_package(
+    info: SettingInfo, value: Any, packages: Mapping[str, str | None]
+) -> Sequence[Any]:
+    """Return the value, or those of a list of values, whose package is not installed."""
+    wanted = value if isinstance(value, tuple) else (value,)
+    needed = {one: info.handling.packages[one] for one in wanted if one in info.handling.packages}
+    return [one for one, package in needed.items() if packages.get(package) is None]
 
 
 def _lacking_memory(info: SettingInfo, value: Any, gpu: Gpu | None) -> str:

@@ -246,7 +246,7 @@ class _Planner:
             self.config,
             gpu=self.gpu,
             packages=hardware.packages,
-            is_preset=self._is_preset,
+            is_preset=lambda key: self._is_preset(key) or self._layer(key) == "default",
             unfit=hardware.unfit,
         ):
             self.decide(*decision)

@@ -24,6 +24,7 @@ from lora_trainer.common.errors import did_you_mean
 from lora_trainer.common.events import Aside, Event, EventStream
 from lora_trainer.common.files import open_regular
 from lora_trainer.common.wording import one_line
+from lora_trainer.hardware.dashboards import PACKAGE_OF
 from lora_trainer.reporting.status import Smoothed, measured
 
 _GIB_BYTES = 1 << 30
@@ -65,7 +66,7 @@ def start_trackers(
         key: value if isinstance(value, _SCALARS) else str(value) for key, value in settings.items()
     }
     for name in unique:
-        package = name.replace("_", "-")
+        package = PACKAGE_OF.get(name, name)
         if name not in LOGGER_TYPE_TO_CLASS:
             allowed = ", ".join(LOGGER_TYPE_TO_CLASS)
             what = f"logging.trackers names {name!r}, which is not one of {allowed}."

@@ -30,7 +30,9 @@ CARD = Gpu(
     compute_capability=(8, 6),
     driver="580",
 )
-LIBRARIES = dict.fromkeys(("bitsandbytes", "prodigyopt", "pytorch-optimizer", "schedulefree"), "1")
+LIBRARIES = dict.fromkeys(
+    ("bitsandbytes", "prodigyopt", "pytorch-optimizer", "schedulefree", "tensorboard"), "1"
+)
 MACHINE = Hardware(
     gpus=(CARD,),
     gpu_reason="1 of 1 NVIDIA GPUs usable",

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.hardware import device_calls, devices, machine
+from lora_trainer.hardware.dashboards import PACKAGE_OF
 from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.hardware.nvml import Gpu
@@ -449,7 +450,24 @@ def test_memory_respects_the_container(tmp_path: Path) -> None:
 def test_packages_are_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PACKAGES", ("psutil", "no-such-package-at-all"))
     packages = detect(nvml=FakeNvml(), environment={}).packages
+    assert packages.pop("tensorboard")  # a dashboard is there if it is installed
     assert packages == {"psutil": psutil.__version__, "no-such-package-at-all": None}
+
+
+def test_every_dashboard_of_accelerate_has_its_package() -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert set(PACKAGE_OF) == set(LOGGER_TYPE_TO_CLASS)
+
+
+def test_a_dashboard_that_is_installed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "comet_ml-3.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: comet-ml\nVersion: 3.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert detect(nvml=FakeNvml(), environment={}).packages["comet-ml"] == "3.1"
 
 
 def test_tier_is_the_size_rounded_to_whole_gib() -> None:

@@ -30,6 +30,21 @@ LEFT_TO_RUN = {
 }  # fmt: skip
 
 
+def test_a_dashboard_without_its_package_is_said_by_the_plan() -> None:
+    key, hardware = "logging.trackers", machine(packages={"tensorboard": None, "comet-ml": "3"})
+    with pytest.raises(MachineError) as refused:
+        planned(hardware=hardware, overrides={key: ["wandb", "comet_ml", "aim"]})
+    assert (
+        f'{key}=["wandb", "comet_ml", "aim"] needs wandb and aim, which are not installed'
+        in str(refused.value)
+    )
+    assert refused.value.fix == f'pip install wandb aim, or use --set {key}=["comet_ml"]'
+    assert planned(hardware=hardware, overrides={key: ["comet_ml"]}).config.logging.trackers
+    made = planned(hardware=hardware)  # the default
+    assert made.config.logging.trackers == ()
+    assert "pip install tensorboard" in made.origins[key].reason
+
+
 @pytest.mark.parametrize("hardware", [MACHINE, WITHOUT_CARD], ids=["cuda", "cpu"])
 def test_no_auto_is_left_and_every_decision_has_a_reason(hardware: Hardware) -> None:
     asked = request(None, hardware)
