@@ -16,7 +16,7 @@ from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import duration_text
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import SettingInfo, all_settings, flatten
-from lora_trainer.config.layers import CONCEPT, Resolved, resolve
+from lora_trainer.config.layers import CONCEPT, AskedFor, Resolved, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.importing.words import words_of_settings
 from lora_trainer.reporting.history import mapping, number, sequence
@@ -156,12 +156,10 @@ def _preset(plan: Values) -> Resolved | None:
     concept = {CONCEPT: chosen} if isinstance(chosen, str) else {}
     try:
         return resolve(
+            AskedFor(overrides=concept),
             family=str(plan.get("family")),
             tier=str(plan.get("tier")),
             priority=priority,
-            preset="auto",
-            config_file=None,
-            overrides=concept,
         )
     except (RequestError, KeyError):
         return None

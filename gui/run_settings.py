@@ -21,7 +21,7 @@ from lora_trainer.config.config import (
     retired_in,
     without_retired,
 )
-from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
+from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, AskedFor, resolve
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import Row, mapping
 from lora_trainer.reporting.report import value_text
@@ -86,12 +86,10 @@ def preset_values(plan: Row) -> Mapping[str, Any]:
     if tier in TIERS and priority in PRIORITIES:
         try:
             resolved = resolve(
+                AskedFor(),
                 family=family,
                 tier=tier,
                 priority=priority,
-                preset="auto",
-                config_file=None,
-                overrides={},
             )
             values = flatten(resolved.config)
         except LoraTrainError:  # of another version: a family that is no more

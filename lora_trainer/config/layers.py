@@ -4,10 +4,13 @@ Settings files that users write are JSON or TOML, with nested sections or flat `
 RequestError that names the file and the key, and for an unknown key the nearest setting. A file may also hold its
 settings under `settings`, as `plan --json`, run.json and shared presets do.
 
-Layers are merged in the order family, tier, priority, cell, concept, files, command line; later wins. Input is the
-user's request and the hardware's tier; output is one `Config` and, for each setting, the layer that set it last.
-`auto` values stay; the planner replaces them. Presets are JSON in the package `lora_trainer.presets`, one file per
-family; `scripts/write_schema.py` makes their JSON Schema from `Config`.
+Layers are merged in the order family, tier, priority, cell, concept, files, command line; later wins. This happens in
+two stages. `AskedFor` holds the layers that the user gives; base and hardware are chosen by them. `resolve` puts the
+presets of the base's family and of the hardware's tier below; its output is one `Config` and, for each setting, the
+layer that set it last. `auto` values stay; the planner replaces them.
+
+Presets are JSON in the package `lora_trainer.presets`, one file per family; `scripts/write_schema.py` makes their JSON
+Schema from `Config`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,7 @@ from lora_trainer.config.config import (
     without_retired,
 )
 from lora_trainer.config.declare import concepts
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.config.running import Config
 
 _IMPORT = "if it is of another trainer, `lora-train import FILE` makes a settings file of it"
@@ -156,66 +161,91 @@ class FamilyPresets:
         return str(cell["unsupported"]) if "unsupported" in cell else ""
 
 
-# The name of a layer, and its values by setting.
-_Layer = tuple[str, Mapping[str, Any]]
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """The name of a layer, and its values by setting."""
+
+    name: str
+    values: Mapping[str, Any]
+    file: SettingsFile | None = None
+    """The file that a user's layer was read from."""
 
 
-def resolve(
-    *,
-    family: str,
-    tier: str,
-    priority: Priority,
-    preset: str,
-    config_file: SettingsFile | None,
-    overrides: Mapping[str, Any],
-    run_settings: Mapping[str, Any] | None = None,
-) -> Resolved:
-    """Merge all layers, later wins; raises RequestError that names each bad value and its origin.
+@dataclass(frozen=True, kw_only=True)
+class AskedFor:
+    """The first stage: the layers that the user gives, from which the base is chosen.
 
     `preset` is `auto`, a tier, `family/tier` or a settings file. With `run_settings`, the settings of the
     run being resumed, no presets apply: only this command's files and overrides change them.
     """
-    named_tier, preset_file = _parse_preset(preset, family)
-    tier = named_tier or tier
-    name = str(preset_file) if preset_file else f"{family}/{tier}"
-    layers = [_file_layer(config_file, "config", family)] if config_file else []
-    layers.append((COMMAND_LINE, overrides))
+
+    preset: str = "auto"
+    config_file: SettingsFile | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    run_settings: Mapping[str, Any] | None = None
+
+    @cached_property
+    def layers(self) -> tuple[_Layer, ...]:
+        """The layers of the user, later wins; raises RequestError for a preset file that cannot be read."""
+        layers = list[_Layer]()
+        if self.run_settings is not None:
+            layers.append(_Layer(name=RESUMED, values=self.run_settings))
+        elif file := _preset_file(self.preset):
+            layers.append(_file_layer(read_settings_file(file), "preset"))
+        if self.config_file is not None:
+            layers.append(_file_layer(self.config_file, "config"))
+        return (*layers, _Layer(name=COMMAND_LINE, values=self.overrides))
+
+    def value(self, key: str) -> Any:
+        """Return the value of a setting that is needed before the second stage, None where the user sets none."""
+        return _last(self.layers, key, None)
+
+    def base(self, *, model: str) -> BaseSettings:
+        """Return the settings of the base, with that `base.model`; raises RequestError that names bad values."""
+        keys = [f"base.{name}" for name in BaseSettings.model_fields]
+        values = {key: value for key in keys if (value := self.value(key)) is not None}
+        return build_config(values | {"base.model": model}).base
+
+
+def resolve(asked: AskedFor, *, family: str, tier: str, priority: Priority) -> Resolved:
+    """Merge all layers, later wins; raises RequestError that names each bad value and its origin."""
+    tier = _preset_tier(asked.preset, family) or tier
+    for layer in asked.layers:
+        _refuse_other_family(layer, family)
+    layers: Sequence[_Layer] = asked.layers
     presets, reasons = list[_Layer](), dict[str, str]()
-    if run_settings is not None:
-        layers.insert(0, (RESUMED, run_settings))
-    else:
-        if preset_file:
-            layers.insert(0, _file_layer(read_settings_file(preset_file), "preset", family))
+    if asked.run_settings is None:
         presets = _preset_layers(family, tier, priority)
         # The concept's presets lie below the layer that names the concept, so it is looked up first.
-        concept = str(_last(layers, CONCEPT, ""))
+        concept = str(asked.value(CONCEPT) or "")
         chosen = concepts().get(concept, {"settings": {}})  # validation refuses an unknown word
         reasons = {key: row["why"] for key, row in chosen["settings"].items()}
         of_concept = {key: row["value"] for key, row in chosen["settings"].items()}
-        layers = [*presets, (f"concept {concept}", of_concept), *layers]
+        layers = [*presets, _Layer(name=f"concept {concept}", values=of_concept), *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
-    for layer, of_layer in layers:
-        refuse_removed(of_layer)
-        current = without_retired(of_layer)
+    for layer in layers:
+        refuse_removed(layer.values)
+        current = without_retired(layer.values)
         values = overlaid(values, current)
         for key in current:
-            reason = reasons.get(key, "") if layer.startswith("concept ") else ""
-            origins[setting_of(key)] = Origin(layer=layer, reason=reason)
+            reason = reasons.get(key, "") if layer.name.startswith("concept ") else ""
+            origins[setting_of(key)] = Origin(layer=layer.name, reason=reason)
+    file = _preset_file(asked.preset)
     return Resolved(
         config=_build(values, origins),
         origins=origins,
         family=family,
         tier=tier,
         priority=priority,
-        preset=name,
+        preset=str(file) if file else f"{family}/{tier}",
         preset_batch_size=_last(presets, "train.batch_size", 1),
     )
 
 
 def _last(layers: Sequence[_Layer], key: str, default: Any) -> Any:
     """Return the value of the last layer that sets a key."""
-    return next((values[key] for _, values in reversed(layers) if key in values), default)
+    return next((each.values[key] for each in reversed(layers) if key in each.values), default)
 
 
 def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
@@ -289,28 +319,37 @@ def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
         )
     cell = f"{tier}/{priority}"
     return [
-        (f"family {family}", presets.base),
-        (f"preset {tier}", presets.tiers[tier]),
-        (f"priority {priority}", presets.priorities[priority]),
-        (f"cell {cell}", presets.cells.get(cell, {})),
+        _Layer(name=f"family {family}", values=presets.base),
+        _Layer(name=f"preset {tier}", values=presets.tiers[tier]),
+        _Layer(name=f"priority {priority}", values=presets.priorities[priority]),
+        _Layer(name=f"cell {cell}", values=presets.cells.get(cell, {})),
     ]
 
 
-def _file_layer(contents: SettingsFile, kind: str, family: str) -> _Layer:
-    if contents.family not in (None, family):
-        raise RequestError(
-            f"{kind} {contents.name} is for {contents.family}, the base model is {family}",
-            fix=f"use a {kind} made for {family} or remove its family",
-        )
-    return f"{kind} {contents.name}", contents.values
+def _file_layer(file: SettingsFile, kind: str) -> _Layer:
+    return _Layer(name=f"{kind} {file.name}", values=file.values, file=file)
 
 
-def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
-    """Return the tier or the file that `preset` names; raises RequestError listing the names."""
-    if preset == "auto":
-        return None, None
-    if Path(preset).suffix.lower() in (".json", ".toml"):
-        return None, Path(preset)
+def _refuse_other_family(layer: _Layer, family: str) -> None:
+    """Raise RequestError for a settings file that names another family than the base's."""
+    if layer.file is None or layer.file.family in (None, family):
+        return
+    kind, _, _ = layer.name.partition(" ")
+    raise RequestError(
+        f"{layer.name} is for {layer.file.family}, the base model is {family}",
+        fix=f"use a {kind} made for {family} or remove its family",
+    )
+
+
+def _preset_file(preset: str) -> Path | None:
+    """Return the settings file that `--preset` names, None for a shipped preset."""
+    return Path(preset) if Path(preset).suffix.lower() in (".json", ".toml") else None
+
+
+def _preset_tier(preset: str, family: str) -> str | None:
+    """Return the tier that `--preset` names, if any; raises RequestError listing the names."""
+    if preset == "auto" or _preset_file(preset):
+        return None
     pairs = [f"{each}/{tier}" for each in preset_families() for tier in TIERS]
     if preset not in (names := ("auto", *TIERS, *pairs)):
         raise RequestError(
@@ -323,4 +362,4 @@ def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
             f"preset {preset} is for {named_family}, the base model is {family}",
             fix=f"use --preset {family}/{tier} or another base model",
         )
-    return tier, None
+    return tier

@@ -53,7 +53,7 @@ from lora_trainer.run.follow import follow, send_orders
 from lora_trainer.run.hub_upload import check_upload
 from lora_trainer.run.machine_report import doctor_json
 from lora_trainer.run.plan_text import plan_json, run_warnings
-from lora_trainer.run.prepare import Prepared, Request, asked_for, prepare_with_base
+from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
 from lora_trainer.run.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
@@ -94,7 +94,7 @@ def lead(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
         with suppress(LoraTrainError):
             before = replace(request, run_settings=read_run(previous).settings)
     key = "hardware.process_timeout_s"
-    value = asked_for(before, key)
+    value = before.asked.value(key)
     hardware = build_config({} if value is None else {key: value}).hardware
     with joined(here, timeout_s=hardware.process_timeout_s) as ranks:
         if here.is_main:
@@ -107,7 +107,7 @@ def _plan_and_run(request: Request, ranks: ProcessGroup, listeners: Sequence[Lis
     previous = _previous(request)
     if previous is None:
         # Before anything is planned or downloaded; a preset may still give another.
-        _new_name(request, asked_for(request, "output.name"))
+        _new_name(request, request.asked.value("output.name"))
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
     on_bytes = _download_phase(EventStream(listeners=list(listeners)))
     request = replace(request, on_bytes=on_bytes)
@@ -231,7 +231,8 @@ def _previous(request: Request) -> Path | None:
     """Return the folder of the run to resume, from --resume-from, or from --resume and the run's name."""
     if request.resume_from is not None or not request.resume:
         return request.resume_from
-    name, folder = (asked_for(request, f"output.{key}") for key in ("name", "folder"))
+    asked = replace(request, preset="auto").asked  # presets do not apply to a resume
+    name, folder = (asked.value(f"output.{key}") for key in ("name", "folder"))
     parent = Path(folder or Config().output.folder)
     if name not in (None, "auto"):
         return parent / checked_name(str(name), is_new=False)

@@ -18,7 +18,6 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config import Priority
 from lora_trainer.config.config import (
-    build_config,
     flatten,
     setting_info,
     setting_of,
@@ -26,8 +25,9 @@ from lora_trainer.config.config import (
 )
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHUNK_TOKENS
-from lora_trainer.config.inputs import BaseSettings, DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.layers import (
+    AskedFor,
     Resolved,
     SettingsFile,
     lowered_to,
@@ -96,6 +96,16 @@ class Request:
     command: Sequence[str] = ()
     watchers: Sequence[Action] = ()
     is_asked_to_stop: Callable[[], bool] = lambda: False
+
+    @property
+    def asked(self) -> AskedFor:
+        """The layers of settings that the user gives."""
+        return AskedFor(
+            preset=self.preset,
+            config_file=self.settings_file,
+            overrides=self.overrides,
+            run_settings=self.run_settings,
+        )
 
     @classmethod
     def of(
@@ -397,17 +407,16 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     hardware = hardware or detect()
     if request.assumed_vram_gib is not None:
         hardware = assume_card(hardware, vram_gib=request.assumed_vram_gib)
+    asked = request.asked
     card = (
         None
-        if asked_for(request, "hardware.device") == "cpu"
+        if asked.value("hardware.device") == "cpu"
         else hardware.accelerator(sharing=request.sharing)[0]
     )
-    source = asked_for(request, "base.model")
+    source = asked.value("base.model")
     if source in (None, "auto"):
         source = next(iter(families.family(families.DEFAULT_FAMILY).releases)) if card else EMBEDDED
-    keys = [f"base.{name}" for name in BaseSettings.model_fields]
-    base_settings = {key: value for key in keys if (value := asked_for(request, key)) is not None}
-    base = build_config(base_settings | {"base.model": source}).base
+    base = asked.base(model=source)
     try:
         facts = describe(base)
     except (InputError, MachineError):  # the base, or a part of it, is not on this machine
@@ -422,15 +431,7 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         preset_tier = tier(card.total_bytes)
     elif source != EMBEDDED and family.name == families.DEFAULT_FAMILY:
         preset_tier = "6-8"
-    resolved = resolve(
-        family=family.name,
-        tier=preset_tier,
-        priority=request.priority,
-        preset=request.preset,
-        config_file=request.settings_file,
-        overrides=request.overrides,
-        run_settings=request.run_settings,
-    )
+    resolved = resolve(asked, family=family.name, tier=preset_tier, priority=request.priority)
     resolved = lowered_to(resolved, resolution_px=facts.resolution_px)
     zero = resolved.config.objective.zero_terminal_snr
     facts = with_choices(facts, resolved.config.base, zero_terminal_snr=zero)
@@ -524,12 +525,3 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
         tokens = reading.chunks * CHUNK_TOKENS if family.text.chunks else "auto"
         decided["data.caption_tokens"] = (tokens, reading.reason)
     return decided
-
-
-def asked_for(request: Request, key: str) -> Any:
-    """Return a setting that is needed before layering: command line, then config file, then resumed run.
-
-    None where it is not set.
-    """
-    file = request.settings_file.values if request.settings_file is not None else {}
-    return {**(request.run_settings or {}), **file, **request.overrides}.get(key)

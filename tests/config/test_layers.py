@@ -28,15 +28,33 @@ def written_settings(folder: Path, text: str) -> layers.SettingsFile:
 
 def resolved(**changes: Any) -> layers.Resolved:
     """Resolve for Stable Diffusion 1.x on a 12 GiB GPU, but for the changes."""
-    request: dict[str, Any] = {
-        "family": "sd15",
-        "tier": "10-12",
-        "priority": "balanced",
-        "preset": "auto",
-        "config_file": None,
-        "overrides": {},
+    given = {key: changes.pop(key) for key in ("family", "tier", "priority") if key in changes}
+    names: dict[str, Any] = {"family": "sd15", "tier": "10-12", "priority": "balanced"}
+    return layers.resolve(layers.AskedFor(**changes), **{**names, **given})
+
+
+def test_what_the_base_is_chosen_by_has_the_precedence_of_the_settings(tmp_path: Path) -> None:
+    """The layers of the user are the same in both stages: a preset file, a settings file, the command line."""
+    preset = written(tmp_path, "mine.json", '{"base.model": "of-preset", "base.clip_skip": 2}')
+    config = written(tmp_path, "run.toml", '[base]\nmodel = "of-file"')
+    given: dict[str, Any] = {
+        "preset": str(preset),
+        "config_file": layers.read_settings_file(config),
+        "overrides": {"base.model": "typed"},
     }
-    return layers.resolve(**{**request, **changes})
+    for model, take_away in (
+        ("typed", given["overrides"].clear),
+        ("of-file", lambda: given.pop("config_file")),
+        ("of-preset", lambda: given.update(preset="10-12")),
+        ("auto", lambda: None),
+    ):
+        asked = layers.AskedFor(**given)
+        final = layers.resolve(asked, family="sd15", tier="10-12", priority="balanced").config.base
+        assert final.model == model
+        assert final == asked.base(model=asked.value("base.model") or "auto")
+        take_away()
+    resumed = layers.AskedFor(preset=str(preset), run_settings={"base.model": "of-run"})
+    assert (resumed.value("base.model"), resumed.value("base.clip_skip")) == ("of-run", None)
 
 
 def test_later_layers_win_and_a_cell_that_cannot_work_says_why(

@@ -119,12 +119,10 @@ def request(
     facts = families.known_base(base) if isinstance(base, str) else base or sd15_facts()
     assert facts is not None
     resolved = setting_layers.resolve(
+        setting_layers.AskedFor(overrides=overrides or {}),
         family=facts.family,
         tier=preset_tier or tier(hardware.gpus[0].total_bytes if hardware.gpus else None),
         priority=priority,
-        preset="auto",
-        config_file=None,
-        overrides=overrides or {},
     )
     sampling = resolved.config.sampling
     set_by = {key: setting_layers.Origin(layer=layer) for key, layer in (layers or {}).items()}

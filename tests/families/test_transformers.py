@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.layers import resolve
+from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base.sampling import build_sampler
@@ -69,14 +69,7 @@ def file_of(name: str, file: Path) -> Path:
 
 def preset(family: str) -> Config:
     """Return what a run on a 12 GiB GPU has without a setting of the user's."""
-    return resolve(
-        family=family,
-        tier="10-12",
-        priority="balanced",
-        preset="auto",
-        config_file=None,
-        overrides={},
-    ).config
+    return resolve(AskedFor(), family=family, tier="10-12", priority="balanced").config
 
 
 # ---- the base's own shift

@@ -23,7 +23,7 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
-from lora_trainer.config.layers import resolve
+from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
 from tests.fakes.runs import toy
@@ -182,8 +182,8 @@ def test_a_preset_is_kept_loaded_without_the_name_of_the_run_and_read_by_the_com
     assert loaded.settings == {"adapter.rank": 8, "sampling.prompts": ["\u00fc"]}
     assert loaded.name == "cat"
     file = work.own / "presets" / "mine.json"
-    names = {"family": "sd15", "tier": "10-12", "priority": "balanced", "preset": str(file)}
-    resolved = resolve(**names, config_file=None, overrides={})
+    names = {"family": "sd15", "tier": "10-12", "priority": "balanced"}
+    resolved = resolve(AskedFor(preset=str(file)), **names)
     assert (resolved.config.adapter.rank, resolved.config.sampling.prompts) == (8, ("\u00fc",))
     call("change", key="adapter.rank", text="9")
     call("keep", name="mine", over=True)
