@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from urllib.parse import urlencode
 
 from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, text
@@ -98,72 +97,6 @@ def link_button(label: str, href: str, *, icon_name: str = "", kind: str = "") -
     """Return a link that looks like a button."""
     mark = icon(icon_name) if icon_name else None
     return tag("a", mark, label, href=href, class_=f"ui-button {kind}".strip())
-
-
-def share_buttons(ref: str, *, for_others: bool) -> tuple[Html, ...]:
-    """Return the buttons that open the dialogs of share/script.js for a LoRA, RUN/FILE.
-
-    `for_others`: other programs have its base. Only then there is a button that copies it to them.
-    """
-    copy = button(
-        "Copy to ComfyUI or Forge",
-        icon_name="folder-open",
-        kind="big",
-        attributes={"data-share": "copy", "data-ref": ref},
-    )
-    publish = button(
-        "Publish to Hugging Face",
-        icon_name="upload",
-        kind="big",
-        attributes={"data-share": "publish", "data-ref": ref},
-    )
-    return (copy, publish) if for_others else (publish,)
-
-
-def try_out_notice(run: str) -> Html:
-    """Return where the LoRA of a run on the built-in base can be used, and the way to one for other programs."""
-    return tag(
-        "p",
-        tag("b", "A try-out on the miniature: "),
-        "its LoRA works here, not in ComfyUI, Forge or A1111.",
-        " ",
-        tag("a", "Train it for ComfyUI", href="/train?" + urlencode({"again": run})),
-        class_="notice warning",
-    )
-
-
-def use_in_comfyui(trigger: str) -> Html:
-    """Return in a sentence how ComfyUI gets to use a LoRA file."""
-    word = [", and write ", tag("code", trigger), " in the prompt."] if trigger else ["."]
-    return tag(
-        "p",
-        tag("b", "Use it in ComfyUI: "),
-        "put the file into the folder ",
-        tag("code", "ComfyUI/models/loras"),
-        ", load it with the node ",
-        tag("code", "Load LoRA"),
-        *word,
-        class_="comfyui",
-    )
-
-
-def copy_button() -> Html:
-    """Return the button that copies the element before it (share/script.js)."""
-    return button("Copy", icon_name="copy", kind="bare", attributes={"data-copy": ""})
-
-
-def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:
-    """Return the button that moves something into the trash (trash/script.js) and leads to `then`."""
-    return button(
-        "Delete",
-        icon_name="trash-2",
-        attributes={
-            "data-trash": kind,
-            "data-ref": ref,
-            "data-next": then,
-            "aria-label": f"Delete {name}",
-        },
-    )
 
 
 def error_html(line: str) -> Html:

@@ -24,19 +24,14 @@ from lora_trainer.common.wording import public_text
 from lora_trainer.families.files.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.tensor_file import whole_or_absent
-from lora_trainer.reporting.charts import Html
-from lora_trainer.reporting.sample_files import last_samples
 from lora_trainer.run.hub_upload import WRITE_REFUSED
 
-from . import jobs, launch, tries
-from .library import preview_of, small_url
+from . import jobs, launch
+from .library.preview import preview_of
 from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile
-from .markup import inline, tag
-from .media import EXPORTS, run_url
 from .workplace import Workplace
 
 MAX_PREVIEW_PX = 1536
-_MAX_PREVIEWS = 24
 PUBLISH = "publish"
 # Where ComfyUI, Forge and A1111 look for LoRAs, below their own folder.
 _BELOW = ("models/loras", "models/Lora", "ComfyUI/models/loras", "webui/models/Lora")
@@ -102,26 +97,6 @@ def _of_texts(inspection: Inspection, *, preview: Path | None) -> Iterator[Remar
         )
     if preview is None:
         yield Remark(severity="note", what="it has no preview", advice="choose one under Describe")
-
-
-def remarks_html(found: tuple[Remark, ...]) -> Html:
-    """Return the remarks as a list."""
-    if not found:
-        return tag("p", "Nothing is missing.")
-    items = (
-        tag(
-            "li",
-            tag("b", inline(f"{_sentence(remark.what)}. ")),
-            tag("span", inline(f"{_sentence(remark.advice)}."), class_="quiet"),
-            class_=remark.severity,
-        )
-        for remark in found
-    )
-    return tag("ul", *items, class_="problems")
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def card(inspection: Inspection, *, weight: float, notes: str) -> dict[str, Any]:
@@ -270,69 +245,3 @@ def png_bytes(image: Path) -> bytes:
     data = io.BytesIO()
     picture.save(data, format="PNG")
     return data.getvalue()
-
-
-def exported_html(file: LoraFile, done: Exported) -> Html:
-    """Return where the files are, with links to those inside of the run folder."""
-    folder = done.files[0].parent
-    inside = folder == file.path.parent / EXPORTS
-    names = (
-        tag("a", path.name, href=run_url(file.run, EXPORTS, path.name), download=path.name)
-        if inside
-        else tag("span", path.name)
-        for path in done.files
-    )
-    said = "There already" if done.was_there else "Written"
-    return tag(
-        "div",
-        tag("p", f"{said}, in ", tag("code", str(folder)), ":"),
-        tag("ul", *(tag("li", name) for name in names)),
-        role="status",
-        class_="notice",
-    )
-
-
-def preview_choices(work: Workplace, file: LoraFile) -> dict[str, Path]:
-    """Return the pictures that can become the preview, by the name a page knows them by."""
-    return dict(list(_drawn(work, file))[:_MAX_PREVIEWS])
-
-
-def chosen_preview(work: Workplace, file: LoraFile, name: str) -> Path:
-    """Return one of the choices; raises RequestError for any other name."""
-    found = preview_choices(work, file)
-    if name not in found:
-        raise RequestError("this picture is not there any more", fix="reload the page")
-    return found[name]
-
-
-def write_preview(file: LoraFile, picture: Path) -> Path:
-    """Make a picture the preview; raises InputError for what is none, MachineError."""
-    target = file.path.with_name(f"{file.path.stem}{PREVIEW_SUFFIX}")
-    write_atomic(target, png_bytes(picture))
-    return target
-
-
-def preview_choices_html(work: Workplace, file: LoraFile) -> Html:
-    """Return the choices as buttons with pictures."""
-    found = preview_choices(work, file)
-    if not found:
-        return tag("p", "There are no samples of it yet; draw some under Try.", class_="quiet")
-    buttons = (
-        tag(
-            "button",
-            tag("img", src=small_url(image, size_px=192), alt="", loading="lazy"),
-            type="button",
-            data_choose=name,
-            aria_label=f"Use as preview: {name}",
-        )
-        for name, image in found.items()
-    )
-    return tag("div", *buttons, class_="choices")
-
-
-def _drawn(work: Workplace, file: LoraFile) -> Iterator[tuple[str, Path]]:
-    for image in last_samples(file.path.parent / "samples"):
-        yield f"sample {image.parent.name}/{image.name}", image
-    for job in tries.of_file(work, file):
-        for image in tries.images(work, job).values():
-            yield f"try {image.parent.name}/{image.name}", image

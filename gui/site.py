@@ -14,7 +14,7 @@ import gradio as gr
 from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
-from .pages import expert, library_page, train_page
+from .pages import expert, train_page
 from .pages.gradio_events import module
 from .workplace import Workplace
 
@@ -32,7 +32,6 @@ class Page:
 
 PAGES = (
     Page(name="Train", path="train", build=train_page.build),
-    Page(name="LoRAs", path="library", build=library_page.build),
     Page(name="All settings", path="settings", build=expert.build),
 )
 

@@ -22,25 +22,6 @@ html = partial(gr.HTML, apply_default_css=False)
 GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
 # How often a page asks while what it shows may change; with nothing under way its timer stands still.
 TICK_S = 1.0
-_LOOKED_AT = """
-const back = () => { if (element.isConnected && !document.hidden) trigger("click"); };
-document.addEventListener("visibilitychange", back);
-window.addEventListener("focus", back);
-"""
-
-
-def in_turn(name: str) -> Mapping[str, Any]:
-    """Return the options of quiet handlers that show the same: one at a time, in the order they were asked.
-
-    A look that began before a button was pressed, and ended after the button's own, would show the old
-    state again, and stop a timer that the button had started.
-    """
-    return {**QUIET, "concurrency_id": name, "concurrency_limit": 1}
-
-
-def looked_at() -> Any:
-    """Return an element whose click comes when somebody comes back to the page."""
-    return html(js_on_load=_LOOKED_AT)
 
 
 def module(name: str, body: str) -> str:
@@ -50,14 +31,6 @@ def module(name: str, body: str) -> str:
     """
     return (
         f'import("/ui/{name}").then((module) => {{ {body} }}, (problem) => console.warn(problem));'
-    )
-
-
-def deletes() -> Any:
-    """Give a page the deeds of the buttons that delete, see trash/script.js."""
-    return html(
-        html_template='<p class="trash"></p>',
-        js_on_load=module("trash/script.js", "module.mount(element);"),
     )
 
 

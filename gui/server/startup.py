@@ -30,6 +30,7 @@ from ..compare import routes as compare
 from ..datasets import routes as datasets
 from ..home import routes as home
 from ..launch import warm_up
+from ..library import routes as library
 from ..live import live
 from ..machine import routes as machine
 from ..markup import PLACES, bar, document, tag
@@ -76,6 +77,7 @@ class Front:
                 *machine.routes(work),
                 *datasets.routes(work),
                 *browse.routes(work),
+                *library.routes(work),
                 *uploads.routes(work),
                 *media.routes(work),
             ],

@@ -2,6 +2,8 @@
 // server that is away are answers as well, {error}, so that who asks has one case to show.
 import { say } from "/ui/shared/words.js";
 
+const AWAY = "The program does not answer; is it still running?";
+
 export async function ask(path, body = {}) {
   try {
     const answer = await fetch(path, {
@@ -11,6 +13,17 @@ export async function ask(path, body = {}) {
     });
     return await answer.json();
   } catch {
-    return { error: say("The program does not answer; is it still running?"), isAway: true };
+    return { error: say(AWAY), isAway: true };
+  }
+}
+
+/** Send one file, as an upload of its own; return {batch}, by which a question names it, or {error}. */
+export async function sendFile(file) {
+  const batch = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  try {
+    const answer = await fetch(`/upload/${batch}/0`, { method: "PUT", body: file });
+    return answer.ok ? { batch } : { error: await answer.text() };
+  } catch {
+    return { error: say(AWAY), isAway: true };
   }
 }

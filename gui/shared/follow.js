@@ -5,19 +5,19 @@ import { ask } from "/ui/shared/ask.js";
 const AGAIN_MS = 1000;
 const AWAY_MS = 5000;
 
-/** Follow `path` in `place`, whose markup was drawn at data-stamp. Return a function that asks `path` for more than to
- *  look: its answer is drawn too. */
-export function follow(place, path, drawn) {
+/** Follow `path` in `place`, whose markup was drawn at data-stamp; `drawn` gets each answer that was drawn, and `of` is
+ *  part of each question. Return a function that asks `path` for more than to look: its answer is drawn too. */
+export function follow(place, path, drawn, of = {}) {
   let { stamp } = place.dataset;
   return following({
     path,
     goes: "goes" in place.dataset,
-    shown: () => ({ stamp }),
+    shown: () => ({ stamp, ...of }),
     draw(now) {
       if (now.html === undefined) return;
       ({ stamp } = now);
       place.innerHTML = now.html; // markup of our own server, in which every text is escaped
-      drawn();
+      drawn(now);
     },
   });
 }

@@ -1,7 +1,8 @@
 // Tabs of a page: `place` has a list of role=tab, each of which names its panel by aria-controls. Left, right, Home and
 // End go through them.
 
-export function tabs(place) {
+/** Make the tabs work; `shown` gets the name of each panel that is shown. */
+export function tabs(place, shown = () => {}) {
   const all = [...place.querySelectorAll("[role=tab]")];
 
   function choose(chosen) {
@@ -10,6 +11,7 @@ export function tabs(place) {
       tab.tabIndex = tab === chosen ? 0 : -1;
       document.getElementById(tab.getAttribute("aria-controls")).hidden = tab !== chosen;
     }
+    shown(chosen.getAttribute("aria-controls"));
   }
 
   for (const tab of all) tab.addEventListener("click", () => choose(tab));

@@ -360,6 +360,8 @@ ASKED = (
     *("/run/look", "/run/chart", "/run/prompt", "/run/sample"),
     *("/share/folder", "/share/copy", "/share/signed-in", "/share/sign-in", "/share/publish"),
     "/share/published",
+    *(f"/library/{name}" for name in ("search", "tries", "rename", "note", "texts", "preview")),
+    *(f"/library/{name}" for name in ("jobs", "check", "export", "inside")),
 )
 """What the scripts of the pages ask."""
 
@@ -405,6 +407,14 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
             "/share/copy": {"ref": name, "folder": name},
             "/share/publish": {"ref": name, "name": "x", "who": "private"},
             "/share/published": {"ref": name},
+            "/library/rename": {"file": name, "name": name},
+            "/library/note": {"file": name, "text": name},
+            "/library/preview": {"file": name, "batch": name},
+            "/library/tries": {"file": name, "stamp": "", "stop": True},
+            "/library/jobs": {"file": name, "stamp": ""},
+            "/library/check": {"file": name},
+            "/library/inside": {"file": name},
+            "/library/export": {"file": name, "weight": 1, "notes": "", "folder": name},
         }
         for path, wish in wishes.items():
             assert "error" in json.loads(attacker.post(path, wish).body), name
@@ -520,7 +530,16 @@ def test_routes_that_no_page_uses_are_closed(attacker: Attacker, place: Place) -
 
 @pytest.mark.parametrize(
     "path",
-    ["/", f"/run?run={RUN}", "/queue", "/compare", "/trash", "/doctor", "/ui/queue/script.js"],
+    [
+        "/",
+        f"/run?run={RUN}",
+        "/queue",
+        "/compare",
+        "/trash",
+        "/doctor",
+        "/library",
+        "/ui/queue/script.js",
+    ],
 )
 def test_no_script_but_those_of_files_runs_on_a_page_without_gradio(
     attacker: Attacker, path: str

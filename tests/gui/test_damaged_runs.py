@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import library, live, lora_files, run_best, state
+from lora_trainer.gui import live, lora_files, run_best, state
 from lora_trainer.gui.home import view as home_view
+from lora_trainer.gui.library import view as library
 from lora_trainer.gui.queue import view as queue_view
 from lora_trainer.gui.run import view as run_view
 from lora_trainer.gui.run.parts import sample_sheet
@@ -62,7 +63,7 @@ def every_page(work: Workplace, hardware: Any) -> str:
     shown.append(render("home/cards.html", german, **home_view.shown(work, followed, german)))
     shown.append(str(queue_view.view(work, words("en"))))
     found = lora_files.entries(work)
-    shown.append(str(library.grid(found, of=len(found))))
+    shown.append(str(library.grid(found, of=len(found), said=words("en"))))
     for run in state.runs(work.runs):
         folder = work.runs / run.name
         run_best.read_best(folder)

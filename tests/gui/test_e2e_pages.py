@@ -132,7 +132,8 @@ def test_names_and_texts_of_runs_datasets_and_loras_are_shown_as_text(
     for path in (f"/datasets?folder={dataset}", f"/train?folder={dataset}"):
         assert_untouched(server.open(page, path, "img[src*='/media/thumb']"))
     for query in ("", f"?file={quote(NAMES[OPENED[0]], safe='')}/zorble.safetensors"):
-        server.open(page, f"/library{query}").get_by_text(MARKUP[1]).first.wait_for()
+        shown = server.open(page, f"/library{query}").locator(".lora, .lora-head")
+        shown.get_by_text(MARKUP[1]).first.wait_for()
         shown_text(page)
         assert_untouched(page)
     assert not list(place.rglob(MARKER)), "no text was run as a command"
@@ -151,12 +152,14 @@ def german(german_profile: Any, new_page: NewPage) -> Any:
     return new_page(german_profile)
 
 
-def test_no_text_of_home_train_and_a_run_stays_english(
+def test_no_text_of_home_train_a_run_and_a_lora_stays_english(
     german: Any, page: Any, server: GuiServer
 ) -> None:
     for path, *ready in (
         ("/", ".home img", ".home img"),
         ("/train?draft=new&example=1", "text=Passt:", "text=Fits:"),
+        ("/library", ".lora", ".lora"),
+        (f"/library?file={TYPED}/zorble.safetensors", ".lora-head", ".lora-head"),
         ("/run?run=live", "table.sheet img", "table.sheet img"),
     ):
         texts, as_written = (

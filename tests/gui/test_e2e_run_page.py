@@ -438,7 +438,9 @@ def test_a_lora_is_found_tried_described_exported_and_converted(page: Any, place
     before = {name: value.tobytes() for name, value in load_file(file).items()}
     place.server.open(page, "/library")
     page.locator(".lora").nth(2).wait_for()
-    assert page.get_by_text(HOSTILE).first.is_visible(), "a hostile title is shown as text"
+    assert page.locator(".lora").get_by_text(HOSTILE).first.is_visible(), (
+        "a hostile title is shown as text"
+    )
     page.get_by_label("Search").fill("toy")
     page.get_by_text(re.compile("^1 of ")).wait_for()
     page.get_by_role("link", name="toy", exact=True).click()
@@ -460,7 +462,7 @@ def test_a_lora_is_found_tried_described_exported_and_converted(page: Any, place
     page.get_by_text("4 images, seed 1234").wait_for()
     page.get_by_label("Strengths").fill("much")
     page.get_by_role("button", name="Draw", exact=True).click()
-    page.get_by_text("'much' are no strengths").wait_for()
+    page.get_by_text("'much' are not strengths").wait_for()
     tab(page, "Describe")
     page.get_by_label("Title").fill(HOSTILE)
     page.get_by_role("button", name="Save into the file").click()
@@ -497,13 +499,13 @@ def test_it_gets_a_name_and_a_note_by_which_it_is_found(page: Any, place: Place)
     query = urlencode({"file": "evil/zorble.safetensors"})
     place.server.open(page, f"/library?{query}", ".lora-head")
     tab(page, "Describe")
-    joins: list[Any] = []
-    page.route("**/queue/join*", lambda route: joins.append(route), times=1)
+    held: list[Any] = []
+    page.route("**/library/note", lambda route: held.append(route), times=1)
     for text in ("an older note", HOSTILE):  # the first is answered once the second is typed
-        page.get_by_label("Notes").fill(text)
+        page.get_by_role("textbox", name="Notes").fill(text)
         page.get_by_label("Title").focus()
-        eventually(lambda: bool(page.wait_for_timeout(20) or joins))
-    joins[0].continue_()
+        eventually(lambda: bool(page.wait_for_timeout(20) or held))
+    held[0].continue_()
     page.locator(".lora-head .note").get_by_text(HOSTILE).wait_for()
     page.get_by_label("Name of the file").fill("blue one")
     page.get_by_role("button", name="Rename").click()

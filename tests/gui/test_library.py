@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import library, lora_files, sharing, tries
+from lora_trainer.gui import lora_files
+from lora_trainer.gui.library import describe, try_prompts, view
+from lora_trainer.gui.library.preview import preview_of
+from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.trash import store as trash
 from lora_trainer.gui.workplace import Workplace
 
@@ -22,14 +25,16 @@ from tests.fakes.runs import contents
 
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
 
+ENGLISH = words("en")
+
 
 def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
-    assert "/train" in library.grid((), of=0), "no LoRAs say how to get one"
-    assert "None of the 3 LoRAs" in library.grid((), of=3)
+    assert "/train" in view.grid((), of=0, said=ENGLISH), "no LoRAs say how to get one"
+    assert "None of the 3 LoRAs" in view.grid((), of=3, said=ENGLISH)
     run = finished_run(work.runs / "a b")
-    assert "Report" not in library.grid(lora_files.entries(work), of=1)
+    assert "Report" not in view.grid(lora_files.entries(work), of=1, said=ENGLISH)
     (run / "report.html").write_text("")
-    markup = library.grid(lora_files.entries(work), of=1)
+    markup = view.grid(lora_files.entries(work), of=1, said=ENGLISH)
     assert "/library?file=a+b%2Fzorble.safetensors" in markup
     assert "/run?run=a%20b" in markup
     assert "/media/run/a%20b/report.html" in markup
@@ -45,26 +50,26 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
     save = lora_files.find(work, "a/zorble-step00000010.safetensors")
     other = lora_files.find(work, "a/other.safetensors")
     samples = run / "samples"
-    assert library.preview_of(result) == samples / "step-00000030" / "00.png"
-    assert library.preview_of(save) == samples / "step-00000010" / "00.png"
-    assert library.preview_of(other) is None, "a merge looks like neither of its parts"
+    assert preview_of(result) == samples / "step-00000030" / "00.png"
+    assert preview_of(save) == samples / "step-00000010" / "00.png"
+    assert preview_of(other) is None, "a merge looks like neither of its parts"
     beside = picture(run / "zorble.preview.png")
-    assert library.preview_of(result) == beside
+    assert preview_of(result) == beside
     beside.unlink()
     beside.symlink_to(picture(work.runs.parent / "secret.png"))
-    assert library.preview_of(result) != beside
+    assert preview_of(result) != beside
     beside.unlink()
-    name = next(iter(sharing.preview_choices(work, result)))
-    written = sharing.write_preview(result, sharing.chosen_preview(work, result, name))
+    name = next(iter(describe.preview_choices(work, result)))
+    written = describe.write_preview(result, describe.chosen_preview(work, result, name))
     assert written == run / "zorble.preview.png"
-    assert library.preview_of(result) == written
+    assert preview_of(result) == written
     for wrong in ("../../secret.png", "", "sample step-00000030/99.png"):
         with pytest.raises(RequestError):
-            sharing.chosen_preview(work, result, wrong)
+            describe.chosen_preview(work, result, wrong)
     before = written.read_bytes()
     (run / "notes.txt").write_text("no picture")
     with pytest.raises(InputError, match="no picture"):
-        sharing.write_preview(result, run / "notes.txt")
+        describe.write_preview(result, run / "notes.txt")
     assert written.read_bytes() == before
 
 
@@ -76,7 +81,7 @@ def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) 
     assert (entry.header.rank, entry.header.trigger) == (8, "blip")
     assert "below the base's" in entry.validation and not entry.training
     (run / "samples" / "step-00000030" / "00.png").write_bytes(b"torn")
-    assert tries.example_prompt(entry.file, entry.header) == "blip", "else that of the sample"
+    assert try_prompts.example_prompt(entry.file, entry.header) == "blip", "else that of the sample"
     lora(run / "a-best.safetensors")
     (run / "best.json").write_text('{"step": 20}')
     (entry,) = lora_files.entries(work)
@@ -212,6 +217,94 @@ def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     )
     assert lora_files.entries(work)[0].saves[0].step == 20
     assert lora_files.take_note(work, "a/zorble.safetensors", " ").note == ""
+
+
+# ---- what the page's scripts ask
+
+
+@pytest.fixture
+def pages(work: Workplace) -> Any:
+    """Return a client of the routes of the page and of what it sends files with."""
+    applications = pytest.importorskip("starlette.applications")
+    client = pytest.importorskip("starlette.testclient")
+    from lora_trainer.gui import uploads
+    from lora_trainer.gui.library import routes
+
+    served = [*routes.routes(work), *uploads.routes(work)]
+    return client.TestClient(applications.Starlette(routes=served))
+
+
+def test_a_search_stands_in_the_address_and_a_file_that_is_not_there_or_broken_is_a_page(
+    work: Workplace, pages: Any
+) -> None:
+    finished_run(work.runs / "owl", saves=(), modelspec__title="Blue Owl")
+    finished_run(work.runs / "cat", saves=(), ss_sd_model_name="sdxl.safetensors")
+    asked = {"text": "blue", "base": ""}
+    assert "1 of 2" in pages.post("/library/search", json=asked).json()["html"]
+    shown = pages.get("/library?search=blue").text
+    assert "1 of 2" in shown and 'value="blue"' in shown and "Training cat" not in shown
+    shown = pages.get("/library?base=sdxl.safetensors").text
+    assert '<option value="sdxl.safetensors" selected>' in shown and "Training owl" not in shown
+    german = {"accept-language": "de"}
+    for name in ("owl/none.safetensors", "none/x.safetensors", "../owl/zorble.safetensors"):
+        assert "Kein solches LoRA" in pages.get(f"/library?file={name}", headers=german).text
+    (work.runs / "owl" / "zorble.safetensors").write_bytes(b"")
+    shown = pages.get("/library?file=owl/zorble.safetensors", headers=german).text
+    assert "is empty, not weights" in shown and 'role="tab"' not in shown, "it can be deleted"
+    assert "data-share" not in shown and "data-trash" in shown
+
+
+def test_name_note_texts_and_a_picture_of_ones_own_are_kept_and_shown_at_the_top(
+    work: Workplace, pages: Any, tmp_path: Path
+) -> None:
+    run = finished_run(work.runs / "a", saves=())
+    file = {"file": "a/zorble.safetensors"}
+    texts = dict.fromkeys(("description", "author", "license", "trigger", "tags"), "")
+
+    def asked(path: str, /, **body: Any) -> Any:
+        return pages.post(f"/library/{path}", json={**file, **body}).json()
+
+    done = asked("texts", **texts, title="<b>")
+    assert done["done"] == "Saved: title." and "&lt;b&gt;" in done["head"]
+    assert asked("texts", **texts, title="<b>")["done"] == "Nothing was changed."
+    assert "for hats" in asked("note", text="for hats")["head"]
+    sent, batch = picture(tmp_path / "mine.jpg").read_bytes(), "0123456789abcdef"
+    incoming = work.own / "incoming" / batch
+    for content, said in ((sent, "zorble.preview.png"), (b"x", "mine.jpg is no picture")):
+        assert pages.put(f"/upload/{batch}/0", content=content).status_code == 204
+        done = asked("preview", batch=batch, name="../mine.jpg")
+        assert said in done.get("done", done.get("error"))
+        assert not incoming.exists()
+    assert (run / "zorble.preview.png").is_file()
+    assert "did not arrive" in asked("preview", batch=batch, name="mine.jpg")["error"]
+    assert "names no upload" in asked("preview", batch="../../a")["error"]
+    assert "not there any more" in asked("preview", choice="../../secret.png")["error"]
+    address = asked("rename", name="blue one")["to"]
+    assert address == "/library?file=a%2Fblue+one.safetensors"
+    assert 'value="blue one"' in pages.get(address).text
+    assert "cannot be" in asked("rename", name="../x")["error"]
+
+
+def test_what_is_exported_is_linked_and_what_a_file_holds_is_said_in_the_language(
+    work: Workplace, pages: Any, tmp_path: Path
+) -> None:
+    finished_run(work.runs / "a", saves=())
+    file = {"file": "a/zorble.safetensors"}
+    german = {"accept-language": "de"}
+    wish = {**file, "weight": 1, "notes": "", "folder": ""}
+    html = pages.post("/library/export", json=wish, headers=german).json()["html"]
+    assert "Geschrieben, in" in html and 'href="/media/run/a/export/zorble.json"' in html
+    html = pages.post("/library/export", json=wish).json()["html"]
+    assert "There already, in" in html and "It has no title." in html
+    (tmp_path / "loras").mkdir()
+    wish["folder"] = str(tmp_path / "loras")
+    assert "href" not in pages.post("/library/export", json=wish).json()["html"]
+    assert (
+        "is no weight" in pages.post("/library/export", json={**wish, "weight": 9}).json()["error"]
+    )
+    assert "It has no preview." not in pages.post("/library/check", json=file).json()["html"]
+    html = pages.post("/library/inside", json=file, headers=german).json()["html"]
+    assert "gemacht f\u00fcr" in html and "sd15" in html
 
 
 # ---- the trash

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import jobs, lora_files, lora_tools, sharing, tries
+from lora_trainer.gui import jobs, lora_files, sharing
+from lora_trainer.gui.library import tools, try_prompts
+from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
@@ -22,6 +24,7 @@ from tests.fakes.lora_library import finished_run, lora, picture
 from tests.fakes.queues import until
 from tests.fakes.runs import contents
 
+ENGLISH = words("en")
 TOLD = {
     "modelspec__title": "Zorble",
     "modelspec__description": "A blue creature",
@@ -71,7 +74,7 @@ def parsed(job: jobs.Job) -> tuple[str, dict[str, Any]]:
 def test_convert_goes_beside_the_file_replaces_none_and_is_linked_while_it_is_there(
     work: Workplace, file: lora_files.LoraFile
 ) -> None:
-    job = lora_tools.convert(work, file, format="diffusers", name="")
+    job = tools.convert(work, file, format="diffusers", name="")
     output = file.path.with_name("zorble-diffusers.safetensors")
     command, arguments = parsed(job)
     assert vars(arguments.pop("options")) == {"base": "embedded", "precision": None, "force": False}
@@ -79,32 +82,32 @@ def test_convert_goes_beside_the_file_replaces_none_and_is_linked_while_it_is_th
     assert (command, arguments) == ("convert", expected)
     assert job.about["result"] == "a/zorble-diffusers.safetensors"
     for name, stem in (("zorble", "zorble-002"), ("x.safetensors", "x"), ("", "zorble-kohya")):
-        _, arguments = parsed(lora_tools.convert(work, file, format="kohya", name=name))
+        _, arguments = parsed(tools.convert(work, file, format="kohya", name=name))
         assert arguments["output"].name == f"{stem}.safetensors"
         assert not arguments["options"].force
-    job = lora_tools.convert(work, file, format="kohya", name="new")
-    assert "working" in lora_tools.shown(work, [job])
+    job = tools.convert(work, file, format="kohya", name="new")
+    assert "working" in tools.shown(work, [job], ENGLISH)
     done = replace(job, state="finished", exit_code=0)
-    assert "not there any more" in lora_tools.shown(work, [done])
+    assert "not there any more" in tools.shown(work, [done], ENGLISH)
     lora(file.path.with_name("new.safetensors"))
-    assert "/library?file=a%2Fnew.safetensors" in lora_tools.shown(work, [done])
+    assert "/library?file=a%2Fnew.safetensors" in tools.shown(work, [done], ENGLISH)
     job.folder.mkdir(parents=True)
     (job.folder / jobs.LOG_FILE).write_text("error: <b>no</b>. Fix: do.\n")
     failed = replace(job, state="failed", exit_code=2)
-    assert "error: &lt;b&gt;no&lt;/b&gt;. Fix: do." in lora_tools.shown(work, [failed])
+    assert "error: &lt;b&gt;no&lt;/b&gt;. Fix: do." in tools.shown(work, [failed], ENGLISH)
 
 
 def test_resize_by_rank_or_share_and_merge_with_weights(
     work: Workplace, file: lora_files.LoraFile
 ) -> None:
-    job = lora_tools.resize(work, file, rank=" 4 ", energy_percent="95", name="")
+    job = tools.resize(work, file, rank=" 4 ", energy_percent="95", name="")
     _, arguments = parsed(job)
     assert (arguments["rank"], arguments["energy"]) == (4, 0.95)
     assert arguments["output"].name == "zorble-r4-e95.safetensors"
-    job = lora_tools.resize(work, file, rank="", energy_percent="90", name="")
+    job = tools.resize(work, file, rank="", energy_percent="90", name="")
     assert "rank" not in parsed(job)[1]
     others = [("b/zorble.safetensors", -0.5), ("", 1.0), (None, None)]
-    job = lora_tools.merge(work, file, weight=0.25, others=others, rank="8", name="")
+    job = tools.merge(work, file, weight=0.25, others=others, rank="8", name="")
     command, arguments = parsed(job)
     other = lora_files.find(work, "b/zorble.safetensors").path
     assert (command, arguments["rank"]) == ("merge", 8)
@@ -118,15 +121,15 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         with pytest.raises(RequestError):
             tool(*asked, **more)
 
-    refused(lora_tools.convert, work, file, format="--force", name="")
+    refused(tools.convert, work, file, format="--force", name="")
     for name in ("../../x", "--force", ".hidden"):
-        refused(lora_tools.convert, work, file, format="kohya", name=name)
+        refused(tools.convert, work, file, format="kohya", name=name)
     ranks = [(rank, "") for rank in ("0", "2.5", "inf", "--force")]
     for rank, percent in (*ranks, ("", " "), ("", "100"), ("", "nan")):
-        refused(lora_tools.resize, work, file, rank=rank, energy_percent=percent, name="")
+        refused(tools.resize, work, file, rank=rank, energy_percent=percent, name="")
     other = ("b/zorble.safetensors", 1.0)
     for weight, others in ((1.0, []), (0.0, [other]), (1.0, [("../secret", 1.0)])):
-        refused(lora_tools.merge, work, file, weight=weight, others=others, rank="", name="")
+        refused(tools.merge, work, file, weight=weight, others=others, rank="", name="")
     fine: dict[str, Any] = {"prompts": "x", "strengths": "1", "seed": 1, "base": ""}
     for key, values in {
         "prompts": (" \n ", "\n".join(map(str, range(13))), "a cat --ar 16:9", "a cat --s 0"),
@@ -134,10 +137,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         "seed": (-1.0, 0.5, 1e30, float("nan")),
     }.items():
         for value in values:
-            refused(tries.wish, **{**fine, key: value})
-    wish = tries.wish(prompts="x", strengths="1", seed=1, base=str(work.runs.parent))
+            refused(try_prompts.wish, **{**fine, key: value})
+    wish = try_prompts.wish(prompts="x", strengths="1", seed=1, base=str(work.runs.parent))
     with pytest.raises(InputError, match="outside of the folders"):
-        tries.start(replace(work, roots=()), file, wish)
+        try_prompts.start(replace(work, roots=()), file, wish)
     assert started == []
 
 
@@ -145,8 +148,8 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
     work: Workplace, file: lora_files.LoraFile, started: list[jobs.Job]
 ) -> None:
     prompts = "-output=/tmp/x\n\n; touch marker\n$(touch marker)\n  a, (b:1.2)  "
-    wish = tries.wish(prompts=prompts, strengths="1,0.4 -0.5", seed=7, base="me/model")
-    command, arguments = parsed(tries.start(work, file, wish))
+    wish = try_prompts.wish(prompts=prompts, strengths="1,0.4 -0.5", seed=7, base="me/model")
+    command, arguments = parsed(try_prompts.start(work, file, wish))
     assert command == "sample"
     assert arguments["run"] == file.path
     expected = ["-output=/tmp/x", "; touch marker", "$(touch marker)", "a, (b:1.2)"]
@@ -155,50 +158,50 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
     assert (arguments["seed"], arguments["base"]) == (7, "me/model")
     assert arguments["output"].parent == work.own / "tries"
     started.clear()
-    wish = tries.wish(prompts="one\ntwo <b>", strengths="0.4 1", seed=5, base="")
-    job = tries.start(work, file, wish)
-    stamps = [tries.stamp(work, [job])]
-    assert "loading the base model" in tries.shown(work, [job])
+    wish = try_prompts.wish(prompts="one\ntwo <b>", strengths="0.4 1", seed=5, base="")
+    job = try_prompts.start(work, file, wish)
+    stamps = [try_prompts.stamp(work, [job])]
+    assert "loading the base model" in try_prompts.shown(work, [job], ENGLISH)
     for name in ("zorble-5-x0.4.png", "zorble-6-x1.png", "other.png", ".tmp-1-zorble-5-x1.png"):
         picture(work.own / "tries" / str(job.about["folder"]) / name)
-    stamps.append(tries.stamp(work, [job]))
-    assert {place: path.name for place, path in tries.images(work, job).items()} == {
+    stamps.append(try_prompts.stamp(work, [job]))
+    assert {place: path.name for place, path in try_prompts.images(work, job).items()} == {
         (0, 0.4): "zorble-5-x0.4.png",
         (1, 1.0): "zorble-6-x1.png",
     }
-    markup = tries.shown(work, [job])
+    markup = try_prompts.shown(work, [job], ENGLISH)
     assert "2 of 4 images" in markup
     assert markup.count("<img") == 2
     assert "two &lt;b&gt;" in markup
     assert f"/media/own/tries/{job.about['folder']}/zorble-5-x0.4.png" in markup
     done = replace(job, state="finished", exit_code=0)
-    stamps.append(tries.stamp(work, [done]))
+    stamps.append(try_prompts.stamp(work, [done]))
     assert len(set(stamps)) == 3
-    assert "4 images, seed 5" in tries.shown(work, [done])
+    assert "4 images, seed 5" in try_prompts.shown(work, [done], ENGLISH)
 
 
 def test_a_refusal_is_one_line_a_stop_is_no_error_and_a_changed_record_leads_nowhere(
     work: Workplace, file: lora_files.LoraFile
 ) -> None:
-    wish = tries.wish(prompts="x", strengths="1", seed=5, base="")
-    job = tries.start(work, file, wish)
+    wish = try_prompts.wish(prompts="x", strengths="1", seed=5, base="")
+    job = try_prompts.start(work, file, wish)
     with pytest.raises(RequestError, match="already"):
-        tries.start(work, file, wish)
+        try_prompts.start(work, file, wish)
     job.folder.mkdir(parents=True)
     (job.folder / jobs.LOG_FILE).write_text("loading\nerror: no <base>. Fix: --base.\n")
-    markup = tries.shown(work, [replace(job, state="failed", exit_code=3)])
+    markup = try_prompts.shown(work, [replace(job, state="failed", exit_code=3)], ENGLISH)
     assert "error: no &lt;base&gt;. Fix: --base." in markup
-    markup = tries.shown(work, [replace(job, state="failed", exit_code=-15)])
+    markup = try_prompts.shown(work, [replace(job, state="failed", exit_code=-15)], ENGLISH)
     assert "Stopped after 0 of 1" in markup and "error" not in markup
     picture(work.own / "tries" / str(job.about["folder"]) / "zorble-5.png")
-    assert list(tries.images(work, job)) == [(0, 1.0)], "one strength is not in the name"
+    assert list(try_prompts.images(work, job)) == [(0, 1.0)], "one strength is not in the name"
     picture(work.runs.parent / "zorble-5.png")
     for about in (
         {"folder": "../../.."}, {"folder": 5, "prompts": 3, "strengths": ["x"], "seed": "y"}, {},
     ):  # fmt: skip
         changed = replace(job, about={**job.about, **about} if about else {})
-        assert tries.images(work, changed) == {}
-        tries.shown(work, [changed])
+        assert try_prompts.images(work, changed) == {}
+        try_prompts.shown(work, [changed], ENGLISH)
 
 
 CARD: dict[str, Any] = {"description": "x", "preferred weight": 0.8}

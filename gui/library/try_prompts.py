@@ -1,14 +1,14 @@
 """Trying a LoRA: prompts at several strengths from the same seed, drawn by `lora-train sample`.
 
 Inputs: a file of a run, prompts, strengths. Outputs: a job with its images in `<runs>/.gui/tries/ID/`,
-and the grid prompt x strength as markup, whatever is drawn of it so far.
+and the grid prompt x strength, whatever is drawn of it so far.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from lora_trainer.config.prompt_line import plain_prompt, read_prompt
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_names
 
-from . import jobs, launch, state
-from .lora_files import Header, LoraFile, recorded_base
-from .markup import inline, join, tag
-from .media import try_url
-from .workplace import Workplace
+from .. import jobs, launch, state
+from ..lora_files import Header, LoraFile, recorded_base
+from ..markup import inline
+from ..media import try_url
+from ..server.templates import render
+from ..server.translation import Words
+from ..workplace import Workplace
 
 KIND = "try"
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2)
@@ -60,7 +62,7 @@ def wish(*, prompts: str, strengths: str, seed: float | None, base: str) -> Wish
         read_prompt(line)
     chosen = float(SEED if seed is None else seed)
     if not chosen.is_integer() or not 0 <= chosen < MAX_SEED:
-        raise RequestError(f"{chosen:g} is no seed", fix="type a whole number from 0")
+        raise RequestError(f"{chosen:g} is not a seed", fix="type a whole number from 0")
     return Wish(prompts=lines, strengths=_strengths(strengths), seed=int(chosen), base=base.strip())
 
 
@@ -74,7 +76,7 @@ def _strengths(text: str) -> tuple[float, ...]:
     fits = all(math.isfinite(value) and abs(value) <= MAX_STRENGTH for value in found)
     if not (1 <= len(found) <= MAX_STRENGTHS and fits):
         raise RequestError(
-            f"{text!r} are no strengths",
+            f"{text!r} are not strengths",
             fix=f"type up to {MAX_STRENGTHS} numbers from -{MAX_STRENGTH:g} to {MAX_STRENGTH:g}, "
             "such as 0.6 0.8 1",
         )
@@ -156,58 +158,52 @@ def images(work: Workplace, job: jobs.Job) -> dict[tuple[int, float], Path]:
     return {place: there[name] for place, name in names.items() if name in there}
 
 
-def shown(work: Workplace, tries: Sequence[jobs.Job]) -> Html:
+def shown(work: Workplace, tries: Sequence[jobs.Job], _: Words) -> Html:
     """Return the newest try as a grid, and earlier ones folded."""
-    if not tries:
-        return tag("p", "Nothing drawn with this file yet.", class_="quiet")
-    newest, *earlier = (_try(work, job) for job in tries)
-    folded = (tag("details", tag("summary", "An earlier try"), part) for part in earlier)
-    return tag("div", newest, *folded, class_="tries")
+    return render("library/tries.html", _, tries=[_try(work, job, _) for job in tries])
 
 
-def _try(work: Workplace, job: jobs.Job) -> Html:
+def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
+    """Return what tries.html shows of one: a row for each prompt, in it a cell for each strength."""
     found, strengths, prompts = images(work, job), _numbers(job), _prompts(job)
-    count = len(strengths) * len(prompts)
-    cells = [tag("span", "", role="columnheader")]
-    cells += [tag("span", f"strength {value:g}", role="columnheader") for value in strengths]
-    rows = [tag("div", *cells, role="row")]
-    for row, prompt in enumerate(prompts):
-        heading = tag("span", prompt, role="rowheader", translate="no")
-        cells = [_cell(found.get((row, value)), prompt, value, job.state) for value in strengths]
-        rows.append(tag("div", heading, *cells, role="row"))
-    return join(
-        [
-            tag("p", _said(job, len(found), count), class_="said", role="status"),
-            tag("p", inline(job.error()), class_="error notice") if not _was_stopped(job) else None,
-            tag("div", *rows, class_="try-grid", role="table", style=f"--columns:{len(strengths)}"),
-        ]
-    )
+    rows = [
+        {
+            "prompt": prompt,
+            "cells": [
+                {"strength": f"{value:g}", "url": _url(found.get((row, value)))}
+                for value in strengths
+            ],
+        }
+        for row, prompt in enumerate(prompts)
+    ]
+    return {
+        "id": job.id,
+        "said": _said(job, len(found), len(strengths) * len(prompts), _),
+        "error": "" if _was_stopped(job) else inline(_.message(job.error())),
+        "draws": job.state == "running",
+        "strengths": [f"{value:g}" for value in strengths],
+        "rows": rows,
+    }
 
 
 def _was_stopped(job: jobs.Job) -> bool:
     return job.state != "failed" or job.exit_code in STOPPED
 
 
-def _said(job: jobs.Job, done: int, count: int) -> str:
+def _said(job: jobs.Job, done: int, count: int, _: Words) -> str:
     if job.state == "running":
         if not done:
-            return "Drawing: loading the base model."
-        return f"Drawing: {done} of {count} images."
+            return _("Drawing: loading the base model.")
+        return _("Drawing: {} of {} images.", done, count)
     if job.state == "failed":
-        if _was_stopped(job):
-            return f"Stopped after {done} of {count} images."
-        return f"Ended after {done} of {count} images."
-    return f"{count} images, seed {_seed(job)} in the first row, one more in each row."
+        ended = "Stopped after {} of {} images."
+        return _(ended if _was_stopped(job) else "Ended after {} of {} images.", done, count)
+    done_text = "{#} images, seed {#} in the first row, one more in each row."
+    return _(done_text, count, _seed(job))
 
 
-def _cell(image: Path | None, prompt: str, strength: float, job_state: jobs.State) -> Html:
-    if image is None:
-        return tag(
-            "span", "\u2026" if job_state == "running" else "\u2013", role="cell", class_="missing"
-        )
-    url = try_url(image.parent.name, image.name)
-    picture = tag("img", src=url, alt=f"{prompt}, strength {strength:g}", loading="lazy")
-    return tag("span", tag("a", picture, href=url, target="_blank"), role="cell")
+def _url(image: Path | None) -> str:
+    return try_url(image.parent.name, image.name) if image is not None else ""
 
 
 def _prompts(job: jobs.Job) -> list[str]:

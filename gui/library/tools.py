@@ -1,25 +1,27 @@
 """Converting, cutting and merging the files of the library, through the commands for that.
 
 Inputs: a file and what a form says. Outputs: jobs whose result lies beside the input under a name that
-is free, and the list of them as markup. The commands replace nothing.
+is free, and the list of them. The commands replace nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import one_line
 from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.reporting.charts import Html
 
-from . import jobs, launch
-from .library import page_url
-from .lora_files import SUFFIX, LoraFile, find, recorded_base, unused
-from .markup import inline, tag
-from .workplace import Workplace
+from .. import jobs, launch
+from ..lora_files import SUFFIX, LoraFile, find, recorded_base, unused
+from ..markup import inline
+from ..server.templates import render
+from ..server.translation import Words
+from ..workplace import Workplace
+from .view import page_url
 
 KIND = "tool"
 FORMATS: tuple[str, ...] = get_args(FileFormat)
@@ -30,7 +32,7 @@ SHOWN = 6
 def convert(work: Workplace, file: LoraFile, *, format: str, name: str) -> jobs.Job:
     """Write a file in other key names; raises RequestError for what cannot be."""
     if format not in FORMATS:
-        raise RequestError(f"there is no format {format!r}", fix=f"use {', '.join(FORMATS)}")
+        raise RequestError(f"the format {format!r} is unknown", fix=f"use {', '.join(FORMATS)}")
     words = ("convert", str(file.path), f"--format={format}")
     return _start(work, file, words, name=name or f"{file.path.stem}-{format}")
 
@@ -88,28 +90,31 @@ def stamp(found: Sequence[jobs.Job]) -> tuple[object, ...]:
     return tuple((job.id, job.state) for job in found)
 
 
-def shown(work: Workplace, found: Sequence[jobs.Job]) -> Html:
+def shown(work: Workplace, found: Sequence[jobs.Job], _: Words) -> Html:
     """Return the jobs as a list, each with its result, its progress or its error."""
-    return tag("ul", *(_job(work, job) for job in found), class_="jobs") if found else Html("")
+    return render("library/jobs.html", _, jobs=[_job(work, job, _) for job in found])
 
 
-def _job(work: Workplace, job: jobs.Job) -> Html:
-    what, result = str(job.about.get("what")), str(job.about.get("result"))
-    if job.state == "running":
-        return tag("li", f"{what} \u2192 {result}: working\u2026", role="status")
-    if job.state == "failed":
-        return tag("li", f"{what}: ", tag("span", inline(job.error()), class_="error"))
-    facts = [one_line(line) for line in job.log_tail(8) if not line.startswith("wrote ")]
-    return tag(
-        "li", f"{what} \u2192 ", _result(work, result), *(tag("small", fact) for fact in facts)
-    )
+def _job(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
+    result = str(job.about.get("result"))
+    facts = job.log_tail(8) if job.state == "finished" else []
+    return {
+        "what": str(job.about.get("what")),
+        "state": job.state,
+        "result": result,
+        "name": result.partition("/")[2],
+        "url": _url(work, result) if job.state == "finished" else "",
+        "error": inline(_.message(job.error())),
+        "facts": [one_line(line) for line in facts if not line.startswith("wrote ")],
+    }
 
 
-def _result(work: Workplace, ref: str) -> Html:
+def _url(work: Workplace, ref: str) -> str:
+    """Return the address of a result, an empty text where it is not there any more."""
     try:
-        return tag("a", ref.partition("/")[2], href=page_url(find(work, ref)))
+        return page_url(find(work, ref))
     except LoraTrainError:
-        return tag("span", f"{ref}, which is not there any more")
+        return ""
 
 
 def _start(work: Workplace, file: LoraFile, words: Sequence[str], *, name: str) -> jobs.Job:
@@ -129,7 +134,9 @@ def _start(work: Workplace, file: LoraFile, words: Sequence[str], *, name: str) 
 def _rank(text: str) -> int:
     value = _number(text)
     if not value.is_integer() or not 1 <= value <= MAX_RANK:
-        raise RequestError(f"{value:g} is no rank", fix=f"type a whole number from 1 to {MAX_RANK}")
+        raise RequestError(
+            f"{value:g} is not a rank", fix=f"type a whole number from 1 to {MAX_RANK}"
+        )
     return int(value)
 
 
@@ -137,12 +144,12 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise RequestError(f"{text.strip()!r} is no number", fix="type one such as 8") from None
+        raise RequestError(f"{text.strip()!r} is not a number", fix="type one such as 8") from None
 
 
 def _weight(value: float | None) -> float:
     if value is None or not math.isfinite(value) or value == 0 or abs(value) > MAX_WEIGHT:
         raise RequestError(
-            f"{value} is no weight", fix=f"type a number such as 0.5, at most {MAX_WEIGHT:g}"
+            f"{value} is not a weight", fix=f"type a number such as 0.5, at most {MAX_WEIGHT:g}"
         )
     return value

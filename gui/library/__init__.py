@@ -1,0 +1,1 @@
+"""The page LoRAs: all finished adapters, and everything about one file."""

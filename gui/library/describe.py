@@ -1,0 +1,67 @@
+"""What is told of a LoRA: the texts in its header, and the picture beside it.
+
+Inputs: a file of the library, the samples of its training and what was drawn to try it. Outputs: the texts by their
+names, the pictures that can become its preview, and the preview itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import write_atomic
+from lora_trainer.reporting.sample_files import last_samples
+from lora_trainer.tools.describe import describe
+
+from ..lora_files import PREVIEW_SUFFIX, LoraFile
+from ..sharing import png_bytes
+from ..workplace import Workplace
+from . import try_prompts
+from .preview import small_url
+
+_MAX_PREVIEWS = 24
+_CHOICE_PX = 192
+
+
+def save_texts(file: LoraFile, texts: Mapping[str, str]) -> Sequence[str]:
+    """Write the texts into the header of a file; return the names of those that have changed."""
+    changed = describe(file.path, dict(texts), output=file.path, force=True)
+    return [key.partition(".")[2].replace("_", " ") for key in changed]
+
+
+def preview_choices(work: Workplace, file: LoraFile) -> dict[str, Path]:
+    """Return the pictures that can become the preview, by the name a page knows them by."""
+    return dict(list(_drawn(work, file))[:_MAX_PREVIEWS])
+
+
+def chosen_preview(work: Workplace, file: LoraFile, name: str) -> Path:
+    """Return one of the choices; raises RequestError for any other name."""
+    found = preview_choices(work, file)
+    if name not in found:
+        raise RequestError("this picture is not there any more", fix="reload the page")
+    return found[name]
+
+
+def write_preview(file: LoraFile, picture: Path) -> Path:
+    """Make a picture the preview; raises InputError for what is none, MachineError."""
+    target = file.path.with_name(f"{file.path.stem}{PREVIEW_SUFFIX}")
+    write_atomic(target, png_bytes(picture))
+    return target
+
+
+def shown_choices(work: Workplace, file: LoraFile) -> Sequence[Mapping[str, Any]]:
+    """Return what choices.html shows: each picture by its name, and a small copy of it."""
+    return [
+        {"name": name, "url": small_url(image, size_px=_CHOICE_PX)}
+        for name, image in preview_choices(work, file).items()
+    ]
+
+
+def _drawn(work: Workplace, file: LoraFile) -> Iterator[tuple[str, Path]]:
+    for image in last_samples(file.path.parent / "samples"):
+        yield f"sample {image.parent.name}/{image.name}", image
+    for job in try_prompts.of_file(work, file):
+        for image in try_prompts.images(work, job).values():
+            yield f"try {image.parent.name}/{image.name}", image

@@ -1,0 +1,89 @@
+// The page of one LoRA. What its tabs Try and Tools began is followed until it has ended.
+import { mountDescribe } from "/ui/library/describe.js";
+import { onSubmit } from "/ui/library/form.js";
+import { ask } from "/ui/shared/ask.js";
+import { follow } from "/ui/shared/follow.js";
+import { mount as mountShare } from "/ui/share/script.js";
+import { tabs } from "/ui/shared/tabs.js";
+import { tell } from "/ui/shared/tell.js";
+
+export function mountFile(page) {
+  const { file } = page.dataset;
+  mountShare(page);
+  if (!page.querySelector("[role=tablist]")) return; // of a file that cannot be read
+  const panel = (name) => page.querySelector(`#${name}`);
+  tabs(page, (name) => { if (name === "inside") lookInside(panel(name), file); });
+  mountTry(panel("try"), file);
+  mountDescribe(panel("describe"), page.querySelector("#head"), file);
+  mountTools(panel("tools"), file);
+  mountExport(panel("export"), file);
+}
+
+function mountTry(panel, file) {
+  const form = panel.querySelector("form");
+  const said = panel.querySelector(".said");
+  const stop = panel.querySelector("[data-stop]");
+  const place = panel.querySelector(".tries");
+  const opened = new Set();
+  place.addEventListener("toggle", ({ target }) => {
+    opened[target.open ? "add" : "delete"](target.dataset.key);
+  }, true);
+  const asked = follow(place, "/library/tries", ({ goes }) => {
+    for (const details of place.querySelectorAll("details")) details.open = opened.has(details.dataset.key);
+    if (!goes && document.activeElement === stop) form.querySelector("[type=submit]").focus();
+    stop.hidden = !goes;
+  }, { file });
+  onSubmit(form, async () => {
+    const seed = form.seed.valueAsNumber;
+    const draw = { prompts: form.prompts.value, strengths: form.strengths.value, seed: Number.isNaN(seed) ? null : seed, base: form.base.value };
+    tell(said, await asked({ draw }));
+  });
+  stop.addEventListener("click", async () => tell(said, await asked({ stop: true })));
+}
+
+function mountTools(panel, file) {
+  const said = panel.querySelector("#made");
+  const asked = follow(panel.querySelector(".made"), "/library/jobs", () => {}, { file });
+  const value = (name) => panel.querySelector(`#${name}`).value;
+  const weight = (name) => {
+    const number = panel.querySelector(`#${name}`).valueAsNumber;
+    return Number.isNaN(number) ? null : number;
+  };
+  const made = {
+    convert: (form) => ({ format: form.format.value, name: value("convert-name") }),
+    cut: () => ({ rank: value("cut-rank"), energy_percent: value("cut-energy"), name: value("cut-name") }),
+    merge: (form) => ({
+      weight: weight("merge-weight"),
+      others: [...form.querySelectorAll("select")].filter((list) => list.value)
+        .map((list) => ({ file: list.value, weight: weight(list.id.replace("merge-", "merge-weight-")) })),
+      rank: value("merge-rank"),
+      name: value("merge-name"),
+    }),
+  };
+  for (const [name, wish] of Object.entries(made)) {
+    onSubmit(panel.querySelector(`form.${name}`), async (form) => {
+      tell(said, await asked({ [name]: wish(form) }));
+      said.scrollIntoView({ block: "nearest" });
+    });
+  }
+}
+
+function mountExport(panel, file) {
+  const form = panel.querySelector("form");
+  const [said, place] = [".said", ".exported"].map((name) => panel.querySelector(name));
+  const show = (answer) => {
+    tell(said, answer);
+    place.innerHTML = answer.html ?? ""; // markup of our own server
+  };
+  panel.querySelector("[data-check]").addEventListener("click", async () => show(await ask("/library/check", { file })));
+  onSubmit(form, async () => {
+    const wish = { weight: form.weight.valueAsNumber, notes: form["card-notes"].value, folder: form.folder.value };
+    show(await ask("/library/export", { file, ...wish }));
+  });
+}
+
+async function lookInside(panel, file) {
+  const { html, error } = await ask("/library/inside", { file });
+  if (html !== undefined) panel.innerHTML = html; // markup of our own server
+  else tell(panel.querySelector(".said") ?? panel.appendChild(document.createElement("p")), { error });
+}

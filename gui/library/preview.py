@@ -1,0 +1,40 @@
+"""The picture of a LoRA: the one beside its file, else the last sample of its training.
+
+Input: a file of the library. Outputs: the picture, and the address of a small copy of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lora_trainer.reporting.sample_files import last_samples
+
+from ..lora_files import PREVIEW_SUFFIX, LoraFile
+from ..media import thumb_url
+
+_THUMB_PX = 384
+
+
+def preview_of(file: LoraFile) -> Path | None:
+    """Return the picture beside a file or, of the result or a save of a run, its last sample."""
+    for name in (f"{file.path.stem}{PREVIEW_SUFFIX}", f"{file.path.stem}.png"):
+        image = file.path.with_name(name)
+        if image.is_file() and not image.is_symlink():
+            return image
+    if not file.trained:
+        return None
+    samples = file.path.parent / "samples"
+    drawn = sorted((samples / f"step-{file.step:08d}").glob("*.png")) if file.step else []
+    return next(iter(drawn or last_samples(samples)), None)
+
+
+def small_url(image: Path, *, size_px: int = _THUMB_PX) -> str:
+    """Return the address of a small copy; a picture that was replaced has another one."""
+    return f"{thumb_url(image.parent, image.name, size_px=size_px)}&v={_changed_ns(image)}"
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # gone since it was listed; the address leads nowhere then
+        return 0

@@ -1,0 +1,10 @@
+// The page LoRAs: the shelf of all, or the page of one file.
+import { mount as mountTrash } from "/ui/trash/script.js";
+import { mountFile } from "/ui/library/file.js";
+import { mountShelf } from "/ui/library/shelf.js";
+
+const main = document.querySelector("main");
+const lora = main.querySelector(".lora-page");
+if (lora) mountFile(lora);
+else if (main.querySelector(".search")) mountShelf(main);
+mountTrash(main);

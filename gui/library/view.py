@@ -1,0 +1,259 @@
+"""What the page LoRAs shows: the cards of the finished adapters, and what one file says of itself.
+
+Inputs: entries and headers of lora_files.py, inspections. Outputs: what its templates show, in which every text is
+escaped: a header was written by anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlencode
+
+from lora_trainer.common.wording import bytes_text, one_line
+from lora_trainer.lora_file.inspect import Inspection
+from lora_trainer.reporting.charts import Html
+
+from .. import lora_files, state
+from ..bases import title
+from ..lora_files import Entry, Header, LoraFile
+from ..markup import inline
+from ..media import REPORT, run_url
+from ..server.templates import render
+from ..server.translation import Words
+from ..workplace import Workplace
+from .preview import preview_of, small_url
+
+PAGE = "/library"
+_MAX_SHOWN = 400
+_MAX_VALUE_CHARACTERS = 2_000
+_BLOCKS_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A line of what is known of a LoRA; `is_name` says that its value stays as it is in each language."""
+
+    name: str
+    value: str
+    is_name: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link to another file: of the same training, or to download."""
+
+    label: str
+    url: str
+    kind: str = ""
+
+
+def page_url(file: LoraFile) -> str:
+    """Return the address of the page of one file."""
+    return f"{PAGE}?{urlencode({'file': file.ref})}"
+
+
+def shelf(work: Workplace, text: str, base: str, _: Words) -> Mapping[str, Any]:
+    """Return what shelf.html shows: the LoRAs that fit a search, and the bases to choose from."""
+    found = lora_files.entries(work)
+    chosen = lora_files.matching(found, text, base)
+    names = sorted({entry.header.base for entry in found} - {""})
+    return {
+        "text": text,
+        "base": base,
+        "bases": [("", _("all bases")), *((name, name) for name in names)],
+        **cards(chosen, of=len(found), said=_),
+    }
+
+
+def grid(found: Sequence[Entry], *, of: int, said: Words) -> Html:
+    """Return the cards of the LoRAs that are shown, of that many there are, as markup."""
+    return render("library/cards.html", said, **cards(found, of=of, said=said))
+
+
+def cards(found: Sequence[Entry], *, of: int, said: Words) -> Mapping[str, Any]:
+    """Return what cards.html shows."""
+    return {
+        "of": of,
+        "count": len(found),
+        "more": max(0, len(found) - _MAX_SHOWN),
+        "cards": [_card(entry, said) for entry in found[:_MAX_SHOWN]],
+    }
+
+
+def _card(entry: Entry, _: Words) -> Mapping[str, Any]:
+    file = entry.file
+    more = len(entry.saves)
+    others = _("1 other step of it") if more == 1 else _("{#} other steps of it", more)
+    return {
+        **_told(entry, _),
+        "trains": entry.training,
+        "others": others,
+        "saves": [Link(label=_step(save, _), url=page_url(save)) for save in entry.saves],
+        "downloads": list(_downloads(file, entry, _)),
+    }
+
+
+def head(file: LoraFile, header: Header, _: Words) -> Mapping[str, Any]:
+    """Return what head.html shows: the top of the page of one file."""
+    result = lora_files.result_of(file.path.parent) if file.trained else None
+    is_result = result is not None and result.file.path == file.path
+    entry = result if result is not None and is_result else Entry(file=file, header=header)
+    return {
+        **_told(entry, _),
+        "ref": file.ref,
+        "trigger": header.trigger,
+        "is_try_out": header.is_try_out,
+        "again": "/train?" + urlencode({"again": file.run}),
+        "downloads": list(_downloads(file, result, _)),
+    }
+
+
+def head_html(file: LoraFile, said: Words) -> Html:
+    """Return the top of the page of one file as it is now, as markup."""
+    shown = head(file, lora_files.read_header(file), said)
+    return render("library/head.html", said, lora=shown)
+
+
+def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
+    """Return what a card and the page of a file say alike."""
+    file, header = entry.file, entry.header
+    image, name = preview_of(file), _name(entry)
+    has_report = (file.path.parent / REPORT).is_file()
+    return {
+        "name": name,
+        "stem": file.path.stem,
+        "url": page_url(file),
+        "image": small_url(image) if image else header.thumbnail,
+        "title": header.title if header.title not in ("", file.path.stem, name) else "",
+        "note": file.note,
+        "problem": inline(_.message(header.problem)),
+        "facts": list(_facts(entry, _)),
+        "run": file.run,
+        "run_url": state.page_url(file.run),
+        "report_url": run_url(file.run, REPORT) if has_report else "",
+    }
+
+
+def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
+    header = entry.header
+    steps = entry.file.step or header.steps
+    if entry.is_best:
+        yield Fact(name="best", value=_("step {#}", f"{steps:,}") if steps else "", is_name=False)
+    facts = {
+        "base": title(header.base),
+        "trigger word": header.trigger,
+        "rank": header.rank,
+        "steps": f"{steps:,}" if steps and not entry.is_best else None,
+        "error": _.message(entry.validation),
+        "size": bytes_text(entry.file.size_bytes),
+        "written": day(entry.file),
+    }
+    for name, value in facts.items():
+        if value not in ("", None) or name == "trigger word":
+            yield Fact(name=name, value=str(value), is_name=name != "error")
+
+
+def _name(entry: Entry) -> str:
+    """Return the name of a LoRA: a save that is the one to take has that of its training."""
+    file = entry.file
+    return file.run if file.trained and file.step and not file.earlier else file.path.stem
+
+
+def _downloads(file: LoraFile, entry: Entry | None, _: Words) -> Iterator[Link]:
+    """Yield the downloads beside a file: the best one, the file, the last one.
+
+    `entry` is what its training wrote; None for the file of a tool.
+    """
+    if entry is None or not file.trained:
+        url = run_url(file.run, file.path.name)
+        yield Link(label=_("Download"), url=url, kind="primary")
+        return
+    last = next((save for save in entry.saves if save.last), entry.file)
+    for each in dict.fromkeys((entry.file, file, last)):
+        is_best = each is entry.file and entry.is_best
+        is_last = each is not entry.file and each == last
+        yield Link(
+            label=_download(each, _, is_best=is_best, is_last=is_last),
+            url=run_url(each.run, each.path.name),
+            kind="primary" if each is entry.file else "",
+        )
+
+
+def _download(file: LoraFile, _: Words, *, is_best: bool, is_last: bool) -> str:
+    if file.step is None:
+        text = "Download the last step"
+        text = "Download the last step (best)" if is_best else text
+        return _("Download the last step (last)" if is_last else text)
+    text = "Download step {}"
+    text = "Download step {} (best)" if is_best else text
+    return _("Download step {} (last)" if is_last else text, f"{file.step:,}")
+
+
+def _step(file: LoraFile, _: Words) -> str:
+    return _("the last step") if file.step is None else _("step {#}", f"{file.step:,}")
+
+
+def day(file: LoraFile) -> str:
+    """Return the day a file was written, in this machine's time zone."""
+    written = datetime.fromtimestamp(file.changed_ns / 1e9, UTC).astimezone()
+    return written.strftime("%Y-%m-%d")
+
+
+def inside(inspection: Inspection, said: Words) -> Html:
+    """Return what a file holds: problems first, then facts, its strongest blocks, raw entries folded."""
+    return render(
+        "library/inside.html",
+        said,
+        problems=problems(inspection.problems, said),
+        facts=list(_inspected(inspection)),
+        norms=list(_norms(inspection.norms)),
+        entries=list(_raw(inspection.metadata)),
+    )
+
+
+def problems(found: Sequence[Any], _: Words) -> Sequence[Mapping[str, str]]:
+    """Return problems of a file, or remarks on it, as problems.html shows them, the gravest first."""
+    order = ("error", "warning", "note")
+    return [
+        {
+            "severity": problem.severity,
+            "what": inline(f"{_sentence(_.message(problem.what))}."),
+            "advice": inline(f"{_sentence(_.message(problem.advice))}."),
+        }
+        for problem in sorted(found, key=lambda problem: order.index(problem.severity))
+    ]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _inspected(inspection: Inspection) -> Iterator[Fact]:
+    yield Fact(name="made for", value=inspection.family)
+    yield Fact(name="key names", value=inspection.format)
+    yield Fact(name="kind", value=", ".join(inspection.kinds))
+    for name, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
+        if spread is not None:
+            ends = dict.fromkeys(f"{end:g}" for end in spread)
+            yield Fact(name=name, value=" \u2013 ".join(ends))
+    yield Fact(name="modules", value=f"{inspection.modules:,}")
+    for key, (tokens, width) in inspection.embeddings.items():
+        yield Fact(name=key, value=f"{tokens} new tokens of {width:,} numbers", is_name=False)
+
+
+def _norms(norms: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    """Yield the blocks that a file changes most: name, size of the change, its share."""
+    total = sum(norm**2 for norm in norms.values())
+    largest = sorted(norms.items(), key=lambda item: -item[1])[:_BLOCKS_SHOWN]
+    for block, norm in largest if total else ():
+        yield block, f"{norm:.3g}", f"{norm**2 / total:.0%}"
+
+
+def _raw(metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for key, value in sorted(metadata.items()):
+        cut = len(value) - _MAX_VALUE_CHARACTERS
+        shown = one_line(value[:_MAX_VALUE_CHARACTERS])
+        yield key, f"{shown} … and {cut:,} characters" if cut > 0 else shown
