@@ -1,8 +1,9 @@
 """Runs, caches and settings of earlier releases stay readable (docs/releases.md): `fakes/release_N`.
 
-`run.tar.xz` is a run of 0.1 of which the newest state is lost: the example's first four images, 4 steps of
-batch 2 with an adapter of rank 1, saved every 2; its cache; its settings in `run.json`. Beside the state of
-step 2 it holds the log of all four steps, as 0.1 computed them.
+`run.tar.xz` is a run of that release of which the newest state is lost: the first images of the example, 4 steps
+with an adapter of rank 1, saved every 2; its cache; its settings in `run.json`. Beside the state of step 2 it holds
+the log of all four steps, as the release computed them: 0.1 with four images in batches of 2, 0.2 (commit 06a15245)
+with two images, one by one, and attention's layers alone.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ def home(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+ENCODED = {"release_0_1": 9, "release_0_2": 5}
+"""Release -> latents and texts in its cache."""
+
+
 def losses(home: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in events(home / "runs" / "kept", "step")}
 
 
 def test_a_run_goes_on_from_its_state_and_finds_its_cache(
-    home: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, release: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = losses(home)
     settings = settings_of(home / "runs/kept")
-    chosen = ("adapter.rank", "train.batch_size", "output.save_every_steps", "sampling.steps")
+    chosen = ["adapter.rank", "adapter.targets", "train.batch_size", "output.save_every_steps"]
+    chosen += ["sampling.steps", "sampling.every_steps"]
     line = ["dataset", "--name", "kept", "--steps", "4", "--resume"]
     line += ["--set", "data.cache_dir=cache"]
     for key in chosen:
@@ -48,7 +54,7 @@ def test_a_run_goes_on_from_its_state_and_finds_its_cache(
     assert run_cli(line) == 0
     printed = capsys.readouterr().out
     assert "resumed at step 2" in printed
-    assert "encoding: 9 cached, 0 to encode" in printed
+    assert f"encoding: {ENCODED[release.name]} cached, 0 to encode" in printed
     after = losses(home)
     assert sorted(after) == [1, 2, 3, 4]
     for step in (3, 4):
@@ -65,9 +71,12 @@ def test_every_setting_of_it_is_read_from_a_settings_file(home: Path) -> None:
     assert run_cli(["plan", "dataset", "--config", "old.json"]) == 0
 
 
-def test_its_exported_file_is_read(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_exported_file_is_read(
+    home: Path, release: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = release.name.removeprefix("release_").replace("_", ".") + ".0"
     (file,) = (home / "runs" / "kept").glob("*.safetensors")
     assert run_cli(["inspect", str(file)]) == 0
     printed = capsys.readouterr().out
-    for name, value in (("family", "sd15"), ("rank", "1"), ("lora_train.version", "0.1.0")):
+    for name, value in (("family", "sd15"), ("rank", "1"), ("lora_train.version", version)):
         assert [name, value] in [line.split() for line in printed.splitlines()]
