@@ -2,7 +2,7 @@
 
 Inputs: the values of the pages. Outputs: `<runs>/.gui/drafts/ID.json`. Going back, an error, a
 reload, another tab or a new start of the interface find the draft as it was left; it ends by being
-started. The expert page writes into the same draft.
+started. The page All settings writes into the same draft.
 """
 
 from __future__ import annotations

@@ -118,6 +118,12 @@ def inline(text: str, _: Words | None = None) -> Html:
     return join(tag("code", part) if at % 2 else _message(part, _) for at, part in enumerate(parts))
 
 
+def worded(text: str, _: Words) -> str:
+    """Return a message as `inline` does, for a script that makes code of what stands in backticks."""
+    parts = _at_backticks(named(text))
+    return "`".join(part if at % 2 else _message(part, _) for at, part in enumerate(parts))
+
+
 def _message(part: str, _: Words | None) -> str:
     """Return a part of a message in a language, with the space around it."""
     said = part.strip()

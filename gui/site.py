@@ -14,7 +14,7 @@ import gradio as gr
 from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
-from .pages import expert, train_page
+from .pages import train_page
 from .pages.gradio_events import module
 from .workplace import Workplace
 
@@ -30,10 +30,7 @@ class Page:
     build: Callable[[Workplace], None]
 
 
-PAGES = (
-    Page(name="Train", path="train", build=train_page.build),
-    Page(name="All settings", path="settings", build=expert.build),
-)
+PAGES = (Page(name="Train", path="train", build=train_page.build),)
 
 
 def build_site(work: Workplace) -> Any:

@@ -108,7 +108,7 @@ BUSY = (
         path="/train?draft=new&example=1",
         ready="text=Fits:",
         click="header a[href='/settings']",
-        after=".expert-summary .fit",
+        after=".come-to .fit",
     ),
     Picture(name="datasets", path="/datasets?folder={images}", ready="img[src*='/media/thumb']"),
     Picture(

@@ -36,6 +36,7 @@ from ..machine import routes as machine
 from ..markup import PLACES, bar, document, tag
 from ..queue import routes as queue
 from ..run import routes as run
+from ..settings import routes as settings
 from ..share import routes as share
 from ..shared import browse
 from ..state import Followed
@@ -75,6 +76,7 @@ class Front:
                 *share.routes(work),
                 *trash.routes(work),
                 *machine.routes(work),
+                *settings.routes(work),
                 *datasets.routes(work),
                 *browse.routes(work),
                 *library.routes(work),

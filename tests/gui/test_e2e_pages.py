@@ -424,7 +424,7 @@ def late(page: Any, word: str, count: int = 1, *, answers: bool = False) -> Iter
         else:
             route.fallback()
 
-    asked = re.compile("component_server|queue/join|/datasets/|/browse/")
+    asked = re.compile("component_server|queue/join|/datasets/|/browse/|/settings/")
     page.route(asked, hold)
     yield lambda: until(lambda: bool(page.wait_for_timeout(20) or len(held) == count))
     for route, answer in held:
@@ -570,7 +570,7 @@ def saved(page: Any, work: Workplace, draft: drafts.Draft, settings: dict[str, A
     """Wait until the draft's file says so: the page shows what the file has."""
     shown = json.dumps(json.dumps(settings))
     page.wait_for_function(
-        "() => JSON.stringify(JSON.parse(document.getElementById('expert-json').value || 'null'))"
+        "() => JSON.stringify(JSON.parse(document.getElementById('json').value || 'null'))"
         f" === JSON.stringify(JSON.parse({shown}))"
     )
     assert drafts.read(work, draft.id).settings == settings
@@ -588,9 +588,9 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     settings.locator(".memory .fit").wait_for()
     factor = row(settings, "adapter.lokr_factor")
     assert not factor.is_visible()
-    settings.locator("#expert-search").fill("lokr_factor")
+    settings.locator("#search").fill("lokr_factor")
     factor.get_by_text("needs \u201cKind\u201d = lokr, but it is lora").wait_for()
-    settings.locator("#expert-search").fill("")
+    settings.locator("#search").fill("")
     settings.locator("body").click(position={"x": 3, "y": 300})
     settings.keyboard.press("/")
     settings.keyboard.type("rank update")
@@ -618,7 +618,7 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
         (row(settings, "adapter.rank").get_by_role("button"), "reset", 427),
         (settings.get_by_role("button", name="Reset all"), "replace", 4277),
     ):
-        with late(settings, f'"{word}"') as wait:
+        with late(settings, f"/settings/{word}") as wait:
             pressed.click()
             wait()
             seed.press("End")
@@ -637,14 +637,14 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     typing.fill("x")
     row(settings, "train.steps").get_by_text("\u201cTrain: Steps\u201d = 'x'").wait_for()
     other.bring_to_front()
-    other.locator("#expert-json").fill('{"train": {"seed": 7}}')
+    other.locator("#json").fill('{"train": {"seed": 7}}')
     other.wait_for_function("() => document.getElementById('set-train.seed').value === '7'")
     settings.bring_to_front()
     settings.wait_for_function("() => document.getElementById('set-train.seed').value === '7'")
     assert typing.input_value() == "x", "what is being typed stays"
-    settings.locator("#expert-json").fill('{"train.seed": 7,\n "adapter.rang": 1}')
+    settings.locator("#json").fill('{"train.seed": 7,\n "adapter.rang": 1}')
     settings.get_by_text("unknown setting 'adapter.rang'").wait_for()
-    settings.locator("#expert-json").press("Escape")
+    settings.locator("#json").press("Escape")
     saved(settings, work, draft, {"train.seed": 7})
     offset = field(settings, "objective.noise_offset")
     offset.fill("0.00")  # a pause here, on the way to 0.001
@@ -663,5 +663,10 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     settings.get_by_role("button", name="Undo").click()
     saved(settings, work, draft, both)
     file.write_text('{"train": {"seed": 3}}')
-    settings.locator("#expert-file").set_input_files(file)
+    settings.locator("#file").set_input_files(file)
     saved(settings, work, draft, {"train.seed": 3})
+    kohya = tmp_path / "kohya.toml"
+    kohya.write_text('network_module = "networks.lora"\nnetwork_dim = 24\n')
+    settings.locator("#file").set_input_files(kohya)
+    settings.get_by_text("A settings file of ").wait_for()
+    settings.wait_for_function("() => document.getElementById('set-adapter.rank').value === '24'")

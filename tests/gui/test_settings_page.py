@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, expert_view, launch, markup
+from lora_trainer.gui import drafts, expert_edit, launch, markup
 from lora_trainer.gui.expert_text import text_of
-from lora_trainer.gui.pages import expert
+from lora_trainer.gui.settings import routes, view
+from lora_trainer.gui.settings.api import Api
 from lora_trainer.gui.workplace import Workplace
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, RequestError
@@ -28,7 +32,6 @@ from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
 from tests.fakes.runs import toy
 
-pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
 Call = Callable[..., Any]
 INFOS = {info.key: info for info in all_settings()}
 
@@ -38,21 +41,37 @@ def draft(work: Workplace, tmp_path: Path) -> drafts.Draft:
     return drafts.new(work, dataset=str(tmp_path))
 
 
-def caller(work: Workplace, draft: drafts.Draft, plan: Any = None) -> Call:
+def caller(work: Workplace, draft: drafts.Draft, plan: Any = None, *, language: str = "en") -> Call:
     """Return what asks as the script does; `draft` is named unless another one is."""
 
     def answer(words: Any) -> Any:
         return SimpleNamespace(values=plan, error="" if plan else " ".join(words))
 
-    desk = expert.ExpertDesk(work=work, plans=launch.Plans(work, ask=answer))
-    functions = {function.__name__: function for function in expert.served(desk)}
+    api = Api(work=work, plans=launch.Plans(work, ask=answer))
+    client = TestClient(
+        Starlette(routes=routes.answers(api)), headers={"accept-language": language}
+    )
 
-    def ask(function: str, /, **asked: Any) -> Any:
-        found = functions[function]({"draft": draft.id, **asked})
-        json.dumps(found, allow_nan=False)  # it has to reach the browser
-        return found
+    def ask(question: str, /, **asked: Any) -> Any:
+        body = json.dumps(
+            {"draft": draft.id, **asked}
+        )  # half a character is written as JSON.stringify does
+        return client.post(f"/settings/{question}", content=body).json()
 
     return ask
+
+
+def opened(work: Workplace, address: str = "/settings", *, language: str = "en") -> str:
+    """Return the page at an address."""
+    client = TestClient(Starlette(routes=routes.routes(work)))
+    return client.get(address, headers={"accept-language": language}).text
+
+
+def state_of(page: str) -> Any:
+    """Return the draft that a page begins with."""
+    found = re.search(r'data-state="([^"]*)"', page)
+    assert found, page
+    return json.loads(html.unescape(found[1]))
 
 
 @pytest.fixture
@@ -80,17 +99,23 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_
         assert markup.named(capsys.readouterr().err.strip()) == f"error: {refused}"
     for wrong in (
         {"key": "adapter.rang", "text": "1"},
-        {"key": ["adapter.rank"], "text": "1"},
-        {"key": "adapter.rank", "text": 1},
         {"key": "adapter.rank", "text": "1", "draft": "../../x"},
-        {"key": "sampling.prompts", "text": "a \ud800"},
         {"key": "output.folder", "text": "/x"},
         {"key": "output.name", "text": "../owl"},
     ):
         assert "Fix: " in call("change", **wrong)["error"]
-    for function in expert.served(expert.ExpertDesk(work=work, plans=launch.Plans(work))):
-        for asked in (None, [], "x"):
-            assert "error" in (function(asked) or {})
+    for unsent in (
+        {"key": ["adapter.rank"], "text": "1"},
+        {"key": "adapter.rank", "text": 1},
+        {"key": "adapter.rank"},
+        {"key": "adapter.rank", "text": "1", "more": ""},
+        {"key": "sampling.prompts", "text": "a \ud800"},
+    ):
+        assert call("change", **unsent) == {"error": "load the page again"}
+    with pytest.raises(
+        RequestError, match="half a character"
+    ):  # as a file of another program may have it
+        expert_edit.changed(draft, key="sampling.prompts", text="a \ud800")
     assert drafts.read(work, draft.id) == draft
     drafts.save(work, replace(draft, started_as="000001"))
     assert "started already" in call("change", key="adapter.rank", text="4")["error"]
@@ -107,11 +132,14 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_
 def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
     call: Call, work: Workplace, draft: drafts.Draft
 ) -> None:
-    assert call("open", draft="")["id"] == draft.id, "without an id the newest one opens"
-    before = call("open")["stamp"]
+    assert state_of(opened(work))["id"] == draft.id, "without an id the newest one opens"
+    first = state_of(opened(work, f"/settings?draft={draft.id}"))
+    before = first["stamp"]
+    assert call("look", stamp="") == first
+    assert "no draft" in opened(work, "/settings?draft=x")
     now = call("change", key="train.seed", text="7")
     assert json.loads(now["json"]) == {"train.seed": 7} and now["given"] == {"train.seed": "7"}
-    assert call("look", stamp=now["stamp"]) is None and call("look", stamp=before) == now
+    assert call("look", stamp=now["stamp"]) == {} and call("look", stamp=before) == now
     refused = call("replace", text='{"adapter.rank": 4}', stamp=before)
     assert "changed elsewhere" in refused["error"]
     for text, name in (
@@ -144,7 +172,7 @@ def test_what_is_gone_since_an_earlier_version_is_left_out(
     retired = {"adapter.rank": 4, "hardware.cuda_graphs": True}
     drafts.save(work, replace(draft, settings=retired))
     assert drafts.current(work) == replace(draft, settings={"adapter.rank": 4})
-    assert call("open")["given"] == {"adapter.rank": "4"}
+    assert call("look", stamp="")["given"] == {"adapter.rank": "4"}
     assert call("replace", text=json.dumps(retired))["given"] == {"adapter.rank": "4"}
     call("keep", name="old")
     (work.own / "presets" / "old.json").write_text(json.dumps(retired))
@@ -172,7 +200,8 @@ def test_a_preset_is_kept_loaded_without_the_name_of_the_run_and_read_by_the_com
     for key, text in chosen.items():
         call("change", key=key, text=text)
     assert "mine.json" in call("keep", name=" mine ")["note"]
-    assert "there is a preset" in call("keep", name="mine")["error"]
+    again = call("keep", name="mine")
+    assert "there is a preset" in again["error"] and again["taken"]
     for name in ("", " ", "../a", ".a", "a/b", "a\0", "x" * 200):
         assert "error" in call("keep", name=name) and "error" in call("load", name=name)
     assert "cannot be read" in call("load", name="none")["error"]
@@ -201,9 +230,9 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     call("replace", text='{"adapter.rank": 8, "hardware.device": "cpu"}')
     found = call("plan")
     rank, resolution = found["fields"]["adapter.rank"], found["fields"]["data.resolution"]
-    assert (rank["text"], rank["from"]) == ("8", "you")
+    assert (rank["text"], rank["from"]) == ("8", "from you")
     assert (rank["preset"], rank["preset_from"]) == ("16", "priority balanced")
-    assert (resolution["text"], resolution["from"]) == ("64", "planner")
+    assert (resolution["text"], resolution["from"]) == ("64", "from planner")
     assert resolution["reason"] == "the size embedded was trained on"
     assert found["fields"]["data.flip"]["from"] == "default"
     needs = "needs \u201cPrediction\u201d = flow, but it is epsilon"
@@ -218,6 +247,10 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     assert 0 < memory["limit"] < 1
     damaged = caller(work, draft, {"priority": "balanced", "settings": []})("plan")
     assert damaged["fields"]["adapter.rank"]["preset_from"] == "default"
+    german = caller(work, draft, plan, language="de")("plan")
+    assert german["fields"]["adapter.rank"]["from"] == "von dir"
+    assert german["memory"]["said"].startswith("Passt: ")
+    assert " Schritte, etwa " in german["said"][0]
     # Without a plan the defaults stand, and the reason is said.
     call = caller(work, draft)
     call("replace", text=" ")
@@ -303,21 +336,20 @@ def test_a_value_arrives_as_it_was_chosen(
 def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
     work: Workplace, tmp_path: Path
 ) -> None:
-    forms: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert, "html", lambda **keys: forms.append(keys["value"]))
-        expert.build(work)
-    text = json.dumps(forms[0])
-    assert len(text) < 75_000
-    fields = [field for part in json.loads(text)["sections"] for field in part["settings"]]
-    assert [field["key"] for field in fields] == list(INFOS)
+    page = opened(work)
+    assert len(page) < 200_000
+    fields = [field for section in view.form() for field in section.fields]
+    assert [field.key for field in fields] == list(INFOS)
+    assert re.findall(r'<div class="field" id="([^"]+)"', page) == list(INFOS)
     for field in fields:
-        info = INFOS[field["key"]]
-        said = (field["doc"], field["unit"], field["label"], field["default"])
+        info = INFOS[field.key]
+        said = (field.doc, field.unit, field.label, field.default)
         assert said == (markup.named(info.doc), info.unit, info.label, text_of(info, info.default))
-        assert [word["text"] for word in field["words"]] == [
+        assert [word.text for word in field.words] == [
             text_of(info, word) for word in info.form.words
         ]
+        assert f'<label for="set-{field.key}">{html.escape(info.label)}</label>' in page
+        assert f'data-default="{html.escape(field.default)}"' in page
     # Files outside of the allowed folders are not named.
     inside = tmp_path / "data"
     inside.mkdir()
@@ -384,12 +416,8 @@ def test_a_settings_file_of_another_trainer_is_imported_with_its_remarks(
         assert call("look", stamp="")["given"] == given, "what is refused changes nothing"
 
 
-def test_the_search_knows_the_words_of_other_trainers(work: Workplace) -> None:
-    also = {
-        field["key"]: field["also"]
-        for section in expert_view.form()["sections"]
-        for field in section["settings"]
-    }
+def test_the_search_knows_the_words_of_other_trainers_and_english_ones() -> None:
+    also = {field.key: field.also for section in view.form() for field in section.fields}
     for word, key in (
         ("network_dim", "adapter.rank"),
         ("blocks_to_swap", "memory.streamed_blocks"),
@@ -397,6 +425,9 @@ def test_the_search_knows_the_words_of_other_trainers(work: Workplace) -> None:
         ("unet_lr", "optimizer.learning_rate"),
     ):
         assert word in also[key].split()
+    german = {field.key: field for section in view.form("de") for field in section.fields}
+    rate = german["optimizer.learning_rate"]
+    assert rate.label == "Lernrate" and "Learning rate" in rate.also
 
 
 def test_messages_name_settings_by_their_labels_and_show_code_as_code() -> None:

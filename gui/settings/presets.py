@@ -13,11 +13,15 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import disk_error, write_atomic
 
-from .expert_edit import as_json
-from .launch import run_name
-from .workplace import Workplace
+from ..expert_edit import as_json
+from ..launch import run_name
+from ..workplace import Workplace
 
 _SUFFIX = ".json"
+
+
+class Taken(RequestError):
+    """A preset has that name already."""
 
 
 def names(work: Workplace) -> list[str]:
@@ -26,14 +30,14 @@ def names(work: Workplace) -> list[str]:
 
 
 def save(work: Workplace, values: Mapping[str, Any], *, name: str, over: bool = False) -> Path:
-    """Write settings under a name, `over` those that have it; raises RequestError, MachineError."""
+    """Write settings under a name, `over` those that have it; raises Taken, RequestError, MachineError."""
     if not values:
         raise RequestError(
             "nothing is changed, so there is nothing to save", fix="change a setting"
         )
     file = _file(work, name)
     if file.exists() and not over:
-        raise RequestError(f"there is a preset {file.stem!r}", fix="replace it or choose a name")
+        raise Taken(f"there is a preset {file.stem!r}", fix="replace it or choose a name")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

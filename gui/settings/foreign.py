@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.importing.reading import import_bytes, remarks
 
-from .expert_edit import FOLDER
+from ..expert_edit import FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)

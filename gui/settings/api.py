@@ -1,0 +1,130 @@
+"""What the page All settings does with a draft.
+
+Inputs: what its script asks (requests.py). Outputs: the draft's file, which the page Train shows too; answers as
+JSON values, with their sentences in the language of the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_trainer.common.errors import InputError, RequestError
+
+from .. import drafts, expert_edit, launch
+from ..drafts import Draft
+from ..launch import Plans
+from ..server.translation import Words
+from ..workplace import Workplace
+from . import presets, view
+from .foreign import imported
+from .requests import Change, Keep, Load, Look, OfDraft, Replace, Reset
+
+Reply = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    """What the page does with a draft; all raise LoraTrainError.
+
+    Changes are read, made and written one at a time: two tabs, and the page Train, write into one file.
+    """
+
+    work: Workplace
+    plans: Plans
+
+    def look(self, asked: Look, _: Words) -> Reply:
+        """Return the draft if it is another than the page shows, else nothing."""
+        draft = drafts.read(self.work, asked.draft)
+        return {} if view.stamp(draft) == asked.stamp else self._state(draft)
+
+    def change(self, asked: Change, _: Words) -> Reply:
+        """Set one setting to what was typed."""
+
+        def set_to(draft: Draft) -> Draft:
+            return expert_edit.changed(draft, key=asked.key, text=asked.text)
+
+        return self._write(asked, set_to)
+
+    def reset(self, asked: Reset, _: Words) -> Reply:
+        """Leave one setting to the preset."""
+        return self._write(asked, lambda draft: expert_edit.without(draft, key=asked.key))
+
+    def replace(self, asked: Replace, _: Words) -> Reply:
+        """Set the settings of a settings file and no others, unless they are not those of `stamp`."""
+        with drafts.changing(self.work):
+            draft = drafts.read(self.work, asked.draft)
+            if asked.stamp not in ("", view.stamp(draft)):
+                raise RequestError(
+                    "these settings were changed elsewhere meanwhile",
+                    fix="type on to replace them all the same, or press Escape to see them",
+                )
+            edited = _replaced(draft, text=asked.text, name=asked.name)
+            self._save(edited.draft)
+        note = "\n".join(_.message(line) for line in edited.note.splitlines())
+        return {**self._state(edited.draft), "note": note}
+
+    def plan(self, asked: OfDraft, _: Words) -> Reply:
+        """Return what the settings come to; takes as long as `lora-train plan`."""
+        draft = drafts.read(self.work, asked.draft)
+        if not draft.dataset.strip():
+            said = _("Choose the folder of your images on the page Train: the plan needs it.")
+            return {**view.planned(draft, launch.Answer(values=None), _), "said": [said]}
+        try:
+            answer = self.plans.of(draft)
+        except (RequestError, InputError) as error:
+            answer = launch.Answer(values=None, error=str(error))
+        return view.planned(draft, answer, _)
+
+    def command(self, asked: OfDraft, _: Words) -> Reply:
+        """Return the training as a command line."""
+        words = launch.train_words(drafts.read(self.work, asked.draft), self.work)
+        return {"command": launch.command_line(words)}
+
+    def keep(self, asked: Keep, _: Words) -> Reply:
+        """Save the changed settings under a name; the name of a run is not one of them."""
+        draft = drafts.read(self.work, asked.draft)
+        values = {k: v for k, v in expert_edit.given(draft).items() if k != expert_edit.NAME}
+        try:
+            file = presets.save(self.work, values, name=asked.name, over=asked.over)
+        except presets.Taken as error:
+            return {**view.refusal(error, _), "taken": True}
+        note = _("Saved as {}; --preset takes this file too.", file)
+        return {**self._state(draft), "note": note}
+
+    def load(self, asked: Load, _: Words) -> Reply:
+        """Set the settings that were saved under a name and no others, and keep the run's name."""
+        with drafts.changing(self.work):
+            draft = drafts.read(self.work, asked.draft)
+            text = presets.text(self.work, name=asked.name)
+            loaded = expert_edit.replaced(draft, text=text).draft
+            if not loaded.name:
+                loaded = expert_edit.changed(loaded, key=expert_edit.NAME, text=draft.name)
+            self._save(loaded)
+        return self._state(loaded)
+
+    def _write(self, asked: OfDraft, change: Callable[[Draft], Draft]) -> Reply:
+        with drafts.changing(self.work):
+            draft = change(drafts.read(self.work, asked.draft))
+            self._save(draft)
+        return self._state(draft)
+
+    def _save(self, draft: Draft) -> None:
+        expert_edit.check_paths(draft, self.work)
+        drafts.save(self.work, draft)
+
+    def _state(self, draft: Draft) -> Reply:
+        return view.state(self.work, draft)
+
+
+def _replaced(draft: Draft, *, text: str, name: str) -> expert_edit.Edited:
+    """Return the draft with the settings of a file of this program, or else of another trainer."""
+    try:
+        return expert_edit.replaced(draft, text=text, name=name)
+    except RequestError:
+        others = imported(text, name=name)
+        if others is None:
+            raise
+    ours = expert_edit.as_json(others.settings)
+    return replace(expert_edit.replaced(draft, text=ours), note=others.note)

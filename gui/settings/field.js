@@ -1,0 +1,170 @@
+// One setting: its row, what is typed in it, and what of that the server takes.
+import { make } from "/ui/dialog.js";
+import { TYPING_MS, accept, askInTurn, fields, inline, page, places, put, remember } from "/ui/settings/state.js";
+import { say } from "/ui/shared/words.js";
+
+export class Field {
+  constructor(row) {
+    this.row = row;
+    this.key = row.id;
+    this.kind = row.dataset.kind;
+    this.isFixed = "fixed" in row.dataset;
+    this.default = row.dataset.default;
+    this.text = this.default; // what the server last said
+    this.dirty = false; // typed and not yet taken
+    this.sending = null; // the text that is on its way to the server
+    this.taken = null; // the text as it was typed here and taken, until the field is left
+    this.refused = "";
+    this.unused = ""; // why it does not matter here
+    this.error = row.querySelector(".field-error");
+    this.origin = row.querySelector(".field-from");
+    this.why = row.querySelector(".field-why");
+    this.resetButton = row.querySelector(".field-reset");
+    this.resetButton.addEventListener("click", () => this.reset());
+    const words = [row.querySelector(".field-name label"), row.querySelector(".field-help"), row.querySelector(".field-unit")];
+    this.words = plainWords([this.key, row.dataset.also, ...words.map((node) => node?.textContent ?? "")].join(" "));
+    this.control = this.listen(row.querySelector(".field-input > :is(input, select, textarea)"));
+    this.write(this.default);
+    fields.set(this.key, this);
+    places.set(this.key, this);
+  }
+
+  listen(control) {
+    control.addEventListener("input", () => this.typed());
+    control.addEventListener("change", () => this.commit());
+    control.addEventListener("blur", () => this.left());
+    return control;
+  }
+
+  /** A text with a line break in it is typed in several lines from now on. */
+  useManyLines() {
+    const { id, disabled } = this.control;
+    const area = make("textarea", { id, disabled, rows: 3, spellcheck: false });
+    area.setAttribute("aria-describedby", this.control.getAttribute("aria-describedby"));
+    this.control.replaceWith(area);
+    this.control = this.listen(area);
+  }
+
+  read() {
+    return this.kind === "switch" ? String(this.control.checked) : this.control.value;
+  }
+
+  /** Show a text, unless somebody is typing here. */
+  write(text) {
+    this.text = text;
+    if (this.dirty || this.read() === text) return;
+    // "0.0" on the way to "0.01" is not made "0" under the cursor.
+    if (this.read() === this.taken && document.activeElement === this.control) return;
+    if (this.kind === "switch") {
+      this.control.checked = text === "true";
+      return;
+    }
+    if (/[\r\n]/.test(text) && this.control.type === "text") this.useManyLines();
+    this.control.value = text;
+    if (this.control.tagName === "TEXTAREA") {
+      this.control.rows = Math.min(10, Math.max(2, text.split("\n").length));
+    }
+  }
+
+  /** Show what was typed before a reload, to be tried again. */
+  recall(text) {
+    this.write(text);
+    this.text = page.shown.given[this.key] ?? this.default;
+    this.typed();
+  }
+
+  typed() {
+    this.dirty = true;
+    remember();
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.commit(), TYPING_MS);
+  }
+
+  left() {
+    if (this.dirty) return;
+    this.taken = null;
+    this.write(this.text);
+  }
+
+  async commit() {
+    clearTimeout(this.timer);
+    const text = this.read();
+    const known = text === this.text || text === this.taken;
+    if (known && !this.refused && this.sending === null) {
+      this.dirty = false;
+      remember();
+      return;
+    }
+    this.sending = text;
+    const answer = await askInTurn("change", { key: this.key, text });
+    if (this.sending === text) this.sending = null;
+    if (this.read() === text) {
+      this.refuse(answer.isAway ? "" : answer.error ?? "");
+      this.dirty = Boolean(answer.error);
+      this.taken = answer.error ? null : text;
+      remember();
+    } // else typed on meanwhile: the next commit says what of it
+    accept(answer);
+  }
+
+  refuse(why) {
+    this.refused = why;
+    put(this.error, why);
+    if (why) this.control.setAttribute("aria-invalid", "true");
+    else this.control.removeAttribute("aria-invalid");
+    this.row.classList.toggle("refused", Boolean(why));
+  }
+
+  async reset() {
+    clearTimeout(this.timer);
+    const text = this.read();
+    this.control.focus(); // the button goes; by the time of the answer somebody may type elsewhere
+    const answer = await askInTurn("reset", { key: this.key });
+    if (answer.error) {
+      this.refuse(answer.error);
+      return;
+    }
+    this.taken = null;
+    if (this.read() === text) {
+      this.dirty = false;
+      this.refuse("");
+    } // else typed on meanwhile
+    remember();
+    accept(answer);
+  }
+
+  /** Whether it is set over the preset. */
+  get isChanged() { return this.key in page.shown.given; }
+
+  /** A value as the sentences name it. */
+  named(text) {
+    const options = this.control.tagName === "SELECT" ? [...this.control.options] : [];
+    return options.find((option) => option.value === text)?.label ?? (text || say("none"));
+  }
+
+  /** Show the value in force, whether it is changed, and where it comes from. */
+  draw() {
+    const given = page.shown.given[this.key];
+    const force = page.plan?.fields[this.key];
+    if (this.isFixed) this.write(page.shown.folder);
+    else this.write(given ?? force?.text ?? this.default);
+    this.row.classList.toggle("changed", this.isChanged);
+    this.resetButton.hidden = !this.isChanged && !this.refused;
+    this.origin.replaceChildren(...this.originText(given, force));
+  }
+
+  originText(given, force) {
+    if (this.isFixed) return [say("the runs folder of this interface")];
+    if (!force) return [this.isChanged ? say("from you") : say("default")];
+    const parts = [force.from];
+    if (this.isChanged && force.layer !== "command line" && force.text !== given) {
+      parts[0] = say("in force: {}, {text}", this.named(force.text), force.from);
+    }
+    if (force.reason) parts.push(": ", ...inline(force.reason));
+    if (this.isChanged) parts.push(say("; without it {} ({text})", this.named(force.preset), force.preset_from));
+    return parts;
+  }
+}
+
+/** Return words as they are searched: learning_rate, --learning-rate and Learning rate are the same. */
+export function plainWords(text) { return ` ${text.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, " ").trim()}`; }
