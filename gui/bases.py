@@ -21,6 +21,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import bytes_text
 
+from .server.translation import Words
+
 # The base that the program brings along.
 EMBEDDED = "embedded"
 Choice = tuple[str, str]
@@ -35,19 +37,19 @@ _LAST = 1000  # of a release that is seldom used
 _PIPELINE_FILE = "model_index.json"
 
 
-def choices() -> list[Choice]:
-    """Return what can be chosen, the automatic choice first."""
+def choices(said: Words) -> list[Choice]:
+    """Return what can be typed for a base, each with what it is, the automatic choice first."""
     return [
-        ("automatic", "auto"),
-        ("miniature, to try things out", EMBEDDED),
+        ("auto", said("automatic")),
+        (EMBEDDED, said("miniature, to try things out")),
         *(
-            (f"{source}, {bytes_text(size)} on this machine", source)
+            (source, said("{#}, on this machine", bytes_text(size)))
             for source, size in sorted(_downloaded().items())
         ),
     ]
 
 
-def cards(released: list[Card]) -> list[Card]:
+def cards(released: list[Card], said: Words) -> list[Card]:
     """Return the cards of the releases: name, what it is good for, what there is to download.
 
     Those on this machine come first; all but those and the usual ones are folded away.
@@ -57,16 +59,16 @@ def cards(released: list[Card]) -> list[Card]:
         {
             "source": row["source"],
             "name": title(str(row["source"])),
-            "good_for": row["good_for"] or "Seldom used",
+            "good_for": said.message(row["good_for"] or "Seldom used"),
             "recommended": row["source"] == RECOMMENDED,
             "folded": row["source"] not in here and row["offered"] > _IN_SIGHT,
-            "said": f"{bytes_text(here[row['source']])}, on this machine"
+            "said": said("{#}, on this machine", bytes_text(here[row["source"]]))
             if row["source"] in here
-            else f"{bytes_text(row['download_bytes'])} to download",
+            else said("{#} to download", bytes_text(row["download_bytes"])),
             "here": row["source"] in here,
-            "size": f"Images of {row['resolution_px']} px",
+            "size": said("Images of {} px", row["resolution_px"]),
             "licence": row["licence"],
-            "allows": row["allows"],
+            "allows": said.message(row["allows"]),
             "gated": row["gated"] and row["source"] not in here,
             "checkpoints": row["checkpoints"],
         }

@@ -30,8 +30,8 @@ from lora_trainer.reporting.history import mapping, sequence
 from .bases import EMBEDDED, RECOMMENDED
 from .drafts import Draft
 from .fence import fenced
+from .plan_process import BASES, Done, PlanProcess
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
-from .warm import BASES, Done, WarmProcess
 from .workplace import Workplace
 
 Words = tuple[str, ...]
@@ -43,8 +43,8 @@ _BASE = "base.model"
 _KEPT_PLANS = 64
 _PLAN_FRESH_S = 60.0
 # Two, so that a look at ten thousand images keeps no plan waiting.
-_PLANS, _CHECKS = (WarmProcess(within_s=_ANSWER_WITHIN_S) for _ in range(2))
-_WARM = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS}
+_PLANS, _CHECKS = (PlanProcess(within_s=_ANSWER_WITHIN_S) for _ in range(2))
+_PROCESSES = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS}
 
 
 def check_words(draft: Draft, work: Workplace) -> Words:
@@ -185,7 +185,7 @@ class Answer:
 def ask(words: Words, *, program: Words = TRAINER) -> Answer:
     """Run a command that ends by itself and prints JSON."""
     try:
-        warm = _WARM.get(words[0]) if program is TRAINER else None
+        warm = _PROCESSES.get(words[0]) if program is TRAINER else None
         done = warm.run(words) if warm is not None else _run((*program, *words))
     except (OSError, subprocess.TimeoutExpired) as error:
         return Answer(values=None, error=one_line(str(error)))
@@ -201,7 +201,7 @@ def ask(words: Words, *, program: Words = TRAINER) -> Answer:
 def warm_up() -> None:
     """Start the processes that answer `plan` and `check`; this takes a second or two."""
     for name in ("plan", "check"):
-        _WARM[name].start((name, str(EXAMPLE), f"--base={EMBEDDED}", "--json"))
+        _PROCESSES[name].start((name, str(EXAMPLE), f"--base={EMBEDDED}", "--json"))
 
 
 def _run(command: Words) -> Done:

@@ -178,11 +178,6 @@ def stages_html(stages: Iterable[Stage]) -> Html:
     return render("shared/stages.html", words(ENGLISH), stages=list(stages))
 
 
-def drop_zone() -> Html:
-    """Return the place for images of a page that is not a template, in English."""
-    return render("shared/drop.html", words(ENGLISH))
-
-
 def bar(page: str) -> Html:
     """Return what stands on top of a page that is not a template, in English; shared/live.js follows the trainings."""
     address = next((place.path for place in PLACES if place.name == page), "")

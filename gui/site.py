@@ -14,7 +14,6 @@ import gradio as gr
 from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
-from .pages import train_page
 from .pages.gradio_events import module
 from .workplace import Workplace
 
@@ -30,7 +29,8 @@ class Page:
     build: Callable[[Workplace], None]
 
 
-PAGES = (Page(name="Train", path="train", build=train_page.build),)
+# None is left: every page is a folder of its own.
+PAGES: tuple[Page, ...] = ()
 
 
 def build_site(work: Workplace) -> Any:

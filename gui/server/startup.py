@@ -40,6 +40,7 @@ from ..settings import routes as settings
 from ..share import routes as share
 from ..shared import browse
 from ..state import Followed
+from ..train import routes as train
 from ..trash import routes as trash
 from ..workplace import Workplace
 from . import asset_files, language
@@ -74,6 +75,7 @@ class Front:
                 *queue.routes(work),
                 *compare.routes(work),
                 *share.routes(work),
+                *train.routes(work),
                 *trash.routes(work),
                 *machine.routes(work),
                 *settings.routes(work),

@@ -290,7 +290,7 @@ def test_no_field_of_a_page_leads_out_or_asks_an_address(attacker: Attacker, pla
     upload = {"path": address, "url": address, "meta": {"_type": "gradio.FileData"}}
     hostile = (str(place.secret), COMMANDS[1], "\0", 10**400, None)
     config = json.loads(attacker.get("/config").body)
-    attacker.trigger(everywhere(config, ""))  # opening a page makes a draft
+    attacker.get("/train?draft=new")  # opening the page makes a draft
     (draft, *_) = [path.stem for path in (place.runs / ".gui" / "drafts").glob("*.json")]
     for value in (*hostile, upload, [upload], {"path": str(place.secret)}):
         query = urlencode({"run": str(value)[:500], "draft": "../../outside"})
@@ -362,6 +362,7 @@ ASKED = (
     "/share/published",
     *(f"/library/{name}" for name in ("search", "tries", "rename", "note", "texts", "preview")),
     *(f"/library/{name}" for name in ("jobs", "check", "export", "inside")),
+    *(f"/train/{name}" for name in ("look", "start", "bases", "fits")),
 )
 """What the scripts of the pages ask."""
 
@@ -391,6 +392,10 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
             "/queue/look": {"stamp": name, "press": {"action": "stop", "id": name}},
             "/browse/look": {"kind": "dataset", "path": name},
             "/browse/chosen": {"kind": "base", "path": name},
+            "/train/look": {"draft": name[:40]},
+            "/train/start": {"draft": name[:40]},
+            "/train/bases": {"draft": name[:40]},
+            "/train/fits": {"draft": name[:40], "source": "auto"},
             **{f"/datasets/{of}": {"folder": name, **more} for of, more in DATASET_WISHES.items()},
             "/home/look": {"stamp": name, "press": {"action": "stop", "run": name}},
             "/run/look": {"run": name, "stamp": "", "keys": {}, "press": {"action": "best"}},
@@ -439,6 +444,28 @@ def test_what_is_asked_of_a_dataset_leads_to_no_file_from_elsewhere(
                 assert attacker.post(f"/datasets/{of}", wish).status == 200, "as the script asks"
             save = {**DATASET_WISHES["save"], "folder": folder, "file": name}
             assert attacker.post("/datasets/save", save).status == 200
+
+
+def test_a_draft_leads_to_no_folder_or_base_from_elsewhere(
+    attacker: Attacker, place: Place
+) -> None:
+    attacker.get("/train?draft=new")
+    draft = max(path.stem for path in (place.runs / ".gui" / "drafts").glob("*.json"))
+    queued = len(commands.items(place.runs))
+    for name in (*climbing(place.outside), *COMMANDS, str(place.datasets / "linked")):
+        for key, wanted in (("dataset", place.datasets / "set"), ("base.model", name)):
+            typed = {"dataset": name if key == "dataset" else str(wanted), "base.model": "auto"}
+            typed[key] = name
+            wish = {"draft": draft, "typed": typed}
+            asked = attacker.post("/train/look", {**wish, "show": ["images", "plan"]})
+            assert asked.status == 200
+            if key == "dataset":
+                assert json.loads(asked.body)["plan"]["works"] is False, name
+                assert "error" in json.loads(attacker.post("/train/start", wish).body), name
+    assert len(commands.items(place.runs)) == queued
+    for query in ({"folder": str(place.outside)}, {"again": "linked"}, {"draft": "../../outside"}):
+        assert attacker.get(f"/train?{urlencode(query)}").status == 200
+        assert not (place.outside / "_excluded").exists()
 
 
 def hostile_wish(folder: str, name: str) -> dict[str, Any]:
@@ -531,13 +558,7 @@ def test_routes_that_no_page_uses_are_closed(attacker: Attacker, place: Place) -
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
-        f"/run?run={RUN}",
-        "/queue",
-        "/compare",
-        "/trash",
-        "/doctor",
-        "/library",
+        *("/", f"/run?run={RUN}", "/queue", "/compare", "/trash", "/doctor", "/library", "/train"),
         "/ui/queue/script.js",
     ],
 )

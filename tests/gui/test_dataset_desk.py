@@ -16,10 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts
-from lora_trainer.gui.dataset_summary import summary
 from lora_trainer.gui.datasets import requests
 from lora_trainer.gui.datasets.api import DatasetApi
 from lora_trainer.gui.datasets.routes import routes
+from lora_trainer.gui.server.language import ENGLISH
+from lora_trainer.gui.server.translation import words
+from lora_trainer.gui.train.report import report as report_on
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 from pydantic import ValidationError
@@ -343,11 +345,11 @@ def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
     edit = {"kind": "prepend", "text": "zorble", "replacement": "", "joint": ", "}
     rows = ask(desk, "preview", folder, files=["p0.png", "p1.png", "p2.png"], **edit)["rows"]
     assert [row["file"] for row in rows] == ["p0.png"]
-    report, is_good = summary(folder, answer)
+    report, is_good = report_on(folder, answer, words(ENGLISH))
     text = " ".join(re.sub("<[^>]*>", " ", report).split())
-    assert not is_good and "1 image , 2 more files that cannot be read" in text
-    assert "Is a HEIC image . What to do: pip install pillow-heif, or convert it ." in text
-    assert "Is cut off . What to do: replace it ." in text and "2 files cannot be read" not in text
+    assert not is_good and "1 image, 2 more files that cannot be read" in text
+    assert "Is a HEIC image. What to do: pip install pillow-heif, or convert it." in text
+    assert "Is cut off. What to do: replace it." in text and "2 files cannot be read" not in text
 
 
 def test_a_remark_on_all_images_is_counted_and_leads_to_where_captions_are_written(
@@ -355,7 +357,8 @@ def test_a_remark_on_all_images_is_counted_and_leads_to_where_captions_are_writt
 ) -> None:
     what = "18 of 18 images have no caption: a.png, b.png, ..."
     row = {"severity": "warning", "kind": "no-caption", "file": None, "what": what}
-    report, _ = summary(folder, check_answer(findings=[row], images=18), assumed="SDXL")
+    answer = check_answer(findings=[row], images=18)
+    report, _ = report_on(folder, answer, words(ENGLISH), assumed="SDXL")
     assert "18 images have no caption" in report and "Some" not in report
     assert "write=1" in report and "Judged for SDXL" in report
 

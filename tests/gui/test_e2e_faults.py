@@ -33,11 +33,6 @@ NAMED = "document.activeElement.getAttribute('aria-label')"
 SLOW_DISK = {"PYTHONPATH": f"{ROOT / 'tests' / 'fakes' / 'slow_disk'}:{ROOT}"}
 """For a server to whom folders named `slow-disk` are on a disk that hangs until a file `go` lies beside them."""
 
-LEAVE_AND_ASK = """import("/ui/drop.js").then(({ trainOn }) => {
-    trainOn({ received: "", said: "" });
-    return fetch("/gradio_api/app_id").then(() => "reloaded", () => "kept from a reload");
-})"""
-
 
 @dataclass
 class Desk:
@@ -194,18 +189,13 @@ def test_an_upload_that_breaks_off_says_so_and_is_sent_again(
     expected.extend(NO_SERVER)
     desk.server.open(page, "/train?draft=new", ".drop")
     files = sorted(desk.dataset.iterdir())
-    # Gradio loads a page again that has lost its server, once this is answered: here files may be chosen just then.
-    page.route("**/app_id", lambda _: None)
     # Without a connection its script could not come any more.
-    page.wait_for_function("document.querySelector('input[name=files]').onchange !== null")
+    page.wait_for_function("() => document.querySelector('input[name=files]').onchange !== null")
     with desk.connection_cut(page):
         page.locator("input[name=files]").set_input_files(files)
         page.get_by_text("The upload broke off").wait_for()
     page.locator("input[name=files]").set_input_files(files)
     page.locator(".go-on").get_by_role("button").wait_for()
-    page.unroute("**/app_id")
-    page.route("**/train?folder=*", lambda _: None)
-    assert page.evaluate(LEAVE_AND_ASK) == "kept from a reload"
 
 
 def test_a_disk_that_hangs_holds_up_only_what_needs_it(

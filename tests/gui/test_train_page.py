@@ -16,9 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, launch, plan_view
-from lora_trainer.gui.pages import train_handlers as handlers
+from lora_trainer.gui import drafts, launch
+from lora_trainer.gui.server.language import ENGLISH
+from lora_trainer.gui.server.translation import words
+from lora_trainer.gui.train import fields, plan, routes, view
 from lora_trainer.gui.workplace import Workplace
+from starlette.routing import Router
+from starlette.testclient import TestClient
 
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, RequestError
@@ -26,6 +30,7 @@ from lora_trainer.config.config import parse_assignment
 from lora_trainer.queue import commands
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+SAID = words(ENGLISH)
 
 
 def test_a_process_that_answers_half_a_line_says_so_and_ends(
@@ -42,91 +47,167 @@ def test_another_folder_begins_another_draft_unless_its_images_were_sent_from_on
     work: Workplace,
 ) -> None:
     first = drafts.new(work, dataset="/one")
-    assert handlers._wanted(work, {"folder": "/one"}) == first
-    second = handlers._wanted(work, {"folder": "/two"})
+    assert view.wanted(work, {"folder": "/one"}) == first
+    second = view.wanted(work, {"folder": "/two"})
     assert (second.dataset, drafts.read(work, first.id)) == ("/two", first)
-    assert handlers._wanted(work, {"draft": "new"}).dataset == ""
-    example = handlers._wanted(work, {"example": "1"})
-    assert (Path(example.dataset).name, example.step) == ("example", handlers.CHECK)
-    assert handlers._wanted(work, {"example": "1"}) == example
-    draft = replace(first, name="kept", step=handlers.CHECK)
+    assert view.wanted(work, {"draft": "new"}).dataset == ""
+    example = view.wanted(work, {"example": "1"})
+    assert (Path(example.dataset).name, example.step) == ("example", view.CHECK)
+    assert view.wanted(work, {"example": "1"}) == example
+    draft = replace(first, name="kept", step=view.CHECK)
     drafts.save(work, draft)
     asked = {"draft": draft.id, "folder": "/three"}
-    changed = handlers._wanted(work, asked)
-    assert changed == replace(draft, dataset="/three", step=handlers.IMAGES)
-    assert drafts.read(work, draft.id) == changed == handlers._wanted(work, asked)
+    changed = view.wanted(work, asked)
+    assert changed == replace(draft, dataset="/three", step=view.IMAGES)
+    assert drafts.read(work, draft.id) == changed == view.wanted(work, asked)
     started = replace(changed, started_as="0001-x")
     drafts.save(work, started)
-    other = handlers._wanted(work, {"draft": draft.id, "folder": "/four"})
+    other = view.wanted(work, {"draft": draft.id, "folder": "/four"})
     assert (other.dataset, drafts.read(work, draft.id)) == ("/four", started)
 
 
 def test_a_field_that_is_left_by_a_press_of_train_does_not_undo_it(
     work: Workplace, tmp_path: Path
 ) -> None:
-    """Of a blur and a click, both requests are under way at once."""
+    """Of a change and a click, both requests may be under way at once."""
     draft = drafts.new(work, dataset=str(tmp_path))
-    fields = (draft.id, str(tmp_path), "auto", "balanced", "name", "", "any", {})
     with drafts.changing(work):
-        leaving = threading.Thread(target=handlers.keeping(work), args=fields)
+        leaving = threading.Thread(
+            target=view.keep, args=(work, draft.id, {"output.name": "name", "adapter.rank": "8"})
+        )
         leaving.start()
         drafts.save(work, replace(draft, started_as="0001-x"))
     leaving.join()
-    assert drafts.read(work, draft.id).started_as == "0001-x"
+    assert drafts.read(work, draft.id) == replace(draft, started_as="0001-x")
 
 
-def test_typed_length_and_samples_are_settings_of_the_draft_until_they_are_cleared(
-    work: Workplace, tmp_path: Path
+@pytest.fixture
+def page(work: Workplace) -> TestClient:
+    """The page's routes, without a browser."""
+    return TestClient(Router(routes=list(routes.routes(work))))
+
+
+def ask(page: TestClient, path: str, **body: Any) -> dict[str, Any]:
+    answer = page.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def looks(page: TestClient, draft: drafts.Draft, **typed: str) -> dict[str, Any]:
+    """Send what was typed, the keys of the fields with __ for a point; return the answer."""
+    by_key = {key.replace("__", "."): text for key, text in typed.items()}
+    return ask(page, "/train/look", draft=draft.id, typed=by_key, show=["draft"])
+
+
+def test_what_is_typed_is_of_the_draft_until_it_is_cleared_and_a_refusal_keeps_the_others(
+    work: Workplace, tmp_path: Path, page: TestClient
 ) -> None:
     draft = drafts.new(work, dataset=str(tmp_path))
-    keep = handlers.keeping(work)
-
-    def typed(*, concept: str | None = "any", **course: object) -> str:
-        return keep(draft.id, str(tmp_path), "auto", "balanced", "name", "", concept, course)
-
-    for concept, settings in (("person", {"train.concept": "person"}), ("any", {}), (None, {})):
-        assert typed(concept=concept) == ""
+    for concept, settings in (("person", {"train.concept": "person"}), ("any", {}), ("", {})):
+        assert looks(page, draft, train__concept=concept)["refused"] == {}
         assert drafts.read(work, draft.id).settings == settings
-
-    assert typed(steps=300, prompts="from the plan") == ""
-    assert drafts.read(work, draft.id).settings == {}, "what a plan fills in is nobody's choice"
-    assert typed(changed={"steps": "40", "prompts": "a cat\n\na dog"}) == ""
+    looks(page, draft, train__steps="40", sampling__prompts="a cat\n\na dog")
     chosen = {"train.steps": 40, "sampling.prompts": ["a cat", "a dog"]}
     assert drafts.read(work, draft.id).settings == chosen
-    assert "greater than or equal to 1" in typed(changed={"steps": "0"})
-    assert "unknown setting" in typed(changed={"output.folder": "/"})
-    assert drafts.read(work, draft.id).settings == chosen
-    assert typed(changed={"steps": "", "prompts": " "}) == ""
+    said = looks(page, draft, train__steps="0", adapter__rank="8", output__folder="/")
+    assert "greater than or equal to 1" in said["refused"]["train.steps"]
+    assert "has no field" in said["refused"]["output.folder"] and len(said["refused"]) == 2
+    assert drafts.read(work, draft.id).settings == {**chosen, "adapter.rank": 8}
+    assert said["draft"]["texts"]["train.steps"] == "40", "what the draft has"
+    looks(page, draft, train__steps="", sampling__prompts=" ", adapter__rank="")
     assert drafts.read(work, draft.id).settings == {}
+    refused = looks(page, draft, priority="never", output__name="a/b")["refused"]
+    assert set(refused) == {"priority", "output.name"}
+
+
+def test_two_tabs_on_one_draft_overwrite_no_field_of_each_other(
+    work: Workplace, tmp_path: Path, page: TestClient
+) -> None:
+    """Each sends what was typed in it, so what the other one has typed meanwhile stays."""
+    draft = drafts.new(work, dataset=str(tmp_path))
+    shown = looks(page, draft)["draft"]
+    looks(page, draft, output__name="one", data__trigger="zibbo")
+    other = ask(
+        page,
+        "/train/look",
+        draft=draft.id,
+        typed={"adapter.rank": "4"},
+        step=2,
+        show=["draft"],
+        seen={"draft": shown["stamp"]},
+    )["draft"]
+    kept = drafts.read(work, draft.id)
+    assert (kept.name, kept.settings) == ("one", {"data.trigger": "zibbo", "adapter.rank": 4})
+    assert (other["texts"]["output.name"], other["step"]) == ("one", 2)
+    seen = {"draft": other["stamp"]}
+    again = ask(page, "/train/look", draft=draft.id, show=["draft"], seen=seen)
+    assert again == {"refused": {}}, "of what has not changed nothing is sent"
+
+
+def sample_of(row: fields.Field, draft: drafts.Draft) -> str:
+    """Return a text that somebody may type into a field."""
+    tries = (*row.options, "zibbo") if row.kind in ("cards", "choice") else ("64", "0.5", "true")
+    for text in tries:
+        try:
+            changed = fields.changed(draft, key=row.key, text=text)
+        except RequestError:
+            continue
+        if changed != draft:
+            return text
+    raise AssertionError(f"nothing can be typed into {row.key}")
+
+
+@pytest.mark.parametrize("row", fields.FIELDS, ids=lambda row: row.key)
+def test_each_field_is_drawn_sent_kept_shown_again_and_in_the_command_line(
+    row: fields.Field, work: Workplace, root: Path, page: TestClient
+) -> None:
+    """A field is one row: all that the page does with it comes from there."""
+    draft = drafts.new(work, dataset=str(root))
+    text = sample_of(row, draft)
+    drawn = page.get(f"/train?draft={draft.id}").text
+    assert drawn.count(f'data-field="{row.key}"') == 1 and row.label in drawn
+    answer = ask(page, "/train/look", draft=draft.id, typed={row.key: text}, show=["draft"])
+    assert answer["refused"] == {} and answer["draft"]["texts"][row.key] == text
+    kept = drafts.read(work, draft.id)
+    assert kept != draft and fields.texts(kept)[row.key] == text
+    again = page.get(f"/train?draft={draft.id}").text
+    shown = (f'value="{text}"', f'value="{text}" checked', f">\n{text}</textarea>")
+    assert any(form in again for form in shown)
+    if row.key == fields.DATASET:
+        assert kept.dataset == text
+        return
+    before, after = (set(launch.train_words(each, work)) for each in (draft, kept))
+    (word,) = after - before
+    assert text in word
+    ask(page, "/train/look", draft=draft.id, typed={row.key: ""}, show=[])
+    assert drafts.read(work, draft.id) == draft
 
 
 def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_of_another_base(
     work: Workplace, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
-    from lora_trainer.gui.pages import train_handlers
-
     draft = replace(drafts.new(work, dataset=str(root)), base="black-forest-labs/FLUX.1-dev")
     draft = replace(draft, settings={"adapter.rank": 8, "sampling.prompts": ["a", "b"]})
     refused = launch.Answer(values=None, error="error: this run needs at least 53.72 GiB. Fix: x.")
     monkeypatch.setattr(launch, "ask", lambda _: refused)
-    course = {"resolution": "64", "learning_rate": "0.002", "steps": 300, "changed": {"rank": "8"}}
-    plan, fields, _, why = train_handlers._plan(work, draft, course)
-    shown = {name: fields[name] for name in plan_view.COURSE}
-    assert shown == {
-        "steps": "",
-        "resolution": "",
-        "learning_rate": "",
-        "rank": "8",
-        "prompts": "a\nb",
+    shown = view.plan_part(work, draft, SAID)
+    assert (shown.filled, shown.length, shown.works) == ({}, None, False)
+    texts = fields.texts(draft)
+    assert {row.key: texts.get(row.key) for row in fields.planned()} == {
+        "train.steps": None,
+        "data.resolution": None,
+        "optimizer.learning_rate": None,
+        "adapter.rank": "8",
+        "sampling.prompts": "a\nb",
     }
-    assert (fields["own"], fields["taken"]) == (["prompts", "rank"], {"rank": "8"})
-    assert "This run needs at least 53.72 GiB" in plan and "53.72 GiB" in why
+    assert "This run needs at least 53.72 GiB" in shown.html and "53.72 GiB" in shown.beside
+    assert 'data-base="auto"' in shown.html
 
 
 def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     memory = {"items": [{"name": "base", "bytes": 2**30, "note": "<n>"}], "peak_bytes": 2**31}
-    plan = {
+    values = {
         "base": "embedded",
         "preset": "cpu",
         "priority": "speed",
@@ -138,18 +219,18 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
             "train.seed": {"value": 42, "origin": "default", "reason": ""},
         },
     }
-    html = plan_view.plan(plan)
+    html = plan.plan(values, SAID)
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
     assert "About 60 s to 2 min" in html
-    assert "not for ComfyUI" in plan_view.brief(plan)
-    assert 'data-base="stabilityai/' in plan_view.brief(plan)
-    for shown in (plan_view.brief, plan_view.plan):
-        assert "not for ComfyUI" not in shown({**plan, "base": "owner/name"})
+    assert "not for ComfyUI" in plan.beside(values, SAID)
+    assert 'data-base="stabilityai/' in plan.beside(values, SAID)
+    for shown in (plan.beside, plan.plan):
+        assert "not for ComfyUI" not in shown({**values, "base": "owner/name"}, SAID)
     assert "&lt;n&gt;" in html and "Train: Steps" in html and "Seed" not in html
-    over = {**plan, "memory": {**memory, "limit_bytes": 2**30, "fits": False}}
-    assert "Does not fit: needs 2.0 GiB, and 1.0 GiB may be used" in plan_view.plan(over)
-    unknown = {**plan, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}
-    html = plan_view.plan(unknown)
+    over = {**values, "memory": {**memory, "limit_bytes": 2**30, "fits": False}}
+    assert "Does not fit: needs 2.0 GiB, and 1.0 GiB may be used" in plan.plan(over, SAID)
+    unknown = {**values, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}
+    html = plan.plan(unknown, SAID)
     assert "no limit is known" in html and "unmeasured" in html
 
 
@@ -169,22 +250,22 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
 
     plans = launch.Plans(work, ask=ask, clock_s=lambda: now_s[0])
 
-    def plan(**more: Any) -> Any:
+    def planned(**more: Any) -> Any:
         return plans.of(replace(EMPTY, **{"dataset": str(tmp_path), **more}))
 
     with ThreadPoolExecutor(8) as tabs:
-        assert set(tabs.map(lambda _: plan(), range(8))) == {1}
-    assert plan() == plan(name="other") == 1
-    assert plan(settings={"adapter.rank": 4}) == 2 and plan() == 1
+        assert set(tabs.map(lambda _: planned(), range(8))) == {1}
+    assert planned() == planned(name="other") == 1
+    assert planned(settings={"adapter.rank": 4}) == 2 and planned() == 1
     now_s[0] = 61.0
-    assert plan() == 3
+    assert planned() == 3
     os.utime(tmp_path, ns=(1, 1))
-    assert plan() == 4, "new images are planned anew"
+    assert planned() == 4, "new images are planned anew"
     for rank in range(5, 69):
-        plan(settings={"adapter.rank": rank})
-    assert plan(settings={"adapter.rank": 68}) == 68 and plan() == 69
+        planned(settings={"adapter.rank": rank})
+    assert planned(settings={"adapter.rank": 68}) == 68 and planned() == 69
     with pytest.raises(InputError, match="no folder"):
-        plan(dataset="/nowhere/at/all")
+        planned(dataset="/nowhere/at/all")
     assert len(asked) == 69
 
 
@@ -210,13 +291,10 @@ def test_a_started_or_damaged_draft_makes_place_and_one_taken_off_the_queue_is_a
     item = commands.add(work.runs, ["images"], label="x")
     started = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
     drafts.save(work, started)
-    follow = handlers.following(work)
-    follow(started.id)
+    assert not view.start_part(work, started, SAID).back
     assert drafts.read(work, started.id) == started
     commands.remove(work.runs, started.started_as)
-    said = follow(started.id)
-    assert "taken off the queue" in said[1]
-    assert said[3].active is False, "a draft that is not started asks nothing"
+    assert "taken off the queue" in view.start_part(work, started, SAID).back
     assert drafts.read(work, started.id) == replace(started, started_as="", step=2)
     assert drafts.current(work).id == started.id
 

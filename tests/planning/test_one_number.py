@@ -16,10 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lora_trainer.gui import plan_view
 from lora_trainer.gui.machine import report
+from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import Words
+from lora_trainer.gui.server.translation import words as words_of
+from lora_trainer.gui.train import plan as plan_page
 from lora_trainer.gui.workplace import Workplace
 from rich.console import Console
 
@@ -92,8 +94,9 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     memory, time = values["memory"], values["time"]
     peak, limit = memory["peak_bytes"], memory["limit_bytes"]
     whole = run.plan.run_time
-    page = words(str(plan_view.plan(values)))
-    course = plan_view.course(values, SimpleNamespace(settings={}), {})  # type: ignore[arg-type]
+    said_in_english = words_of(ENGLISH)
+    page = words(str(plan_page.plan(values, said_in_english)))
+    filled, length_of = plan_page.filled(values), plan_page.length(values)
 
     def said(
         place: str, pattern: str, found_in: str, wanted: str
@@ -110,13 +113,13 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     yield from said("plan: held out", r"(\d+) held out", text, str(time["held_out"]))
     yield from said("plan: steps", r"length ([\d,]+) steps", text, str(time["steps"]))
     yield from said("page: steps", r", ([\d,]+) steps (?:\(.*?\) )?Fits", page, str(time["steps"]))
-    if (course["images"], course["held_out"], course["steps"]) != (
+    if (length_of.images, length_of.held_out, filled["train.steps"]) != (
         *(len(run.trained), len(run.held_out)),
-        time["steps"],
+        str(time["steps"]),
     ):
-        yield "fields", str(course), str(time)
-    if course["resolution"] != str(run.config.data.resolution):
-        yield "fields: size", course["resolution"], str(run.config.data.resolution)
+        yield "fields", f"{length_of} {filled}", str(time)
+    if filled["data.resolution"] != str(run.config.data.resolution):
+        yield "fields: size", filled["data.resolution"], str(run.config.data.resolution)
     ends = f"({duration_text(whole.low_s)} to {duration_text(whole.high_s)})"
     if ends not in text:
         yield "plan: time", text, ends
@@ -125,7 +128,8 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     parts = [sum(ends) for ends in zip(*time["parts_s"].values(), strict=True)]
     if parts != pytest.approx(time["run_s"]):
         yield "json: parts of the time", str(parts), str(time["run_s"])
-    pace, length = plan_view.pace(values)[1], words(str(plan_view.duration(values)))
+    pace = plan_page.pace(values, said_in_english)[1]
+    length = plan_page.duration(values, said_in_english).text
     if pace.lower().rpartition(": ")[2] not in length.lower():
         yield "card: time", pace, length
     for item in (*memory["items"], *(memory["host"] or {"items": ()})["items"]):

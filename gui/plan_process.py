@@ -36,7 +36,7 @@ class Done:
 
 
 @dataclass(kw_only=True)
-class WarmProcess:
+class PlanProcess:
     """One process, started when it is first needed and anew when it has ended; one command at a time."""
 
     within_s: float
@@ -63,7 +63,7 @@ class WarmProcess:
     def _alive(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lora_trainer.gui.warm"],
+                [sys.executable, "-m", "lora_trainer.gui.plan_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -1,24 +1,28 @@
-// The images on the page Train, with their captions, which are edited in place. The cards are those of
-// the page Datasets; whole folders, filters and changes of many captions are there.
+// The images of the folder, with their captions, which are edited in place. The cards are those of the page
+// Datasets; whole folders, filters and changes of many captions are there.
+import { say } from "/ui/shared/words.js";
 import { askInTurn } from "/ui/datasets/asking.js";
 import { Card } from "/ui/datasets/card.js";
 import { button, make } from "/ui/datasets/elements.js";
 
 const SHOWN = 24;
 
-class TrainImages {
-  constructor(place, lookAgain) {
-    this.lookAgain = lookAgain;
-    this.folder = "";
-    this.cards = new Map();
+export class Images {
+  /** `changed` hears that the images are others, so that the page looks at the folder again. */
+  constructor(place, changed) {
+    Object.assign(this, { folder: "", cards: new Map(), away: new Set(), tell: changed });
     this.said = make("p", { class: "line", role: "status" });
-    this.list = make("ul", { class: "ds-cards", "aria-label": "Your images and their captions" });
+    this.list = make("ul", { class: "ds-cards", "aria-label": say("Your images and their captions") });
     this.more = make("p", { class: "ds-quiet" });
     place.replaceChildren(this.said, this.list, this.more);
+    window.addEventListener("beforeunload", (event) => {
+      if ([...this.cards.values()].some((card) => card.dirty)) event.preventDefault();
+    });
   }
 
   ask(name, values) { return askInTurn(name, { folder: this.folder, ...values }); }
 
+  /** Show the images of a folder as they are now; none for an empty text. */
   async open(folder) {
     if (folder !== this.folder) {
       this.cards.clear();
@@ -44,7 +48,7 @@ class TrainImages {
     }
     this.list.replaceChildren(...rows.map((row) => this.cards.get(row.file).node));
     const left = pictures.length - rows.length;
-    this.more.textContent = left > 0 ? `and ${left.toLocaleString("en")} more` : "";
+    this.more.textContent = left > 0 ? say("and {#} more", left.toLocaleString("en")) : "";
   }
 
   async exclude(files) {
@@ -55,11 +59,11 @@ class TrainImages {
     this.changed(answer);
     // Not the last step of the folder: that may be a caption by then.
     const gone = [...this.away].filter((name) => !before.has(name));
-    const back = button("Undo", async () => {
+    const back = button(say("Undo"), async () => {
       this.said.replaceChildren();
       this.changed(await this.ask("put_back", { folder, files: gone }));
     });
-    this.said.replaceChildren(make("span", {}, "Left out of the training; the file is in the folder _excluded."), " ", back);
+    this.said.replaceChildren(make("span", {}, say("Left out of the training; the file is in the folder _excluded.")), " ", back);
   }
 
   /** Take over a whole view, and let the page look at the folder again. */
@@ -67,21 +71,10 @@ class TrainImages {
     if (answer.error) { this.said.textContent = answer.error; return; }
     if (answer.folder !== this.folder) return;
     this.draw(answer);
-    this.lookAgain();
+    this.tell();
   }
 
   saved(answer) { for (const row of answer.cards) this.cards.get(row.file)?.show(row); }
   announce(text) { this.said.textContent = text; }
   selected() {}
-}
-
-/** Show the images of the folder that `get` returns, anew when `onchange` says so; `lookAgain` is told of changes. */
-export function mount(place, { get, onchange, lookAgain }) {
-  const images = new TrainImages(place, lookAgain);
-  const look = () => images.open(get().folder);
-  onchange(look);
-  if (get().folder) look();
-  window.addEventListener("beforeunload", (event) => {
-    if (place.isConnected && [...images.cards.values()].some((card) => card.dirty)) event.preventDefault();
-  });
 }

@@ -1,0 +1,1 @@
+"""The page Train: from a folder of images to a running training in three clicks."""

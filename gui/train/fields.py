@@ -1,0 +1,178 @@
+"""The fields of the page Train. Adding one takes its row in `FIELDS` and the German of its label.
+
+From a row derive what is drawn (fields.html), what the page's script reads and sends (fields.js), what a draft
+keeps, and the words of the command line. Inputs: a draft, and a text that was typed. Outputs: the texts of the
+fields, the draft with another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config import PRIORITIES
+from lora_trainer.config.layers import CONCEPT
+
+from .. import expert_edit
+from ..drafts import Draft
+from ..expert_text import text_of
+
+Kind = Literal["text", "number", "lines", "switch", "cards", "choice", "folder", "base"]
+# Where on the page a field stands, in the order of page.html.
+Part = Literal["images", "base", "subject", "names", "length", "size", "samples"]
+DATASET, PRIORITY, BASE = "dataset", "priority", expert_edit.BASE
+STEPS, PROMPTS = "train.steps", "sampling.prompts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A field of the page."""
+
+    key: str
+    """A setting; or `dataset` or `priority`, which a draft keeps beside its settings."""
+    label: str
+    kind: Kind
+    part: Part
+    info: str = ""
+    placeholder: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Of `cards` and `choice`: each text with its label."""
+    unset: str = ""
+    """The text that leaves the field to lora-train, beside an empty one."""
+    is_planned: bool = False
+    """Shows what the plan chose until somebody types something else."""
+
+
+FIELDS = (
+    Field(
+        key=DATASET,
+        label="Folder with your images",
+        kind="folder",
+        part="images",
+        info="Used where it is; captions that you change are saved beside the images.",
+        placeholder="/path/to/a/folder/with/images",
+    ),
+    Field(
+        key=BASE,
+        label="Or another one",
+        kind="base",
+        part="base",
+        info="A model that is on this machine, its folder or file, or a name on Hugging Face such as owner/name.",
+        unset="auto",
+    ),
+    Field(
+        key=CONCEPT,
+        label="What do your images show?",
+        kind="cards",
+        part="subject",
+        options={
+            "person": "A person or character",
+            "style": "A style",
+            "object": "An object",
+            "any": "Not sure, or something else",
+        },
+        unset="any",
+    ),
+    Field(
+        key=PRIORITY,
+        label="What matters most?",
+        kind="choice",
+        part="subject",
+        options={
+            "speed": "Speed: done soonest",
+            "balanced": "Balanced",
+            "quality": "Quality: takes longer",
+        },
+        unset="balanced",
+    ),
+    Field(
+        key="data.trigger",
+        label="Trigger word (optional)",
+        kind="text",
+        part="names",
+        info="A rare word that calls it up later in a prompt. While it trains the word goes before each "
+        "caption that lacks it, and into the samples' prompts; your files stay as they are.",
+    ),
+    Field(
+        key=expert_edit.NAME,
+        label="Name (optional)",
+        kind="text",
+        part="names",
+        info="Of the training and its file.",
+    ),
+    Field(key=STEPS, label="Steps", kind="number", part="length", is_planned=True),
+    Field(
+        key="data.resolution",
+        label="Size of the images, px",
+        kind="number",
+        part="size",
+        is_planned=True,
+    ),
+    Field(
+        key="adapter.rank",
+        label="Rank: how much it can learn",
+        kind="number",
+        part="size",
+        is_planned=True,
+    ),
+    Field(
+        key="optimizer.learning_rate",
+        label="Learning rate",
+        kind="number",
+        part="size",
+        is_planned=True,
+    ),
+    Field(
+        key=PROMPTS,
+        label="What the samples show, one a line",
+        kind="lines",
+        part="samples",
+        info="While it trains, an image is drawn for each line, so that you see what it has learned.",
+        is_planned=True,
+    ),
+)
+_BY_KEY = {row.key: row for row in FIELDS}
+
+
+def texts(draft: Draft) -> dict[str, str]:
+    """Return the texts of the fields that the draft sets, by key."""
+    given = {DATASET: draft.dataset, PRIORITY: draft.priority, **expert_edit.given(draft)}
+    return {row.key: as_text(row, given[row.key]) for row in FIELDS if row.key in given}
+
+
+def as_text(row: Field, value: object) -> str:
+    """Return the text that a field shows for a value."""
+    if row.key in (DATASET, PRIORITY):
+        return str(value)
+    info = expert_edit.setting(row.key)
+    return str(value) if info.form.kind == "choice" else text_of(info, value)
+
+
+def changed(draft: Draft, *, key: str, text: str) -> Draft:
+    """Return the draft with the text that was typed into a field; an empty one leaves it to lora-train.
+
+    Raises RequestError for what cannot be a value, and for a field that the page does not have.
+    """
+    row = _BY_KEY.get(key)
+    if row is None:
+        raise RequestError(f"the page Train has no field {key!r}", fix="load the page again")
+    if key == DATASET:
+        return replace(draft, dataset=text)
+    if key == PRIORITY:
+        priority = text or row.unset
+        if priority not in PRIORITIES:
+            raise RequestError(
+                f"{text[:100]!r} is not one of {', '.join(PRIORITIES)}", fix="choose one of these"
+            )
+        return replace(draft, priority=priority)
+    text = text if row.kind == "lines" else text.strip()
+    if text.strip() in ("", row.unset):
+        return expert_edit.without(draft, key=key)
+    return expert_edit.changed(draft, key=key, text=text)
+
+
+def planned() -> Iterator[Field]:
+    """Yield the fields that the plan fills in."""
+    return (row for row in FIELDS if row.is_planned)

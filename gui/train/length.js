@@ -1,0 +1,48 @@
+// How long a training is: a number of steps, or how often each image is seen, which is made of it; and both in a
+// sentence.
+import { say } from "/ui/shared/words.js";
+
+const STEPS = "train.steps";
+
+/** Return {facts}, which takes what the plan says of the images, null without a plan. */
+export function mountLength(place, fields, changed) {
+  const steps = fields.inputs.get(STEPS);
+  const epochs = place.querySelector("#epochs");
+  const said = place.querySelector(".length-said");
+  let plan = null;
+  let typing = false; // in `epochs`
+
+  const ratio = () => plan?.epochs_per_step ?? 0;
+
+  /** Return how often each image is seen: a whole number, but where that is none. */
+  function times(count) {
+    const exact = count * ratio();
+    return exact < 2 ? Math.round(10 * exact) / 10 : Math.round(exact);
+  }
+
+  function sentence() {
+    const count = Number(steps.value);
+    if (!plan || !count) { said.textContent = say("Left empty, it is chosen for your images."); return; }
+    const { images, held_out: kept, batch } = plan;
+    const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
+    const how = count * ratio() < 0.95 ? say("{} steps of {} = some of the {} images.", length, batch, all)
+      : say("{} steps of {} = each of the {} images about {}\u00d7.", length, batch, all, often);
+    const aside = kept && say("{} more kept aside, to measure how well it learns; the setting Validation fraction 0 trains on all.", kept);
+    said.textContent = [how, aside].filter(Boolean).join(" ");
+  }
+
+  function draw() {
+    if (!typing) epochs.value = steps.value && ratio() ? times(Number(steps.value)) : "";
+    sentence();
+  }
+
+  steps.addEventListener("input", draw);
+  epochs.addEventListener("input", () => {
+    typing = true;
+    steps.value = epochs.value.trim() && ratio() ? Math.max(1, Math.round(epochs.value / ratio())) : "";
+    sentence();
+  });
+  epochs.addEventListener("change", () => { typing = false; changed(STEPS); });
+  fields.listeners.push(draw);
+  return { facts: (facts) => { plan = facts; draw(); } };
+}

@@ -1,0 +1,24 @@
+"""What a command said, on a page: settings by their labels, code as code, in the language of the reader."""
+
+from __future__ import annotations
+
+from lora_trainer.reporting.charts import Html
+
+from ..markup import inline, plain, tag
+from ..server.translation import Words
+
+
+def message(text: str, said: Words) -> Html:
+    """Return a message in the language of the reader; one that the language does not know keeps its code."""
+    told = said.message(plain(text))
+    return inline(text if told == plain(text) else told)
+
+
+def error(line: str, said: Words) -> Html:
+    """Return a refusal."""
+    return tag("p", message(line, said), class_="error notice")
+
+
+def capital(line: str) -> str:
+    """Return a line that begins with a capital, as one that stands for itself."""
+    return line[:1].upper() + line[1:]

@@ -1,0 +1,191 @@
+"""What is in a folder of images, at a glance: how many, what is odd about them, in plain words.
+
+Inputs: the folder and the JSON of `lora-train check --json`. Output: what report.html shows. Remarks of a kind
+stand together, with a link to where they are mended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.history import mapping, number, sequence
+
+from ..datasets.view import badge_kind
+from ..server.templates import render
+from ..server.translation import Words
+from .messages import message
+
+_NAMED = 4
+_GOOD, _FAIR = 0.8, 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of remark: what it says of some images, and of one; why it matters; the button."""
+
+    some: str
+    one: str
+    why: str
+    button: str = "Show"
+
+
+KINDS = {
+    "no-caption": Kind(
+        some="{#} images have no caption",
+        one="1 image has no caption",
+        why="A caption says what is in an image; what it names can be left out or changed later.",
+        button="Caption them",
+    ),
+    "unusable": Kind(
+        some="{#} files cannot be read as images",
+        one="1 file cannot be read as an image",
+        why="They are left out of the training.",
+    ),
+    "duplicate": Kind(
+        some="{#} images are there twice",
+        one="1 image is there twice",
+        why="What is there twice counts twice, and is learned by heart.",
+    ),
+    "near-duplicate": Kind(
+        some="{#} images are nearly the same as another",
+        one="1 image is nearly the same as another",
+        why="Different views teach more than many alike.",
+    ),
+    "low-resolution": Kind(
+        some="{#} images are small and would be enlarged",
+        one="1 image is small and would be enlarged",
+        why="Enlarged images are soft, and so is what is learned from them.",
+    ),
+    "exposure": Kind(
+        some="{#} images are too dark, too bright or flat",
+        one="1 image is too dark, too bright or flat",
+        why="The look of the photograph is learned with what it shows.",
+    ),
+}
+# Said by the heading in words of its own.
+_NOT_LISTED = frozenset({"score"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """What is said of some images, why it matters, and the link to where it is mended."""
+
+    severity: str
+    text: str
+    names: str = ""
+    about: str = ""
+    """Of which images it is said, where no names are known."""
+    more: int = 0
+    found: str = ""
+    advice: str = ""
+    why: str = ""
+    label: str
+    address: str
+
+
+def report(
+    folder: Path, values: Mapping[str, Any], said: Words, *, assumed: str = ""
+) -> tuple[Html, bool]:
+    """Return the report of a dataset, and whether it warns of nothing.
+
+    `assumed` is the base that the images are judged for where nobody has chosen one.
+    """
+    findings = [
+        row
+        for row in sequence(values, "findings")
+        if isinstance(row, dict) and row.get("kind") not in _NOT_LISTED
+    ]
+    is_good = not any(row.get("severity") in ("warning", "error") for row in findings)
+    shown = render(
+        "train/report.html",
+        said,
+        count=int(number(values, "images")),
+        unreadable=sum(row.get("kind") == "unusable" for row in findings),
+        verdict=_verdict(values, findings),
+        assumed=assumed,
+        remarks=[_remark(folder, rows, said) for rows in _groups(findings)],
+        desk=_desk(folder),
+        buckets=mapping(values, "buckets"),
+    )
+    return shown, is_good
+
+
+def _verdict(values: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> str:
+    score = number(values, "score")
+    if not findings:
+        return "all good to train on"
+    if score >= _GOOD:
+        return "good to train on"
+    if score >= _FAIR:
+        return "usable, with weak points"
+    return "worth improving first"
+
+
+def _groups(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the findings by kind, the gravest kind first."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in findings:
+        kind = str(row.get("kind"))
+        # Files that cannot be read have different reasons, each with its own cure.
+        group = f"{kind}: {row.get('what')}" if kind == "unusable" else kind
+        kinds.setdefault(group, []).append(row)
+    order = {"error": 0, "warning": 1}
+    return sorted(kinds.values(), key=lambda rows: order.get(str(rows[0].get("severity")), 2))
+
+
+def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Remark:
+    first = rows[0]
+    kind, severity = str(first.get("kind")), str(first.get("severity", "note"))
+    address = _desk(folder, kind) + ("&write=1" if kind == "no-caption" else "")
+    named = KINDS.get(kind)
+    if named is None:
+        return _own_words(rows, said, severity=severity, address=address)
+    count = _count(rows)
+    names = [str(row["file"]) for row in rows if row.get("file")]
+    what = str(first.get("what", ""))
+    of_reading = kind == "unusable"
+    return Remark(
+        severity=severity,
+        text=said(named.one) if count == 1 else said(named.some, f"{count:,}"),
+        names=", ".join(names[:_NAMED]),
+        about="" if names else message(what, said),
+        more=max(0, len(names) - _NAMED),
+        found=message(what[:1].upper() + what[1:], said) if of_reading else "",
+        advice=message(str(first.get("advice", "")), said) if of_reading else "",
+        why=said(named.why),
+        label=said(named.button),
+        address=address,
+    )
+
+
+def _own_words(
+    rows: Sequence[Mapping[str, Any]], said: Words, *, severity: str, address: str
+) -> Remark:
+    """Return a remark of a kind that the page has no words for, in those of the command."""
+    first = rows[0]
+    name = f"{first['file']} " if first.get("file") else ""
+    return Remark(
+        severity=severity,
+        text=message(f"{name}{first.get('what', '')}", said),
+        about=message(str(first.get("advice", "")), said),
+        why=said("And {} more like it.", f"{len(rows) - 1:,}") if len(rows) > 1 else "",
+        label=said("Show"),
+        address=address,
+    )
+
+
+def _count(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return of how many images a remark is: one that is about all of them begins with their number."""
+    first = str(rows[0].get("what", "")).partition(" ")[0].replace(",", "")
+    is_of_all = len(rows) == 1 and not rows[0].get("file") and first.isdecimal()
+    return int(first) if is_of_all else len(rows)
+
+
+def _desk(folder: Path, kind: str = "") -> str:
+    of_kind = {"kind": badge_kind(kind)} if kind else {}
+    return "/datasets?" + urlencode({"folder": folder} | of_kind)

@@ -1,0 +1,162 @@
+"""The page Train, and what its script asks: what it shows now, to start, the base models, whether one fits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+from starlette.requests import Request
+from starlette.routing import Route
+
+from lora_trainer.common.errors import LoraTrainError
+
+from .. import bases, drafts, launch
+from ..drafts import Draft
+from ..markup import plain
+from ..plan_process import BASES
+from ..server.pages import Body, answer, page
+from ..server.translation import Words
+from ..workplace import Workplace
+from . import fields, view
+
+Part = Literal["start", "draft", "images", "plan"]
+Key = Annotated[str, StringConstraints(max_length=100)]
+Id = Annotated[str, StringConstraints(max_length=40)]
+Text = Annotated[str, StringConstraints(max_length=20_000)]
+Source = Annotated[str, StringConstraints(max_length=300)]
+
+_PARTS: Mapping[Part, Callable[[Workplace, Draft, Words], Any]] = {
+    "start": view.start_part,
+    "draft": view.draft_part,
+    "images": view.images_part,
+    "plan": view.plan_part,
+}
+
+
+class Look(Body):
+    """A draft with what was typed since the last answer, and the parts of the page that are to be shown now.
+
+    `typed` are texts by the keys of their fields, `seen` the stamps of the parts that the page shows.
+    """
+
+    draft: Id
+    typed: dict[Key, Text] = Field(default_factory=dict, max_length=100)
+    step: Literal[1, 2] | None = None
+    show: list[Part] = Field(default_factory=list, max_length=len(_PARTS))
+    seen: dict[Key, Key] = Field(default_factory=dict, max_length=len(_PARTS))
+
+
+class Start(Body):
+    """A draft to be trained, with what was typed since the last answer."""
+
+    draft: Id
+    typed: dict[Key, Text] = Field(default_factory=dict, max_length=100)
+
+
+class Cards(Body):
+    """The cards of the base models, for a draft."""
+
+    draft: Id
+
+
+class Fits(Body):
+    """Whether a draft would fit on another base."""
+
+    draft: Id
+    source: Source
+
+
+def routes(work: Workplace) -> list[Route]:
+    """Return the routes of the page and of its script."""
+    plans = launch.Plans(work)
+
+    def show(request: Request, said: Words) -> Mapping[str, Any]:
+        return shown(work, request.query_params, said)
+
+    def look(asked: Look, said: Words) -> Mapping[str, Any]:
+        return looked(work, asked, said)
+
+    def start(asked: Start, said: Words) -> Mapping[str, Any]:
+        return started(work, asked, said)
+
+    def cards(asked: Cards, said: Words) -> Mapping[str, Any]:
+        return base_cards(drafts.read(work, asked.draft), said)
+
+    def fits(asked: Fits, said: Words) -> Mapping[str, Any]:
+        draft = replace(drafts.read(work, asked.draft), base=asked.source)
+        return view.fits(plans, draft, said)
+
+    return [
+        page("/train", "train/page.html", title="Train", look=show),
+        answer("/train/look", Look, look),
+        answer("/train/start", Start, start),
+        answer("/train/bases", Cards, cards),
+        answer("/train/fits", Fits, fits),
+    ]
+
+
+def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str, Any]:
+    """Return what the page begins with: the draft that its address asks for, else the newest one."""
+    fault = ""
+    try:
+        draft = view.wanted(work, asked)
+    except LoraTrainError as error:
+        draft, fault = drafts.current(work), said.message(plain(str(error)))
+    parts = {name: stamped(_PARTS[name](work, draft, said)) for name in ("start", "draft")}
+    return {
+        "draft": draft,
+        "fault_line": fault,
+        "fields": fields.FIELDS,
+        "texts": fields.texts(draft),
+        "step": 3 if draft.started_as else draft.step,
+        "parts": parts,
+    }
+
+
+def looked(work: Workplace, asked: Look, said: Words) -> Mapping[str, Any]:
+    """Keep what was typed; return what was refused of it, and the parts that are others than the page shows."""
+    kept = view.keep(work, asked.draft, asked.typed, step=asked.step)
+    found: dict[str, Any] = {"refused": _refused(kept, said)}
+    for name, part in _PARTS.items():  # in this order: to follow a start may change the draft
+        if name in asked.show:
+            now = stamped(part(work, drafts.read(work, asked.draft), said))
+            if now["stamp"] != asked.seen.get(name):
+                found[name] = now
+    return found
+
+
+def started(work: Workplace, asked: Start, said: Words) -> Mapping[str, Any]:
+    """Put the training into the queue unless something that was typed is refused; return what the page shows then."""
+    kept = view.keep(work, asked.draft, asked.typed)
+    if kept.refused:
+        return {"refused": _refused(kept, said)}
+    draft = view.start(work, asked.draft)
+    parts = {name: stamped(_PARTS[name](work, draft, said)) for name in ("draft", "start")}
+    return {"refused": {}, **parts}
+
+
+def base_cards(draft: Draft, said: Words) -> Mapping[str, Any]:
+    """Return the cards of the base models; raises nothing: a refusal is a line under the cards."""
+    answered = launch.ask(BASES)
+    if answered.values is None:
+        return {"error": said.message(plain(answered.error))}
+    return {
+        "cards": bases.cards(answered.values["releases"], said),
+        "choices": bases.choices(said),
+        "signed_in": bases.signed_in(),
+    }
+
+
+def _refused(kept: view.Kept, said: Words) -> Mapping[str, str]:
+    return {key: said.message(plain(line)) for key, line in kept.refused.items()}
+
+
+def stamped(part: Any) -> dict[str, Any]:
+    """Return a part as plain values, with a stamp that is another when they are."""
+    values = asdict(part)
+    text = json.dumps(values, sort_keys=True)
+    return {"stamp": hashlib.sha256(text.encode()).hexdigest()[:16], **values}

@@ -1,0 +1,299 @@
+"""What the page Train shows of a draft, part by part, and what becomes of a draft by what is typed or pressed.
+
+Inputs: drafts, the answers of `lora-train check` and `plan`, the queue. Outputs: typed parts; drafts and items of
+the queue in files. A refusal loses nothing of what was typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.queue import commands, worker
+from lora_trainer.reporting.charts import Html
+
+from .. import bases, drafts, launch, run_actions, state, uploads
+from ..datasets import check
+from ..drafts import Draft
+from ..markup import button, join, note_html, plain, tag
+from ..run_state import Stage, downloading, setting_out
+from ..server.templates import render
+from ..server.translation import Words
+from ..workplace import Workplace
+from . import fields, plan
+from .messages import capital, error, message
+from .report import report
+
+IMAGES, CHECK = drafts.STEPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPart:
+    """What the draft keeps: the texts of the fields that it sets, and where the page stands."""
+
+    texts: Mapping[str, str]
+    step: int
+    is_started: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesPart:
+    """The report on the images; `folder` is empty and `next` too where there are none to go on with."""
+
+    html: Html
+    folder: str = ""
+    next: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPart:
+    """The plan, what it fills in, what the button says and whether it can be pressed, and what stands beside it."""
+
+    html: Html
+    beside: Html
+    filled: Mapping[str, str]
+    length: plan.Length | None
+    button: str
+    works: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPart:
+    """What a training that was started waits for; `url` leads to its run, `back` says why it did not begin."""
+
+    html: Html
+    url: str = ""
+    back: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A draft after what was typed, and what of it cannot be, by the keys of the fields."""
+
+    draft: Draft
+    refused: Mapping[str, str]
+
+
+def wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
+    """Return the draft that an address asks for; without its id a folder takes no other one's place."""
+    named = asked.get("draft", "")
+    if named and named != "new":
+        return _with_folder(work, named, asked.get("folder", ""))
+    if asked.get("again"):
+        return run_actions.clone(work, asked["again"], mended=bool(asked.get("mended")))
+    # The example is known to be good: its images need no look before the plan.
+    folder, step = (
+        (str(uploads.example(work)), CHECK)
+        if asked.get("example")
+        else (asked.get("folder", ""), IMAGES)
+    )
+    newest = drafts.current(work)
+    if named == "new" or (folder and newest.dataset not in ("", folder)):
+        newest = drafts.new(work, dataset=folder)
+    if folder and (newest.dataset, newest.step) != (folder, step):
+        newest = replace(newest, dataset=folder, step=max(newest.step, step))
+        if asked.get("example") and "data.trigger" not in newest.settings:
+            newest = newest.with_setting("data.trigger", uploads.EXAMPLE_TRIGGER)
+        drafts.save(work, newest)
+    return newest
+
+
+def _with_folder(work: Workplace, draft_id: str, folder: str) -> Draft:
+    """Return a draft, with a folder whose images were just sent in place of the one it had."""
+    with drafts.changing(work):
+        draft = drafts.read(work, draft_id)
+        if not folder or draft.dataset == folder:
+            return draft
+        if draft.started_as:
+            return drafts.new(work, dataset=folder)
+        draft = replace(draft, dataset=folder, step=IMAGES)
+        drafts.save(work, draft)
+        return draft
+
+
+def keep(
+    work: Workplace, draft_id: str, typed: Mapping[str, str], *, step: int | None = None
+) -> Kept:
+    """Write into the draft what was typed, and nothing else of it; raises RequestError, MachineError.
+
+    One that is started stays as it is.
+    """
+    with drafts.changing(work):
+        before = draft = drafts.read(work, draft_id)
+        if draft.started_as:
+            return Kept(draft=draft, refused={})
+        refused: dict[str, str] = {}
+        for key, text in typed.items():
+            try:
+                draft = fields.changed(draft, key=key, text=text)
+            except RequestError as problem:
+                refused[key] = str(problem)
+        draft = replace(draft, step=step or draft.step)
+        if draft != before:
+            drafts.save(work, draft)
+        return Kept(draft=draft, refused=refused)
+
+
+def start(work: Workplace, draft_id: str) -> Draft:
+    """Put the training into the queue, once; raises LoraTrainError."""
+    with drafts.changing(work):
+        draft = drafts.read(work, draft_id)
+        if not draft.started_as:
+            words = launch.train_words(draft, work)
+            label = draft.name or work.folder(draft.dataset).name
+            item = commands.add(work.runs, words, label=label)
+            draft = replace(draft, started_as=item.id)
+            drafts.save(work, draft)
+    worker.ensure_worker(work.runs)
+    return draft
+
+
+def draft_part(_work: Workplace, draft: Draft, _said: Words) -> DraftPart:
+    """Return what the draft keeps."""
+    return DraftPart(texts=fields.texts(draft), step=draft.step, is_started=bool(draft.started_as))
+
+
+def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
+    """Return the report on the images; takes as long as `lora-train check`."""
+    if not draft.dataset.strip():
+        return ImagesPart(html=Html(""))
+    try:
+        words = launch.check_words(draft, work)
+        answer = launch.ask(words)
+        folder = work.folder(draft.dataset)
+    except LoraTrainError as problem:
+        return ImagesPart(html=error(str(problem), said))
+    if answer.values is None:
+        return ImagesPart(html=error(answer.error, said))
+    check.remember(work, folder, words, answer.values)  # for the cards of the images
+    judged = launch.judged_for(draft, folder)
+    assumed = bases.title(judged) if judged != draft.base else ""
+    shown, is_good = report(folder, answer.values, said, assumed=assumed)
+    on = "Looks good, next step" if is_good else "Continue anyway"
+    return ImagesPart(html=shown, folder=str(folder), next=said(on))
+
+
+def plan_part(work: Workplace, draft: Draft, said: Words) -> PlanPart:
+    """Return the plan; takes as long as `lora-train plan`."""
+    try:
+        answer = launch.ask(launch.plan_words(draft, work))
+    except LoraTrainError as problem:
+        return _no_plan(draft, str(problem), said)
+    if answer.values is None:
+        return _no_plan(draft, answer.error.removeprefix("error: "), said)
+    return PlanPart(
+        html=plan.plan(answer.values, said),
+        beside=plan.beside(answer.values, said),
+        filled=plan.filled(answer.values),
+        length=plan.length(answer.values),
+        button=said(_train_label(work, answer.values)),
+        works=True,
+    )
+
+
+def _train_label(work: Workplace, values: Mapping[str, Any]) -> str:
+    """Return what the button does with a plan: another training that goes on comes first."""
+    waits = any(not item.has_ended for item in commands.items(work.runs))
+    is_try_out = values.get("base") == bases.EMBEDDED
+    if waits or worker.outside(work.runs, ()):
+        return "Add try-out to queue" if is_try_out else "Add to queue"
+    return "Train a try-out" if is_try_out else "Train"
+
+
+def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
+    """Return why there is no plan; a base of somebody's own choice can be left by a button.
+
+    Nothing is filled in: what another base's plan had chosen would be read as chosen for this one.
+    """
+    found = said.message(plain(line.partition(" Fix: ")[0]))
+    leave: dict[str, str | float | None] = {"data-base": "auto"}
+    is_own_base = draft.base not in ("", "auto")
+    return PlanPart(
+        html=join(
+            [
+                tag("p", message(capital(line), said), class_="error notice"),
+                button(said("Choose a base for this machine"), attributes=leave)
+                if is_own_base
+                else None,
+            ]
+        ),
+        beside=note_html(said("Train waits for a plan that works: {}", capital(found))),
+        filled={},
+        length=None,
+        button=said("Train"),
+        works=False,
+    )
+
+
+def start_part(work: Workplace, draft: Draft, said: Words) -> StartPart:
+    """Return what the training of a draft waits for; one that did not begin is a draft again.
+
+    Raises MachineError.
+    """
+    item = _item(work, draft)
+    if not draft.started_as:  # another tab has followed it
+        return StartPart(html=_waiting(work, None, said))
+    if item is not None and item.run:
+        return StartPart(html=_waiting(work, item, said), url=state.page_url(item.run))
+    if item is not None and not item.has_ended:
+        return StartPart(html=_waiting(work, item, said))
+    with drafts.changing(work):
+        drafts.save(work, replace(draft, started_as="", step=CHECK))
+    reason = "it was taken off the queue" if item is None else item.error
+    line = reason or "the training ended before it began"
+    return StartPart(html=_waiting(work, None, said), back=capital(said.message(plain(line))))
+
+
+def _item(work: Workplace, draft: Draft) -> commands.Item | None:
+    if not draft.started_as:
+        return None
+    return next((item for item in commands.items(work.runs) if item.id == draft.started_as), None)
+
+
+def _waiting(work: Workplace, item: commands.Item | None, said: Words) -> Html:
+    before, download = 0, None
+    if item is not None:
+        download = commands.download_of(work.runs, item)
+        before = sum(
+            other.state == "running" or (other.state == "waiting" and other.order < item.order)
+            for other in commands.items(work.runs)
+            if item.state == "waiting"
+        )
+    return render(
+        "train/waiting.html",
+        said,
+        is_queued=item is not None,
+        before=before,
+        is_download=download is not None,
+        stages=_stages(item, download),
+    )
+
+
+def _stages(item: commands.Item | None, download: commands.Download | None) -> Sequence[Stage]:
+    """Return the stages up to the first step, none of a training that waits for others."""
+    if download is not None:
+        return downloading(download)
+    return setting_out() if item is not None and item.state != "waiting" else ()
+
+
+def fits(plans: launch.Plans, draft: Draft, said: Words) -> Mapping[str, Any]:
+    """Return whether a draft fits this machine in a few words, why, and which base its plan picks."""
+    try:
+        answer = plans.of(draft)
+    except (LoraTrainError, OSError) as problem:
+        return {"fits": "", "said": said("Not known"), "why": said.message(plain(str(problem)))}
+    if answer.values is None:
+        why = said.message(plain(answer.error.partition(" Fix: ")[0]))
+        return {"fits": "bad", "said": said("Does not fit this machine"), "why": why}
+    fit, told = plan.pace(answer.values, said)
+    base = str(answer.values.get("base"))
+    if base == bases.EMBEDDED:
+        fit, told = "slow", said("A try-out, not for ComfyUI or Forge")
+    return {
+        "fits": fit,
+        "said": told,
+        "why": plan.fit(answer.values, said),
+        "picks": bases.title(base),
+    }
