@@ -18,6 +18,13 @@ from lora_trainer.config.config import build_config
 _OPTION = re.compile(
     r"(?:^|(?<=\s))--([A-Za-z_]+)(?:(?:\s+|=)(.*?))??(?=\s+--[A-Za-z_]+(?:[\s=]|$)|\s*$)", re.S
 )
+# What is left in the text and was meant as an option: `--w64`, `--w:64`, an option without a blank before it, a dash
+# that an editor has put in for two.
+_NEARLY = re.compile(
+    r"(?:--|[\u2010-\u2015\ufe58\ufe63\uff0d]{1,2})"
+    r"(?:([whdlgs])[\s:=]*-?\d[\d.]*(?=[\s,]|$)|(?<=\S--)(n)(?=\s)|(?<=\s[\u2012-\u2015])(n)(?=\s))",
+    re.I,
+)
 NEGATIVE, WIDTH, HEIGHT, SEED, GUIDANCE, DISTILLED, STEPS = "nwhdlgs"
 # What checks the number behind a letter. A size has limits of its own.
 _SETTINGS = {
@@ -70,6 +77,12 @@ def read_prompt(line: str) -> SamplePrompt:
         raise RequestError(
             f"the sample prompt {_short(line)} has the option --{name}, which is not read here",
             fix=f"leave it out; known are {', '.join(f'--{one} ({LETTERS[one]})' for one in LETTERS)}",
+        )
+    if nearly := _NEARLY.search(text):
+        letter = next(filter(None, nearly.groups())).lower()
+        raise RequestError(
+            f"the sample prompt {_short(line)} has {nearly[0].strip()}, which is not read as an option",
+            fix=f"write --{letter} with a blank before it and behind it, or leave it out",
         )
     numbers = {
         letter: number

@@ -74,3 +74,36 @@ def test_each_prompt_has_a_seed_and_an_image_of_its_own() -> None:
     assert try_names("x", prompts[1:2], seed=5, strengths=[0.4, 1.0]) == {
         (0, 0.4): "x-42-x0.4.png", (0, 1.0): "x-42-x1.png",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a --w64",
+        "a --w:64",
+        "a,--w 64",
+        "a--w 64",
+        "a \u2014w 64",
+        "a \u2013s=5",
+        "a--n ugly",
+        "a \u2014n ugly",
+    ],
+)
+def test_what_was_meant_as_an_option_is_not_drawn_as_words(line: str) -> None:
+    with pytest.raises(RequestError, match="not read as an option"):
+        read_prompt(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "night \u2014 sky",
+        "he said\u2014well",
+        "rock\u2013n\u2013roll",
+        "x--ray",
+        "12\u201414 h",
+        "wow--so nice",
+    ],
+)
+def test_dashes_between_words_are_words(line: str) -> None:
+    assert read_prompt(line).text == line
