@@ -8,7 +8,7 @@ has changed, encode it. Measured in turns, in time of the processor: nothing is 
 the chart is due too; a tab's first tick, which is everything; and, to compare, only reading the run
 from its beginning. `--browser` adds the time on the clock from the address to the curve and the first
 of `--samples` pictures in headless Chromium, and to the cards of a dataset of `--images` pictures and
-the first of them; from the command to its first page (Home, before Gradio is there) and to Gradio's;
+the first of them; from the command to its first page (Home);
 how many requests a finished run's page sends in ten seconds; and how long a plan takes from a warm
 process, to compare also from a new one. Output: medians, as text and, with --json, as a file.
 """
@@ -190,11 +190,11 @@ def browser_ms(*, steps: int, samples: int, images: int, rounds: int) -> dict[st
 
 
 def start_ms(*, rounds: int) -> dict[str, float]:
-    """Return the median milliseconds from the command to Home, to Gradio's pages, and of plans."""
+    """Return the median milliseconds from the command to Home, and of plans."""
     from lora_trainer.gui import launch
     from playwright.sync_api import sync_playwright
 
-    from tests.fakes.gui_server import is_opened, start_gui
+    from tests.fakes.gui_server import start_gui
 
     found: dict[str, list[float]] = {}
 
@@ -215,10 +215,7 @@ def start_ms(*, rounds: int) -> dict[str, float]:
             page.goto(server.link, wait_until="commit")
             page.get_by_role("heading", name="Your trainings").wait_for()
             measure("command to first page", began)
-            while not is_opened(server):
-                time.sleep(0.2)
-            measure("command to Gradio's pages", began)
-            page = context.new_page()  # the other loads itself again now, which ends a `goto`
+            page = context.new_page()
             page.goto(server.url(f"/run?run={NAME}"))
             page.wait_for_function(PAINTED)
             page.wait_for_timeout(2_000)  # what the page is made of comes

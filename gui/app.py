@@ -24,6 +24,7 @@ from lora_trainer.common.errors import (
 )
 from lora_trainer.common.files import disk_error
 
+from .programs import Tools
 from .server.access import (
     KEY_PARAMETER,
     LOOPBACK,
@@ -52,6 +53,7 @@ class Options:
     browser: bool
     datasets: tuple[Path, ...]
     host_names: tuple[str, ...]
+    mcp: Tools
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def serve(options: Options) -> None:
     """Build the pages and serve them; raises RequestError, InputError, MachineError."""
-    require_gradio()
+    require_packages(options)
     from .server import serve as server
 
     work = workplace(options)
     access = access_for(options, work)
     server.quiet_gradio(work)
-    pages = server.application(work, access=access)
+    pages = server.application(work, access=access, tools=options.mcp)
     # The host name of the pages leads to either loopback address: nobody else may listen on the other.
     others = LOOPBACK_ADDRESSES if isinstance(access, KeyAccess) else ()
     listening = server.listen((options.listen, *others), options.port)
@@ -128,12 +130,17 @@ def address_of(address: str, port: int) -> str:
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
 
-def require_gradio() -> None:
-    """Raise MachineError when the package of the interface is not installed."""
+def require_packages(options: Options) -> None:
+    """Raise MachineError when a package of the interface, or of what it shall do, is not installed."""
     if importlib.util.find_spec("gradio") is None:
         raise MachineError(
             "the graphical interface needs gradio, which is not installed",
             fix='pip install "lora-train[gui]"',
+        )
+    if options.mcp != "off" and importlib.util.find_spec("mcp") is None:
+        raise MachineError(
+            "--mcp needs the package mcp, which is not installed",
+            fix='pip install "lora-train[gui,mcp]"',
         )
 
 
@@ -173,6 +180,15 @@ def parsed(arguments: Sequence[str] | None) -> Options:
         metavar="NAME",
         help="a further name of this machine that browsers may use with --listen, repeatable",
     )
+    parser.add_argument(
+        "--mcp",
+        nargs="?",
+        const="read",
+        default="off",
+        choices=("read", "write"),
+        help="tools for assistants at /mcp: those that change nothing, with `write` also those that"
+        " start, stop and change trainings [off]",
+    )
     words = parser.parse_args(arguments)
     return Options(
         runs=words.runs,
@@ -181,4 +197,5 @@ def parsed(arguments: Sequence[str] | None) -> Options:
         browser=words.browser,
         datasets=tuple(words.datasets),
         host_names=tuple(words.host_names),
+        mcp=words.mcp,
     )

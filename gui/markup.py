@@ -15,10 +15,7 @@ from functools import cache
 from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, text
 
-from .run_state import Stage
-from .server.language import ENGLISH, languages
-from .server.templates import render
-from .server.translation import Words, words
+from .server.translation import Words
 
 PRODUCT = "lora-train"
 _SETTING = re.compile(r"(?:--set[ =])?\b(?P<key>[a-z]+\.[a-z0-9_]+)\b(?P<equals>=)?(?!\.\w)")
@@ -93,17 +90,6 @@ def button(
     )
 
 
-def link_button(label: str, href: str, *, icon_name: str = "", kind: str = "") -> Html:
-    """Return a link that looks like a button."""
-    mark = icon(icon_name) if icon_name else None
-    return tag("a", mark, label, href=href, class_=f"ui-button {kind}".strip())
-
-
-def error_html(line: str) -> Html:
-    """Return a refusal, an empty string for none."""
-    return tag("p", inline(line), class_="error notice") if line else Html("")
-
-
 def note_html(line: str) -> Html:
     """Return a remark, an empty string for none."""
     return tag("p", inline(line), class_="notice") if line else Html("")
@@ -171,41 +157,6 @@ def _labels() -> Mapping[str, str]:
         else f"{info.section.capitalize()}: {info.label}"
         for info in infos
     }
-
-
-def stages_html(stages: Iterable[Stage]) -> Html:
-    """Return the stages up to the first step as a list: ticks, and a bar for the one that goes on."""
-    return render("shared/stages.html", words(ENGLISH), stages=list(stages))
-
-
-def bar(page: str) -> Html:
-    """Return what stands on top of a page that is not a template, in English; shared/live.js follows the trainings."""
-    address = next((place.path for place in PLACES if place.name == page), "")
-    return render(
-        "shared/bar.html",
-        words(ENGLISH),
-        title=page,
-        address=address,
-        places=PLACES,
-        languages=languages(),
-    )
-
-
-def document(title: str, body: Html, *, script: str = "") -> str:
-    """Return a whole page that needs no Gradio, in the scheme that the browser asks for."""
-    head = join(
-        [
-            tag("title", f"{title} \u2013 {PRODUCT}"),
-            Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">'),
-            Html('<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">'),
-            Html('<link rel="stylesheet" href="/ui/site.css">'),
-            tag("script", src="/ui/shared/first.js"),
-        ]
-    )
-    page = tag("div", tag("div", body, class_="html-container"), class_="frame")
-    module = tag("script", Html(script), type="module") if script else None
-    content = tag("body", page, module, style="margin:0")
-    return f'<!doctype html><html lang="en">{tag("head", head)}{content}</html>'
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str | None]], *, class_: str = "") -> Html:

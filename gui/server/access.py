@@ -2,8 +2,8 @@
 
 The key is a file that only its user can read, `<runs>/.gui/key`; the link that is printed carries it
 into a cookie of a host name that nobody else knows (door.py), so that another user of the machine, his
-server on another port, or a page that guesses the port, has nothing to show. Outputs: for each request
-None, or what to answer instead; see `guard.Access`.
+server on another port, or a page that guesses the port, has nothing to show. A program that can read the file
+sends the key in a header. Outputs: for each request None, or what to answer instead; see `guard.Access`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class KeyAccess:
         """Ask for the key; take it out of the address where it stands in there."""
         host = asked.headers.get("host", "")
         is_own = hostname(host) == own_host(self.key)
-        known = is_own and self._is_known(asked)
+        # A program sends the key itself, which no browser does by itself.
+        by_program = same(_bearer(asked.headers.get("authorization", "")), self.key)
+        known = by_program or (is_own and self._is_known(asked))
         query = parse_qsl(asked.query, keep_blank_values=True)
         shown = [value for name, value in query if name == KEY_PARAMETER]
         rest = [pair for pair in query if pair[0] != KEY_PARAMETER]
@@ -108,6 +110,12 @@ class KeyAccess:
                 self.tickets.discard(ticket)
                 return True
         return same(shown, self.key)
+
+
+def _bearer(header: str) -> str:
+    """Return the key of an Authorization header, an empty text where there is none."""
+    scheme, _, given = header.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
 
 
 def _without_key(asked: Asked, *, is_own: bool) -> GuardResponse:

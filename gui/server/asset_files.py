@@ -19,7 +19,6 @@ from . import language
 
 _GUI = Path(__file__).parents[1]
 _FOLDER = _GUI / "assets"
-FAVICON = _FOLDER / "mark.svg"
 _PACKAGE = Path(lora_trainer.__file__).parent
 # In a wheel the example lies inside of the package; see pyproject.toml.
 EXAMPLE = next(
@@ -34,16 +33,6 @@ EXAMPLE_NAME = "example"
 # What is shown of the example where nothing is there yet.
 EXAMPLE_IMAGES = ("zibbo_01.png", "zibbo_05.jpg", "zibbo_12.webp", "zibbo_14.png")
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-
-
-def asset(name: str) -> str:
-    """Return the text of a script or style sheet."""
-    return (_FOLDER / name).read_text(encoding="utf-8")
-
-
-def style_sheets() -> list[Path]:
-    """Return the style sheets that every page of Blocks gets."""
-    return [*sorted(_FOLDER.glob("*.css")), _GUI / "datasets" / "cards.css"]
 
 
 def example_url(name: str) -> str:
@@ -80,18 +69,20 @@ def routes() -> list[BaseRoute]:
     async def example(request: Request) -> Response:
         return await serve(request.path_params["name"], shown)
 
-    async def language_script(request: Request) -> Response:
+    async def texts(request: Request) -> Response:
         code = request.path_params["code"]
         if code == language.ENGLISH or code not in language.languages():
             return PlainTextResponse("There is no such language.", status_code=404)
         headers = {"cache-control": "private, no-cache"}
-        if request.path_params["kind"] == "json":
-            return JSONResponse(language.words(code), headers=headers)
-        return Response(language.script(code), media_type=_KINDS[".js"], headers=headers)
+        return JSONResponse(language.words(code), headers=headers)
+
+    async def favicon(request: Request) -> Response:
+        return await serve("mark.svg", files)
 
     return [
+        Route("/favicon.ico", favicon),  # asked for by browsers where a page names no icon
         Route("/ui/{name}", ui),
         Route("/ui/example/{name}", example),
-        Route("/ui/language/{code}.{kind}", language_script),
+        Route("/ui/language/{code}.json", texts),
         Route("/ui/{room}/{name}", room),
     ]

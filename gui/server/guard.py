@@ -22,35 +22,20 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Mapping[str, str]
 
-# Of gradio's own form; the pages send files to `/upload/BATCH/NUMBER`, see uploads.py.
-UPLOAD_PATH = "/gradio_api/upload"
 KNOCK_PATH = "/here"
 BODY_MAX_BYTES = 16 * 2**20
-_OWN_UPLOAD = re.compile(r"/upload/[^/]+/[^/]+")
+# As uploads.py has it: `/upload/BATCH/NUMBER`.
+_UPLOAD = re.compile(r"/upload/[^/]+/[^/]+")
 # A folder of some hundred photographs is one upload.
 UPLOAD_MAX_BYTES = 4 * 2**30
-# What the pages use of gradio's own routes. Among the others: fetching any address (proxy=),
-# storing a session for whoever asks (deep_link), editing the program (vibe-edit).
-_GRADIO_ROUTES = frozenset(
-    {
-        *("app_id", "cancel", "component_server", "heartbeat", "info", "queue", "reset"),
-        *("startup-events", "theme.css", "upload", "upload_progress"),
-    }
-)
-_GRADIO_FILES = "file="
-_CLOSED = ("login", "logout", "monitoring", "openapi.json", "pwa_icon", "svelte")
+# What gradio_client uses of gradio's own routes. Among the others: fetching any address (proxy=), files
+# (file=, upload), storing a session for whoever asks (deep_link), editing the program (vibe-edit).
+_GRADIO_ROUTES = frozenset({*("cancel", "heartbeat", "info", "queue", "reset", "startup-events")})
 _FROM_THIS_PAGE = frozenset({"same-origin", "none"})
 # Scripts are files of ours; no other host is named anywhere.
 CONTENT_POLICY = (
     "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; "
-    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
-)
-# For the pages that are Gradio's still: they begin with inline scripts and compile templates.
-BLOCKS_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; media-src 'self' data: blob:; "
-    "connect-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; "
     "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
 )
 _HEADERS = {
@@ -203,17 +188,11 @@ def _is_embedded_elsewhere(asked: Asked) -> bool:
 
 def _is_closed(path: str) -> bool:
     first, _, rest = path.lstrip("/").partition("/")
-    if first != "gradio_api":
-        return first in _CLOSED
-    if rest.startswith(_GRADIO_FILES):
-        # gradio fetches an address, from whatever host; Windows asks the host of a UNC path.
-        return "://" in rest or rest.startswith((f"{_GRADIO_FILES}//", f"{_GRADIO_FILES}\\\\"))
-    return rest.partition("/")[0] not in _GRADIO_ROUTES
+    return first == "gradio_api" and rest.partition("/")[0] not in _GRADIO_ROUTES
 
 
 def _limit_bytes(path: str) -> int:
-    is_file = path.rstrip("/") == UPLOAD_PATH or _OWN_UPLOAD.fullmatch(path)
-    return UPLOAD_MAX_BYTES if is_file else BODY_MAX_BYTES
+    return UPLOAD_MAX_BYTES if _UPLOAD.fullmatch(path) else BODY_MAX_BYTES
 
 
 class _BodyTooLarge(Exception):

@@ -52,11 +52,16 @@ def page(
             shown, name = look(request, said), template
         except LoraTrainError as error:
             shown, name = {"fault": said.message(plain(str(error)))}, "shared/fault.html"
-        frame = {"title": title, "places": PLACES, "languages": language.languages()}
-        markup = render(name, said, address=path, **frame, **shown)
+        markup = draw(request, name, title=title, address=path, **shown)
         return HTMLResponse(markup, headers={"cache-control": "no-store"})
 
     return Route(path, show)
+
+
+def draw(request: Request, template: str, *, title: str, address: str, **shown: Any) -> str:
+    """Return a whole page in the language of a request; `address` is of the place that the bar marks."""
+    frame = {"title": title, "places": PLACES, "languages": language.languages()}
+    return render(template, words_of(request), address=address, **frame, **shown)
 
 
 def answer(path: str, body: type[Asked], act: Callable[[Asked, Words], Mapping[str, Any]]) -> Route:

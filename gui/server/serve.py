@@ -1,4 +1,4 @@
-"""Serves the pages: one socket, the guard around everything, our own file routes before gradio's.
+"""Serves the pages: one socket, the guard around everything.
 
 Inputs: the workplace, who may come in, an address and a port. Output: a server that runs until it is
 interrupted. It asks nobody: no analytics, no tunnel, no check whether it can be reached.
@@ -9,24 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.reporting.charts import CHARTS_CSS
 
-from ..uploads import INCOMING, forget_old
+from ..programs import Tools
+from ..uploads import INCOMING
 from ..workplace import Workplace
-from .asset_files import FAVICON, asset, style_sheets
-from .guard import UPLOAD_MAX_BYTES, Access, Application, Guard
+from .guard import Access, Application, Guard
 from .startup import Front
 
 FIRST_PORT, LAST_PORT = 7860, 7959
-# Fonts of the machine: those that come with gradio lack the bold face, letter by letter.
-TEXT_FONTS = ("system-ui", "sans-serif")
-CODE_FONTS = ("ui-monospace", "monospace")
-_KEPT_S = 24 * 3600
 _END_WITHIN_S = 2
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -40,112 +33,9 @@ def quiet_gradio(work: Workplace) -> None:
     os.environ["GRADIO_TEMP_DIR"] = str(work.own / INCOMING)
 
 
-def application(work: Workplace, *, access: Access) -> Application:
-    """Return everything that is served, behind the guard; Gradio is imported once it is asked."""
-    return Guard(Front(work, lambda: pages(work)), access=access)
-
-
-def pages(work: Workplace) -> Any:
-    """Return the pages of `work` as Gradio serves them; this takes some seconds."""
-    import gradio as gr
-    from fastapi import FastAPI
-    from gradio.themes import Default
-
-    from ..site import build_site
-
-    site = build_site(work)
-    site.delete_cache = (3600, _KEPT_S)
-    # Only `launch` sets this; without it gradio copies any file that a request names to where it
-    # serves files from.
-    site.has_launched = True
-    forget_old(work.own / INCOMING, kept_s=_KEPT_S)
-    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="SSR mode is not supported")  # nor wanted
-        return gr.mount_gradio_app(
-            outer,
-            site,
-            path="/",
-            theme=Default(font=TEXT_FONTS, font_mono=CODE_FONTS).set(**_theme()),
-            css=CHARTS_CSS.read_text(encoding="utf-8"),
-            css_paths=style_sheets(),
-            # Gradio adds this once its script runs, and begins without a wait: hence a script in the page.
-            head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">'
-            '<script src="/ui/shared/first.js"></script>'
-            f"<script>{asset('answers.js')}</script>",
-            favicon_path=str(FAVICON),
-            footer_links=[],
-            run_history=False,
-            enable_monitoring=False,
-            show_error=True,
-            ssr_mode=False,
-            mcp_server=False,
-            # Spoken after each change; Gradio lacks the text of its own key.
-            i18n=gr.I18n(en={"common.complete": "Done"}, de={"common.complete": "Fertig"}),
-            pwa=False,
-            allowed_paths=[],
-            max_file_size=UPLOAD_MAX_BYTES,
-        )
-
-
-def _theme() -> dict[str, Any]:
-    """Return Gradio's colours and sizes as those of assets/site.css, in both schemes."""
-    values = {
-        "body_background_fill": "var(--page)",
-        "body_text_color": "var(--ink)",
-        "body_text_color_subdued": "var(--quiet)",
-        "background_fill_primary": "var(--surface)",
-        "background_fill_secondary": "var(--sunken)",
-        "block_background_fill": "var(--surface)",
-        "block_border_color": "var(--rule)",
-        "block_info_text_color": "var(--quiet)",
-        "block_label_text_color": "var(--quiet)",
-        "block_title_text_color": "var(--ink)",
-        "border_color_primary": "var(--rule)",
-        "border_color_accent": "var(--accent)",
-        "color_accent_soft": "var(--accent-soft)",
-        "link_text_color": "var(--accent)",
-        "link_text_color_hover": "var(--accent-hover)",
-        "link_text_color_visited": "var(--accent)",
-        "link_text_color_active": "var(--accent-hover)",
-        "input_background_fill": "var(--surface)",
-        "input_border_color": "var(--edge)",
-        "input_placeholder_color": "var(--quiet)",
-        "button_primary_background_fill": "var(--accent)",
-        "button_primary_background_fill_hover": "var(--accent-hover)",
-        "button_primary_border_color": "var(--accent)",
-        "button_primary_border_color_hover": "var(--accent-hover)",
-        "button_primary_text_color": "var(--on-accent)",
-        "button_secondary_background_fill": "var(--surface)",
-        "button_secondary_background_fill_hover": "var(--sunken)",
-        "button_secondary_border_color": "var(--edge)",
-        "button_secondary_text_color": "var(--ink)",
-        "button_cancel_background_fill": "var(--surface)",
-        "button_cancel_background_fill_hover": "var(--bad-soft)",
-        "button_cancel_border_color": "var(--bad)",
-        "button_cancel_text_color": "var(--bad)",
-        "button_cancel_text_color_hover": "var(--bad)",
-        "checkbox_background_color": "var(--surface)",
-        "checkbox_background_color_selected": "var(--accent)",
-        "checkbox_border_color": "var(--edge)",
-        "checkbox_border_color_selected": "var(--accent)",
-        "checkbox_label_background_fill": "var(--surface)",
-        "checkbox_label_background_fill_selected": "var(--accent-soft)",
-        "checkbox_label_border_color": "var(--rule)",
-        "checkbox_label_text_color": "var(--ink)",
-        "checkbox_label_text_color_selected": "var(--ink)",
-        "error_text_color": "var(--bad)",
-        "slider_color": "var(--accent)",
-        "table_border_color": "var(--rule)",
-    }
-    sizes = {
-        "button_border_width": "1px",
-        "button_large_radius": "var(--round)",
-        "button_medium_radius": "var(--round)",
-        "button_small_radius": "var(--round)",
-        "color_accent": "var(--accent)",
-    }
-    return {**values, **{f"{name}_dark": value for name, value in values.items()}, **sizes}
+def application(work: Workplace, *, access: Access, tools: Tools = "off") -> Application:
+    """Return everything that is served, behind the guard."""
+    return Guard(Front(work, tools=tools), access=access)
 
 
 def listen(addresses: Sequence[str], port: int | None) -> list[socket.socket]:

@@ -92,7 +92,7 @@ def start_gui(
     env: Mapping[str, str] | None = None,
     until_opened: bool = True,
 ) -> GuiServer:
-    """Start the interface and wait until it has printed its link, and has opened its pages.
+    """Start the interface and wait until it has printed its link, and answers.
 
     Raises AssertionError.
     """
@@ -126,10 +126,10 @@ def start_gui(
 
 
 def is_opened(server: GuiServer) -> bool:
-    """Whether Gradio's pages are there, asked as a browser would that has the link."""
+    """Whether the server answers, asked as a browser would that has the link."""
     headers = {"Accept": "text/html", "Host": server.host, "Cookie": server.cookie}
     try:
-        asked = UrlRequest(urljoin(server.link, "/ready"), headers=headers)
+        asked = UrlRequest(urljoin(server.link, "/live"), headers=headers)
         with urlopen(asked, timeout=30) as answer:
             status = answer.status
     except OSError:  # refused, or ended

@@ -100,15 +100,13 @@ work = Workplace(runs=Path(sys.argv[1]))
 server.quiet_gradio(work)
 front = server.application(work, access=access.KeyAccess.of("k" * 43)).app
 before = [name for name in ("gradio", "torch") if name in sys.modules]
-outer = server.pages(work)
-(mount,) = [route for route in outer.routes if route.path == ""]
+print(json.dumps({"before": before, "routes": [route.path for route in front.own.routes]}))
+from lora_trainer.gui.programs.operations import Operations
+from lora_trainer.gui.programs.served import gradio_application
+(mount,) = [route for route in gradio_application(Operations(work=work)).routes if route.path == ""]
 blocks = mount.app.get_blocks()
 print(json.dumps({
-    "pages": [path for path, *_ in blocks.config["pages"]],
-    "turns": sorted(fn.concurrency_id for fn in blocks.fns.values() if fn.concurrency_limit == 1 and fn.fn),
     "loaded": [name for name in ("torch", "diffusers", "transformers") if name in sys.modules],
-    "before": before,
-    "routes": [route.path for route in front.own.routes],
     "allowed_paths": blocks.allowed_paths,
     "uploads": mount.app.uploaded_file_dir,
     "off": [blocks.analytics_enabled, blocks.run_history, blocks.enable_monitoring, blocks.share],
@@ -124,18 +122,31 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
-    served = json.loads(done.stdout.splitlines()[-1])
-    assert served["loaded"] == [] and served["before"] == [], "the first page waits for no import"
-    assert served["pages"] == [""], "every page is its own"
+    served, gradio = map(json.loads, done.stdout.splitlines()[-2:])
+    assert served["before"] == [], "the first page waits for no import"
     assert served["routes"] == [
         "/live",
-        "/ready",
+        "/favicon.ico",
         "/ui/{name}",
         "/ui/example/{name}",
-        "/ui/language/{code}.{kind}",
+        "/ui/language/{code}.json",
         "/ui/{room}/{name}",
         "/",
         "/home/look",
+        "/train",
+        "/train/look",
+        "/train/start",
+        "/train/bases",
+        "/train/fits",
+        "/settings",
+        "/settings/look",
+        "/settings/change",
+        "/settings/reset",
+        "/settings/replace",
+        "/settings/plan",
+        "/settings/command",
+        "/settings/keep",
+        "/settings/load",
         "/run",
         "/run/look",
         "/run/chart",
@@ -145,6 +156,17 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
         "/queue/look",
         "/compare",
         "/compare/sheet",
+        "/library",
+        "/library/search",
+        "/library/tries",
+        "/library/rename",
+        "/library/note",
+        "/library/texts",
+        "/library/preview",
+        "/library/jobs",
+        "/library/check",
+        "/library/export",
+        "/library/inside",
         "/share/folder",
         "/share/copy",
         "/share/signed-in",
@@ -191,27 +213,18 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
         "/datasets/caption_undo",
         "/browse/look",
         "/browse/chosen",
-        "/library",
-        "/library/search",
-        "/library/tries",
-        "/library/rename",
-        "/library/note",
-        "/library/texts",
-        "/library/preview",
-        "/library/jobs",
-        "/library/check",
-        "/library/export",
-        "/library/inside",
         "/upload/{batch}/{number}",
         "/upload/{batch}",
         "/media/run/{name}/{file:path}",
         "/media/samples/{name}.zip",
         "/media/own/tries/{folder}/{name}",
         "/media/thumb",
+        "/config",
+        "/gradio_api/{rest:path}",
     ]
-    assert served["turns"] == []
-    assert served["allowed_paths"] == [] and served["off"] == [False] * 4
-    assert served["uploads"] == f"{runs}/.gui/incoming"
+    assert gradio["loaded"] == []
+    assert gradio["allowed_paths"] == [] and gradio["off"] == [False] * 4
+    assert gradio["uploads"] == f"{runs}/.gui/incoming"
 
 
 # ---- the language
@@ -371,8 +384,7 @@ def test_a_body_that_is_too_large_is_not_read_one_without_end_is_cut_and_a_webso
     status, _, said, read = through(local, body=parts, **entered)
     assert (status, read) == (413, [b"12345", b"67890"]) and PAGE not in said
     assert through(local, body=parts[:2], **entered)[0] == 200
-    for path in ("/gradio_api/upload", "/upload/a/0"):
-        assert through(local, path, body=parts[:3], **entered)[0] == 200
+    assert through(local, "/upload/a/0", body=parts[:3], **entered)[0] == 200
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -423,6 +435,12 @@ def test_the_link_leads_to_a_name_of_its_own_whose_cookie_opens_that_name_and_po
     assert local.cookie(7861)[1] != local.cookie(PORT)[1]
     for path, method in (("/media/thumb", "GET"), ("/", "POST"), ("/config", "GET")):
         assert through(local, path, query=f"key={local.key}", method=method, host=own)[0] == 403
+    # A program sends the key itself, under any name of this machine.
+    for host in ("127.0.0.1", own):
+        by_program = {"authorization": f"Bearer {local.key}", "host": host}
+        assert through(local, "/config", **by_program)[0] == 200
+        for wrong in (f"Bearer {local.key}x", "Bearer ", f"Basic {local.key}", local.key):
+            assert through(local, "/config", authorization=wrong, host=host)[0] == 403
     ticket = local.ticket()
     assert through(local, query=f"key={ticket}", host="127.0.0.1")[0] == 200
     assert through(local, query=f"key={ticket}", host="127.0.0.1")[0] == 403

@@ -100,9 +100,6 @@ def opened(page: Any, shown: Shown, server: GuiServer) -> None:
     """Open a page and wait until it is complete."""
     page.set_viewport_size(LAPTOP)
     server.open(page, shown.path, shown.ready)
-    eventually(
-        lambda: page.evaluate("!document.querySelector('p.loading')")
-    )  # Gradio's, while it draws
 
 
 def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
@@ -111,9 +108,8 @@ def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
     asked: list[str] = []
 
     def begun(request: Any) -> None:
-        if "/heartbeat/" not in request.url:  # one stream, open as long as the page is
-            under_way.add(request)
-            asked.append(request.url)
+        under_way.add(request)
+        asked.append(request.url)
 
     def pass_s(seconds: int) -> None:
         page.clock.fast_forward(1000 * seconds)

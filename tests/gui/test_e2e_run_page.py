@@ -28,7 +28,7 @@ from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.queues import until as eventually
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
 from tests.fakes.runs import ROOT, Toy, toy
-from tests.gui.conftest import NO_SERVER, StartGui, page_script
+from tests.gui.conftest import NO_SERVER, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -228,19 +228,6 @@ def test_an_answer_that_comes_late_shows_no_button_that_is_over(page: Any, place
     shutil.rmtree(run)
     page.reload()
     page.get_by_role("heading", name="No such run").wait_for()
-
-
-def test_no_stream_is_opened_for_an_answer_that_came_before_its_number(page: Any) -> None:
-    """It had no end: nothing was left to answer."""
-    page.route("http://localhost/", lambda route: route.fulfill(body="<title>a page</title>"))
-    page.goto("http://localhost/")
-    script = (ROOT / "gui" / "assets" / "answers.js").read_text(encoding="utf-8")
-    answers, rest, streams, order = page.evaluate(page_script("late_number"), script)
-    assert answers.count("process_completed") == 2
-    assert "close_stream" in answers
-    assert json.loads(rest.removeprefix("data: "))["msg"] == "close_stream"
-    assert streams == 1
-    assert order == ["end", "event"], "no event is sent before the script knows of an end"
 
 
 def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(

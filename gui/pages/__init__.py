@@ -1,1 +1,0 @@
-"""One module per page: which widgets it has, and what they call."""
