@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
-from lora_trainer.config.layers import resolve
+from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
@@ -113,12 +113,10 @@ def planned(cell: Cell, **settings: Any) -> Plan:
     """Return the default plan of a cell; `settings` have two underscores for the dot."""
     facts, machine = _facts(cell.source), hardware(cell)
     resolved = resolve(
+        AskedFor(overrides={key.replace("__", "."): value for key, value in settings.items()}),
         family=facts.family,
         tier=tier(machine.gpus[0].total_bytes),
         priority="balanced",
-        preset="auto",
-        config_file=None,
-        overrides={key.replace("__", "."): value for key, value in settings.items()},
     )
     return plan(
         PlanInput(

@@ -15,7 +15,7 @@ from typing import Any
 
 from lora_trainer.common.wording import gib
 from lora_trainer.config import PRIORITIES, Priority
-from lora_trainer.config.layers import lowered_to, resolve
+from lora_trainer.config.layers import AskedFor, lowered_to, resolve
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.families import NAMES, family, known_base
 from lora_trainer.families.base.family import Family
@@ -120,12 +120,10 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
     assert facts is not None
     hardware = machine(card)
     resolved = resolve(
+        AskedFor(),
         family=facts.family,
         tier=tier(hardware.gpus[0].total_bytes),
         priority=priority,
-        preset="auto",
-        config_file=None,
-        overrides={},
     )
     return plan(
         PlanInput(

@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.config import flatten, setting_keys
-from lora_trainer.config.layers import TIERS, load_presets, preset_families, resolve
+from lora_trainer.config.layers import TIERS, AskedFor, load_presets, preset_families, resolve
 from scripts.marked_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
@@ -55,9 +55,7 @@ def _table(family: str) -> str:
 
 
 def _settings(family: str, tier: str, priority: Priority) -> Mapping[str, Any]:
-    resolved = resolve(
-        family=family, tier=tier, priority=priority, preset="auto", config_file=None, overrides={}
-    )
+    resolved = resolve(AskedFor(), family=family, tier=tier, priority=priority)
     return flatten(resolved.config)
 
 

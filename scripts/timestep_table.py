@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 from lora_trainer import families
 from lora_trainer.config import Priority
-from lora_trainer.config.layers import resolve
+from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.tables import family_table
@@ -143,12 +143,10 @@ def objective(
 ) -> ObjectiveSettings:
     """Return the objective of a default run with a base."""
     return resolve(
+        AskedFor(),
         family=facts.family,
         tier=tier,
         priority=priority,
-        preset="auto",
-        config_file=None,
-        overrides={},
     ).config.objective
 
 
