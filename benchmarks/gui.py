@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.gui import state  # noqa: E402 - after sys.path
-from lora_trainer.gui.run_parts import parts, stamp  # noqa: E402 - after sys.path
+from lora_trainer.gui.run.parts import parts, stamp  # noqa: E402 - after sys.path
 from lora_trainer.gui.run_state import look  # noqa: E402 - after sys.path
+from lora_trainer.gui.server.translation import words  # noqa: E402 - after sys.path
 
 from lora_trainer.reporting.history import read_history  # noqa: E402 - after sys.path
 from lora_trainer.reporting.status import read_status  # noqa: E402 - after sys.path
@@ -53,6 +54,8 @@ PAINTED = """() => {
   const ready = (picture) => picture.complete && picture.naturalWidth > 0;
   return document.querySelector(".run-chart svg") && pictures.some(ready);
 }"""
+
+ENGLISH = words("en")
 
 
 class Tab:
@@ -73,7 +76,7 @@ class Tab:
             return 0
         found = parts(seen, self.followed.read(folder))
         drawn = {
-            name: part.draw()
+            name: part.draw(ENGLISH)
             for name, part in found.items()
             if name not in self.keys or self.keys[name] != part.key
         }

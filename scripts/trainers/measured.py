@@ -31,6 +31,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderMo
 
 from lora_trainer import families
 from lora_trainer.config.config import build_config
+from lora_trainer.config.layers import AskedFor
 from lora_trainer.config.layers import resolve as resolve_settings
 from lora_trainer.config.losses import LOSSES
 from lora_trainer.config.running import Config
@@ -116,14 +117,9 @@ def ours(imported: Foreign, family: str) -> Numbers:
 
 def _config(imported: Foreign, family: str) -> Config:
     build_config(imported.settings)
-    return resolve_settings(
-        family=family,
-        tier="16-24",
-        priority="balanced",
-        preset="auto",
-        config_file=None,
-        overrides={**imported.settings, "base.companion": "auto", "base.assistant": None},
-    ).config
+    overrides = {**imported.settings, "base.companion": "auto", "base.assistant": None}
+    asked = AskedFor(overrides=overrides)
+    return resolve_settings(asked, family=family, tier="16-24", priority="balanced").config
 
 
 def _side_px(config: Config, facts: BaseFacts) -> int:

@@ -226,7 +226,7 @@ def test_a_program_with_the_key_is_answered_and_one_without_is_not(
     address = f"http://127.0.0.1:{server.port}"
     with pytest.raises(Exception, match="Could not fetch config"):
         client.Client(address, verbose=False)
-    program = client.Client(address, headers=signed, verbose=False)
+    program = client.Client(address, headers=signed, verbose=False, httpx_kwargs={"timeout": 80})
     write_status(fake_run(runs / "owl", steps=3).write(), state="finished", step=3, exit_code=0)
     assert [run["name"] for run in program.predict(api_name="/runs")] == ["owl"]
     planned = program.predict(str(EXAMPLE), settings={"train.steps": 7}, api_name="/plan")
