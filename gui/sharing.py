@@ -102,7 +102,7 @@ def _of_texts(inspection: Inspection, *, preview: Path | None) -> Iterator[Remar
 def card(inspection: Inspection, *, weight: float, notes: str) -> dict[str, Any]:
     """Return what A1111 and Forge show of a LoRA and put into the prompt; raises RequestError."""
     if not 0 <= weight <= 2:
-        raise RequestError(f"{weight:g} is no weight of a card", fix="use a number from 0 to 2")
+        raise RequestError(f"{weight:g} is not a weight of a card", fix="use a number from 0 to 2")
     told = inspection.metadata
     return {
         "description": told.get("modelspec.description", ""),
@@ -116,7 +116,7 @@ def card(inspection: Inspection, *, weight: float, notes: str) -> dict[str, Any]
 def export(file: LoraFile, folder: Path, *, preview: Path | None, card: dict[str, Any]) -> Exported:
     """Write file, preview and card into a folder, under a name that replaces nothing.
 
-    Raises InputError for a preview that is no picture, MachineError when the disk refuses.
+    Raises InputError for a preview that is not a picture, MachineError when the disk refuses.
     """
     small = {".json": json_bytes(card)}
     if preview is not None:
@@ -167,7 +167,7 @@ def program_folder(work: Workplace, text: str) -> Path:
     if folder.name.casefold() in _LORA_FOLDERS or any(folder.glob(f"*{SUFFIX}")):
         return folder
     raise InputError(
-        f"{folder} is no folder of LoRAs: it has another name and holds no {SUFFIX} file",
+        f"{folder} is not a folder of LoRAs: it has another name and holds no {SUFFIX} file",
         fix="type ComfyUI's models/loras, Forge's models/Lora, or the program's own folder",
     )
 
@@ -239,7 +239,7 @@ def png_bytes(image: Path) -> bytes:
             picture = opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError(
-            f"{image.name} is no picture: {error}", fix="use a PNG, JPEG or WebP file"
+            f"{image.name} is not a picture: {error}", fix="use a PNG, JPEG or WebP file"
         ) from None
     picture.thumbnail((MAX_PREVIEW_PX, MAX_PREVIEW_PX))
     data = io.BytesIO()

@@ -33,7 +33,7 @@ BUTTONS = (
 
 
 def missing(run: str, _: Words) -> Mapping[str, Any]:
-    """Return what the page shows for a name that is no run's."""
+    """Return what the page shows for a name that belongs to no run."""
     said = _("There is no run {}.", repr(run)) if run else _("The address names no run.")
     return {"run": None, "said": said}
 

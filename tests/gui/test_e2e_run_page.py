@@ -297,7 +297,7 @@ def test_a_finished_lora_is_copied_and_published(
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("The program, or its folder of LoRAs").fill(str(place.runs))
     page.keyboard.press("Enter")
-    dialog.get_by_text("is no folder of LoRAs").wait_for()
+    dialog.get_by_text("is not a folder of LoRAs").wait_for()
     dialog.get_by_label("The program, or its folder of LoRAs").fill(str(loras.parents[1]))
     dialog.get_by_role("button", name="Copy").click()
     dialog.get_by_text("zorble.safetensors is now there").wait_for()

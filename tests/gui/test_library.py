@@ -68,7 +68,7 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
             describe.chosen_preview(work, result, wrong)
     before = written.read_bytes()
     (run / "notes.txt").write_text("no picture")
-    with pytest.raises(InputError, match="no picture"):
+    with pytest.raises(InputError, match="is not a picture"):
         describe.write_preview(result, run / "notes.txt")
     assert written.read_bytes() == before
 
@@ -270,7 +270,7 @@ def test_name_note_texts_and_a_picture_of_ones_own_are_kept_and_shown_at_the_top
     assert "for hats" in asked("note", text="for hats")["head"]
     sent, batch = picture(tmp_path / "mine.jpg").read_bytes(), "0123456789abcdef"
     incoming = work.own / "incoming" / batch
-    for content, said in ((sent, "zorble.preview.png"), (b"x", "mine.jpg is no picture")):
+    for content, said in ((sent, "zorble.preview.png"), (b"x", "mine.jpg is not a picture")):
         assert pages.put(f"/upload/{batch}/0", content=content).status_code == 204
         done = asked("preview", batch=batch, name="../mine.jpg")
         assert said in done.get("done", done.get("error"))
@@ -300,7 +300,8 @@ def test_what_is_exported_is_linked_and_what_a_file_holds_is_said_in_the_languag
     wish["folder"] = str(tmp_path / "loras")
     assert "href" not in pages.post("/library/export", json=wish).json()["html"]
     assert (
-        "is no weight" in pages.post("/library/export", json={**wish, "weight": 9}).json()["error"]
+        "is not a weight"
+        in pages.post("/library/export", json={**wish, "weight": 9}).json()["error"]
     )
     assert "It has no preview." not in pages.post("/library/check", json=file).json()["html"]
     html = pages.post("/library/inside", json=file, headers=german).json()["html"]

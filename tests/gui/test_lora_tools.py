@@ -230,7 +230,7 @@ def test_file_preview_and_card_share_a_name_and_the_card_has_the_names_that_a111
     assert done.files[0].name == "zorble-003.safetensors"
     assert contents(out).items() > before.items(), "what is there is never replaced"
     none, blocked = tmp_path / "none", tmp_path / "file"
-    with pytest.raises(InputError, match="no picture"):
+    with pytest.raises(InputError, match="is not a picture"):
         sharing.export(file, none, preview=file.path, card=CARD)
     assert not none.exists(), "nothing half written stays"
     blocked.write_text("")
