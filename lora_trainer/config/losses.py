@@ -1,8 +1,8 @@
 """Every error function of the loss as one row: its name in `objective.loss`, its formula, whether it has a delta.
 
-Another error function is its formula and one more row of `LOSSES`; the allowed names, the settings of the delta, the
-form of the GUI and the JSON schema (scripts/write_schema.py) follow from the row. Only the formulas need torch,
-so none is imported here.
+Another error function is its formula and one more row of `LOSSES`, then `python -m scripts.make`; the allowed names,
+the settings of the delta, the form of the GUI, the JSON schema and the table of docs/objective.md follow from the row.
+Only the formulas need torch, so none is imported here.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class ErrorFunction:
     """One error function of the loss."""
 
     formula: Formula
+    written: str
+    """The formula for readers: d is the prediction less its target, c the delta."""
+    also_in: str
+    """A trainer or a paper that has it too."""
     has_delta: bool = False
     """Whether `objective.huber_delta` and its schedule reach the formula; the others ignore their delta."""
 
@@ -69,10 +73,20 @@ def _log_cosh(difference: Tensor, delta: Tensor) -> Tensor:
 
 
 LOSSES = {
-    "mse": ErrorFunction(formula=_squared),
-    "huber": ErrorFunction(formula=_pseudo_huber, has_delta=True),
-    "smooth_l1": ErrorFunction(formula=_smooth_l1, has_delta=True),
-    "log_cosh": ErrorFunction(formula=_log_cosh),
+    "mse": ErrorFunction(formula=_squared, written="d²", also_in="every trainer"),
+    "huber": ErrorFunction(
+        formula=_pseudo_huber,
+        written="2 c (sqrt(d² + c²) - c)",
+        also_in="sd-scripts",
+        has_delta=True,
+    ),
+    "smooth_l1": ErrorFunction(
+        formula=_smooth_l1,
+        written="2 (sqrt(d² + c²) - c)",
+        also_in="sd-scripts",
+        has_delta=True,
+    ),
+    "log_cosh": ErrorFunction(formula=_log_cosh, written="log(cosh(d))", also_in="OneTrainer"),
 }
 WITH_DELTA = tuple(name for name, row in LOSSES.items() if row.has_delta)
 

@@ -2,9 +2,9 @@
 
 A row says where the class is and what it is given, how its learning rate compares with AdamW's, and what state it
 keeps. Everything else about an optimizer follows from its row: the allowed names, the packages they need, the
-learning rate that a plan makes of a preset's, the predicted memory. Another optimizer is one more row and, for
-readers, a line in docs/optimizers.md; any importable torch optimizer works without a row as `module:Class`. No torch
-is imported here.
+learning rate that a plan makes of a preset's, the predicted memory, the table of docs/optimizers.md. Another
+optimizer is one more row, then `python -m scripts.make`; any importable torch optimizer works without a row as
+`module:Class`. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class OptimizerRow:
     """Its class as `module:Class`."""
     arguments: Arguments
     """Arguments of the class besides the groups."""
+    published: str = ""
+    """Where its rule was published, for readers."""
     package: str = ""
     """Its library as pip names it; "": torch."""
     group_arguments: Arguments = lambda _: {}
@@ -58,6 +60,10 @@ class OptimizerRow:
     """Whether `optimizer.beta1` reaches it."""
     has_epsilon: bool = True
     """Whether `optimizer.epsilon` reaches it."""
+    made_anew: bool = False
+    """Whether it is made again after its states were allocated.
+
+    A step without gradients allocates them. Some optimizers keep traces of that step which no other does."""
     matrices_apart: bool = False
     """Whether its groups say if they hold matrices (`use_muon`)."""
     shared_memory_path: str = ""
@@ -153,17 +159,22 @@ def _came_states(shape: Shape) -> tuple[int, ...]:
 
 _BY_SIGN = "steps by the sign alone, so its rate is a fifth of AdamW's"
 OPTIMIZERS: Mapping[str, OptimizerRow] = {
-    # Loshchilov and Hutter 2017, arXiv 1711.05101
-    "adamw": OptimizerRow(path="torch.optim:AdamW", arguments=_like_adam, states=2),
-    # Dettmers et al. 2021, arXiv 2110.02861
+    "adamw": OptimizerRow(
+        path="torch.optim:AdamW",
+        published="Loshchilov and Hutter 2017, arXiv 1711.05101",
+        arguments=_like_adam,
+        states=2,
+    ),
     "adamw8bit": OptimizerRow(
         path="lora_trainer.training.queued_adamw8bit:QueuedAdamW8bit",
+        published="Dettmers et al. 2021, arXiv 2110.02861",
         package="bitsandbytes",
         arguments=_like_adam,
         states_8bit=2,
     ),
     "paged_adamw8bit": OptimizerRow(
         path="bitsandbytes.optim:PagedAdamW8bit",
+        published="Dettmers et al. 2021, arXiv 2110.02861",
         # A device that shares the host's memory keeps all state there anyway, and the same numbers are computed.
         shared_memory_path="lora_trainer.training.queued_adamw8bit:QueuedAdamW8bit",
         package="bitsandbytes",
@@ -171,9 +182,9 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         states_8bit=2,
         is_paged=True,
     ),
-    # Chen et al. 2023, arXiv 2302.06675
     "lion": OptimizerRow(
         path="bitsandbytes.optim:Lion",
+        published="Chen et al. 2023, arXiv 2302.06675",
         package="bitsandbytes",
         arguments=_rated,
         has_epsilon=False,
@@ -185,6 +196,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
     ),
     "lion8bit": OptimizerRow(
         path="bitsandbytes.optim:Lion8bit",
+        published="Chen et al. 2023, arXiv 2302.06675",
         package="bitsandbytes",
         arguments=_rated,
         has_epsilon=False,
@@ -194,18 +206,18 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         beta2=0.99,
         usual_rates=(1e-7, 4e-3),
     ),
-    # Shazeer and Stern 2018, arXiv 1804.04235
     "adafactor": OptimizerRow(
         path="pytorch_optimizer:AdaFactor",
+        published="Shazeer and Stern 2018, arXiv 1804.04235",
         package="pytorch-optimizer",
         arguments=_adafactor,
         has_beta1=False,
         has_epsilon=False,
         state_elements=_rows_and_columns,
     ),
-    # Luo et al. 2023, arXiv 2307.02047
     "came": OptimizerRow(
         path="pytorch_optimizer:CAME",
+        published="Luo et al. 2023, arXiv 2307.02047",
         package="pytorch-optimizer",
         arguments=_came,
         has_epsilon=False,
@@ -214,9 +226,10 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         usual_rates=(1e-7, 2e-3),
         state_elements=_came_states,
     ),
-    # Jordan 2024 with the rates of Liu et al. 2025, arXiv 2502.16982
+    # With the rates of Liu et al.
     "muon": OptimizerRow(
         path="pytorch_optimizer:Muon",
+        published="Jordan 2024; Liu et al. 2025, arXiv 2502.16982",
         package="pytorch-optimizer",
         arguments=_muon,
         matrices_apart=True,
@@ -225,10 +238,11 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         usual_rates=(1e-6, 4e-2),
         state_elements=lambda shape: (math.prod(shape),) * (1 if len(shape) == 2 else 2),
     ),
-    # Mishchenko and Defazio 2023, arXiv 2306.06101. One of its states is the initial weights; it takes no memory where
-    # they are zero, as `up` of a new LoRA is, but is counted all the same.
+    # One of its states is the initial weights; it takes no memory where they are zero, as `up` of a new LoRA is, but is
+    # counted all the same.
     "prodigy": OptimizerRow(
         path="prodigyopt:Prodigy",
+        published="Mishchenko and Defazio 2023, arXiv 2306.06101",
         package="prodigyopt",
         arguments=_prodigy,
         # Set per group, because Prodigy prints it when it is an argument.
@@ -238,9 +252,9 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         why="finds the learning rate itself, and this setting multiplies it",
         usual_rates=(0.1, 10.0),
     ),
-    # Defazio et al. 2024, arXiv 2405.15682
     "schedulefree_adamw": OptimizerRow(
         path="schedulefree:AdamWScheduleFree",
+        published="Defazio et al. 2024, arXiv 2405.15682",
         package="schedulefree",
         arguments=_like_adam,
         states=2,
@@ -257,6 +271,7 @@ def row_of(name: str) -> OptimizerRow:
     return OptimizerRow(
         path=name,
         arguments=lambda settings: {"lr": settings.learning_rate, **settings.options},
+        made_anew=True,
         usual_rates=(0.0, math.inf),
     )
 

@@ -115,9 +115,8 @@ def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> tor
             fix=f"pip install -U {package}, or use --set optimizer.name=adamw",
         ) from None
     _allocate(optimizer)
-    if settings.name not in OPTIMIZERS:
-        # Nobody knows which of its states begin at zero, so it is made anew. The memory of the states stays with
-        # torch's allocator, from which the first step takes it.
+    if row_of(settings.name).made_anew:
+        # The memory of the states stays with torch's allocator, from which the first step takes it.
         optimizer = _from_library(rated, settings)
     return optimizer
 

@@ -82,7 +82,8 @@ def test_it_begins_as_new_and_has_moved_nothing(
     own, fresh = parameters(), parameters()
     allocated = optimizers.build_optimizer(groups(own), settings(name))
     assert torch.equal(flat(own), flat(parameters()))
-    assert len(allocated.state) == len(own), "all of its state is there"
+    if not OPTIMIZERS[name].made_anew:
+        assert len(allocated.state) == len(own), "all of its state is there"
     before = sizes(allocated)
     monkeypatch.setattr(optimizers, "_allocate", lambda optimizer: None)
     new = optimizers.build_optimizer(groups(fresh), settings(name))
@@ -90,8 +91,9 @@ def test_it_begins_as_new_and_has_moved_nothing(
     for seed in range(4):
         walk(allocated, own, [seed])
         walk(new, fresh, [seed])
-        assert torch.equal(flat(own), flat(fresh)), f"step {seed}"
-    assert sizes(allocated) == before == sizes(new), "no step takes memory"
+        assert torch.equal(flat(own), flat(fresh)), f"step {seed}: does its row need made_anew?"
+    assert sizes(allocated) == sizes(new)
+    assert OPTIMIZERS[name].made_anew or sizes(allocated) == before, "no step takes memory"
 
 
 def sizes(optimizer: torch.optim.Optimizer) -> list[int]:
