@@ -32,9 +32,9 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.gui import state  # noqa: E402 - after sys.path
 from lora_trainer.gui.run.parts import parts, stamp  # noqa: E402 - after sys.path
 from lora_trainer.gui.run_state import look  # noqa: E402 - after sys.path
+from lora_trainer.gui.runs import Followed, Stamp, run_folder  # noqa: E402 - after sys.path
 from lora_trainer.gui.server.translation import words  # noqa: E402 - after sys.path
 
 from lora_trainer.reporting.history import read_history  # noqa: E402 - after sys.path
@@ -63,13 +63,13 @@ class Tab:
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
-        self.followed = state.Followed()
-        self.stamp: state.Stamp = ()
+        self.followed = Followed()
+        self.stamp: Stamp = ()
         self.keys: Mapping[str, object] = {}
 
     def tick(self) -> int:
         """Do what a tick does; return the bytes that are sent."""
-        folder = state.run_folder(self.runs, NAME)
+        folder = run_folder(self.runs, NAME)
         seen = look(folder, read_status(folder), now_s=time.time())
         now = stamp(seen)
         if now == self.stamp:
@@ -194,7 +194,7 @@ def browser_ms(*, steps: int, samples: int, images: int, rounds: int) -> dict[st
 
 def start_ms(*, rounds: int) -> dict[str, float]:
     """Return the median milliseconds from the command to Home, and of plans."""
-    from lora_trainer.gui import launch
+    from lora_trainer.gui import command_lines
     from playwright.sync_api import sync_playwright
 
     from tests.fakes.gui_server import start_gui
@@ -230,13 +230,14 @@ def start_ms(*, rounds: int) -> dict[str, float]:
             server.stop()
         browser.close()
     words = ("plan", str(ROOT / "datasets" / "example"), "--json")
-    launch.warm_up()
+    command_lines.start_plan_processes()
     for _ in range(rounds):
         began = time.perf_counter()
-        launch.ask(words)
-        measure("plan, warm process", began)
+        command_lines.ask(words)
+        measure("plan, running process", began)
         began = time.perf_counter()
-        launch.ask(words, program=tuple([*launch.TRAINER]))  # another object: not the warm one
+        another = tuple([*command_lines.TRAINER])  # not the object that the running process answers
+        command_lines.ask(words, program=another)
         measure("plan, new process", began)
     medians = {f"{kind}, ms": statistics.median(times) for kind, times in found.items()}
     return medians | {"requests of a finished run in 10 s": requests}

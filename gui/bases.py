@@ -1,6 +1,6 @@
 """The base models that a page offers: the built-in one, those of the Hub's cache, all public releases.
 
-Input: the Hub's cache folder; the releases that the families know, which a warm process tells. Output:
+Input: the Hub's cache folder; the releases that the families know, which the process of the plans tells. Output:
 choices and cards as plain values; any other Hub id or path can be typed beside them. A token of the Hub is
 handed to the Hub's own library, which keeps it.
 """
@@ -90,7 +90,7 @@ def title(source: str) -> str:
 
 
 def releases() -> list[Card]:
-    """Return the public releases that are computed in ways of their own; for the warm process alone.
+    """Return the public releases that are computed in ways of their own; asked of the process of the plans alone.
 
     Importing the families takes a second.
     """

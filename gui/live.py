@@ -14,9 +14,9 @@ from typing import Any
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.queue import commands
 
-from . import state
+from . import runs
 from .run_state import left_text, look, sentence
-from .state import Followed
+from .runs import Followed
 from .workplace import Workplace
 
 _ENDED_WITHIN_S = 3600.0
@@ -46,12 +46,12 @@ def running(work: Workplace, followed: Followed) -> Mapping[str, LiveTraining]:
     """Return the runs that train, by name."""
     return {
         run.name: _training(work, run, followed)
-        for run in state.runs(work.runs)
+        for run in runs.find_runs(work.runs)
         if run.status.state == "running"
     }
 
 
-def _training(work: Workplace, run: state.RunEntry, followed: Followed) -> LiveTraining:
+def _training(work: Workplace, run: runs.RunEntry, followed: Followed) -> LiveTraining:
     folder, status = work.runs / run.name, run.status
     fraction = min(1.0, status.step / status.steps) if status.steps else 0.0
     seen = look(folder, status, now_s=time.time())
@@ -68,12 +68,12 @@ def live(work: Workplace, followed: Followed) -> dict[str, Any]:
     trains = running(work, followed)
     return {
         "training": [
-            {"name": name, "url": state.page_url(name), "percent": seen.percent, "left": seen.left}
+            {"name": name, "url": runs.page_url(name), "percent": seen.percent, "left": seen.left}
             for name, seen in trains.items()
         ],
         "ended": {
             run.name: _ENDED[run.status.state]
-            for run in state.runs(work.runs)
+            for run in runs.find_runs(work.runs)
             if run.name not in trains and time.time() - run.status.heartbeat_s < _ENDED_WITHIN_S
         },
         "waiting": waiting(work),

@@ -27,7 +27,7 @@ from lora_trainer.lora_file.read import read_contents
 from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.status import read_status
 
-from . import state
+from . import runs
 from .bases import EMBEDDED
 from .lora_names import name_now, read_names, write_names
 from .run_best import read_best, recommended
@@ -137,7 +137,9 @@ class Entry:
 def entries(work: Workplace) -> tuple[Entry, ...]:
     """Return all LoRAs of the runs folder, the newest first."""
     found = [
-        entry for run in state.runs(work.runs) for entry in _entries_of(work.runs / run.name, run)
+        entry
+        for run in runs.find_runs(work.runs)
+        for entry in _entries_of(work.runs / run.name, run)
     ]
     return tuple(sorted(found, key=lambda entry: -entry.file.changed_ns))
 
@@ -145,7 +147,7 @@ def entries(work: Workplace) -> tuple[Entry, ...]:
 def find(work: Workplace, ref: str) -> LoraFile:
     """Return the file of that name; raises RequestError for one that no run has."""
     run, _, name = ref.partition("/")
-    folder = state.run_folder(work.runs, run)
+    folder = runs.run_folder(work.runs, run)
     # A bookmark or another tab has the name from before it was renamed.
     wanted = name_now(folder, read_names(folder), name)
     for file in _files(folder):
@@ -253,7 +255,7 @@ def _searched(entry: Entry) -> str:
     return " ".join((entry.file.ref, entry.file.note, *told)).casefold()
 
 
-def _entries_of(folder: Path, run: state.RunEntry) -> Iterator[Entry]:
+def _entries_of(folder: Path, run: runs.RunEntry) -> Iterator[Entry]:
     """Yield what the training of a run wrote as one, then each file that tools made of it."""
     if (result := result_of(folder)) is not None:
         yield replace(result, training=run.status.state == "running")

@@ -28,8 +28,8 @@ from starlette.routing import BaseRoute, Route
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS, ImageDecodeError
 
+from .runs import run_folder
 from .sample_zip import sample_files, zipped
-from .state import run_folder
 from .thumbs import SIZES_PX, Thumbnails
 from .workplace import Workplace
 

@@ -56,7 +56,7 @@ class PlanProcess:
                 too_late.cancel()
 
     def start(self, words: Sequence[str]) -> None:
-        """Run a command for what it imports, so that the first one that matters finds it warm."""
+        """Run a command for what it imports, so that the first one that matters has no imports to wait for."""
         with contextlib.suppress(OSError):  # said by the command that needs it
             self.run(words)
 

@@ -17,7 +17,7 @@ from lora_trainer.reporting.control import Control, Request
 from lora_trainer.reporting.history import mapping, read_history
 from lora_trainer.reporting.status import end_process, read_status
 
-from . import drafts, expert_edit, launch, state
+from . import command_lines, drafts, runs, setting_edit
 from .run_best import Best, mark_best
 from .run_mend import mend_of
 from .run_settings import chosen_settings
@@ -36,7 +36,7 @@ def ask_for_samples(work: Workplace, run: str, prompt: str) -> None:
 
 
 def _training_folder(work: Workplace, run: str) -> Path:
-    folder = state.run_folder(work.runs, run)
+    folder = runs.run_folder(work.runs, run)
     if read_status(folder).state != "running":
         raise RequestError(f"{run} is not being trained", fix="press Resume first")
     return folder
@@ -44,7 +44,7 @@ def _training_folder(work: Workplace, run: str) -> Path:
 
 def end(work: Workplace, run: str) -> None:
     """Kill the process of a run that does not obey `stop_now`; raises RequestError, MachineError."""
-    folder = state.run_folder(work.runs, run)
+    folder = runs.run_folder(work.runs, run)
     seen = look(folder, read_status(folder), now_s=time.time())
     if seen.status.state == "running" and not seen.may_be_ended:
         raise RequestError(
@@ -59,10 +59,10 @@ def resume(work: Workplace, run: str, *, dataset: str = "") -> None:
 
     Raises RequestError, InputError, MachineError.
     """
-    folder = state.run_folder(work.runs, run)
+    folder = runs.run_folder(work.runs, run)
     if read_status(folder).state == "running":
         raise RequestError(f"{run} is being trained already", fix="wait for it, or stop it first")
-    words = launch.resume_words(folder, dataset=dataset, work=work)
+    words = command_lines.resume_words(folder, dataset=dataset, work=work)
     commands.add(work.runs, words, label=folder.name)
     worker.ensure_worker(work.runs)
 
@@ -73,10 +73,10 @@ def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
     The settings are those that somebody chose; what the planner decided it decides anew. `mended`: with the
     change that the end of the run advises. Raises RequestError for no run or one without records, MachineError.
     """
-    folder = state.run_folder(work.runs, run)
+    folder = runs.run_folder(work.runs, run)
     record = read_json_object(folder / "run.json")
     plan = mapping(record, "plan")
-    dataset = launch.recorded_dataset(folder)
+    dataset = command_lines.recorded_dataset(folder)
     source = mapping(record, "base").get("source")
     priority = str(plan.get("priority"))
     draft = drafts.Draft(
@@ -91,7 +91,7 @@ def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
     if mended and mend is not None:
         key = mend.setting.key
         draft = (
-            expert_edit.changed(draft, key=key, text=mend.text)
+            setting_edit.changed(draft, key=key, text=mend.text)
             if not mend.is_usual
             else draft.without_setting(key)
         )
@@ -101,7 +101,7 @@ def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
 
 def use_as_best(work: Workplace, run: str, step: object) -> Best:
     """Keep the LoRA of a step as the best one; raises RequestError, MachineError."""
-    folder = state.run_folder(work.runs, run)
+    folder = runs.run_folder(work.runs, run)
     if not isinstance(step, int) or isinstance(step, bool):
         raise RequestError(f"{step!r} is no step", fix="choose one of the page")
     return mark_best(folder, read_history(folder), step)

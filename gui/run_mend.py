@@ -14,9 +14,9 @@ from typing import Any
 from lora_trainer.config.config import SettingInfo, all_settings
 from lora_trainer.reporting.history import mapping
 
-from .expert_text import text_of
 from .run_settings import chosen_settings, preset_values
 from .run_state import Look
+from .setting_text import text_of
 
 _SET = re.compile(r"--set[ =](?P<key>[a-z_]+\.[a-z0-9_]+)=(?P<value>[^\s,;]+)")
 

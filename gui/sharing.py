@@ -26,7 +26,7 @@ from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.tensor_file import whole_or_absent
 from lora_trainer.run.hub_upload import WRITE_REFUSED
 
-from . import jobs, launch
+from . import command_lines, jobs
 from .library.preview import preview_of
 from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile
 from .workplace import Workplace
@@ -195,7 +195,7 @@ def publish(work: Workplace, file: LoraFile, *, repository: str, private: bool) 
         raise RequestError("no name is typed", fix="type a name for the page on the Hub")
     if any(job.state == "running" for job in published(work, file)):
         raise RequestError("this file is being published already", fix="wait for it")
-    argv = [*launch.TRAINER, "publish", str(file.path), f"--repository={repository.strip()}"]
+    argv = [*command_lines.TRAINER, "publish", str(file.path), f"--repository={repository.strip()}"]
     argv += [] if private else ["--public"]
     return jobs.start(work, kind=PUBLISH, argv=argv, about={"file": file.ref})
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from lora_trainer.reporting.history import read_history
 
-from .. import state
+from .. import runs
 from ..run.parts import sample_sheet
 from ..run_best import exports, read_best
 from ..run_settings import compared_settings
@@ -33,11 +33,11 @@ def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its script."""
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
-        names = [run.name for run in state.runs(work.runs)]
-        return {"runs": [name for name in names if state.newest_samples(work.runs / name)]}
+        names = [run.name for run in runs.find_runs(work.runs)]
+        return {"runs": [name for name in names if runs.newest_samples(work.runs / name)]}
 
     def sheet(asked: Sheet, _: Words) -> Mapping[str, Any]:
-        folder = state.run_folder(work.runs, asked.run)
+        folder = runs.run_folder(work.runs, asked.run)
         history = read_history(folder)
         samples = sample_sheet(
             folder, history, exported=exports(folder, history), best=read_best(folder), _=_

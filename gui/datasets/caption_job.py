@@ -22,7 +22,7 @@ from lora_trainer.captioning.captioners import KNOWN
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.wording import one_line
 
-from .. import jobs, launch
+from .. import command_lines, jobs
 from ..jobs import Job
 from ..workplace import Workplace
 
@@ -52,7 +52,7 @@ def start(
     if running is not None and running.state == "running":
         raise RequestError("captions are being written already", fix="wait for them, or stop them")
     refuse_unreachable(model)
-    argv = [*launch.TRAINER, "caption", str(root), f"--model={model}", "--json"]
+    argv = [*command_lines.TRAINER, "caption", str(root), f"--model={model}", "--json"]
     argv += ["--overwrite"] if replace else []
     argv += [f"--trigger={trigger}"] if trigger else []
     argv += [f"--images={name}" for name in files]
@@ -92,7 +92,7 @@ def of_folder(work: Workplace, root: Path) -> Job | None:
 
 def take_back(root: Path) -> str:
     """Remove what the last call wrote and put back what it replaced; return what was done."""
-    answer = launch.ask(("caption", str(root), "--undo", "--json"))
+    answer = command_lines.ask(("caption", str(root), "--undo", "--json"))
     if answer.values is None:
         raise InputError(answer.error or "nothing was taken back", fix="look at the captions")
     counts = {name: len(answer.values.get(name, ())) for name in ("removed", "restored", "kept")}

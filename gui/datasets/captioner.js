@@ -6,8 +6,8 @@ import { button, choice, make } from "/ui/datasets/elements.js";
 const LOOK_EVERY_MS = 1500;
 
 export class Captioner {
-  constructor(desk) {
-    this.desk = desk;
+  constructor(editor) {
+    this.editor = editor;
     this.timer = 0;
     this.models = choice(say("Model"), [], () => this.describe());
     this.about = make("p", { class: "ds-quiet" });
@@ -36,7 +36,7 @@ export class Captioner {
   /** Ask how far it is, and again while it runs. */
   async look() {
     clearTimeout(this.timer);
-    this.show(await this.desk.ask("caption_state", {}));
+    this.show(await this.editor.ask("caption_state", {}));
   }
 
   show(answer) {
@@ -68,19 +68,19 @@ export class Captioner {
       this.node.open = true;
       this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS);
     }
-    if (fresh) this.desk.reload();
+    if (fresh) this.editor.reload();
   }
 
   describe() { this.about.textContent = this.known.get(this.models.input.value) ?? ""; }
 
   aim() { this.said.textContent = ""; }
 
-  async ask(name, values = {}) { this.show(await this.desk.ask(name, values)); }
+  async ask(name, values = {}) { this.show(await this.editor.ask(name, values)); }
 
   async begin() {
-    await this.desk.flush();
+    await this.editor.flush();
     const mode = this.mode.input.value;
-    const files = mode === "missing" ? [] : [...this.desk.chosen];
+    const files = mode === "missing" ? [] : [...this.editor.chosen];
     if (mode !== "missing" && !files.length) { this.said.textContent = say("Select images first."); return; }
     this.done = -1;
     await this.ask("caption", {
@@ -90,9 +90,9 @@ export class Captioner {
 
   async takeBack() {
     this.back.disabled = true;
-    const answer = await this.desk.ask("caption_undo", {});
+    const answer = await this.editor.ask("caption_undo", {});
     this.back.disabled = false;
     if (answer.error) this.said.textContent = answer.error;
-    else this.desk.changed(answer, answer.step);
+    else this.editor.changed(answer, answer.step);
   }
 }

@@ -11,10 +11,10 @@ const THUMB_PX = 384;
 const LARGE_PX = 1536;
 
 export class Card {
-  /** `desk` asks the server and hears of what was saved; `picture` is the server's row. */
-  constructor(desk, picture, excluded) {
-    this.desk = desk;
-    this.folder = desk.folder; // another may be opened while something typed here waits
+  /** `editor` asks the server and hears of what was saved; `picture` is the server's row. */
+  constructor(editor, picture, excluded) {
+    this.editor = editor;
+    this.folder = editor.folder; // another may be opened while something typed here waits
     this.excluded = excluded;
     this.saving = null;
     this.failed = false;
@@ -27,7 +27,7 @@ export class Card {
   build(row) {
     const name = row.file;
     const pictureOf = (size) => "/media/thumb?" + new URLSearchParams({
-      folder: this.desk.folder, file: this.excluded ? `_excluded/${name}` : name, size,
+      folder: this.editor.folder, file: this.excluded ? `_excluded/${name}` : name, size,
     });
     this.image = make("img", {
       src: pictureOf(THUMB_PX), alt: "", loading: "lazy", decoding: "async",
@@ -37,7 +37,7 @@ export class Card {
     this.frame = make("div", { class: "ds-frame", "aria-hidden": "true" }, this.kept);
     this.check = make("input", {
       type: "checkbox", "aria-label": say("Select {}", name),
-      onchange: () => this.desk.selected(name, this.check.checked),
+      onchange: () => this.editor.selected(name, this.check.checked),
     });
     const large = make("a", {
       href: pictureOf(LARGE_PX), target: "_blank", rel: "noopener", "aria-label": say("Enlarge {}", name),
@@ -57,8 +57,8 @@ export class Card {
     });
     this.state = make("div", { class: "ds-state" });
     const act = this.excluded
-      ? button(say("Put back"), () => this.desk.putBack([name]), { "aria-label": say("Put {} back", name) })
-      : button(say("Exclude"), () => this.desk.exclude([name]), {
+      ? button(say("Put back"), () => this.editor.putBack([name]), { "aria-label": say("Put {} back", name) })
+      : button(say("Exclude"), () => this.editor.exclude([name]), {
         "aria-label": say("Exclude {}", name), title: say("Moves it into the folder _excluded; nothing is deleted"),
       });
     this.closerButton = this.excluded ? null
@@ -68,7 +68,7 @@ export class Card {
       this.area, this.size, this.badges, make("div", { class: "ds-foot" }, this.state, this.closerButton, act));
   }
 
-  ask(name, values) { return this.desk.ask(name, { folder: this.folder, ...values }); }
+  ask(name, values) { return this.editor.ask(name, { folder: this.folder, ...values }); }
 
   get dirty() { return !this.excluded && this.area.value !== this.seen; }
 
@@ -110,7 +110,7 @@ export class Card {
     const src = "/media/thumb?" + new URLSearchParams({ folder: this.folder, file, size: 768 });
     paint(file, src, answer, async (mask) => {
       const done = await this.ask("mask", { file, mask });
-      if (!done.error) this.desk.changed(done, done.step);
+      if (!done.error) this.editor.changed(done, done.step);
       return done;
     });
   }
@@ -133,13 +133,13 @@ export class Card {
     this.failed = Boolean(answer.error);
     if (answer.error) {
       this.say(say("Not saved: {}", answer.error), "error", button(say("Try again"), () => this.save()));
-      this.desk.announce(say("The caption of {} is not saved: {}", this.picture.file, answer.error));
+      this.editor.announce(say("The caption of {} is not saved: {}", this.picture.file, answer.error));
     } else if (answer.newer !== undefined) {
       this.showNewer(answer.newer);
     } else {
       this.seen = text;
       this.say(say("Saved in {}", this.picture.where), "good");
-      if (this.folder === this.desk.folder) this.desk.saved(answer, say("Caption of {} saved", this.picture.file));
+      if (this.folder === this.editor.folder) this.editor.saved(answer, say("Caption of {} saved", this.picture.file));
     }
   }
 
@@ -151,13 +151,13 @@ export class Card {
       this.seen = newer;
       if (!mine) this.area.value = newer;
       this.say("");
-      if (mine) this.save(); else this.desk.reload();
+      if (mine) this.save(); else this.editor.reload();
       this.area.focus();
     };
     this.say(say("Changed on the disk meanwhile. It now says:"), "error",
       make("blockquote", { dir: "auto", translate: newer ? "no" : null }, newer || say("(nothing)")),
       button(say("Take that"), () => decide(false)), button(say("Keep mine"), () => decide(true)));
-    this.desk.announce(say("The caption of {} was changed on the disk meanwhile", this.picture.file));
+    this.editor.announce(say("The caption of {} was changed on the disk meanwhile", this.picture.file));
   }
 
   say(text, kind = "", ...more) {

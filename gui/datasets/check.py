@@ -21,7 +21,7 @@ from lora_trainer.common.files import disk_error, json_bytes, read_json_object, 
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 
-from ..launch import Words, ask
+from ..command_lines import Words, ask
 from ..workplace import Workplace
 from .journal import dataset_key
 

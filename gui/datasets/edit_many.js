@@ -10,8 +10,8 @@ const KINDS = [
 const JOINTS = [[", ", say("comma")], [" ", say("space")], ["", say("nothing")]];
 
 export class EditMany {
-  constructor(desk) {
-    this.desk = desk;
+  constructor(editor) {
+    this.editor = editor;
     this.kind = choice(say("Change"), KINDS, () => this.changed());
     this.text = field(say("Words"), { maxlength: 2000, oninput: () => this.close() });
     this.replacement = field(say("With"), { maxlength: 2000, oninput: () => this.close() });
@@ -59,10 +59,10 @@ export class EditMany {
   }
 
   async look() {
-    await this.desk.flush();
+    await this.editor.flush();
     this.close();
     const { turn, values } = this;
-    const answer = await this.desk.ask("preview", { ...values, files: this.desk.targets() });
+    const answer = await this.editor.ask("preview", { ...values, files: this.editor.targets() });
     if (turn !== this.turn) return; // other words or images were chosen meanwhile: this preview is not of them
     if (answer.error) { this.said.textContent = answer.error; return; }
     this.shown = { ...values, rows: answer.rows };
@@ -78,11 +78,11 @@ export class EditMany {
     const { rows, ...edit } = this.shown;
     const seen = Object.fromEntries(rows.map((row) => [row.file, row.before]));
     this.apply.disabled = true;
-    const answer = await this.desk.ask("apply", { ...edit, seen });
+    const answer = await this.editor.ask("apply", { ...edit, seen });
     this.apply.disabled = false;
     if (answer.error) { this.said.textContent = say("Not applied: {}", answer.error); return; }
     this.close();
-    this.desk.changed(answer, say("Done: {}", answer.step || say("nothing")));
+    this.editor.changed(answer, say("Done: {}", answer.step || say("nothing")));
   }
 }
 

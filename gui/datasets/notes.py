@@ -21,8 +21,8 @@ from lora_trainer.common.files import (
 )
 
 from .. import drafts
+from ..command_lines import recorded_dataset
 from ..drafts import Draft
-from ..launch import recorded_dataset
 from ..uploads import FOLDER as UPLOADS
 from ..workplace import Workplace
 from .journal import dataset_key

@@ -22,8 +22,8 @@ from lora_trainer.dataset.captions import same_name, split_name
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, Listing, list_dataset
 from lora_trainer.reporting.history import mapping
 
+from ..command_lines import Words, check_words
 from ..drafts import Draft
-from ..launch import Words, check_words
 from ..workplace import Workplace
 from . import check, notes
 from .caption_edit import Edit, caption_changes

@@ -5,8 +5,8 @@ import { ask } from "/ui/datasets/asking.js";
 import { button, field, make } from "/ui/datasets/elements.js";
 
 export class Opener {
-  constructor(desk) {
-    this.desk = desk;
+  constructor(editor) {
+    this.editor = editor;
     this.list = make("datalist", { id: "ds-recent" });
     this.path = field(say("Folder on this machine"), { list: "ds-recent", spellcheck: "false" });
     this.path.node.classList.add("ds-wide");
@@ -32,18 +32,18 @@ export class Opener {
     const folders = answer.recent ?? [];
     this.list.replaceChildren(...folders.map((value) => make("option", { value })));
     this.recent.replaceChildren(...(folders.length ? [make("span", { class: "ds-quiet" }, say("Used lately:"))] : []),
-      ...folders.map((name) => button(name, () => this.desk.open(name), { class: "bare" })));
+      ...folders.map((name) => button(name, () => this.editor.open(name), { class: "bare" })));
     this.path.input.value = folder ?? "";
-    if (folder) this.desk.open(folder);
+    if (folder) this.editor.open(folder);
   }
 
   /** Open the folder that dropped or chosen files were put into. */
   async received(answer) {
-    await this.desk.open(answer.received);
+    await this.editor.open(answer.received);
     this.said.textContent = answer.said;
   }
 
-  submit() { this.refuse(""); this.desk.open(this.path.input.value); }
+  submit() { this.refuse(""); this.editor.open(this.path.input.value); }
 
   /** Say that a folder is being opened, which takes a while on a slow disk; return what ends that. */
   waiting() {

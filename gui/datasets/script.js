@@ -17,8 +17,8 @@ const mount = document.querySelector(".mount");
 
 /** CHUNK of the cards: there while they are on the screen or near it, else as much empty space. */
 class Part {
-  constructor(desk, near) {
-    this.desk = desk;
+  constructor(editor, near) {
+    this.editor = editor;
     this.rows = [];
     this.near = near;
     this.node = make("ul", { class: "ds-cards", onfocusout: () => setTimeout(() => this.draw()) });
@@ -37,21 +37,21 @@ class Part {
 
   draw() {
     const shown = this.near || this.node.contains(document.activeElement);
-    const nodes = shown ? this.rows.map((row) => this.desk.card(row).node) : [];
+    const nodes = shown ? this.rows.map((row) => this.editor.card(row).node) : [];
     const same = nodes.length === this.node.children.length
       && nodes.every((node, index) => node === this.node.children[index]);
     if (!shown && !same) {
-      this.desk.partPx = this.node.offsetHeight;
-      this.rows.forEach((row) => this.desk.forget(row));
+      this.editor.partPx = this.node.offsetHeight;
+      this.rows.forEach((row) => this.editor.forget(row));
     }
     const share = same ? this.rows.length / CHUNK : 1;
     if (shown) this.node.style.height = "";
-    else if (!same || !this.node.style.height) this.node.style.height = `${share * this.desk.partPx}px`;
+    else if (!same || !this.node.style.height) this.node.style.height = `${share * this.editor.partPx}px`;
     if (!same) this.node.replaceChildren(...nodes); // moving a node would take the focus from it
   }
 }
 
-class Desk {
+class Editor {
   constructor() {
     this.folder = "";
     this.data = null;
@@ -282,20 +282,20 @@ function imagesIn({ folder, pictures: { length } }) {
   return length === 1 ? say("1 image in {}", folder) : say("{#} images in {}", length.toLocaleString("en"), folder);
 }
 
-const desk = new Desk();
+const editor = new Editor();
 document.addEventListener("keydown", (event) => {
   const key = event.key.toLowerCase();
   const typing = event.target.closest?.("input:not([type=checkbox]), textarea, select, [contenteditable]");
-  if (typing || !(event.ctrlKey || event.metaKey) || event.altKey || !desk.folder) return;
-  if (key === "z" && !event.shiftKey) { event.preventDefault(); desk.undo(); }
-  if (key === "y" || (key === "z" && event.shiftKey)) { event.preventDefault(); desk.redo(); }
+  if (typing || !(event.ctrlKey || event.metaKey) || event.altKey || !editor.folder) return;
+  if (key === "z" && !event.shiftKey) { event.preventDefault(); editor.undo(); }
+  if (key === "y" || (key === "z" && event.shiftKey)) { event.preventDefault(); editor.redo(); }
 });
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden && desk.folder) desk.reload();
+  if (!document.hidden && editor.folder) editor.reload();
 });
 window.addEventListener("beforeunload", (event) => {
-  if (desk.unsaved) event.preventDefault();
+  if (editor.unsaved) event.preventDefault();
 });
-dropZone(document.querySelector(".drop"), (answer) => desk.opener.received(answer));
+dropZone(document.querySelector(".drop"), (answer) => editor.opener.received(answer));
 deletes(document.querySelector("main"));
-desk.opener.start(new URL(location.href).searchParams.get("folder"));
+editor.opener.start(new URL(location.href).searchParams.get("folder"));

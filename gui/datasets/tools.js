@@ -7,16 +7,16 @@ const ORDERS = [["name", say("by name")], ["worst", say("worst first")], ["best"
 const SIZES = [["", ""], ["512", "512 px"], ["768", "768 px"], ["1024", "1024 px"]];
 
 export class Tools {
-  constructor(desk) {
-    this.desk = desk;
-    const redraw = () => desk.refilter();
+  constructor(editor) {
+    this.editor = editor;
+    const redraw = () => editor.refilter();
     this.head = make("p", { class: "ds-head" });
     this.status = make("p", { class: "ds-quiet", role: "status" });
     this.message = make("p", { class: "ds-message", role: "status", hidden: true });
     this.notes = make("ul");
     this.notesBox = make("details", { hidden: true }, make("summary", {}, ""), this.notes);
-    this.undo = button(say("Undo"), () => desk.undo());
-    this.redo = button(say("Redo"), () => desk.redo());
+    this.undo = button(say("Undo"), () => editor.undo());
+    this.redo = button(say("Redo"), () => editor.redo());
     this.search = field(say("Find"), { type: "search", placeholder: say("name or caption"), oninput: redraw });
     this.order = choice(say("Order"), ORDERS, redraw);
     this.size = choice(say("Size for the check"), SIZES, () => this.remember());
@@ -26,8 +26,8 @@ export class Tools {
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Filter by tag") });
     this.tagBox = make("details", {}, make("summary", {}, say("Tags")), this.tags);
     this.counter = make("span", { class: "ds-quiet" });
-    this.excludeChosen = button(say("Exclude selected"), () => desk.exclude([...desk.chosen]));
-    this.backChosen = button(say("Put selected back"), () => desk.putBack([...desk.chosen]));
+    this.excludeChosen = button(say("Exclude selected"), () => editor.exclude([...editor.chosen]));
+    this.backChosen = button(say("Put selected back"), () => editor.putBack([...editor.chosen]));
     this.bulkPlace = make("div", { class: "ds-folded" });
     this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
       make("div", { class: "ds-line" }, this.undo, this.redo, this.search.node),
@@ -36,8 +36,8 @@ export class Tools {
         make("div", { class: "ds-line" }, this.order.node, this.size.node, this.trigger.node, this.crop),
         this.filters, this.tagBox,
         make("div", { class: "ds-line" }, this.counter,
-          button(say("Select all shown"), () => desk.selectAll(true)),
-          button(say("Select none"), () => desk.selectAll(false)), this.excludeChosen, this.backChosen)));
+          button(say("Select all shown"), () => editor.selectAll(true)),
+          button(say("Select none"), () => editor.selectAll(false)), this.excludeChosen, this.backChosen)));
   }
 
   show(data) {
@@ -49,7 +49,7 @@ export class Tools {
       ? say("1 more file that cannot be read") : say("{#} more files that cannot be read", unreadable);
     this.head.textContent = [images, unreadable ? `, ${others}` : "", verdict(data.check.score)].join("");
     const error = data.problem || data.check.error;
-    if (!this.desk.examining) {
+    if (!this.editor.examining) {
       this.status.textContent = error || (buckets.length ? say("Trained as: {}", buckets.join(", ")) : "");
     }
     this.status.classList.toggle("ds-error", Boolean(error));
@@ -71,55 +71,55 @@ export class Tools {
 
   /** Draw the counts of remarks and tags, each a button that filters. */
   showFilters() {
-    const { desk } = this;
+    const { editor } = this;
     const kinds = new Map();
     const tags = new Map();
-    for (const row of desk.rows()) {
+    for (const row of editor.rows()) {
       for (const kind of new Set(row.badges.map((badge) => badge.kind))) kinds.set(kind, (kinds.get(kind) ?? 0) + 1);
       for (const tag of new Set(tagsOf(row.caption))) tags.set(tag, (tags.get(tag) ?? 0) + 1);
     }
-    for (const kind of desk.kinds) if (!kinds.has(kind)) desk.kinds.delete(kind);
-    for (const tag of desk.tags) if (!tags.has(tag)) desk.tags.delete(tag);
-    const away = desk.data.excluded.length;
+    for (const kind of editor.kinds) if (!kinds.has(kind)) editor.kinds.delete(kind);
+    for (const tag of editor.tags) if (!tags.has(tag)) editor.tags.delete(tag);
+    const away = editor.data.excluded.length;
     redrawn(this.filters, [
-      ...[...kinds].sort().map(([kind, count]) => this.filter(desk.kinds, kind, count)),
-      away || desk.away ? button(say("excluded {#}", away), () => this.toggleAway(), {
-        class: "ds-chip", "aria-pressed": String(desk.away), "data-chip": "excluded",
+      ...[...kinds].sort().map(([kind, count]) => this.filter(editor.kinds, kind, count)),
+      away || editor.away ? button(say("excluded {#}", away), () => this.toggleAway(), {
+        class: "ds-chip", "aria-pressed": String(editor.away), "data-chip": "excluded",
       }) : null,
     ]);
     const common = [...tags].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).slice(0, MAX_TAGS);
-    redrawn(this.tags, common.map(([tag, count]) => this.filter(desk.tags, tag, count)));
+    redrawn(this.tags, common.map(([tag, count]) => this.filter(editor.tags, tag, count)));
     this.tagBox.hidden = tags.size === 0;
     this.tagBox.firstChild.textContent = say("Tags ({})", tags.size.toLocaleString("en"));
   }
 
   filter(on, name, count) {
-    const isTag = on === this.desk.tags; // a word of the user's own, in no language of ours
+    const isTag = on === this.editor.tags; // a word of the user's own, in no language of ours
     return button(`${isTag ? name : say(name)} ${count}`, () => {
       if (!on.delete(name)) on.add(name);
-      this.desk.refilter();
+      this.editor.refilter();
     }, {
       class: "ds-chip", "aria-pressed": String(on.has(name)), "data-chip": name, dir: "auto", translate: isTag ? "no" : null,
     });
   }
 
   toggleAway() {
-    this.desk.away = !this.desk.away;
-    this.desk.chosen.clear();
-    this.desk.kinds.clear();
-    this.desk.tags.clear();
-    this.desk.refilter();
+    this.editor.away = !this.editor.away;
+    this.editor.chosen.clear();
+    this.editor.kinds.clear();
+    this.editor.tags.clear();
+    this.editor.refilter();
   }
 
   toggleCrop() {
-    const on = this.desk.page.classList.toggle("ds-crops");
+    const on = this.editor.page.classList.toggle("ds-crops");
     this.crop.setAttribute("aria-pressed", String(on));
   }
 
   async remember() {
     const values = { trigger: this.trigger.input.value, resolution: this.size.input.value };
-    await this.desk.flush(); // its answers show the trigger word and size of before
-    this.desk.changed(await this.desk.ask("look", values), "");
+    await this.editor.flush(); // its answers show the trigger word and size of before
+    this.editor.changed(await this.editor.ask("look", values), "");
   }
 
   say(text, wrong = false) {

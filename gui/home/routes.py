@@ -14,10 +14,10 @@ from lora_trainer.hardware.machine import detect
 
 from .. import run_actions
 from ..markup import plain
+from ..runs import Followed
 from ..server.pages import Body, answer, page
 from ..server.templates import render
 from ..server.translation import Words
-from ..state import Followed
 from ..workplace import Workplace
 from . import view
 

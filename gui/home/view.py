@@ -15,13 +15,13 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.charts import Html
 
-from .. import state
+from .. import runs
 from ..live import LiveTraining, running, waiting
 from ..markup import inline
 from ..media import run_url
+from ..runs import Followed, RunEntry, page_url
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.translation import Words
-from ..state import Followed, RunEntry, page_url
 from ..workplace import Workplace
 
 MAX_CARDS = 60
@@ -69,24 +69,24 @@ class Ended(Card):
 
 def stamp(work: Workplace) -> str:
     """Return a text that changes when the cards do."""
-    runs = state.runs(work.runs)
-    seen = tuple(state.stamp(work.runs / run.name, run.status) for run in runs)
+    entries = runs.find_runs(work.runs)
+    seen = tuple(runs.stamp(work.runs / run.name, run.status) for run in entries)
     return f"{hash(seen):x}"
 
 
 def goes(work: Workplace) -> bool:
     """Whether something trains or waits, so that the cards change by themselves."""
-    runs = state.runs(work.runs)
-    return any(run.status.state == "running" for run in runs) or waiting(work) > 0
+    entries = runs.find_runs(work.runs)
+    return any(run.status.state == "running" for run in entries) or waiting(work) > 0
 
 
 def shown(work: Workplace, followed: Followed, _: Words) -> Mapping[str, Any]:
     """Return what cards.html shows: the runs that train, that need attention, the others, the newest first."""
-    runs = state.runs(work.runs)
+    entries = runs.find_runs(work.runs)
     trains = running(work, followed)
-    named = {run.name: run for run in runs}
-    attention = [run for run in runs if run.status.state in _ATTENTION]
-    rest = [run for run in runs if run.name not in trains and run not in attention]
+    named = {run.name: run for run in entries}
+    attention = [run for run in entries if run.status.state in _ATTENTION]
+    rest = [run for run in entries if run.name not in trains and run not in attention]
     left_out = max(0, len(attention) + len(rest) - MAX_CARDS)
     return {
         "training": [_now(work, named[name], seen) for name, seen in trains.items()],
@@ -151,5 +151,5 @@ def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
 def _samples(work: Workplace, run: RunEntry) -> tuple[str, ...]:
     """Return the addresses of the newest samples of a run."""
     folder = work.runs / run.name
-    files = state.newest_samples(folder)
+    files = runs.newest_samples(folder)
     return tuple(run_url(run.name, *file.relative_to(folder).parts) for file in files)

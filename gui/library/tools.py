@@ -15,7 +15,7 @@ from lora_trainer.common.wording import one_line
 from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.reporting.charts import Html
 
-from .. import jobs, launch
+from .. import command_lines, jobs
 from ..lora_files import SUFFIX, LoraFile, find, recorded_base, unused
 from ..markup import inline
 from ..server.templates import render
@@ -118,9 +118,11 @@ def _url(work: Workplace, ref: str) -> str:
 
 
 def _start(work: Workplace, file: LoraFile, words: Sequence[str], *, name: str) -> jobs.Job:
-    output = unused(file.path.with_name(f"{launch.run_name(name.removesuffix(SUFFIX))}{SUFFIX}"))
+    output = unused(
+        file.path.with_name(f"{command_lines.run_name(name.removesuffix(SUFFIX))}{SUFFIX}")
+    )
     base = recorded_base(file)
-    argv = [*launch.TRAINER, *words, f"--output={output}"]
+    argv = [*command_lines.TRAINER, *words, f"--output={output}"]
     argv += [f"--base={base}"] if base else []
     result = f"{file.run}/{output.name}"
     return jobs.start(

@@ -19,7 +19,7 @@ from lora_trainer.config.prompt_line import plain_prompt, read_prompt
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_names
 
-from .. import jobs, launch, state
+from .. import command_lines, jobs, runs
 from ..lora_files import Header, LoraFile, recorded_base
 from ..markup import inline
 from ..media import try_url
@@ -89,7 +89,13 @@ def start(work: Workplace, file: LoraFile, asked: Wish) -> jobs.Job:
         raise RequestError("images are being drawn already", fix="wait for them, or stop them")
     name = f"{time.time_ns():x}"
     folder = work.own / "tries" / name
-    argv = [*launch.TRAINER, "sample", str(file.path), f"--output={folder}", f"--seed={asked.seed}"]
+    argv = [
+        *command_lines.TRAINER,
+        "sample",
+        str(file.path),
+        f"--output={folder}",
+        f"--seed={asked.seed}",
+    ]
     argv += [f"--prompt={prompt}" for prompt in asked.prompts]
     argv += [f"--strength={strength:g}" for strength in asked.strengths]
     argv += _base(work, file, asked.base)
@@ -103,17 +109,17 @@ def start(work: Workplace, file: LoraFile, asked: Wish) -> jobs.Job:
     return jobs.start(work, kind=KIND, argv=argv, about=about)
 
 
-def _base(work: Workplace, file: LoraFile, typed: str) -> launch.Words:
+def _base(work: Workplace, file: LoraFile, typed: str) -> command_lines.Words:
     """Name the base; a header names it without its folder, the record of the run with it."""
     if typed:
-        return launch.base_words(typed, work)
+        return command_lines.base_words(typed, work)
     recorded = recorded_base(file)
     return (f"--base={recorded}",) if recorded else ()
 
 
 def warning(work: Workplace) -> str:
     """Return what to know before drawing, an empty text for nothing."""
-    if any(run.status.state == "running" for run in state.runs(work.runs)):
+    if any(run.status.state == "running" for run in runs.find_runs(work.runs)):
         return (
             "A training runs here: drawing shares the machine with it, and may run out of memory."
         )

@@ -16,7 +16,7 @@ from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.lora_file.inspect import Inspection
 from lora_trainer.reporting.charts import Html
 
-from .. import lora_files, state
+from .. import lora_files, runs
 from ..bases import title
 from ..lora_files import Entry, Header, LoraFile
 from ..markup import inline
@@ -132,7 +132,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "problem": inline(_.message(header.problem)),
         "facts": list(_facts(entry, _)),
         "run": file.run,
-        "run_url": state.page_url(file.run),
+        "run_url": runs.page_url(file.run),
         "report_url": run_url(file.run, REPORT) if has_report else "",
     }
 

@@ -23,7 +23,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.dataset.scan import cache_in
 from lora_trainer.hardware.machine import PURPOSES, Hardware, is_optional, package_notes
 
-from .. import state
+from .. import runs
 from ..workplace import Workplace
 
 
@@ -65,7 +65,7 @@ def cache_state() -> CacheState:
 
 def clear_cache(work: Workplace) -> tuple[int, int]:
     """Empty the cache; return the number of entries and their bytes. Raises MachineError while anything trains."""
-    running = [run.name for run in state.runs(work.runs) if run.status.state == "running"]
+    running = [run.name for run in runs.find_runs(work.runs) if run.status.state == "running"]
     if running:
         raise MachineError(
             f"the cache is left alone while {running[0]} trains",

@@ -19,7 +19,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.status import RunStatus, read_status
 
-from .. import drafts, jobs, launch, run_actions, state
+from .. import command_lines, drafts, jobs, run_actions, runs
 from ..datasets import caption_job
 from ..workplace import Workplace
 
@@ -53,7 +53,7 @@ class Operations:
             settings: Settings by their dotted keys, such as {"train.steps": 1000}.
         """
         draft = _draft(dataset=dataset, base=base, priority=priority, settings=settings)
-        return _answered(launch.ask(launch.plan_words(draft, self.work)))
+        return _answered(command_lines.ask(command_lines.plan_words(draft, self.work)))
 
     def check(self, dataset: str, base: str = "") -> dict[str, Any]:
         """Report on the images and captions of a dataset: what is wrong, and what to do.
@@ -63,12 +63,14 @@ class Operations:
             base: Hub id or path of the base model that the images are judged for.
         """
         return _answered(
-            launch.ask(launch.check_words(_draft(dataset=dataset, base=base), self.work))
+            command_lines.ask(
+                command_lines.check_words(_draft(dataset=dataset, base=base), self.work)
+            )
         )
 
     def runs(self) -> list[dict[str, Any]]:
         """List the runs, those that train first: name, state, step and message of each."""
-        return [_status(entry.name, entry.status) for entry in state.runs(self.work.runs)]
+        return [_status(entry.name, entry.status) for entry in runs.find_runs(self.work.runs)]
 
     def status(self, run: str) -> dict[str, Any]:
         """Tell how a run is now: state, step, phase, seconds left, message, exit code.
@@ -76,7 +78,7 @@ class Operations:
         Args:
             run: Name of the run.
         """
-        folder = state.run_folder(self.work.runs, run)
+        folder = runs.run_folder(self.work.runs, run)
         return _status(run, read_status(folder))
 
     def watch(self, run: str) -> Iterator[dict[str, Any]]:
@@ -136,7 +138,7 @@ class Operations:
             settings: Settings by their dotted keys, such as {"train.steps": 1000}.
         """
         draft = _draft(dataset=dataset, base=base, priority=priority, name=name, settings=settings)
-        words = launch.train_words(draft, self.work)
+        words = command_lines.train_words(draft, self.work)
         label = name or self.work.folder(dataset).name
         item = commands.add(self.work.runs, words, label=label)
         worker.ensure_worker(self.work.runs)
@@ -178,13 +180,13 @@ class Operations:
             run: Name of the run.
             dataset: Path of the folder with the images; empty: those it was trained on.
         """
-        folder = state.run_folder(self.work.runs, run)
-        images = self.work.folder(dataset) if dataset else launch.recorded_dataset(folder)
+        folder = runs.run_folder(self.work.runs, run)
+        images = self.work.folder(dataset) if dataset else command_lines.recorded_dataset(folder)
         if images is None:
             raise InputError(
                 f"the run {run} does not say where its images are", fix="name their folder"
             )
-        argv = [*launch.TRAINER, "validate", str(folder), str(images), "--json"]
+        argv = [*command_lines.TRAINER, "validate", str(folder), str(images), "--json"]
         return self.job(jobs.start(self.work, kind=_VALIDATION, argv=argv).id)
 
     def caption(
@@ -265,7 +267,7 @@ def _draft(
     )
 
 
-def _answered(answer: launch.Answer) -> dict[str, Any]:
+def _answered(answer: command_lines.Answer) -> dict[str, Any]:
     if answer.values is None:
         raise InputError(answer.error, fix="")
     return dict(answer.values)
@@ -285,7 +287,7 @@ def _item(item: commands.Item) -> dict[str, Any]:
         "state": item.state,
         "run": item.run,
         "error": item.error,
-        "command": launch.command_line(item.argv),
+        "command": command_lines.command_line(item.argv),
     }
 
 

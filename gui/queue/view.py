@@ -20,12 +20,12 @@ from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import RunStatus, read_status
 
-from ..launch import command_line
+from ..command_lines import command_line
 from ..markup import inline
+from ..runs import Stamp, page_url
 from ..server.language import ENGLISH
 from ..server.templates import render
 from ..server.translation import Words, words
-from ..state import Stamp, page_url
 from ..workplace import Workplace
 
 MAX_ENDED = 30

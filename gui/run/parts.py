@@ -17,15 +17,15 @@ from lora_trainer.reporting.charts import Html, LossView, loss_curve
 from lora_trainer.reporting.history import RunHistory, SampleImage
 from lora_trainer.run.run_folder import BEST_RECORD
 
-from .. import launch, state
+from .. import command_lines, runs
 from ..markup import tag
 from ..media import REPORT, run_url, samples_url
 from ..run_best import Best, exports, losses, read_best, recommended
 from ..run_settings import settings_html
 from ..run_state import Look, possible
+from ..runs import Records
 from ..server.templates import render
 from ..server.translation import Words
-from ..state import Records
 from .head import head, head_html, machine_now
 from .log import log
 
@@ -97,11 +97,11 @@ def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
     }
 
 
-def stamp(seen: Look) -> state.Stamp:
+def stamp(seen: Look) -> runs.Stamp:
     """Return a value that changes when any part may."""
     return (
-        *state.stamp(seen.folder, seen.status),
-        state.file_stamp(seen.folder / BEST_RECORD),
+        *runs.stamp(seen.folder, seen.status),
+        runs.file_stamp(seen.folder / BEST_RECORD),
         seen.may_be_ended,
         seen.queued,
         int(seen.silent_s // 60),
@@ -110,7 +110,7 @@ def stamp(seen: Look) -> state.Stamp:
 
 def _where(seen: Look) -> Part:
     """Return whether somebody has to say where the images of a run are before it can go on."""
-    unknown = possible(seen).resume and launch.recorded_dataset(seen.folder) is None
+    unknown = possible(seen).resume and command_lines.recorded_dataset(seen.folder) is None
     return Part(key=unknown, draw=lambda _: unknown)
 
 

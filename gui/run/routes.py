@@ -14,12 +14,12 @@ from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.files import disk_error
 from lora_trainer.reporting.charts import LossView, loss_curve
 
-from .. import run_actions, state
+from .. import run_actions, runs
 from ..markup import plain
+from ..runs import Followed
 from ..server.pages import Body, answer, page
 from ..server.templates import render
 from ..server.translation import Words
-from ..state import Followed
 from ..workplace import Workplace
 from . import view
 from .parts import shown_best
@@ -86,7 +86,7 @@ def routes(work: Workplace) -> list[Route]:
         return {**done, **view.changed(folder, followed, _, before=asked.stamp, keys=asked.keys)}
 
     def chart(asked: ChartView, _: Words) -> Mapping[str, Any]:
-        folder = state.run_folder(work.runs, asked.run)
+        folder = runs.run_folder(work.runs, asked.run)
         history = followed.read(folder).history
         chosen = LossView(
             smoothing=asked.smoothing,
@@ -99,7 +99,7 @@ def routes(work: Workplace) -> list[Route]:
         return {"drawn": _.markup(loss_curve(history, chosen))}
 
     def prompt(asked: Named, _: Words) -> Mapping[str, Any]:
-        history = followed.read(state.run_folder(work.runs, asked.run)).history
+        history = followed.read(runs.run_folder(work.runs, asked.run)).history
         return {"prompt": next((image.prompt for image in history.samples), "")}
 
     def sample(asked: Samples, _: Words) -> Mapping[str, Any]:
@@ -118,7 +118,7 @@ def routes(work: Workplace) -> list[Route]:
 def folder_of(work: Workplace, run: str) -> Path | None:
     """Return the folder of a run, None where there is none."""
     try:
-        return state.run_folder(work.runs, run)
+        return runs.run_folder(work.runs, run)
     except RequestError:
         return None
 

@@ -17,8 +17,8 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.reporting.status import read_status
 
 from ..run_state import Look, look
+from ..runs import Followed
 from ..server.translation import Words
-from ..state import Followed
 from .parts import Part, damaged_parts, parts, stamp
 
 # The buttons of a run in their order, each with its label, its kind and its icon.

@@ -17,7 +17,7 @@ from ..programs import Tools
 from ..uploads import INCOMING
 from ..workplace import Workplace
 from .guard import Access, Application, Guard
-from .startup import Front
+from .startup import AllRoutes
 
 FIRST_PORT, LAST_PORT = 7860, 7959
 _END_WITHIN_S = 2
@@ -35,7 +35,7 @@ def quiet_gradio(work: Workplace) -> None:
 
 def application(work: Workplace, *, access: Access, tools: Tools = "off") -> Application:
     """Return everything that is served, behind the guard."""
-    return Guard(Front(work, tools=tools), access=access)
+    return Guard(AllRoutes(work, tools=tools), access=access)
 
 
 def listen(addresses: Sequence[str], port: int | None) -> list[socket.socket]:

@@ -22,10 +22,10 @@ from starlette.routing import Route, Router
 from lora_trainer.hardware.machine import detect
 
 from .. import media, uploads
+from ..command_lines import start_plan_processes
 from ..compare import routes as compare
 from ..datasets import routes as datasets
 from ..home import routes as home
-from ..launch import warm_up
 from ..library import routes as library
 from ..live import live
 from ..machine import routes as machine
@@ -39,10 +39,10 @@ from ..programs.served import (
 )
 from ..queue import routes as queue
 from ..run import routes as run
+from ..runs import Followed
 from ..settings import routes as settings
 from ..share import routes as share
 from ..shared import browse
-from ..state import Followed
 from ..train import routes as train
 from ..trash import routes as trash
 from ..uploads import INCOMING, forget_old
@@ -55,7 +55,7 @@ from .pages import draw, words_of
 _KEPT_S = 24 * 3600
 
 
-class Front:
+class AllRoutes:
     """Every route of the server. Gradio and the tools for assistants are built when they are first asked."""
 
     def __init__(self, work: Workplace, *, tools: Tools = "off") -> None:
@@ -108,7 +108,7 @@ class Front:
         await anyio.to_thread.run_sync(detect)
         forget_old(self._work.own / INCOMING, kept_s=_KEPT_S)
         beside = [asyncio.create_task(late.live()) for late in self._late]
-        beside.append(asyncio.create_task(asyncio.to_thread(warm_up)))
+        beside.append(asyncio.create_task(asyncio.to_thread(start_plan_processes)))
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for task in beside:

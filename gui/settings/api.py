@@ -12,9 +12,9 @@ from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
 
-from .. import drafts, expert_edit, launch
+from .. import command_lines, drafts, setting_edit
+from ..command_lines import Plans
 from ..drafts import Draft
-from ..launch import Plans
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import presets, view
@@ -43,13 +43,13 @@ class Api:
         """Set one setting to what was typed."""
 
         def set_to(draft: Draft) -> Draft:
-            return expert_edit.changed(draft, key=asked.key, text=asked.text)
+            return setting_edit.changed(draft, key=asked.key, text=asked.text)
 
         return self._write(asked, set_to)
 
     def reset(self, asked: Reset, _: Words) -> Reply:
         """Leave one setting to the preset."""
-        return self._write(asked, lambda draft: expert_edit.without(draft, key=asked.key))
+        return self._write(asked, lambda draft: setting_edit.without(draft, key=asked.key))
 
     def replace(self, asked: Replace, _: Words) -> Reply:
         """Set the settings of a settings file and no others, unless they are not those of `stamp`."""
@@ -70,22 +70,22 @@ class Api:
         draft = drafts.read(self.work, asked.draft)
         if not draft.dataset.strip():
             said = _("Choose the folder of your images on the page Train: the plan needs it.")
-            return {**view.planned(draft, launch.Answer(values=None), _), "said": [said]}
+            return {**view.planned(draft, command_lines.Answer(values=None), _), "said": [said]}
         try:
             answer = self.plans.of(draft)
         except (RequestError, InputError) as error:
-            answer = launch.Answer(values=None, error=str(error))
+            answer = command_lines.Answer(values=None, error=str(error))
         return view.planned(draft, answer, _)
 
     def command(self, asked: OfDraft, _: Words) -> Reply:
         """Return the training as a command line."""
-        words = launch.train_words(drafts.read(self.work, asked.draft), self.work)
-        return {"command": launch.command_line(words)}
+        words = command_lines.train_words(drafts.read(self.work, asked.draft), self.work)
+        return {"command": command_lines.command_line(words)}
 
     def keep(self, asked: Keep, _: Words) -> Reply:
         """Save the changed settings under a name; the name of a run is not one of them."""
         draft = drafts.read(self.work, asked.draft)
-        values = {k: v for k, v in expert_edit.given(draft).items() if k != expert_edit.NAME}
+        values = {k: v for k, v in setting_edit.given(draft).items() if k != setting_edit.NAME}
         try:
             file = presets.save(self.work, values, name=asked.name, over=asked.over)
         except presets.Taken as error:
@@ -98,9 +98,9 @@ class Api:
         with drafts.changing(self.work):
             draft = drafts.read(self.work, asked.draft)
             text = presets.text(self.work, name=asked.name)
-            loaded = expert_edit.replaced(draft, text=text).draft
+            loaded = setting_edit.replaced(draft, text=text).draft
             if not loaded.name:
-                loaded = expert_edit.changed(loaded, key=expert_edit.NAME, text=draft.name)
+                loaded = setting_edit.changed(loaded, key=setting_edit.NAME, text=draft.name)
             self._save(loaded)
         return self._state(loaded)
 
@@ -111,20 +111,20 @@ class Api:
         return self._state(draft)
 
     def _save(self, draft: Draft) -> None:
-        expert_edit.check_paths(draft, self.work)
+        setting_edit.check_paths(draft, self.work)
         drafts.save(self.work, draft)
 
     def _state(self, draft: Draft) -> Reply:
         return view.state(self.work, draft)
 
 
-def _replaced(draft: Draft, *, text: str, name: str) -> expert_edit.Edited:
+def _replaced(draft: Draft, *, text: str, name: str) -> setting_edit.Edited:
     """Return the draft with the settings of a file of this program, or else of another trainer."""
     try:
-        return expert_edit.replaced(draft, text=text, name=name)
+        return setting_edit.replaced(draft, text=text, name=name)
     except RequestError:
         others = imported(text, name=name)
         if others is None:
             raise
-    ours = expert_edit.as_json(others.settings)
-    return replace(expert_edit.replaced(draft, text=ours), note=others.note)
+    ours = setting_edit.as_json(others.settings)
+    return replace(setting_edit.replaced(draft, text=ours), note=others.note)

@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.importing.reading import import_bytes, remarks
 
-from ..expert_edit import FOLDER
+from ..setting_edit import FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ def imported(text: str, *, name: str) -> Imported | None:
     """Read a file of another trainer; raises RequestError for what it asks and cannot be done here."""
     try:
         foreign = import_bytes(text.encode("utf-8", errors="replace"), name)
-    except InputError:  # expert_edit.replaced says what is wrong with a file of this program
+    except InputError:  # setting_edit.replaced says what is wrong with a file of this program
         return None
     settings = {key: value for key, value in foreign.settings.items() if key != FOLDER}
     return Imported(settings=settings, note="\n".join(remarks(foreign)))

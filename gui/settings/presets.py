@@ -13,8 +13,8 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import disk_error, write_atomic
 
-from ..expert_edit import as_json
-from ..launch import run_name
+from ..command_lines import run_name
+from ..setting_edit import as_json
 from ..workplace import Workplace
 
 _SUFFIX = ".json"

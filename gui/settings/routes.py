@@ -12,7 +12,7 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.files import disk_error
 
 from .. import drafts
-from ..launch import Plans
+from ..command_lines import Plans
 from ..markup import inline
 from ..server.pages import Body, answer, page
 from ..server.translation import Words

@@ -1,7 +1,7 @@
 """What the page All settings shows: the form, a draft in it, and what the plan makes of it.
 
 Inputs: the settings model, a draft, the JSON of `lora-train plan --json`. Outputs: the form for fields.html, JSON
-values for the script. Texts of values are those of expert_text.py, so that the script converts nothing.
+values for the script. Texts of values are those of setting_text.py, so that the script converts nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lora_trainer.config.running import Config
 from lora_trainer.importing.words import words_of_settings
 from lora_trainer.reporting.history import mapping, number, sequence
 
+from ..command_lines import Answer
 from ..drafts import Draft
-from ..expert_edit import FOLDER, as_json, given
-from ..expert_text import text_of
-from ..launch import Answer
 from ..markup import named, worded
 from ..plan_view import fit_sentence, memory_parts
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
+from ..setting_edit import FOLDER, as_json, given
+from ..setting_text import text_of
 from ..workplace import Workplace
 from . import presets
 

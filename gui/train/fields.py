@@ -15,14 +15,14 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.layers import CONCEPT
 
-from .. import expert_edit
+from .. import setting_edit
 from ..drafts import Draft
-from ..expert_text import text_of
+from ..setting_text import text_of
 
 Kind = Literal["text", "number", "lines", "switch", "cards", "choice", "folder", "base"]
 # Where on the page a field stands, in the order of page.html.
 Part = Literal["images", "base", "subject", "names", "length", "size", "samples"]
-DATASET, PRIORITY, BASE = "dataset", "priority", expert_edit.BASE
+DATASET, PRIORITY, BASE = "dataset", "priority", setting_edit.BASE
 STEPS, PROMPTS = "train.steps", "sampling.prompts"
 
 
@@ -96,7 +96,7 @@ FIELDS = (
         "caption that lacks it, and into the samples' prompts; your files stay as they are.",
     ),
     Field(
-        key=expert_edit.NAME,
+        key=setting_edit.NAME,
         label="Name (optional)",
         kind="text",
         part="names",
@@ -138,7 +138,7 @@ _BY_KEY = {row.key: row for row in FIELDS}
 
 def texts(draft: Draft) -> dict[str, str]:
     """Return the texts of the fields that the draft sets, by key."""
-    given = {DATASET: draft.dataset, PRIORITY: draft.priority, **expert_edit.given(draft)}
+    given = {DATASET: draft.dataset, PRIORITY: draft.priority, **setting_edit.given(draft)}
     return {row.key: as_text(row, given[row.key]) for row in FIELDS if row.key in given}
 
 
@@ -146,7 +146,7 @@ def as_text(row: Field, value: object) -> str:
     """Return the text that a field shows for a value."""
     if row.key in (DATASET, PRIORITY):
         return str(value)
-    info = expert_edit.setting(row.key)
+    info = setting_edit.setting(row.key)
     return str(value) if info.form.kind == "choice" else text_of(info, value)
 
 
@@ -169,8 +169,8 @@ def changed(draft: Draft, *, key: str, text: str) -> Draft:
         return replace(draft, priority=priority)
     text = text if row.kind == "lines" else text.strip()
     if text.strip() in ("", row.unset):
-        return expert_edit.without(draft, key=key)
-    return expert_edit.changed(draft, key=key, text=text)
+        return setting_edit.without(draft, key=key)
+    return setting_edit.changed(draft, key=key, text=text)
 
 
 def planned() -> Iterator[Field]:

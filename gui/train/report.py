@@ -109,7 +109,7 @@ def report(
         verdict=_verdict(values, findings),
         assumed=assumed,
         remarks=[_remark(folder, rows, said) for rows in _groups(findings)],
-        desk=_desk(folder),
+        datasets_url=_datasets_url(folder),
         buckets=mapping(values, "buckets"),
     )
     return shown, is_good
@@ -141,7 +141,7 @@ def _groups(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Remark:
     first = rows[0]
     kind, severity = str(first.get("kind")), str(first.get("severity", "note"))
-    address = _desk(folder, kind) + ("&write=1" if kind == "no-caption" else "")
+    address = _datasets_url(folder, kind) + ("&write=1" if kind == "no-caption" else "")
     named = KINDS.get(kind)
     if named is None:
         return _own_words(rows, said, severity=severity, address=address)
@@ -186,6 +186,6 @@ def _count(rows: Sequence[Mapping[str, Any]]) -> int:
     return int(first) if is_of_all else len(rows)
 
 
-def _desk(folder: Path, kind: str = "") -> str:
+def _datasets_url(folder: Path, kind: str = "") -> str:
     of_kind = {"kind": badge_kind(kind)} if kind else {}
     return "/datasets?" + urlencode({"folder": folder} | of_kind)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from lora_trainer.common.errors import LoraTrainError
 
-from .. import bases, drafts, launch
+from .. import bases, command_lines, drafts
 from ..drafts import Draft
 from ..markup import plain
 from ..plan_process import BASES
@@ -72,7 +72,7 @@ class Fits(Body):
 
 def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its script."""
-    plans = launch.Plans(work)
+    plans = command_lines.Plans(work)
 
     def show(request: Request, said: Words) -> Mapping[str, Any]:
         return shown(work, request.query_params, said)
@@ -141,7 +141,7 @@ def started(work: Workplace, asked: Start, said: Words) -> Mapping[str, Any]:
 
 def base_cards(draft: Draft, said: Words) -> Mapping[str, Any]:
     """Return the cards of the base models; raises nothing: a refusal is a line under the cards."""
-    answered = launch.ask(BASES)
+    answered = command_lines.ask(BASES)
     if answered.values is None:
         return {"error": said.message(plain(answered.error))}
     return {

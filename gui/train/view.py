@@ -14,7 +14,7 @@ from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import Html
 
-from .. import bases, drafts, launch, run_actions, state, uploads
+from .. import bases, command_lines, drafts, run_actions, runs, uploads
 from ..datasets import check
 from ..drafts import Draft
 from ..markup import button, join, note_html, plain, tag
@@ -141,7 +141,7 @@ def start(work: Workplace, draft_id: str) -> Draft:
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if not draft.started_as:
-            words = launch.train_words(draft, work)
+            words = command_lines.train_words(draft, work)
             label = draft.name or work.folder(draft.dataset).name
             item = commands.add(work.runs, words, label=label)
             draft = replace(draft, started_as=item.id)
@@ -160,15 +160,15 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     if not draft.dataset.strip():
         return ImagesPart(html=Html(""))
     try:
-        words = launch.check_words(draft, work)
-        answer = launch.ask(words)
+        words = command_lines.check_words(draft, work)
+        answer = command_lines.ask(words)
         folder = work.folder(draft.dataset)
     except LoraTrainError as problem:
         return ImagesPart(html=error(str(problem), said))
     if answer.values is None:
         return ImagesPart(html=error(answer.error, said))
     check.remember(work, folder, words, answer.values)  # for the cards of the images
-    judged = launch.judged_for(draft, folder)
+    judged = command_lines.judged_for(draft, folder)
     assumed = bases.title(judged) if judged != draft.base else ""
     shown, is_good = report(folder, answer.values, said, assumed=assumed)
     on = "Looks good, next step" if is_good else "Continue anyway"
@@ -178,7 +178,7 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
 def plan_part(work: Workplace, draft: Draft, said: Words) -> PlanPart:
     """Return the plan; takes as long as `lora-train plan`."""
     try:
-        answer = launch.ask(launch.plan_words(draft, work))
+        answer = command_lines.ask(command_lines.plan_words(draft, work))
     except LoraTrainError as problem:
         return _no_plan(draft, str(problem), said)
     if answer.values is None:
@@ -236,7 +236,7 @@ def start_part(work: Workplace, draft: Draft, said: Words) -> StartPart:
     if not draft.started_as:  # another tab has followed it
         return StartPart(html=_waiting(work, None, said))
     if item is not None and item.run:
-        return StartPart(html=_waiting(work, item, said), url=state.page_url(item.run))
+        return StartPart(html=_waiting(work, item, said), url=runs.page_url(item.run))
     if item is not None and not item.has_ended:
         return StartPart(html=_waiting(work, item, said))
     with drafts.changing(work):
@@ -278,7 +278,7 @@ def _stages(item: commands.Item | None, download: commands.Download | None) -> S
     return setting_out() if item is not None and item.state != "waiting" else ()
 
 
-def fits(plans: launch.Plans, draft: Draft, said: Words) -> Mapping[str, Any]:
+def fits(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[str, Any]:
     """Return whether a draft fits this machine in a few words, why, and which base its plan picks."""
     try:
         answer = plans.of(draft)

@@ -27,7 +27,7 @@ from lora_trainer.queue import commands
 from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.status import read_status
 
-from .. import lora_files, state
+from .. import lora_files, runs
 from ..uploads import FOLDER as UPLOADS
 from ..workplace import Workplace
 
@@ -148,7 +148,7 @@ def _meant(work: Workplace, kind: str, ref: str) -> tuple[str, Sequence[Path]]:
     """Return the name and the files of what is to go; raises RequestError."""
     match kind:
         case "run":
-            folder = state.run_folder(work.runs, ref)
+            folder = runs.run_folder(work.runs, ref)
             _refuse_busy(work, folder)
             return ref, [folder]
         case "lora":
@@ -163,7 +163,7 @@ def _meant(work: Workplace, kind: str, ref: str) -> tuple[str, Sequence[Path]]:
                 raise RequestError(
                     f"{folder.name} is a folder of your own", fix="delete it in your file manager"
                 )
-            for run in state.runs(work.runs):
+            for run in runs.find_runs(work.runs):
                 if run.status.state == "running" and _uses(work.runs / run.name, folder):
                     raise RequestError(f"{run.name} is trained on it", fix="wait for it")
             return folder.name, [folder]

@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 import pytest
-from lora_trainer.gui import jobs, launch
+from lora_trainer.gui import command_lines, jobs
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common import files
@@ -267,7 +267,7 @@ def test_a_name_that_windows_refuses_is_refused_before_anything_is_made() -> Non
         with on_windows(), pytest.raises(RequestError, match="--name"):
             run_folder.checked_name(name, is_new=False)
         with pytest.raises(RequestError, match="cannot be the name of a run"):
-            launch.run_name(name)
+            command_lines.run_name(name)
         made = run_folder.name_of_folder(name)
         assert run_folder.checked_name(made) == made
     assert (

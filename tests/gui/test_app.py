@@ -98,9 +98,9 @@ from lora_trainer.gui.server import access, serve as server
 from lora_trainer.gui.workplace import Workplace
 work = Workplace(runs=Path(sys.argv[1]))
 server.quiet_gradio(work)
-front = server.application(work, access=access.KeyAccess.of("k" * 43)).app
+routes = server.application(work, access=access.KeyAccess.of("k" * 43)).app
 before = [name for name in ("gradio", "torch") if name in sys.modules]
-print(json.dumps({"before": before, "routes": [route.path for route in front.own.routes]}))
+print(json.dumps({"before": before, "routes": [route.path for route in routes.own.routes]}))
 from lora_trainer.gui.programs.operations import Operations
 from lora_trainer.gui.programs.served import gradio_application
 (mount,) = [route for route in gradio_application(Operations(work=work)).routes if route.path == ""]

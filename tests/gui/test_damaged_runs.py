@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import live, lora_files, run_best, state
+from lora_trainer.gui import live, lora_files, run_best, runs
 from lora_trainer.gui.home import view as home_view
 from lora_trainer.gui.library import view as library
 from lora_trainer.gui.queue import view as queue_view
 from lora_trainer.gui.run import view as run_view
 from lora_trainer.gui.run.parts import sample_sheet
 from lora_trainer.gui.run_settings import compared_settings
+from lora_trainer.gui.runs import Followed
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words
-from lora_trainer.gui.state import Followed
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import LoraTrainError
@@ -64,7 +64,7 @@ def every_page(work: Workplace, hardware: Any) -> str:
     shown.append(str(queue_view.view(work, words("en"))))
     found = lora_files.entries(work)
     shown.append(str(library.grid(found, of=len(found), said=words("en"))))
-    for run in state.runs(work.runs):
+    for run in runs.find_runs(work.runs):
         folder = work.runs / run.name
         run_best.read_best(folder)
         try:

@@ -35,7 +35,7 @@ SLOW_DISK = {"PYTHONPATH": f"{ROOT / 'tests' / 'fakes' / 'slow_disk'}:{ROOT}"}
 
 
 @dataclass
-class Desk:
+class Setup:
     """A runs folder with a run that trains, a dataset, a draft, and the server, which may be another later."""
 
     runs: Path
@@ -57,19 +57,19 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Desk:
+def setup(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     folder = tmp_path_factory.mktemp("faults")
     cut_at(fake_run(folder / "runs" / "live", steps=30), 12)
     write_dataset(folder / "toy", images=3)
     server = gui_server(folder / "runs", env=SLOW_DISK)
-    return Desk(runs=folder / "runs", dataset=folder / "toy", server=server, start=gui_server)
+    return Setup(runs=folder / "runs", dataset=folder / "toy", server=server, start=gui_server)
 
 
 @pytest.fixture
-def place(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A queue in which one training runs until `let("first")` exists, and three wait."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    place = Place(folder=desk.runs.parent)
+    place = Place(folder=setup.runs.parent)
     first = place.add("first", until=str(place.let("first")))
     for name in ("cats", "dogs <img src=x onerror=alert(1)>", "owls"):
         place.add(name)
@@ -85,11 +85,11 @@ def waiting(place: Place) -> list[str]:
 
 
 def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so(
-    page: Any, desk: Desk, place: Place
+    page: Any, setup: Setup, place: Place
 ) -> None:
-    desk.server.open(page, "/queue", "text=Training now")
+    setup.server.open(page, "/queue", "text=Training now")
     other = page.context.new_page()
-    desk.server.open(other, "/queue", "text=Training now")
+    setup.server.open(other, "/queue", "text=Training now")
     command = other.locator("li", has_text="owls").locator("details")
     command.locator("summary").click()
     other.get_by_role("button", name="Remove owls").focus()
@@ -150,20 +150,22 @@ def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so
 
 
 def test_every_page_goes_on_when_what_was_missing_is_back(
-    page: Any, desk: Desk, expected: list[str]
+    page: Any, setup: Setup, expected: list[str]
 ) -> None:
     """The page of a run follows again; a setting and a caption that were typed meanwhile are saved."""
     expected.extend(NO_SERVER)
-    work, run = Workplace(runs=desk.runs), desk.runs / "live"
-    draft = drafts.new(work, dataset=str(desk.dataset))
+    work, run = Workplace(runs=setup.runs), setup.runs / "live"
+    draft = drafts.new(work, dataset=str(setup.dataset))
     write_status(run)
-    desk.server.open(page, "/run?run=live", "text=Training.")
+    setup.server.open(page, "/run?run=live", "text=Training.")
     settings, captions = page.context.new_page(), page.context.new_page()
-    desk.server.open(settings, f"/settings?draft={draft.id}", ".memory .fit")
-    folder = quote(str(desk.dataset))
-    desk.server.open(captions, f"/datasets?folder={folder}", "img[src*='/media/thumb']")
+    setup.server.open(settings, f"/settings?draft={draft.id}", ".memory .fit")
+    folder = quote(str(setup.dataset))
+    setup.server.open(captions, f"/datasets?folder={folder}", "img[src*='/media/thumb']")
     rank, away = settings.locator("[id='set-adapter.rank']"), "The interface does not answer."
-    for image, (fault, value) in enumerate(((desk.connection_cut, 8), (desk.server_killed, 4)), 1):
+    for image, (fault, value) in enumerate(
+        ((setup.connection_cut, 8), (setup.server_killed, 4)), 1
+    ):
         text = f"typed while {fault.__name__}"
         with fault(page):
             write_status(run, phase="sample", done=image, total=3)
@@ -178,20 +180,20 @@ def test_every_page_goes_on_when_what_was_missing_is_back(
         assert rank.input_value() == str(value)
         captions.get_by_role("button", name="Try again").click()
         captions.locator(".ds-state", has_text="Saved in").wait_for()
-        assert (desk.dataset / "p0.txt").read_text() == text
+        assert (setup.dataset / "p0.txt").read_text() == text
     write_status(run, state="stopped", exit_code=143)
     page.get_by_text("Stopped at step 12 of 30").wait_for()
 
 
 def test_an_upload_that_breaks_off_says_so_and_is_sent_again(
-    page: Any, desk: Desk, expected: list[str]
+    page: Any, setup: Setup, expected: list[str]
 ) -> None:
     expected.extend(NO_SERVER)
-    desk.server.open(page, "/train?draft=new", ".drop")
-    files = sorted(desk.dataset.iterdir())
+    setup.server.open(page, "/train?draft=new", ".drop")
+    files = sorted(setup.dataset.iterdir())
     # Without a connection its script could not come any more.
     page.wait_for_function("() => document.querySelector('input[name=files]').onchange !== null")
-    with desk.connection_cut(page):
+    with setup.connection_cut(page):
         page.locator("input[name=files]").set_input_files(files)
         page.get_by_text("The upload broke off").wait_for()
     page.locator("input[name=files]").set_input_files(files)
@@ -199,11 +201,11 @@ def test_an_upload_that_breaks_off_says_so_and_is_sent_again(
 
 
 def test_a_disk_that_hangs_holds_up_only_what_needs_it(
-    page: Any, desk: Desk, tmp_path: Path
+    page: Any, setup: Setup, tmp_path: Path
 ) -> None:
     images, go = tmp_path / "slow-disk", tmp_path / "go"
     write_dataset(images, images=3)
-    desk.server.open(page, f"/datasets?folder={quote(str(images))}")
+    setup.server.open(page, f"/datasets?folder={quote(str(images))}")
     page.get_by_text("Opening the folder").wait_for()
     other = page.context.new_page()
     for path, ready in (
@@ -211,7 +213,7 @@ def test_a_disk_that_hangs_holds_up_only_what_needs_it(
         ("/queue", "#queue .empty, #queue .entry"),
         ("/doctor", "h2"),
     ):
-        desk.server.open(other, path, ready)
+        setup.server.open(other, path, ready)
     go.touch()
     caption = page.get_by_label("Caption of p0.png", exact=True)
     caption.wait_for()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lora_trainer.gui import launch
+from lora_trainer.gui import command_lines
 from lora_trainer.gui.home import routes, view
+from lora_trainer.gui.runs import Followed
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words
-from lora_trainer.gui.state import Followed
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.queue import commands, worker
@@ -52,7 +52,7 @@ def test_the_buttons_ask_the_run_that_they_name_and_a_refusal_is_said(
     work: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "ensure_worker", lambda runs: None)
-    monkeypatch.setattr(launch, "resume_words", lambda folder, **_: ["resume", str(folder)])
+    monkeypatch.setattr(command_lines, "resume_words", lambda folder, **_: ["resume", str(folder)])
     folder = run_of(work, "moth")
     german = words("de")
     before = view.stamp(work)

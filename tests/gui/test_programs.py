@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import jobs, launch
+from lora_trainer.gui import command_lines, jobs
 from lora_trainer.gui.programs.operations import Operations
 from lora_trainer.gui.server.asset_files import EXAMPLE
 from lora_trainer.gui.workplace import Workplace
@@ -59,11 +59,11 @@ def test_a_plan_and_a_check_are_the_answers_of_the_commands(
 ) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def ask(words: tuple[str, ...]) -> launch.Answer:
+    def ask(words: tuple[str, ...]) -> command_lines.Answer:
         asked.append(words)
-        return launch.Answer(values=PLAN)
+        return command_lines.Answer(values=PLAN)
 
-    monkeypatch.setattr(launch, "ask", ask)
+    monkeypatch.setattr(command_lines, "ask", ask)
     planned = operations.plan(str(images), priority="speed", settings={"train.steps": 7})
     assert planned == PLAN
     assert operations.check(str(images)) == PLAN
@@ -75,7 +75,9 @@ def test_a_plan_and_a_check_are_the_answers_of_the_commands(
         "--json",
     )
     assert asked[1][:2] == ("check", str(images))
-    monkeypatch.setattr(launch, "ask", lambda _: launch.Answer(values=None, error="no images"))
+    monkeypatch.setattr(
+        command_lines, "ask", lambda _: command_lines.Answer(values=None, error="no images")
+    )
     with pytest.raises(InputError, match="no images"):
         operations.plan(str(images))
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, run_actions, state
+from lora_trainer.gui import drafts, run_actions, runs
 from lora_trainer.gui.run import parts as run_parts
 from lora_trainer.gui.run import routes
 from lora_trainer.gui.run import view as run_view
@@ -66,7 +66,7 @@ def now(folder: Path, *, later_s: float = 0.0) -> Any:
 
 def page(folder: Path, **when: float) -> dict[str, Any]:
     """Return the parts of the page as they are drawn; the buttons by those that are of use."""
-    parts = run_parts.parts(now(folder, **when), state.Followed().read(folder))
+    parts = run_parts.parts(now(folder, **when), runs.Followed().read(folder))
     drawn = {name: part.draw(words_of("en")) for name, part in parts.items()}
     drawn["buttons"] = set(drawn["buttons"])
     return drawn
@@ -238,11 +238,11 @@ def test_a_failure_requests_silence_a_recovery_and_damage_are_told_above_the_fig
     until(fake_run(live.parent / "whole", steps=30), 12)
     (live / "run.json").write_text("{")
     with pytest.raises(RequestError) as refused:
-        state.Followed().read(live)
+        runs.Followed().read(live)
     parts = run_parts.damaged_parts(now(live), str(refused.value))
     drawn = {name: part.draw(words_of("en")) for name, part in parts.items()}
     assert set(drawn) == set(
-        run_parts.parts(now(live), state.Followed().read(live.parent / "whole"))
+        run_parts.parts(now(live), runs.Followed().read(live.parent / "whole"))
     )
     assert "not JSON" in drawn["head"] and "stop" in drawn["buttons"]
 
@@ -353,7 +353,7 @@ def long_run(work: Workplace) -> Path:
     return folder
 
 
-def changed(folder: Path, followed: state.Followed, before: dict[str, object]) -> set[str]:
+def changed(folder: Path, followed: runs.Followed, before: dict[str, object]) -> set[str]:
     found = run_parts.parts(now(folder), followed.read(folder))
     names = {name for name, part in found.items() if before.get(name) != part.key}
     before.update({name: part.key for name, part in found.items()})
@@ -361,7 +361,7 @@ def changed(folder: Path, followed: state.Followed, before: dict[str, object]) -
 
 
 def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
-    followed, before = state.Followed(), dict[str, object]()
+    followed, before = runs.Followed(), dict[str, object]()
     assert len(changed(long_run, followed, before)) == 8
     assert changed(long_run, followed, before) == set()
     drawn = []
@@ -398,7 +398,7 @@ def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
 
 
 def test_a_tab_is_sent_the_parts_that_it_does_not_show_in_its_language(long_run: Path) -> None:
-    followed, german = state.Followed(), words_of("de")
+    followed, german = runs.Followed(), words_of("de")
     first = run_view.shown(long_run, followed, german)
     assert first["goes"] and set(first["keys"]) == set(first["parts"])
     assert "Trainiert." in first["parts"]["head"] and "Training." not in first["parts"]["head"]
@@ -443,7 +443,7 @@ def test_what_a_button_did_or_why_not_is_said(live: Path, work: Workplace) -> No
 def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(
     long_run: Path, tmp_path: Path
 ) -> None:
-    followed = state.Followed()
+    followed = runs.Followed()
 
     def steps() -> Any:
         return followed.read(long_run).history.steps
@@ -659,10 +659,10 @@ def test_runs_that_train_come_first_then_the_newest_and_only_folders_with_record
         (work.runs / name).mkdir()
     (work.runs / ".gui" / "run.json").write_text("{}")
     (work.runs / "file").write_text("")
-    entries = state.runs(work.runs)
+    entries = runs.find_runs(work.runs)
     assert [entry.name for entry in entries] == ["live", "newer", "older"]
     assert [entry.status.state for entry in entries][:2] == ["running", "finished"]
-    assert state.runs(work.runs / "missing") == ()
+    assert runs.find_runs(work.runs / "missing") == ()
     for name in ("empty", "file", ".gui"):
         with pytest.raises(RequestError, match="no run"):
-            state.run_folder(work.runs, name)
+            runs.run_folder(work.runs, name)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, expert_edit, launch, markup
-from lora_trainer.gui.expert_text import text_of
+from lora_trainer.gui import command_lines, drafts, markup, setting_edit
+from lora_trainer.gui.setting_text import text_of
 from lora_trainer.gui.settings import routes, view
 from lora_trainer.gui.settings.api import Api
 from lora_trainer.gui.workplace import Workplace
@@ -47,7 +47,7 @@ def caller(work: Workplace, draft: drafts.Draft, plan: Any = None, *, language: 
     def answer(words: Any) -> Any:
         return SimpleNamespace(values=plan, error="" if plan else " ".join(words))
 
-    api = Api(work=work, plans=launch.Plans(work, ask=answer))
+    api = Api(work=work, plans=command_lines.Plans(work, ask=answer))
     client = TestClient(
         Starlette(routes=routes.answers(api)), headers={"accept-language": language}
     )
@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_
     with pytest.raises(
         RequestError, match="half a character"
     ):  # as a file of another program may have it
-        expert_edit.changed(draft, key="sampling.prompts", text="a \ud800")
+        setting_edit.changed(draft, key="sampling.prompts", text="a \ud800")
     assert drafts.read(work, draft.id) == draft
     drafts.save(work, replace(draft, started_as="000001"))
     assert "started already" in call("change", key="adapter.rank", text="4")["error"]
@@ -370,12 +370,16 @@ def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
     typed = {"data.cache_dir": "pwned/cache", "base.text_encoders": ["a.safetensors"]}
     for key, value in typed.items():
         copied = replace(draft, base="embedded", settings={key: value})
-        for words in (launch.plan_words, launch.train_words, launch.check_words):
+        for words in (
+            command_lines.plan_words,
+            command_lines.train_words,
+            command_lines.check_words,
+        ):
             with pytest.raises(InputError, match="outside of the folders"):
                 words(copied, bounded)
             assert words(copied, Workplace(runs=tmp_path / "runs"))
     cached = replace(draft, base="embedded", settings={"data.cache_dir": f"{inside}/x/../cache"})
-    assert f'--set=data.cache_dir="{inside}/cache"' in launch.train_words(cached, bounded)
+    assert f'--set=data.cache_dir="{inside}/cache"' in command_lines.train_words(cached, bounded)
 
 
 CORPUS = Path(__file__).parents[1] / "importing" / "corpus"

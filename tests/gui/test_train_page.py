@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts, launch
+from lora_trainer.gui import command_lines, drafts
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.train import fields, plan, routes, view
@@ -38,8 +38,8 @@ def test_a_process_that_answers_half_a_line_says_so_and_ends(
 ) -> None:
     command = [sys.executable, "-c", "input(); print('{', flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as half:
-        monkeypatch.setattr(launch._PLANS, "_process", half)
-        assert launch.ask(("plan",)).error == "the command ended without an answer"
+        monkeypatch.setattr(command_lines._PLANS, "_process", half)
+        assert command_lines.ask(("plan",)).error == "the command ended without an answer"
         assert half.returncode
 
 
@@ -177,7 +177,7 @@ def test_each_field_is_drawn_sent_kept_shown_again_and_in_the_command_line(
     if row.key == fields.DATASET:
         assert kept.dataset == text
         return
-    before, after = (set(launch.train_words(each, work)) for each in (draft, kept))
+    before, after = (set(command_lines.train_words(each, work)) for each in (draft, kept))
     (word,) = after - before
     assert text in word
     ask(page, "/train/look", draft=draft.id, typed={row.key: ""}, show=[])
@@ -189,8 +189,10 @@ def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_
 ) -> None:
     draft = replace(drafts.new(work, dataset=str(root)), base="black-forest-labs/FLUX.1-dev")
     draft = replace(draft, settings={"adapter.rank": 8, "sampling.prompts": ["a", "b"]})
-    refused = launch.Answer(values=None, error="error: this run needs at least 53.72 GiB. Fix: x.")
-    monkeypatch.setattr(launch, "ask", lambda _: refused)
+    refused = command_lines.Answer(
+        values=None, error="error: this run needs at least 53.72 GiB. Fix: x."
+    )
+    monkeypatch.setattr(command_lines, "ask", lambda _: refused)
     shown = view.plan_part(work, draft, SAID)
     assert (shown.filled, shown.length, shown.works) == ({}, None, False)
     texts = fields.texts(draft)
@@ -248,7 +250,7 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
         asked.append(words)
         return len(asked)
 
-    plans = launch.Plans(work, ask=ask, clock_s=lambda: now_s[0])
+    plans = command_lines.Plans(work, ask=ask, clock_s=lambda: now_s[0])
 
     def planned(**more: Any) -> Any:
         return plans.of(replace(EMPTY, **{"dataset": str(tmp_path), **more}))
@@ -326,7 +328,7 @@ def test_full_draft_arrives_as_typed(images: Path, work: Workplace) -> None:
         name="my run",
         settings={"train.steps": 5, "sampling.prompts": ["a, b", "c=d"], "data.trigger": "5"},
     )
-    command, arguments = parsed(launch.train_words(draft, work))
+    command, arguments = parsed(command_lines.train_words(draft, work))
     assert command == "train"
     sets = [parse_assignment(text) for text in arguments.pop("set_")]
     assert dict(sets) == draft.settings
@@ -339,8 +341,8 @@ def test_full_draft_arrives_as_typed(images: Path, work: Workplace) -> None:
     }
     for text in ("$(touch marker)", "a b", "--strict", "\u202e"):  # a value and never a flag
         draft = replace(EMPTY, dataset=str(images), base=text, settings={"data.trigger": text})
-        words = launch.train_words(draft, work)
-        assert shlex.split(launch.command_line(words)) == ["lora-train", *words]
+        words = command_lines.train_words(draft, work)
+        assert shlex.split(command_lines.command_line(words)) == ["lora-train", *words]
         _, arguments = parsed(words)
         assert set(arguments) == {"dataset", "base", "output", "set_"}
         assert arguments["base"] == text.strip()
@@ -352,28 +354,28 @@ def test_what_cannot_be_is_refused_before_anything_starts_and_no_folder_is_a_fla
 ) -> None:
     for name in ("../up", "/abs", "a\\b", "..", ".hidden", "--strict", "C:x", "a\nb", "x" * 101):
         with pytest.raises(RequestError, match="name of a run"):
-            launch.train_words(replace(EMPTY, dataset=str(images), name=name), work)
+            command_lines.train_words(replace(EMPTY, dataset=str(images), name=name), work)
     with pytest.raises(RequestError, match=r"train\.steps"):
         wrong = replace(EMPTY, dataset=str(images), settings={"train.stepz": 5})
-        launch.train_words(wrong, work)
+        command_lines.train_words(wrong, work)
     for text in ("", "/no/such/folder", "a\0b"):
         with pytest.raises(InputError):
-            launch.train_words(replace(EMPTY, dataset=text), work)
+            command_lines.train_words(replace(EMPTY, dataset=text), work)
     (tmp_path / "outside").mkdir()
     bounded = Workplace(runs=tmp_path / "runs", roots=(images,))
     (images / "deeper").mkdir()
     (images / "link").symlink_to(tmp_path / "outside")
-    launch.train_words(replace(EMPTY, dataset=str(images / "deeper")), bounded)
+    command_lines.train_words(replace(EMPTY, dataset=str(images / "deeper")), bounded)
     for other in (tmp_path, tmp_path / "outside", images / "link", images / ".." / "outside"):
         with pytest.raises(InputError, match="outside of the folders"):
-            launch.train_words(replace(EMPTY, dataset=str(other)), bounded)
+            command_lines.train_words(replace(EMPTY, dataset=str(other)), bounded)
         with pytest.raises(InputError, match="outside of the folders"):
             draft = replace(EMPTY, dataset=str(images / "deeper"), base=str(other))
-            launch.train_words(draft, bounded)
+            command_lines.train_words(draft, bounded)
     monkeypatch.chdir(work.runs)
     for name in ("--strict", "plan"):
         (work.runs / name).mkdir()
-        words = launch.train_words(replace(EMPTY, dataset=name), work)
+        words = command_lines.train_words(replace(EMPTY, dataset=name), work)
         assert words[0] == str(work.runs / name)
         assert parsed(words)[0] == "train"
 
@@ -381,7 +383,7 @@ def test_what_cannot_be_is_refused_before_anything_starts_and_no_folder_is_a_fla
 @given(st.text(max_size=30))
 def test_every_name_that_passes_is_one_folder_in_the_root(name: str) -> None:
     try:
-        found = launch.run_name(name)
+        found = command_lines.run_name(name)
     except RequestError:
         return
     assert not found or Path("/runs", found).resolve().parent == Path("/runs")
@@ -398,21 +400,21 @@ def test_resume_finds_the_dataset_in_the_command_of_the_run_or_takes_the_typed_o
         (run / "run.json").write_text(json.dumps(content), encoding="utf-8")
 
     record("--output", str(work.runs), str(images), "--name=x")
-    words = launch.resume_words(run, dataset="", work=work)
+    words = command_lines.resume_words(run, dataset="", work=work)
     assert words == (str(images), f"--resume-from={run}")
     assert parsed(words)[1] == {"dataset": images, "resume_from": run}
     record("not/here", str(work.runs), "~nobody-of-that-name/x", "a" * 5000, "a\0b")
-    assert launch.resume_words(run, dataset=str(images), work=work)[0] == str(images)
+    assert command_lines.resume_words(run, dataset=str(images), work=work)[0] == str(images)
     with pytest.raises(InputError, match="where its images are"):
-        launch.resume_words(run, dataset="", work=work)
+        command_lines.resume_words(run, dataset="", work=work)
 
 
 def test_ask_returns_json_or_the_line_of_the_refusal() -> None:
-    def asked(program: str) -> launch.Answer:
-        return launch.ask((), program=(sys.executable, "-c", program))
+    def asked(program: str) -> command_lines.Answer:
+        return command_lines.ask((), program=(sys.executable, "-c", program))
 
     assert asked("print('{\"a\": 1}')").values == {"a": 1}
     refused = asked(r"import sys; sys.stderr.write('x\nerror: no. Fix: do\n'); sys.exit(3)")
     assert (refused.values, refused.error) == (None, "error: no. Fix: do")
     assert "no JSON" in asked("print('hello')").error
-    assert "/no/such/program" in launch.ask((), program=("/no/such/program",)).error
+    assert "/no/such/program" in command_lines.ask((), program=("/no/such/program",)).error

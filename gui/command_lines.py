@@ -185,8 +185,8 @@ class Answer:
 def ask(words: Words, *, program: Words = TRAINER) -> Answer:
     """Run a command that ends by itself and prints JSON."""
     try:
-        warm = _PROCESSES.get(words[0]) if program is TRAINER else None
-        done = warm.run(words) if warm is not None else _run((*program, *words))
+        process = _PROCESSES.get(words[0]) if program is TRAINER else None
+        done = process.run(words) if process is not None else _run((*program, *words))
     except (OSError, subprocess.TimeoutExpired) as error:
         return Answer(values=None, error=one_line(str(error)))
     if done.returncode:
@@ -198,7 +198,7 @@ def ask(words: Words, *, program: Words = TRAINER) -> Answer:
     return Answer(values=values)
 
 
-def warm_up() -> None:
+def start_plan_processes() -> None:
     """Start the processes that answer `plan` and `check`; this takes a second or two."""
     for name in ("plan", "check"):
         _PROCESSES[name].start((name, str(EXAMPLE), f"--base={EMBEDDED}", "--json"))

@@ -51,7 +51,7 @@ BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 
 
 @pytest.fixture
-def desk(work: Workplace) -> DatasetApi:
+def api(work: Workplace) -> DatasetApi:
     return DatasetApi(work=work)
 
 
@@ -71,23 +71,23 @@ def add(root: Path, name: str, caption: str | None = None, *, shade: int = 0) ->
         path.with_suffix(".txt").write_text(caption)
 
 
-def ask(desk: DatasetApi, name: str, folder: Path, **values: Any) -> dict[str, Any]:
+def ask(api: DatasetApi, name: str, folder: Path, **values: Any) -> dict[str, Any]:
     body = BODIES.get(name, requests.Folder)
     values = {key: value for key, value in values.items() if key in body.model_fields}
-    answer: dict[str, Any] = getattr(desk, name)(body(folder=str(folder), **values))
+    answer: dict[str, Any] = getattr(api, name)(body(folder=str(folder), **values))
     json.dumps(answer, allow_nan=False)
     return answer
 
 
-def card(desk: DatasetApi, folder: Path, file: str) -> dict[str, Any]:
-    (found,) = [each for each in ask(desk, "look", folder)["pictures"] if each["file"] == file]
+def card(api: DatasetApi, folder: Path, file: str) -> dict[str, Any]:
+    (found,) = [each for each in ask(api, "look", folder)["pictures"] if each["file"] == file]
     return dict(found)
 
 
-def save(desk: DatasetApi, folder: Path, file: str, text: str, seen: str | None = None) -> Any:
+def save(api: DatasetApi, folder: Path, file: str, text: str, seen: str | None = None) -> Any:
     """Write a caption in place of `seen`, else of the one that is shown."""
-    seen = card(desk, folder, file)["caption"] if seen is None else seen
-    return ask(desk, "save", folder, file=file, text=text, seen=seen, group="")
+    seen = card(api, folder, file)["caption"] if seen is None else seen
+    return ask(api, "save", folder, file=file, text=text, seen=seen, group="")
 
 
 def badges(answer: dict[str, Any], file: str) -> list[str]:
@@ -102,32 +102,32 @@ def trained(root: Path, **keys: Any) -> dict[str, Any]:
 
 
 def test_all_cards_and_the_file_that_the_trainer_reads_is_edited(
-    desk: DatasetApi, folder: Path
+    api: DatasetApi, folder: Path
 ) -> None:
     (folder / "p0.txt").rename(folder / "P0.CAPTION")
-    answer = ask(desk, "look", folder)
+    answer = ask(api, "look", folder)
     captions = {picture["file"]: picture["caption"] for picture in answer["pictures"]}
     assert captions == {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
     assert badges(answer, "p2.png") == ["no caption"]
     assert (answer["undo"], answer["redo"], answer["excluded"]) == ("", "", [])
     assert not answer["check"]["fresh"]
-    assert save(desk, folder, "p0.png", "a cat", "something older")["saved"]
-    assert ask(desk, "look", folder)["undo"] == "", "saving what is there is no step"
-    save(desk, folder, "p0.png", "a bird")
-    save(desk, folder, "p2.png", "new")
+    assert save(api, folder, "p0.png", "a cat", "something older")["saved"]
+    assert ask(api, "look", folder)["undo"] == "", "saving what is there is no step"
+    save(api, folder, "p0.png", "a bird")
+    save(api, folder, "p2.png", "new")
     assert (folder / "P0.CAPTION").read_text() == "a bird" and not (folder / "p0.txt").exists()
     assert trained(folder) == {"p0.png": "a bird", "p1.png": "a dog, big", "p2.png": "new"}
     # Pictures that share a file show it both, and it is written once.
     add(folder, "p0.jpg")
     both = {"p0.png": "both", "p0.jpg": "both"}
-    cards = save(desk, folder, "p0.png", "both")["cards"]
+    cards = save(api, folder, "p0.png", "both")["cards"]
     assert {each["file"]: each["caption"] for each in cards} == both
-    assert len(ask(desk, "preview", folder, files=list(both), **BULK)["rows"]) == 1
-    ask(desk, "apply", folder, seen=both, **BULK)
+    assert len(ask(api, "preview", folder, files=list(both), **BULK)["rows"]) == 1
+    ask(api, "apply", folder, seen=both, **BULK)
     assert (folder / "P0.CAPTION").read_text() == "word, both"
 
 
-def test_what_is_around_the_text_is_kept(desk: DatasetApi, folder: Path) -> None:
+def test_what_is_around_the_text_is_kept(api: DatasetApi, folder: Path) -> None:
     for before, shown, after in (
         (b"one\r\ntwo\r\n", "one\ntwo", b"one\r\ntwo!\r\n"),
         (b"one\ntwo\n\n", "one\ntwo\n", b"one\ntwo\n!\n"),
@@ -136,22 +136,22 @@ def test_what_is_around_the_text_is_kept(desk: DatasetApi, folder: Path) -> None
         ("\ufeffcaf\u00e9\r\n".encode("utf-16-le"), "caf\u00e9", "caf\u00e9!\r\n".encode()),
     ):
         (folder / "p0.txt").write_bytes(before)
-        assert card(desk, folder, "p0.png")["caption"] == shown
-        save(desk, folder, "p0.png", f"{shown}!")
+        assert card(api, folder, "p0.png")["caption"] == shown
+        save(api, folder, "p0.png", f"{shown}!")
         assert (folder / "p0.txt").read_bytes() == after
 
 
 @given(data=st.binary(max_size=60), text=st.text(max_size=20))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_file_is_left_alone_or_read_back_as_typed(
-    desk: DatasetApi, root: Path, data: bytes, text: str
+    api: DatasetApi, root: Path, data: bytes, text: str
 ) -> None:
     add(root, "cat.png")
     file = root / "cat.txt"
     file.write_bytes(data)
-    save(desk, root, "cat.png", card(desk, root, "cat.png")["caption"])
+    save(api, root, "cat.png", card(api, root, "cat.png")["caption"])
     assert file.read_bytes() == data, "nothing was typed, nothing is written"
-    save(desk, root, "cat.png", text)
+    save(api, root, "cat.png", text)
     written = file.read_bytes()
     if written != data:
         written.decode()  # what was edited is UTF-8
@@ -159,7 +159,7 @@ def test_any_file_is_left_alone_or_read_back_as_typed(
     assert read_caption_file("a.txt", written).text == wanted
 
 
-def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetApi, root: Path) -> None:
+def test_metadata_lines_are_edited_in_their_file_and_style(api: DatasetApi, root: Path) -> None:
     for name in ("a.png", "B.png", "3_cat/c.png", "3_tabby cat/d.png"):
         add(root, name)
     lines = [
@@ -173,45 +173,45 @@ def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetApi, roo
     deeper.write_text('{"file_name":"c.png","text":"\\u00e9"}\n')
     before = tree(root)
     seen = {"a.png": "one \u00e9", "B.png": "two \u00e9", "3_cat/c.png": "\u00e9"}
-    ask(desk, "apply", root, seen=seen, **BULK)
+    ask(api, "apply", root, seen=seen, **BULK)
     changed = file.read_bytes().decode().split("\n")
     assert json.loads(changed[0]) == {**json.loads(lines[0]), "text": "word, one \u00e9"}
     assert changed[1:] == [lines[1], '{"file_name": "b.PNG", "caption": "word, two \u00e9"}\r', ""]
     assert deeper.read_text() == '{"file_name":"c.png","text":"word, \\u00e9"}\n'
     given = {name: f"word, {text}" for name, text in seen.items()}
     assert trained(root) == {**given, "3_tabby cat/d.png": "tabby cat"}
-    assert card(desk, root, "3_tabby cat/d.png")["stand_in"] == "tabby cat", "no text to edit"
-    ask(desk, "undo", root)
+    assert card(api, root, "3_tabby cat/d.png")["stand_in"] == "tabby cat", "no text to edit"
+    ask(api, "undo", root)
     assert tree(root) == before
     (root / "a.txt").write_text("file")
-    assert card(desk, root, "a.png")["stand_in"] == "one \u00e9", "a file beats a line"
-    save(desk, root, "a.png", "")
+    assert card(api, root, "a.png")["stand_in"] == "one \u00e9", "a file beats a line"
+    save(api, root, "a.png", "")
     assert (root / "a.txt").read_text() == ""
-    assert card(desk, root, "a.png")["where"] == "metadata.jsonl", "unless it is empty"
+    assert card(api, root, "a.png")["where"] == "metadata.jsonl", "unless it is empty"
     old = b'{"file_name": "B.png", "text": "caf\xe9"}\n{"file_name": "a.png", "text": "x"}\n'
     file.write_bytes(old)
     (root / "a.txt").unlink()
-    save(desk, root, "a.png", "y")
+    save(api, root, "a.png", "y")
     assert file.read_bytes() == old, "what is no UTF-8 is not rewritten"
     assert (root / "a.txt").read_text() == "y"
 
 
 def test_what_cannot_be_edited_is_locked_and_says_why(
-    desk: DatasetApi, folder: Path, tmp_path: Path
+    api: DatasetApi, folder: Path, tmp_path: Path
 ) -> None:
     (folder / "p0.txt").write_bytes(b"x" * 70_000)
-    assert "too long" in card(desk, folder, "p0.png")["locked"]
+    assert "too long" in card(api, folder, "p0.png")["locked"]
     secret = tmp_path / "secret.txt"
     secret.write_text("theirs")
     (folder / "p1.txt").unlink()
     (folder / "p1.txt").symlink_to(secret)
     row = json.dumps({"file_name": "p2.png", "text": ["one", "two"]})
     (folder / "metadata.jsonl").write_text(row)
-    locked = card(desk, folder, "p2.png")["locked"]
+    locked = card(api, folder, "p2.png")["locked"]
     assert locked == "metadata.jsonl gives 2 captions for it in a list"
     for file, why in (("p0", "too long"), ("p1", "leads out"), ("p2", "in a list")):
         with pytest.raises(InputError, match=why):
-            save(desk, folder, f"{file}.png", "mine")
+            save(api, folder, f"{file}.png", "mine")
     assert (folder / "p0.txt").stat().st_size == 70_000 and secret.read_text() == "theirs"
     # A link inside is written through, and modes are kept.
     real = folder / "real.caption"
@@ -219,13 +219,13 @@ def test_what_cannot_be_edited_is_locked_and_says_why(
     real.chmod(0o600)
     (folder / "p0.txt").unlink()
     (folder / "p0.txt").symlink_to(real.name)
-    save(desk, folder, "p0.png", "new")
+    save(api, folder, "p0.png", "new")
     assert real.read_text() == "new" and (folder / "p0.txt").is_symlink()
     assert real.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_edit_of_many_captions_leaves_alone_what_changed_since_the_preview(
-    desk: DatasetApi, folder: Path
+    api: DatasetApi, folder: Path
 ) -> None:
     for values, before, after in (
         ({"kind": "prepend"}, "a cat", "word, a cat"),
@@ -241,33 +241,33 @@ def test_an_edit_of_many_captions_leaves_alone_what_changed_since_the_preview(
     ):
         (folder / "p0.txt").write_text(before)
         posted = {**BULK, **values}
-        rows = ask(desk, "preview", folder, files=["p0.png"], **posted)["rows"]
+        rows = ask(api, "preview", folder, files=["p0.png"], **posted)["rows"]
         shown = {"file": "p0.png", "before": before, "after": after}
         assert rows == ([] if before == after else [shown])
-        ask(desk, "apply", folder, seen={"p0.png": before}, **posted)
+        ask(api, "apply", folder, seen={"p0.png": before}, **posted)
         assert (folder / "p0.txt").read_text() == after
         with pytest.raises(RequestError, match="nothing is typed"):
-            ask(desk, "preview", folder, files=["p0.png"], **{**posted, "text": ""})
+            ask(api, "preview", folder, files=["p0.png"], **{**posted, "text": ""})
     (folder / "p0.txt").write_text("theirs")
     seen = {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
-    answer = ask(desk, "apply", folder, seen=seen, **BULK)
+    answer = ask(api, "apply", folder, seen=seen, **BULK)
     texts = [(folder / f"p{index}.txt").read_text() for index in range(3)]
     assert texts == ["theirs", "word, a dog, big", "word"]
     (left,) = answer["left"]
     assert "p0.png has another caption" in left
-    assert save(desk, folder, "p0.png", "mine", "a cat")["newer"] == "theirs"
+    assert save(api, folder, "p0.png", "mine", "a cat")["newer"] == "theirs"
     assert (folder / "p0.txt").read_text() == "theirs"
 
 
 def test_other_pictures_values_of_another_kind_and_folders_outside_are_refused(
-    desk: DatasetApi, folder: Path, tmp_path: Path
+    api: DatasetApi, folder: Path, tmp_path: Path
 ) -> None:
     for file in ("../other/x.png", "/etc/passwd", "_excluded/p0.png", "p0.txt", "P0.PNG", "", "\0"):
         values = {"files": [file], "seen": {file: ""}, "file": file, "mask": "", **BULK}
         for act in ("preview", "apply", "exclude", "put_back", "mask", "save"):
             values |= {"seen": "", "group": ""} if act == "save" else {}
             with pytest.raises(RequestError, match="there is no picture"):
-                ask(desk, act, folder, **values)
+                ask(api, act, folder, **values)
     whole = {"folder": str(folder), "file": "p0.png", "text": "x", "seen": "a cat", "group": ""}
     for key, values in {
         "folder": (3, "x" * 5_000),
@@ -278,7 +278,7 @@ def test_other_pictures_values_of_another_kind_and_folders_outside_are_refused(
     }.items():
         for value in values:
             with pytest.raises((LoraTrainError, ValidationError)):
-                desk.save(requests.Save.model_validate({**whole, key: value}))
+                api.save(requests.Save.model_validate({**whole, key: value}))
     bounded = DatasetApi(work=Workplace(runs=tmp_path / "r", roots=(tmp_path / "datasets",)))
     with pytest.raises(InputError, match="outside"):
         ask(bounded, "look", folder)
@@ -286,13 +286,13 @@ def test_other_pictures_values_of_another_kind_and_folders_outside_are_refused(
 
 
 def test_the_trigger_is_looked_for_and_remembered_and_a_draft_says_how_it_is_trained(
-    desk: DatasetApi, folder: Path, work: Workplace, tmp_path: Path
+    api: DatasetApi, folder: Path, work: Workplace, tmp_path: Path
 ) -> None:
     draft = drafts.new(work, dataset=str(folder)).with_setting("data.trigger", "zibbo")
     drafts.save(work, draft.with_setting("data.resolution", 640))
-    answer = ask(desk, "look", folder)
+    answer = ask(api, "look", folder)
     assert answer["trigger"] == "zibbo" and "640 px" in answer["trained_as"]
-    answer = ask(desk, "look", folder, trigger=" cat ", resolution="768")
+    answer = ask(api, "look", folder, trigger=" cat ", resolution="768")
     assert (badges(answer, "p0.png"), badges(answer, "p1.png")) == ([], ["trigger missing"])
     again = ask(DatasetApi(work=work), "look", folder)
     assert (again["trigger"], again["resolution"]) == ("cat", "768")
@@ -302,7 +302,7 @@ def test_the_trigger_is_looked_for_and_remembered_and_a_draft_says_how_it_is_tra
         path.mkdir()
         drafts.new(work, dataset=str(path))
     gone.rmdir()
-    assert desk.recent(requests.Recent())["recent"] == [str(folder), str(other)]
+    assert api.recent(requests.Recent())["recent"] == [str(folder), str(other)]
 
 
 def check_answer(**changes: Any) -> dict[str, Any]:
@@ -332,18 +332,18 @@ def answered(monkeypatch: pytest.MonkeyPatch, values: Any, error: str = "") -> l
 
 
 def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
-    desk: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
+    api: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heic = {"severity": "warning", "kind": "unusable", "file": "p1.png"}
     heic |= {"what": "is a HEIC image", "advice": "pip install pillow-heif, or convert it"}
     broken = {**heic, "file": "p2.png", "what": "is cut off", "advice": "replace it"}
     answer = check_answer(findings=[heic, broken], images=1)
     answered(monkeypatch, answer)
-    ask(desk, "check", folder)
-    shown = ask(desk, "look", folder)["pictures"]
+    ask(api, "check", folder)
+    shown = ask(api, "look", folder)["pictures"]
     assert [row["unreadable"] for row in shown] == [False, True, True]
     edit = {"kind": "prepend", "text": "zorble", "replacement": "", "joint": ", "}
-    rows = ask(desk, "preview", folder, files=["p0.png", "p1.png", "p2.png"], **edit)["rows"]
+    rows = ask(api, "preview", folder, files=["p0.png", "p1.png", "p2.png"], **edit)["rows"]
     assert [row["file"] for row in rows] == ["p0.png"]
     report, is_good = report_on(folder, answer, words(ENGLISH))
     text = " ".join(re.sub("<[^>]*>", " ", report).split())
@@ -364,14 +364,14 @@ def test_a_remark_on_all_images_is_counted_and_leads_to_where_captions_are_writt
 
 
 def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
-    desk: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
+    api: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = ROOT / "lora_trainer" / "embedded" / "tokenizer"
     limit = {"tokenizer": str(tokenizer), "tokens": 7}
     asked = answered(monkeypatch, check_answer(caption_limit=limit))
     (folder / "p2.txt").write_text("one two three four five six seven")
-    ask(desk, "check", folder)
-    answer = ask(desk, "look", folder)
+    ask(api, "check", folder)
+    answer = ask(api, "look", folder)
     shown = answer["pictures"][0]
     assert (shown["bucket"], shown["cropped_fraction"], shown["width_px"]) == ("16x16", 0.2, 32)
     assert shown["kept"] == [0.1, 0, 0.9, 1] and "bucket" not in answer["pictures"][1]
@@ -380,20 +380,20 @@ def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
     assert text.endswith(" of 7 tokens")
     assert len(answer["notes"]) == 1
     assert answer["check"] == {"fresh": True, "error": "", "score": 0.7, "buckets": {"16x16": 3}}
-    assert ask(DatasetApi(work=desk.work), "look", folder)["check"]["fresh"]
-    save(desk, folder, "p0.png", "another caption")
-    ask(desk, "check", folder)
+    assert ask(DatasetApi(work=api.work), "look", folder)["check"]["fresh"]
+    save(api, folder, "p0.png", "another caption")
+    ask(api, "check", folder)
     assert len(asked) == 1
     add(folder, "p0.png", shade=3)
-    assert not ask(desk, "look", folder)["check"]["fresh"]
-    ask(desk, "check", folder)
-    ask(desk, "look", folder, trigger="", resolution="512")
-    ask(desk, "check", folder)
+    assert not ask(api, "look", folder)["check"]["fresh"]
+    ask(api, "check", folder)
+    ask(api, "look", folder, trigger="", resolution="512")
+    ask(api, "check", folder)
     assert len(asked) == 3 and "--set=data.resolution=512" in asked[-1]
     answered(monkeypatch, None, error="no such base")
     add(folder, "p0.png", shade=4)
-    ask(desk, "check", folder)
-    answer = ask(desk, "look", folder)
+    ask(api, "check", folder)
+    answer = ask(api, "look", folder)
     assert (answer["check"]["error"], len(answer["pictures"])) == ("no such base", 3)
 
 
@@ -404,14 +404,14 @@ def png(pixels: Image.Image) -> str:
 
 
 def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
-    desk: DatasetApi, work: Workplace, folder: Path
+    api: DatasetApi, work: Workplace, folder: Path
 ) -> None:
     old = folder / "p1-masklabel.jpg"
     Image.new("L", (32, 24), 255).save(old)
     before = old.read_bytes()
     half = Image.new("RGBA", (64, 48), "black")
     half.paste("white", (0, 0, 32, 48))
-    answer = ask(desk, "mask", folder, file="p1.png", mask=png(half))
+    answer = ask(api, "mask", folder, file="p1.png", mask=png(half))
     file = folder / "p1-masklabel.png"
     assert file.is_file() and not old.exists(), "one of another kind gives way"
     records = scan(folder, settings=build_config({"data.masks": "files"}).data).records
@@ -421,32 +421,32 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
     with Image.open(file) as mask:
         assert (mask.mode, mask.size) == ("L", (32, 24))
         assert mask.getpixel((4, 4)) == 255 and mask.getpixel((28, 4)) == 0
-    shown = ask(desk, "closer", folder, file="p1.png")
+    shown = ask(api, "closer", folder, file="p1.png")
     assert shown["mask"] == "data:image/png;base64," + base64.b64encode(written).decode()
     chosen = drafts.current(work).settings
     assert chosen["data.masks"] == "files", "what was painted is trained with"
-    assert "the mask of p1.png" in ask(desk, "undo", folder)["step"]
+    assert "the mask of p1.png" in ask(api, "undo", folder)["step"]
     assert old.read_bytes() == before and not file.exists()
     assert drafts.current(work).settings["data.masks"] == "files", "the one before is there"
-    ask(desk, "redo", folder)
+    ask(api, "redo", folder)
     assert file.read_bytes() == written
-    ask(desk, "mask", folder, file="p1.png", mask="")
+    ask(api, "mask", folder, file="p1.png", mask="")
     assert not file.exists()
     assert "data.masks" not in drafts.current(work).settings, "the last one is gone"
-    ask(desk, "undo", folder)
+    ask(api, "undo", folder)
     assert drafts.current(work).settings["data.masks"] == "files"
-    ask(desk, "redo", folder)
+    ask(api, "redo", folder)
     assert "data.masks" not in drafts.current(work).settings
-    ask(desk, "undo", folder)
+    ask(api, "undo", folder)
     black = (png(Image.new("L", (32, 24))), "nothing is painted")
     for bad, why in (black, ("data:x", "no mask"), (png(half)[:90], "mask")):
         with pytest.raises(RequestError, match=why):
-            ask(desk, "mask", folder, file="p1.png", mask=bad)
+            ask(api, "mask", folder, file="p1.png", mask=bad)
     assert file.read_bytes() == written
 
 
 def test_the_crops_are_those_of_the_trainer(
-    desk: DatasetApi, work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
+    api: DatasetApi, work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts.save(work, drafts.new(work, dataset=str(folder)).with_setting("data.flip", True))
     answered(monkeypatch, check_answer())
@@ -454,8 +454,8 @@ def test_the_crops_are_those_of_the_trainer(
         drawn = image.copy()
     drawn.putpixel((20, 12), (255, 255, 255))
     drawn.save(folder / "p0.png")
-    ask(desk, "check", folder)
-    seen = ask(desk, "closer", folder, file="p0.png")["seen"]
+    ask(api, "check", folder)
+    seen = ask(api, "closer", folder, file="p0.png")["seen"]
     assert [each["said"] for each in seen] == ["cropped to 16x16", "cropped to 16x16, mirrored"]
     brightest = []
     for each in seen:
@@ -465,51 +465,51 @@ def test_the_crops_are_those_of_the_trainer(
     assert brightest[0] + brightest[1] == 15
 
 
-def move(desk: DatasetApi, root: Path, *names: str, back: bool = False) -> dict[str, Any]:
-    answer = ask(desk, "put_back" if back else "exclude", root, files=list(names))
+def move(api: DatasetApi, root: Path, *names: str, back: bool = False) -> dict[str, Any]:
+    answer = ask(api, "put_back" if back else "exclude", root, files=list(names))
     assert answer["left"] == []
     return answer
 
 
 def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
-    desk: DatasetApi, root: Path
+    api: DatasetApi, root: Path
 ) -> None:
     for name, caption in (("3_cat/a.png", "one"), ("b.png", None)):
         add(root, name, caption)
     (root / "metadata.jsonl").write_text('{"file_name": "b.png", "text": "x"}')
     before = tree(root)
-    move(desk, root, "3_cat/a.png")
+    move(api, root, "3_cat/a.png")
     assert {"_excluded/3_cat/a.png", "_excluded/3_cat/a.txt"} < set(tree(root))
     assert trained(root) == {"b.png": "x"}
-    move(desk, root, "3_cat/a.png", back=True)
+    move(api, root, "3_cat/a.png", back=True)
     assert tree(root) == before
     assert not (root / "_excluded").exists(), "an empty folder of ours is cleared away"
     for _ in range(2):
-        ask(desk, "undo", root)
+        ask(api, "undo", root)
     assert tree(root) == before
-    move(desk, root, "b.png")
+    move(api, root, "b.png")
     kinds = {finding.kind for finding in scan(root, settings=build_config({}).data).findings}
     assert "excluded" in kinds and not any("caption" in kind for kind in kinds - {"no-caption"})
-    move(desk, root, "b.png", back=True)
+    move(api, root, "b.png", back=True)
     assert trained(root)["b.png"] == "x", "its line has stayed and counts again"
-    answer = move(desk, root, "b.png", "3_cat/a.png")
+    answer = move(api, root, "b.png", "3_cat/a.png")
     assert (len(answer["pictures"]), len(answer["excluded"])) == (0, 2)
     assert "no images" in answer["problem"] and answer["check"]["fresh"], "nothing to check"
-    assert ask(desk, "check", root) == {}
+    assert ask(api, "check", root) == {}
     (root / "c.png").symlink_to("_excluded/b.png")
     with pytest.raises(InputError, match="is a link"):
-        move(desk, root, "c.png")
+        move(api, root, "c.png")
 
 
 def test_a_taken_name_gets_a_number_with_its_caption_and_a_shared_caption_is_copied(
-    desk: DatasetApi, root: Path, tmp_path: Path
+    api: DatasetApi, root: Path, tmp_path: Path
 ) -> None:
     add(root, "_excluded/a.png", "before", shade=9)
     for name, caption in (("a.png", "one"), ("c.png", None), ("d.png", None)):
         add(root, name, caption)
     (root / "_excluded/c.caption").write_text("not mine")
     old = tree(root)
-    move(desk, root, "a.png", "c.png")
+    move(api, root, "a.png", "c.png")
     now = tree(root)
     assert old["_excluded/a.png"] == now["_excluded/a.png"]
     assert now["_excluded/a-2.png"] == old["a.png"]
@@ -519,23 +519,23 @@ def test_a_taken_name_gets_a_number_with_its_caption_and_a_shared_caption_is_cop
     for name, caption in (("a.png", "both"), ("a.jpg", None), ("z.png", None)):
         add(root, name, caption)
     before = tree(root)
-    move(desk, root, "a.png")
+    move(api, root, "a.png")
     away = ["_excluded/a.png", "_excluded/a.txt"]
     assert sorted(tree(root)) == [*away, "a.jpg", "a.txt", "z.png"]
-    move(desk, root, "a.jpg")
+    move(api, root, "a.jpg")
     gone = ["_excluded/a.jpg", *away, "z.png"]
     assert sorted(tree(root)) == gone and tree(root)["_excluded/a.txt"] == b"both"
     for name in ("a.png", "a.jpg"):
-        move(desk, root, name, back=True)
+        move(api, root, name, back=True)
     assert tree(root) == before
-    move(desk, root, "a.png", "a.jpg")
+    move(api, root, "a.png", "a.jpg")
     assert sorted(tree(root)) == gone
-    ask(desk, "undo", root)
+    ask(api, "undo", root)
     assert tree(root) == before
 
 
 def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
-    desk: DatasetApi,
+    api: DatasetApi,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -547,23 +547,23 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
         lines.append(argv)
 
     monkeypatch.setattr("lora_trainer.gui.jobs.start", start)
-    ask(desk, "look", folder, trigger="-x", resolution="")
+    ask(api, "look", folder, trigger="-x", resolution="")
     asked = {"model": "blip", "mode": "replace", "files": ["p0.png", "p2.png"]}
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(RequestError, match="cannot be reached"):
-        ask(desk, "caption", folder, **asked)
+        ask(api, "caption", folder, **asked)
     assert lines == [], "said at once, before any model is loaded"
     monkeypatch.setattr("lora_trainer.gui.datasets.caption_job._reaches_hub", lambda: True)
-    assert ask(desk, "caption", folder, **asked)["state"] == "none"
+    assert ask(api, "caption", folder, **asked)["state"] == "none"
     words = lines[0][lines[0].index("caption") :]
     assert {"--overwrite", "--trigger=-x", "--images=p0.png", "--images=p2.png"} < set(words)
     words = [word.replace("blip", str(folder / "no model")) for word in words]
     with pytest.raises(SystemExit):
         main([*words, "--dry-run"])
     assert "no model" in capsys.readouterr().err
-    captioning(desk, folder, [])
+    captioning(api, folder, [])
     with pytest.raises(RequestError, match="already"):
-        ask(desk, "caption", folder, **asked)
+        ask(api, "caption", folder, **asked)
     assert len(lines) == 1
     ninth = {"event": "caption", "index": 9, "count": 9}
     ended = {"event": "captioned", "written": 8, "failed": 1, "had_one": 0}
@@ -577,23 +577,23 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
         ([ninth, ended], 0, "finished", "8 captions written, 1 images without", 9),
         (["error: no such model. Fix: x"], 3, "failed", "error: no such model. Fix: x", 0),
     ):
-        shown = captioning(desk, folder, rows, code)
+        shown = captioning(api, folder, rows, code)
         assert (shown["state"], shown["said"], shown["done"]) == (state, said, done)
         assert bool(shown["written"] or shown["done"]) == bool(done), "else nothing to take back"
         assert shown["problems"] == (["a.png is damaged. remove it"] if problem in rows else [])
     values = {"event": "undone", "removed": ["a", "b"], "restored": ["c"], "kept": []}
     undone = SimpleNamespace(values=values)
-    monkeypatch.setattr("lora_trainer.gui.launch.ask", lambda words: undone)
-    assert ask(desk, "caption_undo", folder)["step"] == "2 captions removed, 1 put back"
+    monkeypatch.setattr("lora_trainer.gui.command_lines.ask", lambda words: undone)
+    assert ask(api, "caption_undo", folder)["step"] == "2 captions removed, 1 put back"
     refused = SimpleNamespace(values=None, error="error: nothing to take back")
-    monkeypatch.setattr("lora_trainer.gui.launch.ask", lambda words: refused)
+    monkeypatch.setattr("lora_trainer.gui.command_lines.ask", lambda words: refused)
     with pytest.raises(InputError, match="nothing to take back"):
-        ask(desk, "caption_undo", folder)
+        ask(api, "caption_undo", folder)
 
 
-def captioning(desk: DatasetApi, folder: Path, rows: list[Any], code: int | None = None) -> Any:
+def captioning(api: DatasetApi, folder: Path, rows: list[Any], code: int | None = None) -> Any:
     """Leave what a captioning writes in the folder of a job; return what is said of it."""
-    job = desk.work.own / "jobs" / ("a" * 12)
+    job = api.work.own / "jobs" / ("a" * 12)
     job.mkdir(parents=True, exist_ok=True)
     about = {"kind": "caption", "about": {"folder": str(folder)}, "at_s": time.time()}
     (job / "job.json").write_text(json.dumps(about))
@@ -601,7 +601,7 @@ def captioning(desk: DatasetApi, folder: Path, rows: list[Any], code: int | None
     (job / "log.txt").write_text("\n".join(lines))
     if code is not None:
         (job / "result.json").write_text(json.dumps({"exit_code": code}))
-    return ask(desk, "caption_state", folder)
+    return ask(api, "caption_state", folder)
 
 
 def told(work: Workplace, name: str, body: object, code: str = "de") -> tuple[int, dict[str, Any]]:

@@ -38,7 +38,7 @@ def page_url(name: str) -> str:
     return f"/run?run={quote(name, safe='')}"
 
 
-def runs(root: Path) -> tuple[RunEntry, ...]:
+def find_runs(root: Path) -> tuple[RunEntry, ...]:
     """Return the runs of a folder, those that train first, then by their last change."""
     found = sorted(_run_folders(root), key=_changed_ns, reverse=True)
     entries = [RunEntry(name=path.name, status=read_status(path)) for path in found]

@@ -24,10 +24,10 @@ from lora_trainer.config.config import (
 )
 from lora_trainer.config.layers import read_settings_text
 
+from .command_lines import run_name
 from .drafts import Draft
-from .expert_text import value_of
 from .fence import fenced
-from .launch import run_name
+from .setting_text import value_of
 from .workplace import Workplace
 
 BASE, NAME, FOLDER = "base.model", "output.name", "output.folder"
