@@ -10,6 +10,7 @@ when the device has had that answer for long, so that such a step does not count
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import bitsandbytes.functional as kernels
@@ -23,6 +24,12 @@ from lora_trainer.network.pinned_memory import AsyncRead
 BLOCK = 256
 # Of a piece. The step makes copies of one piece at a time: 14 bytes an element.
 PIECE_ELEMENTS = 2 * 2**20
+
+
+@cache
+def code_of_zero(*, is_signed: bool) -> int:
+    """Return the byte for zero in a state, from a map on the host: one on the device is waited for."""
+    return int(kernels.create_dynamic_map(signed=is_signed).abs().argmin())
 
 
 class _Piece:
@@ -47,8 +54,8 @@ class _Piece:
         if (
             self.in_8_bits
         ):  # the elements between tensors stay zero, whatever scale their block gets
-            for name, codes in (("state1", first["qmap1"]), ("state2", first["qmap2"])):
-                self.joined[name].fill_(int(codes.abs().argmin()))
+            for name, is_signed in (("state1", True), ("state2", False)):
+                self.joined[name].fill_(code_of_zero(is_signed=is_signed))
         self._views: dict[str, list[Tensor]] = {}
         self.take(states)
 

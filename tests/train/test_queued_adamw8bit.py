@@ -155,3 +155,12 @@ def test_a_tensor_without_a_gradient_is_left_out_as_the_library_does() -> None:
         optimizer.step()
         walk(optimizer, tensors, 3)
     assert same(bits(joined, own), bits(single, reference))
+
+
+def test_the_code_of_zero_is_that_of_the_maps_of_the_states() -> None:
+    own = parameters()
+    optimizer = QueuedAdamW8bit(grouped(own), **OPTIONS)
+    walk(optimizer, own, 0)
+    state = next(state for tensor in own if "qmap1" in (state := optimizer.state[tensor]))
+    for codes, is_signed in ((state["qmap1"], True), (state["qmap2"], False)):
+        assert codes[queued_adamw8bit.code_of_zero(is_signed=is_signed)] == 0

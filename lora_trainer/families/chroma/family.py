@@ -101,7 +101,12 @@ class Chroma(FlowFamily):
         # diffusers 0.42.1 builds this network with a class that diffusers itself deprecated.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")
-            return super().empty_denoiser(architecture)
+            network: Any = super().empty_denoiser(architecture)
+        network.time_text_embed.guidance_proj = _zero_guidance(
+            network.time_text_embed.guidance_proj
+        )
+        changed: nn.Module = network
+        return changed
 
     # ---- training
 
@@ -131,6 +136,26 @@ class Chroma(FlowFamily):
         order = torch.tensor([row for rows in groups.values() for row in rows])
         # `order` lists the batch's rows as grouped by length; its argsort puts them back.
         return torch.cat(parts)[order.argsort().to(noisy.device)]
+
+
+def _zero_guidance(embedding: nn.Module) -> nn.Module:
+    """Return a module whose answer lies where the network is, whatever it is asked.
+
+    The guidance is always 0. diffusers embeds it in host memory in every pass, and the host waits for the copy.
+    """
+    import torch
+
+    class ZeroGuidance(torch.nn.Module):
+        embedded: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("embedded", embedding(torch.zeros(1)), persistent=False)
+
+        def forward(self, guidance: Tensor) -> Tensor:
+            return self.embedded.expand(len(guidance), -1)
+
+    return ZeroGuidance()
 
 
 FAMILY = Chroma()

@@ -153,6 +153,9 @@ class Lumina2(FlowFamily):
     ) -> Tensor:
         import torch
 
+        # They lie in host memory, and the network copies them for every pass, which waits for the device.
+        positions: Any = denoiser.rope_embedder
+        positions.freqs_cis = [table.to(noisy.device) for table in positions.freqs_cis]
         mask = conditioning["text_mask"]
         lengths = torch.tensor(text_lengths(mask), device="cpu")
         towards_image: Tensor = denoiser(
