@@ -1,4 +1,4 @@
-"""Embedded colour profiles: the change of an image's colours to sRGB, in which bases were trained.
+"""Colour profiles, and spaces stated without one: the change of an image's colours to sRGB, as bases were trained.
 
 Without it a photograph from a phone (Display P3) or in Adobe RGB is learned with dull colours. A profile that says
 nearly the same as sRGB changes nothing, so that its pixels stay as they are, bit for bit.
@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageCms
 
 from lora_trainer.common.events import shown
+from lora_trainer.dataset.colour_tags import CODE_POINTS, profile_of, stated_space
 
 # From an image in RGB to one in sRGB.
 Recolour = Callable[[Image.Image], Image.Image]
@@ -24,20 +25,33 @@ _PROBE_STEPS = 9
 
 
 def recolouring(image: Image.Image, notes: list[str]) -> Recolour | None:
-    """Return what turns an image's colours into sRGB; None where it has no profile, or one that is nearly sRGB.
+    """Return what turns an image's colours into sRGB; None where it states no other space, or one that is nearly sRGB.
 
     Appends "kind: sentence" to `notes`. Images in CMYK are not meant: they have no colours without their profile.
     """
+    if image.mode == "CMYK":
+        return None
     profile = image.info.get("icc_profile")
-    if not profile or image.mode == "CMYK":
+    # The order of the PNG specification; in other files a profile counts before numbers.
+    if profile and not (image.format == "PNG" and CODE_POINTS in image.info):
+        words, what = "its profile ({name})", "its colour profile"
+    else:
+        words, what = "{name}, which it states", "what it states of its colours"
+        try:
+            space = stated_space(image)
+            profile = None if space is None else profile_of(space)
+        except ValueError as error:
+            notes.append(f"icc-profile: its colours are read as sRGB: {shown(str(error))}")
+            return None
+    if not profile:
         return None
     try:
         recolour, name = _recolouring(profile)
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
-        notes.append(f"icc-profile: its colour profile is broken and ignored ({shown(str(error))})")
+        notes.append(f"icc-profile: {what} is broken and ignored ({shown(str(error))})")
         return None
     if recolour is not None:
-        notes.append(f"icc: colours are converted to sRGB from its profile ({shown(name)})")
+        notes.append(f"icc: colours are converted to sRGB from {words.format(name=shown(name))}")
     return recolour
 
 

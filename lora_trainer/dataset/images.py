@@ -2,7 +2,7 @@
 
 Reads PNG, JPEG, WebP, GIF, TIFF, BMP and AVIF through Pillow, HEIC where pillow-heif is installed. Size limits are
 checked from the header, and only regular files are opened. Transparent parts get a background colour, 16 bits are
-scaled to 8, CMYK goes through its colour profile, RGB and gray with a profile other than sRGB through theirs
+scaled to 8, CMYK goes through its colour profile, RGB and gray with colours other than sRGB's are converted
 (`colours`). Each of these changes is a note.
 Crispness, brightness and a perceptual hash are measured once, when an image is decoded for the check, and
 remembered, so that a second quality report opens no file.
@@ -36,6 +36,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import NAMES, CaptionText, caption_of, clean, decoded
+from lora_trainer.dataset.colour_tags import note_code_points
 from lora_trainer.dataset.colours import Recolour, recolouring
 
 _MEASURED_SIDE_PX = 1024
@@ -384,6 +385,7 @@ def loaded(
             if frames > 1:
                 notes.append(f"animated: only the first of its {frames} frames or pages is used")
             image.load()
+            note_code_points(image, file)
             yield image, raw_mode
         except ImageDecodeError:
             raise

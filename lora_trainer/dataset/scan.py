@@ -68,7 +68,7 @@ MAX_REASONS = 100
 # What sides rounded to pixels make of a ratio, at most.
 MASK_ASPECT_TOLERANCE = 0.02
 # Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
-_MEMO_VERSION = f"6, Pillow {PIL.__version__}"
+_MEMO_VERSION = f"7, Pillow {PIL.__version__}"
 Value = TypeVar("Value")
 
 

@@ -6,13 +6,14 @@ import io
 import json
 import struct
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms
+from PIL import ExifTags, Image, ImageCms
 
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset import images
@@ -187,3 +188,146 @@ def test_avif_is_named_where_pillow_lacks_it(
     with pytest.raises(ImageDecodeError) as caught:
         decode(tmp_path / "a.avif", settings=DataSettings())
     assert "AVIF" in caught.value.reason and "pillow" in caught.value.fix
+
+
+# ---- colours stated in numbers
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def with_chunks(data: bytes, *chunks: bytes) -> bytes:
+    """Return a PNG with chunks before its palette and pixels."""
+    return data[:33] + b"".join(chunks) + data[33:]
+
+
+def cicp(primaries: int, transfer: int) -> bytes:
+    return chunk(b"cICP", bytes((primaries, transfer, 0, 1)))
+
+
+def gama(value: float) -> bytes:
+    return chunk(b"gAMA", struct.pack(">I", round(value * 100_000)))
+
+
+def chrm(*numbers: float) -> bytes:
+    return chunk(b"cHRM", struct.pack(">8I", *(round(number * 100_000) for number in numbers)))
+
+
+D65 = (0.3127, 0.329)
+P3_CHROMATICITIES = (*D65, 0.68, 0.32, 0.265, 0.69, 0.15, 0.06)
+SRGB_CHROMATICITIES = (*D65, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
+ADOBE = (0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "P", "RGBA"])
+def test_a_png_that_states_display_p3_in_numbers_is_converted_as_by_its_profile(
+    mode: str, tmp_path: Path
+) -> None:
+    """Apple's profile has sRGB's curve, of which 2.2 is nearest; within the rounding of both the colours are equal."""
+    plain, _ = stripes(picture(mode), tmp_path)
+    by_profile, _ = stripes(picture(mode, icc_profile=rgb_profile(P3)), tmp_path)
+    for stated in (
+        [cicp(12, 13)],
+        [gama(0.45455), chrm(*P3_CHROMATICITIES)],
+        [chrm(*P3_CHROMATICITIES)],
+    ):
+        found, notes = stripes(with_chunks(picture(mode), *stated), tmp_path)
+        assert notes[0] == "icc" and found != plain
+        assert np.abs(np.subtract(found, by_profile)).max() <= 2
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        [cicp(1, 13)],
+        [cicp(1, 1)],
+        [cicp(2, 2)],
+        [gama(0.45455)],
+        [gama(0.45455), chrm(*SRGB_CHROMATICITIES)],
+        # The chunk of sRGB counts before the others, which programs write for those that do not know it.
+        [chunk(b"sRGB", b"\0"), gama(1.0), chrm(*P3_CHROMATICITIES)],
+    ],
+)
+def test_numbers_of_srgb_change_nothing(stated: list[bytes], tmp_path: Path) -> None:
+    plain, _ = stripes(picture(), tmp_path)
+    assert stripes(with_chunks(picture(), *stated), tmp_path) == (plain, [])
+
+
+def test_linear_pixels_are_brightened_and_the_code_points_count_before_a_profile(
+    tmp_path: Path,
+) -> None:
+    for stated in (gama(1.0), cicp(1, 8)):
+        for mode in ("RGB", "L"):
+            found, notes = stripes(with_chunks(picture(mode), stated), tmp_path)
+            assert notes == ["icc"] and found[1][0] == pytest.approx(188, abs=2)
+    plain, _ = stripes(picture(), tmp_path)
+    told = picture(icc_profile=rgb_profile(P3))
+    assert stripes(with_chunks(told, cicp(1, 13)), tmp_path) == (plain, [])
+    both, _ = stripes(with_chunks(told, gama(1.0)), tmp_path)
+    assert both == stripes(told, tmp_path)[0], "a profile counts before gAMA"
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ([cicp(9, 16)], "HDR image (PQ)"),
+        ([cicp(9, 18)], "HDR image (HLG)"),
+        ([cicp(77, 13)], "77/13"),
+        ([gama(0.0)], "gAMA"),
+        ([chrm(0, 0, 0, 0, 0, 0, 0, 0)], "cHRM"),
+        ([chrm(*D65, 0.3, 0.3, 0.4, 0.4, 0.5, 0.5)], "cHRM"),
+    ],
+)
+def test_colours_that_cannot_be_converted_are_named(
+    stated: list[bytes], said: str, tmp_path: Path
+) -> None:
+    plain, _ = stripes(picture(), tmp_path)
+    (tmp_path / "a.png").write_bytes(with_chunks(picture(), *stated))
+    decoded = decode(tmp_path / "a.png", settings=DataSettings())
+    assert [decoded.image.getpixel((x, 10)) for x in (4, 12, 20)] == plain
+    (note,) = decoded.notes
+    assert note.startswith("icc-profile: ") and said in note
+
+
+def test_an_avif_states_its_colours_in_numbers(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    Image.open(io.BytesIO(picture())).convert("RGB").save(data, "AVIF", quality=100)
+    plain, notes = stripes(data.getvalue(), tmp_path)
+    assert notes == []
+    at = data.getvalue().index(b"colrnclx") + 8
+    told = bytearray(data.getvalue())
+    told[at : at + 4] = struct.pack(">HH", 12, 13)
+    found, notes = stripes(bytes(told), tmp_path)
+    assert notes == ["icc"] and found[2][0] > plain[2][0] + 3 and found[2][1] < plain[2][1]
+    told[at : at + 4] = struct.pack(">HH", 9, 16)
+    assert stripes(bytes(told), tmp_path) == (plain, ["icc-profile"])
+
+
+def test_a_heic_states_its_colours_in_numbers(tmp_path: Path) -> None:
+    plain, notes = stripes(heic(), tmp_path)
+    assert notes == []
+    told = heic(color_primaries=12, transfer_characteristics=13, matrix_coefficients=6)
+    data = bytearray(told)
+    if (at := data.find(b"colrnclx")) >= 0:
+        data[at + 8 : at + 12] = struct.pack(">HH", 12, 13)
+    found, notes = stripes(bytes(data), tmp_path)
+    assert notes == ["icc"] and found[2][0] > plain[2][0] + 3
+
+
+def test_a_cameras_jpeg_in_adobe_rgb_says_so_by_a_letter(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.ColorSpace] = 0xFFFF
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.IFD.Interop] = {1: "R03"}
+    saving = {"quality": 100, "subsampling": 0}
+
+    def jpeg(**more: Any) -> bytes:
+        data = io.BytesIO()
+        Image.open(io.BytesIO(picture())).convert("RGB").save(data, "JPEG", **saving, **more)
+        return data.getvalue()
+
+    plain, _ = stripes(jpeg(), tmp_path)
+    by_profile, _ = stripes(jpeg(icc_profile=rgb_profile(ADOBE)), tmp_path)
+    found, notes = stripes(jpeg(exif=exif), tmp_path)
+    assert notes == ["icc"] and found != plain
+    assert np.abs(np.subtract(found, by_profile)).max() <= 2
