@@ -63,7 +63,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 REFERENCE = "min_snr"
 RECIPE_REFERENCE = "balanced"
 PRIORITY = "priority"
-"""Key of an option's priority, which is no setting."""
+"""Key of an option's priority, which is not a setting."""
 _TIERS: Mapping[str, Mapping[str, Any]] = {
     "6-8": {"memory.base_precision": "nf4", "optimizer.name": "adamw8bit"},
     "10-12": {"memory.base_precision": "int8", "optimizer.name": "adamw8bit"},

@@ -97,7 +97,7 @@ class HostWatch:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Return the fields of /proc/PID/status that are sizes, in bytes; none of a process that is no more."""
+    """Return the fields of /proc/PID/status that are sizes, in bytes; none of a process that has ended."""
     sizes = {"VmHWM": 0, "RssAnon": 0, "RssShmem": 0}
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

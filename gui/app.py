@@ -100,7 +100,9 @@ def workplace(options: Options) -> Workplace:
     roots = tuple(folder.expanduser().resolve() for folder in options.datasets)
     for root in roots:
         if not root.is_dir():
-            raise InputError(f"there is no folder {root}", fix="give --datasets an existing one")
+            raise InputError(
+                f"the folder {root} does not exist", fix="give --datasets an existing one"
+            )
     if not roots and not is_loopback(options.listen):
         raise RequestError(
             "with --listen others choose folders of this machine, and none is named for them",

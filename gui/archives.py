@@ -109,7 +109,7 @@ class _Entry:
 def _entries(
     content: zipfile.ZipFile, name: str, limits: Limits, *, packed_bytes: int
 ) -> list[_Entry]:
-    """Return the files of a zip; raises InputError when one of them is no plain file inside."""
+    """Return the files of a zip; raises InputError when one of them is not a plain file inside."""
     infos = content.infolist()
     if len(infos) > limits.files:
         raise _refused(name, f"holds {len(infos):,} files, {limits.files:,} are allowed")

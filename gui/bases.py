@@ -136,7 +136,7 @@ def sign_in(token: str) -> str:
     word = token.strip()
     if not _TOKEN.fullmatch(word):
         raise RequestError(
-            "this is no token of Hugging Face", fix="copy the whole token, which begins with hf_"
+            "this is not a token of Hugging Face", fix="copy the whole token, which begins with hf_"
         )
     if any(os.environ.get(name) not in (None, "", word) for name in _TOKEN_VARIABLES):
         raise RequestError(

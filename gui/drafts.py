@@ -79,7 +79,7 @@ def save(work: Workplace, draft: Draft) -> None:
 def read(work: Workplace, draft_id: str | None) -> Draft:
     """Return a draft; raises RequestError when there is none of that id or it is damaged."""
     if not draft_id or not _ID.fullmatch(draft_id) or not (file := _file(work, draft_id)).is_file():
-        raise RequestError(f"there is no draft {draft_id!r}", fix="begin a new training")
+        raise RequestError(f"the draft {draft_id!r} does not exist", fix="begin a new training")
     values = read_json_object(file)
     try:
         draft = Draft(**values)

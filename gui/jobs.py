@@ -121,7 +121,7 @@ def read(work: Workplace, job_id: str) -> Job:
     """Return a job; raises RequestError for an unknown id or a damaged record."""
     folder = work.own / FOLDER / job_id
     if not _ID.fullmatch(job_id) or not (folder / JOB_FILE).is_file():
-        raise RequestError(f"there is no job {job_id!r}", fix="start it again")
+        raise RequestError(f"the job {job_id!r} does not exist", fix="start it again")
     record = read_json_object(folder / JOB_FILE)
     begun_s = number(record, "at_s")
     state, exit_code = _state(folder, begun_s=begun_s if math.isfinite(begun_s) else 0.0)

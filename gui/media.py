@@ -217,7 +217,7 @@ def dataset_file(work: Workplace, folder: str, file: str) -> Path:
     if not work.allows(path):
         raise _nothing(file)
     if path.suffix.lower() not in IMAGE_EXTENSIONS:
-        raise InputError(f"{path.name!r} is no picture by its name", fix="choose a picture")
+        raise InputError(f"{path.name!r} is not a picture by its name", fix="choose a picture")
     return path
 
 
@@ -240,13 +240,15 @@ def _size_px(text: str) -> int:
     sizes = {str(size): size for size in SIZES_PX}
     if text not in sizes:
         raise RequestError(
-            f"{text[:20]!r} is no size of a small copy", fix=f"ask for {', '.join(sizes)}"
+            f"{text[:20]!r} is not a size of a small copy", fix=f"ask for {', '.join(sizes)}"
         )
     return sizes[text]
 
 
 def _nothing(file: str) -> RequestError:
-    return RequestError(f"there is no file {file[:200]!r}", fix="choose one that the page shows")
+    return RequestError(
+        f"the file {file[:200]!r} does not exist", fix="choose one that the page shows"
+    )
 
 
 def _missing(error: LoraTrainError) -> Response:

@@ -103,5 +103,5 @@ def use_as_best(work: Workplace, run: str, step: object) -> Best:
     """Keep the LoRA of a step as the best one; raises RequestError, MachineError."""
     folder = runs.run_folder(work.runs, run)
     if not isinstance(step, int) or isinstance(step, bool):
-        raise RequestError(f"{step!r} is no step", fix="choose one of the page")
+        raise RequestError(f"{step!r} is not a step", fix="choose one of the page")
     return mark_best(folder, read_history(folder), step)

@@ -92,7 +92,7 @@ def preset_values(plan: Row) -> Mapping[str, Any]:
                 priority=priority,
             )
             values = flatten(resolved.config)
-        except LoraTrainError:  # of another version: a family that is no more
+        except LoraTrainError:  # of another version: a family that does not exist any more
             pass
     plain: Mapping[str, Any] = json.loads(json.dumps(values))
     return plain

@@ -55,7 +55,7 @@ def run_folder(root: Path, name: str | None) -> Path:
                 return path
         except (OSError, ValueError):  # too long for the file system, a NUL in it
             pass
-    raise RequestError(f"there is no run {name!r}", fix="choose one from the list of runs")
+    raise RequestError(f"no run is named {name!r}", fix="choose one from the list of runs")
 
 
 def newest_samples(folder: Path) -> Sequence[Path]:
@@ -117,7 +117,7 @@ def stamp(folder: Path, status: RunStatus) -> Stamp:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What a run has written so far; `recent` are its newest rows that are no steps."""
+    """What a run has written so far; `recent` are its newest rows that are not steps."""
 
     history: RunHistory
     recent: Sequence[Row]

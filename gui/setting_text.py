@@ -35,7 +35,7 @@ def text_of(info: SettingInfo, value: Any) -> str:
 
 
 def value_of(info: SettingInfo, text: str) -> Any:
-    """Return the JSON value that a text stands for; raises RequestError for what is no JSON."""
+    """Return the JSON value that a text stands for; raises RequestError for what is not JSON."""
     form = info.form
     if form.nullable and not text.strip():
         return None

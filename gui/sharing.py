@@ -160,7 +160,9 @@ def program_folder(work: Workplace, text: str) -> Path:
     """
     folder = work.path(text, what="your program's folder of LoRAs")
     if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}", fix="type the path of an existing one")
+        raise InputError(
+            f"the folder {folder} does not exist", fix="type the path of an existing one"
+        )
     below = next((folder / part for part in _BELOW if (folder / part).is_dir()), None)
     if below is not None:
         return below

@@ -43,7 +43,7 @@ class Thumbnails:
     def of(self, path: Path, size_px: int) -> Path:
         """Return the copy of a picture, at most `size_px` wide and high.
 
-        Raises ImageDecodeError for what is no picture, MachineError when the disk refuses.
+        Raises ImageDecodeError for what is not a picture, MachineError when the disk refuses.
         """
         copy = self._place(path, size_px)
         if not copy.is_file():

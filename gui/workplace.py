@@ -47,7 +47,8 @@ class Workplace:
         path = self.path(text, what="a folder with images")
         if not path.is_dir():
             raise InputError(
-                f"there is no folder {shown(str(path))}", fix="type the path of an existing one"
+                f"the folder {shown(str(path))} does not exist",
+                fix="type the path of an existing one",
             )
         outside = None if self.roots is None else self._link_out(path, depth=_DATASET_DEPTH)
         if outside is not None:
@@ -84,7 +85,8 @@ class Workplace:
             path.exists()  # raises for a name that is too long, as what is done with it would
         except (OSError, RuntimeError, ValueError) as error:  # no such user, a NUL in the name
             raise InputError(
-                f"{stripped[:200]!r} is no path: {first_line(error)[:300]}", fix="type another one"
+                f"{stripped[:200]!r} is not a path: {first_line(error)[:300]}",
+                fix="type another one",
             ) from None
         if not self.allows(path):
             raise InputError(

@@ -60,7 +60,7 @@ TEXT_TOKENS = (None, 100, 100, 256, 256, 64)
 DESKTOP_GIB, MACHINE_GIB, IMAGES = 0.5, 28, 20
 FINEST_BYTES = GIB // 64
 OUTSIDE = ("runtime", "desktop")
-"""Items of a plan that are no memory of the allocator's."""
+"""Items of a plan that are not memory of the allocator's."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -5,7 +5,7 @@
 
 A text is a string literal of gui/ (Python, JavaScript or template) with a space or a capital in it, or what a
 family.toml says that a release is good for. Literals that
-never reach a page are listed too: the list helps to translate and is no measure.
+never reach a page are listed too: the list helps to translate and is not a measure.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-# A loaded machine is no failure; CI tries the same examples every time, people get new ones.
+# A loaded machine is not a failure; CI tries the same examples every time, people get new ones.
 settings.register_profile(
     "project",
     max_examples=50,

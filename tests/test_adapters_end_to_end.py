@@ -38,7 +38,7 @@ from tests.fakes.runs import (
 )
 from tests.fakes.tiny_base import write_base
 
-pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
+pytestmark = pytest.mark.timeout(400)  # a loaded machine is not a failure
 CASES: dict[str, dict[str, Any]] = tomllib.loads(
     (ROOT / "tests/fakes/adapter_cases.toml").read_text(encoding="utf-8")
 )

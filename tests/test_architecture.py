@@ -101,6 +101,29 @@ for name in json.loads(sys.argv[1]):
 """
 
 
+def test_no_text_that_a_user_reads_says_is_no() -> None:
+    """ "x is not a y" is read once; "x is no y" twice, and "there is no y" has a plainer form."""
+    texts = {f"{path}": _message_texts(path) for path in MODULES}
+    for pattern in ("*.html", "*.js", "*.toml", "*.json"):
+        for package in PACKAGES:
+            for path in (ROOT / package).rglob(pattern):
+                texts[f"{path}"] = [path.read_text(encoding="utf-8")]
+    pattern = re.compile(r"\b(?:is|are|was|were)\s+no\b", re.IGNORECASE)
+    found = [(path, said) for path, each in texts.items() for said in each if pattern.search(said)]
+    assert not found
+
+
+def _message_texts(path: Path) -> list[str]:
+    """Return the texts of a module without docstrings and those that explain a field."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    explained = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in explained
+    ]
+
+
 def test_the_quick_commands_start_without_torch() -> None:
     """The modules behind the commands that must answer at once, each imported in turn in a new interpreter."""
     names = """cli.main lora.adapter_size lora_file.inspect cli.look_around queue.commands run.machine_report

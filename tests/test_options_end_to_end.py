@@ -41,7 +41,7 @@ from tests.fakes.runs import (
 )
 from tests.test_prepare import PROCESSOR
 
-pytestmark = pytest.mark.timeout(600)  # a loaded machine is no failure
+pytestmark = pytest.mark.timeout(600)  # a loaded machine is not a failure
 EVERYTHING = str(ROOT / "tests" / "fakes" / "everything.toml")
 KILLS: dict[str, Point] = {
     "caching": ("lora_trainer.cache.store", "Cache.write", 3, False),

@@ -14,7 +14,7 @@ import torch
 
 from tests.fakes.runs import toy
 
-pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
+pytestmark = pytest.mark.timeout(300)  # a loaded machine is not a failure
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lora_trainer"

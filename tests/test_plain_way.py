@@ -30,7 +30,7 @@ from tests.fakes.pinning import pinning_driver, stream_on_a_processor
 from tests.fakes.runs import Toy, contents, events, last_state, problems, toy, trajectory
 from tests.fakes.trainee import compiled_calls
 
-pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
+pytestmark = pytest.mark.timeout(300)  # a loaded machine is not a failure
 FAULT = "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"
 RETRIED, REFUSED = "not about memory", "refused to pin"
 

@@ -33,7 +33,9 @@ def test_the_steps_are_those_of_a_training_and_leave_a_trace(
     (trace,) = (place.runs / "toy-profile" / "tensorboard").glob("*.pt.trace.json")
     names = {row.get("name") for row in json.loads(trace.read_bytes())["traceEvents"]}
     assert "aten::convolution" in names
-    assert not list((place.runs / "toy-profile").glob("*.safetensors")), "five steps are no result"
+    assert not list((place.runs / "toy-profile").glob("*.safetensors")), (
+        "five steps are not a result"
+    )
     assert not (place.runs / "toy-profile" / "states").exists()
 
     assert place.train(steps=5) == 0

@@ -17,7 +17,7 @@ from lora_trainer.reporting.status import read_status
 from tests.fakes.queues import Place, until
 from tests.fakes.runs import QUIET, ROOT, start, toy
 
-pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
+pytestmark = pytest.mark.timeout(300)  # a loaded machine is not a failure
 
 
 @pytest.fixture

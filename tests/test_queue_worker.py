@@ -432,7 +432,7 @@ def test_only_what_is_listed_can_be_named(place: Place) -> None:
     move = partial(commands.move, by=1)
     for name in ("../outside", ""):
         for change in (commands.remove, commands.again, move):
-            with pytest.raises(RequestError, match="there is no item"):
+            with pytest.raises(RequestError, match="the queue has no item"):
                 change(place.runs, name)
     assert outside.exists() and len(ids(place)) == 1
 

@@ -40,7 +40,7 @@ from tests.fakes.runs import (
     trajectory,
 )
 
-pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
+pytestmark = pytest.mark.timeout(300)  # a loaded machine is not a failure
 
 
 @pytest.fixture(scope="module")

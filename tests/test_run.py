@@ -211,7 +211,7 @@ def test_no_valid_state_is_not_started_over_silently(
     assert resume(copied) == 4
     assert "bad-step-00000006" in capsys.readouterr().err
     assert resume(copied, "--name", "nobody") == 2
-    assert "there is no run in" in capsys.readouterr().err
+    assert "holds no run to resume" in capsys.readouterr().err
 
 
 # ---- refusals before anything is written

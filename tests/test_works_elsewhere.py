@@ -113,7 +113,7 @@ def test_a_run_that_has_not_finished_draws_with_its_newest_file_and_none_is_one_
 ) -> None:
     copied = place.copy(tmp_path / "runs")
     (copied.run / "toy.safetensors").unlink()
-    # A name is no pattern of names.
+    # A name is not a pattern of names.
     record, rolling = copied.run / "run.json", copied.run / "toy-step00000004.safetensors"
     record.write_text(record.read_text().replace('"name": "toy"', '"name": "t[o]y"'))
     rolling.rename(rolling.with_name("t[o]y-step00000004.safetensors"))

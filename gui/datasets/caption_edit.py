@@ -2,7 +2,7 @@
 
 Input: a picture as the trainer lists it. An edit goes to where the caption was read from: the
 caption file beside the picture or the line of a `metadata.jsonl`; a picture without either gets a
-caption file. Mark, line ends and last line break of a file are kept; what was no UTF-8 becomes it.
+caption file. Mark, line ends and last line break of a file are kept; what was not UTF-8 becomes it.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def inside(root: Path, name: str) -> Path:
     """Return the path of a file of the dataset, links resolved; raises InputError for any other."""
     path = root / name
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
-        raise InputError(f"{name!r} is no file of the dataset", fix="choose one of its files")
+        raise InputError(f"{name!r} is not a file of the dataset", fix="choose one of its files")
     # The folder's links are resolved, not the file's: a move moves a link, not what it leads to.
     found = path.parent.resolve() / path.name
     real = found.resolve() if found.is_symlink() else found

@@ -226,7 +226,7 @@ class Journal:
         return fold
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        # Escaped to ASCII: lone surrogates stand for bytes that are no UTF-8.
+        # Escaped to ASCII: lone surrogates stand for bytes that are not UTF-8.
         line = json.dumps(record).encode() + b"\n"
         try:
             with self.log.open("ab+") as file:

@@ -61,7 +61,7 @@ class MaskEdit:
     def changes(self, painted: str) -> list[Change]:
         """Return what writes a painted mask, a data URL; an empty text removes the mask.
 
-        Raises RequestError for what is no mask of this image, InputError.
+        Raises RequestError for what is not a mask of this image, InputError.
         """
         there = self.picture.mask
         target = there if there is not None and there.suffix.lower() == ".png" else self._beside
@@ -91,7 +91,7 @@ class MaskEdit:
                     raise ValueError("too many pixels")
                 pixels = opened.convert("L")
         except (ValueError, binascii.Error, OSError, SyntaxError) as error:
-            raise RequestError(f"this is no mask: {error}", fix="load the page again") from None
+            raise RequestError(f"this is not a mask: {error}", fix="load the page again") from None
         if not np.asarray(pixels).any():
             raise RequestError(
                 "nothing is painted, and nothing would be learned",

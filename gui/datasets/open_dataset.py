@@ -146,7 +146,7 @@ def _by_name(pictures: Mapping[str, ImageFile], name: str) -> ImageFile:
     found = pictures.get(name)
     if found is None:
         raise RequestError(
-            f"there is no picture {name[:200]!r} in the folder now", fix="load the page again"
+            f"the folder has no picture {name[:200]!r} now", fix="load the page again"
         )
     return found
 

@@ -18,7 +18,7 @@ MAX_CHARACTERS = 10**6
 
 def _known_model(name: str) -> str:
     if name not in MODELS:
-        raise ValueError(f"there is no model {name!r}")
+        raise ValueError(f"no model is named {name!r}")
     return name
 
 

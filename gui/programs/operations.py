@@ -202,7 +202,7 @@ class Operations:
         """
         if model not in caption_job.MODELS:
             raise RequestError(
-                f"there is no model {model!r}", fix=f"use one of {', '.join(caption_job.MODELS)}"
+                f"no model is named {model!r}", fix=f"use one of {', '.join(caption_job.MODELS)}"
             )
         root = self.work.folder(dataset)
         started = caption_job.start(

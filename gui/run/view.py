@@ -34,7 +34,7 @@ BUTTONS = (
 
 def missing(run: str, _: Words) -> Mapping[str, Any]:
     """Return what the page shows for a name that belongs to no run."""
-    said = _("There is no run {}.", repr(run)) if run else _("The address names no run.")
+    said = _("No run is named {}.", repr(run)) if run else _("The address names no run.")
     return {"run": None, "said": said}
 
 

@@ -55,7 +55,7 @@ def routes() -> list[BaseRoute]:
     async def serve(name: str, known: dict[str, Path]) -> Response:
         path = known.get(name)
         if path is None or not path.is_file():
-            return PlainTextResponse("There is no such file.", status_code=404)
+            return PlainTextResponse("This file does not exist.", status_code=404)
         # Asked again each time: an update of lora-train brings others under the same names.
         headers = {"cache-control": "private, no-cache"}
         return FileResponse(path, media_type=_KINDS.get(path.suffix), headers=headers)
@@ -72,7 +72,7 @@ def routes() -> list[BaseRoute]:
     async def texts(request: Request) -> Response:
         code = request.path_params["code"]
         if code == language.ENGLISH or code not in language.languages():
-            return PlainTextResponse("There is no such language.", status_code=404)
+            return PlainTextResponse("The interface does not have this language.", status_code=404)
         headers = {"cache-control": "private, no-cache"}
         return JSONResponse(language.words(code), headers=headers)
 

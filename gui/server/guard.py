@@ -177,7 +177,7 @@ def hostname(host: str) -> str | None:
 
 
 def _is_embedded_elsewhere(asked: Asked) -> bool:
-    """Whether a browser says that another page asks; opening a link is no such thing."""
+    """Whether a browser says that another page asks; opening a link does not say so."""
     if asked.headers.get("sec-fetch-site", "none") in _FROM_THIS_PAGE:
         return False
     opened = asked.headers.get("sec-fetch-mode") == "navigate"

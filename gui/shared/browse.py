@@ -59,7 +59,7 @@ def listing(work: Workplace, kind: Kind, text: str) -> dict[str, Any]:
     """Return a folder's subfolders, for a base also its model files, and what choosing the folder means.
 
     An empty text is the folder of the last choice, else the first one that may be named. Raises InputError
-    for a path that is no folder, cannot be read or may not be named.
+    for a path that is not a folder, cannot be read or may not be named.
     """
     folder = work.path(text, what="a folder") if text.strip() else _begin(work, kind)
     if folder.is_file() and kind == "base":

@@ -179,7 +179,7 @@ class Aside:
         self._thread.join(within_s)
         if self._thread.is_alive():
             self._events.problem(
-                f"{self.title} did not end within {within_s:g} s and is no longer waited for",
+                f"{self.title} did not end within {within_s:g} s; the training ends without it",
                 fix="check its service; events.jsonl has every event",
                 code="TRN-05",
             )
@@ -211,7 +211,7 @@ class JsonlWriter:
         except OSError as error:
             self._refused = True  # before `problem`, whose event comes back to this listener
             self.events.problem(
-                f"{self.path.name} is no longer written: {error.strerror or error}",
+                f"nothing more is written to {self.path.name}: {error.strerror or error}",
                 fix=f"the training itself goes on; {disk_error(self.path, error).fix}",
                 file=self.path.name,
                 code="TRN-05",

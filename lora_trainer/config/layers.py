@@ -302,7 +302,7 @@ def load_presets(family: str) -> FamilyPresets:
     """Read the presets of a family; raises RequestError for a family that has none."""
     if family not in preset_families():
         raise RequestError(
-            f"there are no presets for {family!r}, only for {', '.join(preset_families())}",
+            f"no presets exist for {family!r}, only for {', '.join(preset_families())}",
             fix="use a base model of one of these families",
         )
     text = resources.files("lora_trainer.presets").joinpath(f"{family}.json").read_text("utf-8")

@@ -80,7 +80,7 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
         # What trainers allow and settings here do not, and what presets here do unasked.
         every = foreign.settings.get("output.save_every_steps")
         if every and every > (foreign.settings.get("train.steps") or math.inf):
-            note = f" ({every}: there is no save before the end)"
+            note = f" ({every}: nothing is saved before the end)"
             foreign.settings["output.save_every_steps"] = 0
             foreign.sources["output.save_every_steps"] += note
         if "data.validation_fraction" not in foreign.settings:

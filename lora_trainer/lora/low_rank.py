@@ -84,7 +84,7 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
     if module.needs_weight:
         raise NotLowRank(f"the change by {kind_name(module)} depends on the base's weights")
     if module.kind in ("full", "norm"):
-        raise NotLowRank(f"it is {kind_name(module)}, no product of factors")
+        raise NotLowRank(f"it is {kind_name(module)}, not a product of factors")
     tensors = {name: tensor.double() for name, tensor in module.tensors.items()}
     if module.kind == "lora":
         up, down = tensors["up"].flatten(1), tensors["down"]

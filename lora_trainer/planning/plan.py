@@ -145,9 +145,7 @@ class _Planner:
         here = gpu.can.torch_type if gpu else "cpu"
         # A device that was typed is never replaced: on the processor the run would take weeks, unnoticed.
         if setting not in ("auto", "cpu", here):
-            there = (
-                f"the GPU here is {gpu.can.says}" if gpu else f"there is no GPU to use: {reason}"
-            )
+            there = f"the GPU here is {gpu.can.says}" if gpu else f"no GPU can be used: {reason}"
             raise MachineError(
                 f"hardware.device={setting}, but {there}", fix=f"use --set hardware.device={here}"
             )
@@ -203,7 +201,7 @@ class _Planner:
         size = f"{count / 1e9:.3g} billion parameters"
         self.decide_auto("memory.text_encoder_precision", "fp32" if is_small else "bf16", size)
         if self.config.train.ema_decay is None:
-            self.decide_auto("output.weights", "trained", "there is no running average")
+            self.decide_auto("output.weights", "trained", "no running average is kept")
         else:
             self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
 

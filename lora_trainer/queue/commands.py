@@ -419,7 +419,7 @@ def _chosen(present: Sequence[Item], id: str) -> Item:
         if item.id == id:
             return item
     raise RequestError(
-        f"there is no item {id!r} in the queue", fix="`lora-train queue list` lists all items"
+        f"the queue has no item {id!r}", fix="`lora-train queue list` lists all items"
     )
 
 

@@ -171,7 +171,7 @@ def planned_device(prepared: Prepared) -> torch.device:
     if not cards:
         _, reason = prepared.hardware.accelerator(sharing=prepared.inputs.sharing)
         raise MachineError(
-            f"hardware.device={kind}, but there is no GPU to use: {reason}",
+            f"hardware.device={kind}, but no GPU can be used: {reason}",
             fix="use --set hardware.device=cpu",
         )
     card = cards[read_dist_env().local_rank % len(cards)]

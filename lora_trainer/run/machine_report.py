@@ -89,7 +89,7 @@ def checks(
     has_compiler = sys.platform == "win32" or shutil.which("cc") or shutil.which("gcc")
     if not has_compiler:
         yield ok(
-            "There is no C compiler, so hardware.compile=blocks cannot be used.",
+            "No C compiler was found, so hardware.compile=blocks cannot be used.",
             "install gcc to use it",
         )
 
@@ -107,7 +107,7 @@ def _accelerator(hardware: Hardware) -> Iterator[MachineCheck]:
         fix = "the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
         if count:
             why, fix = "torch can use none of the GPUs", "see below"
-        yield warn(f"Trainings run on the CPU, because there is no usable GPU: {why}.", fix)
+        yield warn(f"Trainings run on the CPU, because no GPU can be used: {why}.", fix)
         return
     among = f", the best of {count} for this torch" if count > 1 else ""
     precision = "bf16" if best.has_bf16 else "fp16, as it does not compute bf16 itself"

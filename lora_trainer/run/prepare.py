@@ -517,7 +517,7 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
     if config.base.model == "auto":  # so that a resume always loads the same base
         decided["base.model"] = (
             basis.facts.source,
-            "no base was named and there is no GPU"
+            "no base was named and no GPU can be used"
             if basis.facts.source == EMBEDDED
             else "the default on a GPU",
         )

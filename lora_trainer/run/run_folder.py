@@ -153,7 +153,7 @@ def read_run(path: Path) -> RunRecord:
     if not (path / RUN_FILE).is_file():
         others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
         raise RequestError(
-            f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
+            f"{path} holds no run to resume; runs beside it: {', '.join(others) or 'none'}",
             fix="name one with --name or --resume-from FOLDER, or start without --resume",
         )
     try:

@@ -205,7 +205,7 @@ def lost(run: Path, status: dict[str, Any] | None, *, moment: str, way: str, cod
     if status is None:
         before_the_run = is_stop and moment in ("import", "planning")
         expected = (-signal.SIGHUP, 128 + signal.SIGHUP, STOPPED)
-        return "" if before_the_run and code in expected else "there is no status.json"
+        return "" if before_the_run and code in expected else "status.json is missing"
     if status["exit_code"] != code:
         return f"status.json names the exit code {status['exit_code']}"
     if status["state"] == "finished":

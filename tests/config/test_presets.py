@@ -124,7 +124,7 @@ TIER_SETTINGS = re.compile(
 )
 """Settings that a tier or a tier's cell may change: those of memory and speed."""
 OWN_RECIPE = (families.DEFAULT_FAMILY, "cpu")
-"""The embedded miniature base's, which is no Stable Diffusion 1.5 but for its layout."""
+"""The embedded miniature base's, which is Stable Diffusion 1.5 in its layout alone."""
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)

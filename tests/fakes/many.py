@@ -30,7 +30,7 @@ TIMEOUT_S = 300.0
 IN_A_STEP = 11
 """A call of the loss in the second or third step: the first eight are of the first validation."""
 SPOILT = 2
-"""The step, from 0 on, that all skip: its first sample is no number, whichever process has it."""
+"""The step, from 0 on, that all skip: its first sample is not a number, whichever process has it."""
 SETTINGS: Mapping[str, Any] = {
     "sampling__every_steps": 10,
     "train__validate_every_steps": 5,

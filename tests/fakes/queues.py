@@ -22,7 +22,7 @@ from tests.fakes.runs import ROOT
 
 FAKE_TRAINER = (sys.executable, str(ROOT / "tests" / "fakes" / "queue_trainer.py"))
 WITHIN_S = 250.0
-"""A loaded machine is no failure; a condition that never comes is one."""
+"""A loaded machine is not a failure; a condition that never comes is one."""
 _WORKER = """
 import sys
 from pathlib import Path

@@ -36,7 +36,7 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.runs import Toy, events, run_cli, toy, trajectory
 
-pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
+pytestmark = pytest.mark.timeout(400)  # a loaded machine is not a failure
 FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 RANK, ALPHA, STEPS, PROMPTS = 4, 2.0, 3, ("one toy", "two words more")
 SETTINGS: Mapping[str, Any] = {

@@ -345,7 +345,7 @@ def test_a_file_that_is_no_encoder_of_the_family_is_named() -> None:
     vae = base_of("flux") / "vae" / "diffusion_pytorch_model.safetensors"
     (qwen,) = (base_of("zimage") / "text_encoder").glob("*.safetensors")
     for name, file, said in (
-        ("flux", vae, "is no text encoder; family flux has clip_l, t5xxl"),
+        ("flux", vae, "is not a text encoder; family flux has clip_l, t5xxl"),
         ("flux", qwen, "is the text encoder Qwen3.*family flux has clip_l, t5xxl"),
         ("sdxl", qwen, "family sdxl reads its text encoders from a checkpoint"),
     ):

@@ -550,7 +550,7 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
         status, headers, said, _ = through(who, authorization=header)
         assert status == 401 and headers["www-authenticate"].startswith("Basic ")
         assert b"pass:" not in said
-    assert waits_s == [], "a request without a password is no guess"
+    assert waits_s == [], "a request without a password is not a guess"
     guesses = [through(who, authorization=basic(right[:4]))[0] for _ in range(8)]
     assert guesses == [401] * 6 + [429] * 2
     assert waits_s == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -604,7 +604,7 @@ def test_a_server_for_others_needs_a_good_password_and_folders(
         assert app.workplace(app.parsed([f"--listen={address}", runs])).roots is None
     with pytest.raises(RequestError, match="--listen"):
         opened("--host-name=studio.lan", runs)
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="the folder .* does not exist"):
         app.workplace(app.parsed([runs, f"--datasets={tmp_path}/none"]))
     named = app.parsed(["--listen=0.0.0.0", runs, f"--datasets={tmp_path}"])
     assert app.workplace(named).roots == (tmp_path,)
@@ -633,7 +633,7 @@ def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(tmp_path
             assert "\n" not in str(error.value)
     (owls / "again").symlink_to(owls / "10_owl")
     (owls / "circle").symlink_to(owls / "circle")
-    assert bounded.folder(str(owls)) == owls, "links inside are no matter"
+    assert bounded.folder(str(owls)) == owls, "links inside do not matter"
     for name in ("a.txt", "10_owl/a.png", "10_owl/sub"):
         (owls / name).symlink_to(place / "elsewhere")
         with pytest.raises(InputError, match="is a link out of the folders"):

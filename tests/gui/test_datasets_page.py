@@ -112,7 +112,7 @@ def test_all_cards_and_the_file_that_the_trainer_reads_is_edited(
     assert (answer["undo"], answer["redo"], answer["excluded"]) == ("", "", [])
     assert not answer["check"]["fresh"]
     assert save(api, folder, "p0.png", "a cat", "something older")["saved"]
-    assert ask(api, "look", folder)["undo"] == "", "saving what is there is no step"
+    assert ask(api, "look", folder)["undo"] == "", "saving what is there is not a step"
     save(api, folder, "p0.png", "a bird")
     save(api, folder, "p2.png", "new")
     assert (folder / "P0.CAPTION").read_text() == "a bird" and not (folder / "p0.txt").exists()
@@ -192,7 +192,7 @@ def test_metadata_lines_are_edited_in_their_file_and_style(api: DatasetApi, root
     file.write_bytes(old)
     (root / "a.txt").unlink()
     save(api, root, "a.png", "y")
-    assert file.read_bytes() == old, "what is no UTF-8 is not rewritten"
+    assert file.read_bytes() == old, "what is not UTF-8 is not rewritten"
     assert (root / "a.txt").read_text() == "y"
 
 
@@ -266,7 +266,7 @@ def test_other_pictures_values_of_another_kind_and_folders_outside_are_refused(
         values = {"files": [file], "seen": {file: ""}, "file": file, "mask": "", **BULK}
         for act in ("preview", "apply", "exclude", "put_back", "mask", "save"):
             values |= {"seen": "", "group": ""} if act == "save" else {}
-            with pytest.raises(RequestError, match="there is no picture"):
+            with pytest.raises(RequestError, match="the folder has no picture"):
                 ask(api, act, folder, **values)
     whole = {"folder": str(folder), "file": "p0.png", "text": "x", "seen": "a cat", "group": ""}
     for key, values in {
@@ -439,7 +439,7 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
     assert "data.masks" not in drafts.current(work).settings
     ask(api, "undo", folder)
     black = (png(Image.new("L", (32, 24))), "nothing is painted")
-    for bad, why in (black, ("data:x", "no mask"), (png(half)[:90], "mask")):
+    for bad, why in (black, ("data:x", "not a mask"), (png(half)[:90], "mask")):
         with pytest.raises(RequestError, match=why):
             ask(api, "mask", folder, file="p1.png", mask=bad)
     assert file.read_bytes() == written

@@ -180,7 +180,7 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     page.get_by_role("button", name="Sign in to Hugging Face").click()
     page.get_by_label("Token").fill("password")
     page.get_by_role("button", name="Sign in", exact=True).click()
-    page.get_by_text("this is no token of Hugging Face").wait_for()
+    page.get_by_text("this is not a token of Hugging Face").wait_for()
     page.get_by_label("Token").fill(TOKEN)
     page.get_by_role("button", name="Sign in", exact=True).click()
     page.get_by_text("You are signed in as jane.").wait_for()
@@ -249,7 +249,7 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     look = page.get_by_role("button", name="Look at the images")
     box.fill("/no/such/folder")
     look.click()
-    page.get_by_text("there is no folder /no/such/folder").wait_for()
+    page.get_by_text("the folder /no/such/folder does not exist").wait_for()
     assert box.input_value() == "/no/such/folder"
     box.fill(str(place.images))
     look.click()

@@ -156,5 +156,5 @@ def test_a_small_copy_is_made_once_and_a_few_are_kept(
     (images / "link.png").symlink_to(tmp_path / "secret.png")
     bounded = Workplace(runs=work.runs, roots=(images,))
     assert thumb(bounded, images, "0.png")[0] == 200
-    assert b"no file" in thumb(bounded, images, "link.png")[2]
+    assert b"does not exist" in thumb(bounded, images, "link.png")[2]
     assert thumb(bounded, tmp_path, "secret.png")[0] == 404

@@ -97,7 +97,7 @@ def test_a_training_waits_in_the_queue_with_what_was_asked(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"dataset": "/nowhere"}, "there is no folder"),
+        ({"dataset": "/nowhere"}, "the folder .*nowhere does not exist"),
         ({"priority": "slow"}, "priority='slow'"),
         ({"settings": {"train.stepz": 1}}, "train.stepz"),
         ({"name": "../out"}, "cannot be the name of a run"),
@@ -128,7 +128,7 @@ def test_a_run_is_watched_until_it_has_ended_and_asked_to_draw_and_to_stop(
     assert [now["state"] for now in watched] == ["finished"]
     json.dumps(operations.status("cats"), allow_nan=False)
     for wrong in ("nobody", "../cats", ""):
-        with pytest.raises(RequestError, match="there is no run"):
+        with pytest.raises(RequestError, match="no run is named"):
             operations.status(wrong)
 
 
@@ -156,14 +156,14 @@ def test_a_measurement_is_a_job_whose_result_is_what_the_command_printed(
     assert begun[0][-4:] == ["validate", str(folder), str(images), "--json"]
     assert (told["state"], told["result"]) == ("finished", {"score": 0.5})
     assert operations.job(told["job"]) == told
-    with pytest.raises(RequestError, match="there is no job"):
+    with pytest.raises(RequestError, match="the job .* does not exist"):
         operations.job("0000000000000000")
 
 
 def test_an_unknown_captioner_is_refused_with_those_that_are_known(
     operations: Operations, images: Path
 ) -> None:
-    with pytest.raises(RequestError, match="there is no model") as refused:
+    with pytest.raises(RequestError, match="no model is named") as refused:
         operations.caption(str(images), model="/etc/passwd")
     assert "use one of" in str(refused.value)
 
@@ -206,7 +206,7 @@ def test_an_assistant_is_told_what_is_wrong(operations: Operations) -> None:
     running(operations, "cats")
     right, wrong = asyncio.run(called())
     assert right.structured_content["result"][0]["name"] == "cats"
-    assert wrong.is_error and "there is no run 'nobody'" in wrong.content[0].text
+    assert wrong.is_error and "no run is named 'nobody'" in wrong.content[0].text
 
 
 # ---- through the server
@@ -234,7 +234,7 @@ def test_a_program_with_the_key_is_answered_and_one_without_is_not(
     planned = program.predict(str(EXAMPLE), settings={"train.steps": 7}, api_name="/plan")
     assert planned["settings"]["train.steps"]["value"] == 7
     assert [now["state"] for now in program.submit("owl", api_name="/watch")] == ["finished"]
-    with pytest.raises(Exception, match="there is no run 'nobody'"):
+    with pytest.raises(Exception, match="no run is named 'nobody'"):
         program.predict("nobody", api_name="/stop")
 
     async def tools() -> list[str]:

@@ -185,7 +185,7 @@ def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> No
     assert "<img" not in html and "<b>x" not in html
     assert 'href="/run?run=%3Cb%3Ex"' in html
     refused = asked(work, action="remove", id=HOSTILE)
-    assert "there is no item" in refused
+    assert "the queue has no item" in refused
 
 
 def test_the_buttons_do_what_they_say(place: Place, work: Workplace) -> None:
@@ -338,5 +338,5 @@ def test_a_record_that_is_damaged_or_of_a_runner_that_is_gone_stops_no_page(
     (folder / jobs.RUNNER_FILE).write_text('{"pid": 1, "started_s": 1.0}')
     assert jobs.read(work, folder.name).state == "failed"
     for name in ("../x", "", "0" * 12, "a/b"):
-        with pytest.raises(RequestError, match="no job"):
+        with pytest.raises(RequestError, match="the job .* does not exist"):
             jobs.read(work, name)

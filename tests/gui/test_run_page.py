@@ -437,7 +437,7 @@ def test_what_a_button_did_or_why_not_is_said(live: Path, work: Workplace) -> No
         assert press(run, action)["error"]
     assert routes.folder_of(work, "../live") is None and routes.folder_of(work, "live") == live
     missing = render("run/missing.html", german, **run_view.missing("<b>", german))
-    assert "&lt;b&gt;" in missing and "Es gibt kein Training" in missing
+    assert "&lt;b&gt;" in missing and "Kein Training hei\u00dft" in missing
 
 
 def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(
@@ -576,7 +576,7 @@ def test_the_best_step_is_a_copy_that_pruning_leaves_alone(
     assert 'href="/media/run/my%20%3Crun%3E/zorble.safetensors"' in files
     assert files.index("step 30") < files.index("step 20")
     assert files.count("Mark this as the best") == 2 and "when the training ends" in files
-    no_steps = [(wrong, "no step") for wrong in ("10", True, 10.0)]
+    no_steps = [(wrong, "not a step") for wrong in ("10", True, 10.0)]
     for step, why in (*no_steps, (10, "only of: 20, 30")):
         with pytest.raises(RequestError, match=why):
             run_actions.use_as_best(work, run, step)

@@ -136,7 +136,7 @@ def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
     first = state_of(opened(work, f"/settings?draft={draft.id}"))
     before = first["stamp"]
     assert call("look", stamp="") == first
-    assert "no draft" in opened(work, "/settings?draft=x")
+    assert "the draft" in opened(work, "/settings?draft=x")
     now = call("change", key="train.seed", text="7")
     assert json.loads(now["json"]) == {"train.seed": 7} and now["given"] == {"train.seed": "7"}
     assert call("look", stamp=now["stamp"]) == {} and call("look", stamp=before) == now
@@ -265,7 +265,7 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     unplanned = call("plan", draft=drafts.new(work).id)
     assert "Choose the folder" in unplanned["said"][0] and not unplanned["error"]
     gone = drafts.new(work, dataset="/nowhere/at/all")
-    assert "no folder" in call("plan", draft=gone.id)["error"]
+    assert "does not exist" in call("plan", draft=gone.id)["error"]
 
 
 def values_of(info: SettingInfo) -> st.SearchStrategy[Any]:

@@ -266,7 +266,7 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
     for rank in range(5, 69):
         planned(settings={"adapter.rank": rank})
     assert planned(settings={"adapter.rank": 68}) == 68 and planned() == 69
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="the folder .* does not exist"):
         planned(dataset="/nowhere/at/all")
     assert len(asked) == 69
 
@@ -286,7 +286,7 @@ def test_a_started_or_damaged_draft_makes_place_and_one_taken_off_the_queue_is_a
             drafts.read(work, draft.id)
         assert drafts.current(work).id != draft.id and file.read_text() == text
     for name in ("../x", "", "a" * 12 + "/..", "0" * 200, "ABCDEFABCDEF"):
-        with pytest.raises(RequestError, match="no draft"):
+        with pytest.raises(RequestError, match="the draft .* does not exist"):
             drafts.read(work, name)
     with pytest.raises(RequestError, match=r"adapter\.rank"):
         draft.with_setting("adapter.rank", "many")

@@ -106,7 +106,7 @@ def test_a_call_that_fails_on_one_card_leaves_the_other_alone(call: str) -> None
     assert (f"GPU 0: {call} said GPU is lost" in result.gpu_reason) == (not is_quiet)
     assert ("GPU is lost" in result.gpu_reason) == (not is_quiet)
     if call.endswith("Capability"):
-        assert result.gpus[0].compute_capability is None, "unknown is no guess"
+        assert result.gpus[0].compute_capability is None, "unknown is not a guess"
     assert result.gpus[0].display == (not call.endswith("DisplayActive"))
 
 

@@ -74,7 +74,7 @@ def test_whatever_happens_to_the_files_a_kept_reader_is_right(
         for file, deed in deeds:
             do(folder / file, *deed)
             fresh = HistoryReader(folder)
-            # repr: a figure that is no number equals itself there
+            # repr: a figure that is not a number equals itself there
             assert repr(kept.read()) == repr(fresh.read())
             assert kept.recent() == fresh.recent()
 

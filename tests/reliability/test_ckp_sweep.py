@@ -109,7 +109,7 @@ def read_cache(folder: Path) -> int | None:
 
 def cache(folder: Path) -> Cache:
     def problem(what: str, **_: object) -> None:
-        raise AssertionError(f"a fault of the disk is no damaged entry: {what}")
+        raise AssertionError(f"a fault of the disk is not a damaged entry: {what}")
 
     return Cache(
         folder=CappedFolder(root=folder / "cache", limit_bytes=1 << 30), on_problem=problem
@@ -177,7 +177,7 @@ def test_ckp_02_03_a_fault_leaves_each_file_as_it_was_or_as_it_should_be(
             assert found in ((None, 1) if first else (0, 1))
             seen[after].append(int(found == 1))
             writer.write(folder, 1)
-            assert writer.read(folder) == 1, "what a kill left is no obstacle"
+            assert writer.read(folder) == 1, "what a kill left is not an obstacle"
         folder = begun(tmp_path / f"{at}")
         error = OSError(ERRORS[at % len(ERRORS)], os.strerror(ERRORS[at % len(ERRORS)]))
         allowed: tuple[int | None, ...] = (1,)  # only what did not matter may pass

@@ -208,7 +208,7 @@ def test_mod_05_a_vae_that_overflows_in_fp16_gives_finite_latents(tmp_path: Path
 
 REFUSALS = {
     "a/403-GatedRepo": (4, "is gated.*hf auth login"),
-    "a/404-RepoNotFound": (3, "there is no model 'a/404-RepoNotFound' on the Hub.*local folder"),
+    "a/404-RepoNotFound": (3, "the Hub has no model 'a/404-RepoNotFound' .*local folder"),
     "a/404-RevisionNotFound": (3, r"no revision 'v9'.*check base\.revision"),
     "a/401": (4, "the Hub answers 401"),
     "a/403": (4, "the Hub answers 403"),

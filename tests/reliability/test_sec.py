@@ -136,7 +136,7 @@ DANGERS = (
     r"\bread_pickle\(|\byaml\.(?:load|unsafe_load|full_load)\(",
     r"(?<![.\w])(?:eval|exec|__import__)\(|\bos\.(?:system|popen|spawn\w*)\(",
     r"\bsubprocess\.get(?:status)?output\(",
-    # Weights; tokenizers, configurations and schedulers are no weights, and a None is a model from memory.
+    # Weights; tokenizers, configurations and schedulers are not weights, and a None is a model from memory.
     r"(?<!Tokenizer)(?<!TokenizerFast)(?<!config_class)(?<!Scheduler)(?<!Config)(?<!Processor)"
     r"\.from_pretrained\((?!\s*None\b)(?!(?:[^()]|\([^()]*\))*use_safetensors=True)",
 )

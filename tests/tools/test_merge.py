@@ -236,7 +236,7 @@ def test_the_header_names_the_files_and_keeps_what_they_share(tmp_path: Path) ->
 def test_a_weight_stands_behind_the_last_colon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is no weight is part of the file's name; a file whose name ends like a weight is that file."""
+    """What is not a weight is part of the file's name; a file whose name ends like a weight is that file."""
     monkeypatch.chdir(tmp_path)
     base, plain = base_of(BASE), written(tmp_path / "a.safetensors", 1)
     one = deltas(plain, base)

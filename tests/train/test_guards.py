@@ -80,7 +80,7 @@ def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
 
 def test_the_best_is_the_lowest_loss_of_a_trained_adapter() -> None:
     state = START.with_best(0.1, step=0)
-    assert state == START, "the base is no adapter"
+    assert state == START, "the base is not an adapter"
     for loss, step in ((0.5, 2), (float("nan"), 4), (0.4, 6), (0.4, 8), (0.6, 10)):
         state = state.with_best(loss, step=step)
     assert (state.best.loss, state.best.step, state.best.stale) == (0.4, 6, 2)

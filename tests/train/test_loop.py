@@ -467,7 +467,7 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     for parameter in second.training.parameters:
         parameter.grad = torch.ones_like(parameter)
     resumed.scale(torch.ones(()))
-    resumed.unscale_(optimizer)  # a step that is torn here is no obstacle
+    resumed.unscale_(optimizer)  # a step that is torn here is not an obstacle
     state = load_newest(tmp_path, events=None)
     assert state is not None and restored(second, state).step == 5
     assert resumed.state_dict() == scaler.state_dict()

@@ -275,7 +275,7 @@ def test_at_zero_terminal_snr_weights_are_their_limits_and_less_noise_weighs_les
     limit = math.sqrt(MOST_SNR) if kind == "debiased" else 1.0
     assert weight(0.0, weighting=kind) == pytest.approx(limit)
     assert weight(0.0, "v_prediction", weighting=kind) == 0.0
-    assert weight(1.0, weighting=kind) >= 0.0, "no noise at all is no division by zero"
+    assert weight(1.0, weighting=kind) >= 0.0, "no noise at all is not a division by zero"
     found = [weight(signal, weighting=kind) for signal in SIGNAL[::37].tolist()]
     assert found == sorted(found) and 0 <= found[0] < 0.2 * found[-1] < 32
 

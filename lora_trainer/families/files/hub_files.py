@@ -211,7 +211,7 @@ def fetch(
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
-            f"there is no model {source!r} on the Hub that you can read",
+            f"the Hub has no model {source!r} that you can read",
             fix="check the name, or give a local folder",
         ) from None
     except (

@@ -186,7 +186,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     if fitting:
         # Miniature bases have CLIPs of equal width. Then the projection decides, which files of CLIP-L lack.
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
-    described = f"the text encoder {name} of width {width}" if encoder else "no text encoder"
+    described = f"the text encoder {name} of width {width}" if encoder else "not a text encoder"
     raise InputError(
         f"base.text_encoders: {file.name} is {described}; family {family.name} has "
         f"{', '.join(family.text.roles.values())}",

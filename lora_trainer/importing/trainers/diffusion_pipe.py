@@ -34,7 +34,7 @@ def read(foreign: Foreign) -> None:
     training.set_model(foreign, model, "model.type")
     if "adapter.type" not in foreign.values:
         raise RequestError(
-            "there is no [adapter]: whole models are not trained here", fix="add [adapter]"
+            "[adapter] is missing: whole models are not trained here", fix="add [adapter]"
         )
     keys = [key for key in foreign.table["paths"]["keys"] if foreign.on(key) is not None]
     if keys:

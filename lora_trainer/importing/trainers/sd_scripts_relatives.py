@@ -47,7 +47,7 @@ def read_tab(foreign: Foreign) -> None:
     """Put the file into sd-scripts' arguments and read those."""
     if foreign.values.get("LoRA_type") is None:
         raise RequestError(
-            "there is no LoRA_type: it is of the dreambooth, finetune or textual inversion tab",
+            "LoRA_type is missing: the file is of the dreambooth, finetune or textual inversion tab",
             fix="give a file that the LoRA tab has saved",
         )
     for key in list(foreign.values):
