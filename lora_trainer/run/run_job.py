@@ -250,7 +250,8 @@ def refuse_worthless(
         return
     raise TrainingStopped(
         f"nothing was learned: after {end.step} steps the adapter is as it began",
-        fix="use a higher optimizer.learning_rate or more --steps; the state is saved",
+        fix="check that the base alone makes usable images, as weights of zeros pass nothing on; if it does, use a "
+        "higher optimizer.learning_rate or more --steps; the state is saved",
     )
 
 

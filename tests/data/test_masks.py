@@ -152,7 +152,12 @@ def test_a_mask_is_the_same_however_a_program_writes_it(written: str, alone: Stu
 
 @pytest.mark.parametrize(
     "labels, written",
-    [((3,), "JPEG at 95"), ((24,), "JPEG at 75"), (tuple(range(1, 8)), "WEBP at 80")],
+    [
+        ((1,), "JPEG at 90"),
+        ((3,), "JPEG at 95"),
+        ((24,), "JPEG at 75"),
+        (tuple(range(1, 8)), "WEBP at 80"),
+    ],
     ids=str,
 )
 def test_noise_of_a_lossy_format_is_not_a_label(
@@ -170,6 +175,18 @@ def test_noise_of_a_lossy_format_is_not_a_label(
     values, meaning = read_mask(path, settings=FILES)
     assert meaning == "lossy labels"
     assert ((np.asarray(values) > 0) != (counts > 0)).mean() < 0.06
+    findings = scan(alone.folder, settings=alone.settings).findings
+    (said,) = (one for one in findings if one.kind == "mask-read")
+    assert (said.severity, "PNG" in said.advice) == ("warning", True)
+
+
+def test_label_1_with_more_noise_than_the_format_makes_is_warned_of(alone: Studio) -> None:
+    """Such noise is as large as the label: no rule tells them apart, so a mask like this is named."""
+    counts = np.zeros((160, 160), np.uint8)
+    counts[40:120, 40:120] = 1
+    noise = np.random.default_rng(1).normal(0, 1, counts.shape).round()
+    mask = Image.fromarray((counts + noise).clip(0, 255).astype(np.uint8))
+    mask.save(alone.folder / "p0-masklabel.jpg", quality=95)
     findings = scan(alone.folder, settings=alone.settings).findings
     (said,) = (one for one in findings if one.kind == "mask-read")
     assert (said.severity, "PNG" in said.advice) == ("warning", True)

@@ -419,7 +419,8 @@ def test_the_link_leads_to_a_name_of_its_own_whose_cookie_opens_that_name_and_po
         f"lora_train_key_{PORT}={local.key}",
     ):
         assert through(local, cookie=name, host=own)[0] == 403
-    assert local.cookie(7861)[1] != local.cookie(PORT)[1]
+    # Names differ too: a browser would replace one server's cookie by the other's.
+    assert all(at != here for at, here in zip(local.cookie(7861), local.cookie(PORT), strict=True))
     for path, method in (("/media/thumb", "GET"), ("/", "POST"), ("/config", "GET")):
         assert through(local, path, query=f"key={local.key}", method=method, host=own)[0] == 403
     # A program sends the key itself, under any name of this machine.
