@@ -123,7 +123,7 @@ class Bare:
 
     def _loss(self, batch: Batch) -> Tensor:
         given, case = batch, self.case
-        prediction = case.facts.prediction
+        prediction = case.facts.release.prediction
         alpha, sigma, weights, _ = given.numbers
         noisy = add_noise(given.latents, given.noise, alpha, sigma).to(case.precision)
         wanted = target(given.latents, given.noise, alpha, sigma, prediction)

@@ -92,7 +92,7 @@ class Judge:
             self.facts, dtype=torch.float32, device=torch.device("cpu")
         )
         told = encoder.encode_prompts([text])
-        signal = self.facts.alphas_cumprod().float()
+        signal = self.facts.release.alphas_cumprod().float()
         for level in range(LEVELS):
             timestep = torch.tensor([(2 * level + 1) * len(signal) // (2 * LEVELS)])
             alpha, sigma = signal[timestep].sqrt(), (1 - signal[timestep]).sqrt()
@@ -103,7 +103,7 @@ class Judge:
             for switch in (self.pipeline.disable_lora, self.pipeline.enable_lora):
                 switch()
                 said.append(self.family.predict(self.pipeline.unet, noisy, timestep, told))
-            yield target(latents, noise, alpha, sigma, self.facts.prediction), *said
+            yield target(latents, noise, alpha, sigma, self.facts.release.prediction), *said
 
 
 def judge(run: Path) -> Judge:

@@ -105,7 +105,7 @@ def write_true_size(name: str, folder: Path, *, device: torch.device) -> Path:
     target = folder / release.denoiser
     shutil.rmtree(target)
     family = families.family(facts.family)
-    _save(random_network(lambda: family.empty_denoiser(facts.architecture), device), target)
+    _save(random_network(lambda: family.empty_denoiser(facts.release.architecture), device), target)
     return folder
 
 

@@ -88,7 +88,7 @@ def _clip(kind: str, act: str, sizes: Mapping[str, Any], **entries: Any) -> dict
 def _architecture(source: str) -> Mapping[str, Any]:
     facts = families.known_base(source)
     assert facts is not None
-    return facts.architecture
+    return facts.release.architecture
 
 
 _SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -184,7 +184,7 @@ def write_texts(base: ReleasedBase, folder: Path) -> None:
     parts = {
         "unet": base.unet,
         "vae": base.vae,
-        "scheduler": known.scheduler,
+        "scheduler": known.release.scheduler,
         **{name: config for name, config in base.texts.items()},
     }
     for name, config in parts.items():
@@ -193,7 +193,7 @@ def write_texts(base: ReleasedBase, folder: Path) -> None:
         _write_json(folder / name / file, config)
     for name, pad in base.pads.items():
         _write_tokenizer(folder / name, pad, size=base.vocabulary)
-    _write_json(folder / "model_index.json", _index(base, known.scheduler["_class_name"]))
+    _write_json(folder / "model_index.json", _index(base, known.release.scheduler["_class_name"]))
 
 
 def _index(base: ReleasedBase, scheduler: str) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class Case:
     def facts(self) -> BaseFacts:
         found = families.known_base(RELEASES[self.name].source)
         assert found is not None
-        changed = CHANGED[self.size].get(self.name, {})
-        return replace(found, architecture={**found.architecture, **changed})
+        architecture = {**found.release.architecture, **CHANGED[self.size].get(self.name, {})}
+        return replace(found, release=replace(found.release, architecture=architecture))
 
     @property
     def family(self) -> Family:
@@ -89,7 +89,7 @@ class Case:
     @property
     def config(self) -> Config:
         values: dict[str, Any] = {"train.batch_size": self.batch, "train.seed": SEED}
-        if self.facts.prediction == "flow":
+        if self.facts.release.prediction == "flow":
             values["objective.weighting"] = "none"
         return build_config(values)
 
@@ -110,7 +110,9 @@ def frozen_network(case: Case) -> nn.Module:
     """Return the case's denoiser with random weights, on its device."""
     torch.manual_seed(SEED)
     network = random_network(
-        lambda: case.family.empty_denoiser(case.facts.architecture), case.device, case.precision
+        lambda: case.family.empty_denoiser(case.facts.release.architecture),
+        case.device,
+        case.precision,
     )
     return network.requires_grad_(False).train()
 
@@ -145,7 +147,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
     sources = {}
     for index in range(IMAGES):
         whole = Geometry(original_px=size_px, corner_px=(0, 0), target_px=size_px)
-        told = facts.geometry_conditioning(whole)
+        told = facts.release.geometry_conditioning(whole)
         plain = CacheKey.of("latents", image=str(index), size=f"{width_px}x{height_px}")
         latent_size = (height_px // facts.vae_factor, width_px // facts.vae_factor)
         shape = (facts.latent_channels, *latent_size)
@@ -162,7 +164,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
         empty_text=text(""),
         entries=Entries(cache=cache),
         levels=levels_of(case.facts, case.config.objective),
-        prediction=facts.prediction,
+        prediction=facts.release.prediction,
         shared_conditioning=facts.guidance.conditioning(1.0),
         data=config.data,
         objective=config.objective,
@@ -209,7 +211,7 @@ def training(
             denoiser=network,
             predict=case.family.predict,
             embed=lambda conditioning: conditioning,
-            prediction=case.facts.prediction,
+            prediction=case.facts.release.prediction,
             precision=case.precision,
             device=case.device,
         ),
@@ -226,7 +228,9 @@ def training(
 def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of one encoded prompt; half of the limit where texts are as long as they are."""
     family, facts = case.family, case.facts
-    shapes = family.text.shapes(facts.architecture, text_tokens=facts.max_tokens)
+    shapes = family.text.shapes(facts.release.architecture, text_tokens=facts.release.max_tokens)
     if any(name.endswith("mask") for name in shapes):
-        shapes = family.text.shapes(facts.architecture, text_tokens=facts.max_tokens // 2)
+        shapes = family.text.shapes(
+            facts.release.architecture, text_tokens=facts.release.max_tokens // 2
+        )
     return shapes

@@ -277,10 +277,10 @@ def _traced(cell: Cell, made: Plan, networks: Networks) -> tuple[Stays, Passes]:
 def _prompt(
     family: Family, facts: BaseFacts, text_tokens: int | None
 ) -> Mapping[str, tuple[int, ...]]:
-    count = min(text_tokens or facts.max_tokens, facts.max_tokens)
+    count = min(text_tokens or facts.release.max_tokens, facts.release.max_tokens)
     if not family.text.masked:
-        count = facts.max_tokens
-    return family.text.shapes(facts.architecture, text_tokens=count)
+        count = facts.release.max_tokens
+    return family.text.shapes(facts.release.architecture, text_tokens=count)
 
 
 def needed(

@@ -81,8 +81,8 @@ def releases(family: Family) -> Iterator[BaseFacts]:
     if isinstance(family, FlowFamily):
         ids += [name for release in family.published for name in release.ids]
     for facts in map(family.releases.__getitem__, ids):
-        if facts.architecture not in seen:
-            seen.append(facts.architecture)
+        if facts.release.architecture not in seen:
+            seen.append(facts.release.architecture)
             yield facts
 
 

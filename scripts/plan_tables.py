@@ -105,7 +105,9 @@ def releases() -> Iterator[str]:
         for source in sources:
             facts = known_base(source)
             assert facts is not None
-            different.setdefault(json.dumps(dict(facts.architecture), sort_keys=True), source)
+            different.setdefault(
+                json.dumps(dict(facts.release.architecture), sort_keys=True), source
+            )
         yield from different.values()
 
 

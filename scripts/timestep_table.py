@@ -134,7 +134,7 @@ def releases() -> Iterator[BaseFacts]:
         yield family.releases[first]
         for release in family.published:
             facts = family.releases[release.ids[0]]
-            if facts.prediction == "flow" and facts.source != first:
+            if facts.release.prediction == "flow" and facts.source != first:
                 yield facts
 
 
@@ -174,7 +174,9 @@ def timestep_table() -> str:
     for facts in releases():
         settings, side_px = objective(facts), facts.resolution_px
         reference = REFERENCES[facts.source]
-        shift = "" if facts.prediction != "flow" else f"{_shift(facts, settings, side_px):.3g}"
+        shift = (
+            "" if facts.release.prediction != "flow" else f"{_shift(facts, settings, side_px):.3g}"
+        )
         ours = (share(facts, settings, sigma=sigma, side_px=side_px) for sigma in SIGMAS)
         theirs = (reference.below(sigma, side_px) for sigma in SIGMAS)
         shares = " | ".join(f"{100 * found:.1f} %" for found in (*ours, *theirs))

@@ -155,7 +155,7 @@ def architectures(family: Family) -> Iterator[BaseFacts]:
         bases.append(embedded)
     for facts in bases:
         assert facts is not None
-        key = [facts.network_numbers(), facts.max_tokens]
+        key = [facts.release.network_numbers(), facts.release.max_tokens]
         if key not in seen:
             seen.append(key)
             yield facts
@@ -166,7 +166,7 @@ def row_of(
 ) -> dict[str, Any] | None:
     """Return what the table has of a release's architecture."""
     usual = defaults(family)  # a configuration may state them or leave them out
-    wanted = ({**usual, **facts.network_numbers()}, facts.max_tokens)
+    wanted = ({**usual, **facts.release.network_numbers()}, facts.release.max_tokens)
     found = (row for row in rows if ({**usual, **row["config"]}, row["max_tokens"]) == wanted)
     return next(found, None)
 
@@ -187,10 +187,10 @@ def grid_of(family: Family, facts: BaseFacts) -> Grid:
     """Return the points of a base: U-Nets', of many sizes, at half and twice the native side."""
     if isinstance(family, FlowFamily):
         other = SHORT_TEXT_TOKENS if family.text.masked else 0
-        return Grid(sides_px=TRANSFORMER_SIDES_PX, text_tokens=(facts.max_tokens, other))
+        return Grid(sides_px=TRANSFORMER_SIDES_PX, text_tokens=(facts.release.max_tokens, other))
     side = 2 ** int(math.log2(facts.resolution_px))
     sides_px = (side // 2, side, 2 * side)
-    return Grid(sides_px=sides_px, text_tokens=(facts.max_tokens, CHUNKED_TEXT_TOKENS))
+    return Grid(sides_px=sides_px, text_tokens=(facts.release.max_tokens, CHUNKED_TEXT_TOKENS))
 
 
 def points_of(grid: Grid) -> tuple[Point, ...]:
@@ -230,8 +230,8 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
     print(f"{facts.source}: {time.monotonic() - started:.0f} s", flush=True)
     return {
         "name": facts.source,
-        "config": facts.network_numbers(),
-        "max_tokens": facts.max_tokens,
+        "config": facts.release.network_numbers(),
+        "max_tokens": facts.release.max_tokens,
         "sides_px": list(grid.sides_px),
         "text_tokens": list(grid.text_tokens),
         "modules": modules(BaseCosts(family=family, facts=facts)),
@@ -291,20 +291,21 @@ def cost(
 
     `bases` keeps those networks for the next workload.
     """
-    release = facts.architecture
+    whole = facts.release.architecture
     if not isinstance(family, FlowFamily):  # a U-Net's cost per sample does not depend on the batch
         workload = replace(workload, micro_batch=1)
 
     def of(**counts: int) -> dict[str, int]:
-        architecture, key = {**release, **counts}, f"{counts} {text_tokens}"
-        fewer = replace(facts, architecture=architecture, max_tokens=text_tokens, chunks=1)
+        key = f"{counts} {text_tokens}"
+        release = replace(facts.release, architecture={**whole, **counts}, max_tokens=text_tokens)
+        fewer = replace(facts, release=release, chunks=1)
         traced_cost = bases.setdefault(key, BaseCosts(family=family, facts=fewer)).traced(workload)
         # The peak, and what is temporary at it, may lie elsewhere with more blocks; their sum grows evenly.
         peak = traced_cost.saved_bytes + traced_cost.temporary_bytes
         return {**asdict(traced_cost), "temporary_bytes": peak}
 
-    block_counts = {key: int(release[key]) for key in COUNTS if release.get(key)}
-    if release.get(UNEQUAL):
+    block_counts = {key: int(whole[key]) for key in COUNTS if whole.get(key)}
+    if whole.get(UNEQUAL):
         block_counts = {}
     few = dict.fromkeys(block_counts, FEW_BLOCKS)
     total = least = of(**few)

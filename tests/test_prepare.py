@@ -108,8 +108,11 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
             overrides = {**request.overrides, **zero}
             planned = prepare.prepare(replace(request, overrides=overrides), hardware=PROCESSOR)
             facts, objective = planned.facts, planned.config.objective
-            assert (facts.source, facts.prediction) == (str(base_of("sd15")), "v_prediction")
-            assert facts.zero_terminal_snr is objective.zero_terminal_snr is bool(zero)
+            assert (facts.source, facts.release.prediction) == (
+                str(base_of("sd15")),
+                "v_prediction",
+            )
+            assert facts.release.zero_terminal_snr is objective.zero_terminal_snr is bool(zero)
         typed = {"base.model": DEFAULT, "base.prediction": "auto", "data.resolution": "auto"}
         typed |= request.overrides
         prepared = prepare.prepare(replace(request, overrides=typed), hardware=CARD)
@@ -158,7 +161,8 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
     """Of the base, the GPU, the time, the adapter, and programs that read the file."""
     plain = planned(place, base__model="embedded")
-    distilled = with_inputs(plain, facts=replace(plain.facts, distilled=True))
+    few_steps = replace(plain.facts.release, distilled=True)
+    distilled = with_inputs(plain, facts=replace(plain.facts, release=few_steps))
     assistant = planned(place, base__assistant="a.safetensors")
     flux = asked(place, base__model="black-forest-labs/FLUX.1-dev")
     larger = replace(flux, overrides={**flux.overrides, "data.resolution": 1024})

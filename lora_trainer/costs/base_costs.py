@@ -154,7 +154,7 @@ class BaseCosts:
     def _prompt(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the longest encoded prompt."""
         tokens = self.facts.text_tokens
-        return self.family.text.shapes(self.facts.architecture, text_tokens=tokens)
+        return self.family.text.shapes(self.facts.release.architecture, text_tokens=tokens)
 
     @cached_property
     def conditioning_bytes(self) -> int:
@@ -280,7 +280,7 @@ class BaseCosts:
             import torch
 
             with torch.device("meta"):
-                network = self.family.empty_denoiser(self.facts.architecture)
+                network = self.family.empty_denoiser(self.facts.release.architecture)
             shapes: dict[str, tuple[int, ...]] = {}
             for name in self.family.lora_targets(network, targets):
                 weight: Any = network.get_submodule(name).weight
@@ -295,7 +295,12 @@ class BaseCosts:
     def _remembered(self, question: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the answer of an earlier process, or compute it and remember it where that is possible."""
         facts, memo = self.facts, _memo()
-        case = [facts.family, facts.max_tokens, facts.text_tokens, dict(facts.architecture)]
+        case = [
+            facts.family,
+            facts.release.max_tokens,
+            facts.text_tokens,
+            dict(facts.release.architecture),
+        ]
         key = f"{json.dumps(case)} {question}"
         if (answer := memo.get(key)) is None:
             answer = json.dumps(compute())

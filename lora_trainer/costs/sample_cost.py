@@ -75,11 +75,11 @@ def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
     rows = made_tables(facts.family).get("costs")
     if rows is None:
         return None
-    config = {**rows["defaults"], **facts.network_numbers()}
+    config = {**rows["defaults"], **facts.release.network_numbers()}
     for release in rows["releases"]:
         release_traces: Mapping[str, Any] = release
         if config == {**rows["defaults"], **release_traces["config"]} and (
-            facts.max_tokens == release_traces["max_tokens"]
+            facts.release.max_tokens == release_traces["max_tokens"]
         ):
             return release_traces
     return None

@@ -352,7 +352,7 @@ class TracedNetwork:
         """Return noisy latents, timesteps and conditioning of one pass of a workload's micro-batch."""
         factor, count = self.facts.vae_factor, workload.micro_batch
         size = (workload.height_px // factor, workload.width_px // factor)
-        flow = self.facts.prediction == "flow"
+        flow = self.facts.release.prediction == "flow"
         return (
             torch.empty(count, self.facts.latent_channels, *size, dtype=self.dtype, device="meta"),
             torch.empty(count, dtype=torch.float32 if flow else torch.int64, device="meta"),
@@ -372,7 +372,7 @@ def traced_network(
     """
     dtype = {2: torch.bfloat16, 4: torch.float32}[workload.element_bytes]
     with torch.device("meta"):
-        network = family.empty_denoiser(facts.architecture)
+        network = family.empty_denoiser(facts.release.architecture)
     network.requires_grad_(False).train()
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.is_floating_point():
@@ -398,7 +398,7 @@ def empty_conditioning(
     """Return a network's conditioning, batch 1 on `meta`, from the shapes of an encoded prompt."""
     whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
     extra_tensors = {
-        **facts.geometry_conditioning(whole),
+        **facts.release.geometry_conditioning(whole),
         **facts.guidance.conditioning(1.0),
     }
     shapes = {name: (shape, name.endswith("mask")) for name, shape in prompt.items()} | {

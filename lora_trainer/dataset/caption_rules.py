@@ -229,7 +229,7 @@ def caption_limit(facts: BaseFacts, *, chunks: int) -> dict[str, Any] | None:
     None for a base that reads captions with another encoder than CLIP, or is not on this machine.
     """
     folder = tokenizer_folder(facts)
-    if folder is None or facts.max_tokens != CLIP_TOKENS:
+    if folder is None or facts.release.max_tokens != CLIP_TOKENS:
         return None
     return {"tokenizer": str(folder), "tokens": chunks * CHUNK_TOKENS}
 
@@ -318,7 +318,8 @@ def reading_of(
     caption_tokens = config.data.caption_tokens
     if not family.text.chunks:
         return Reading(
-            chunks=1, reason=f"{facts.source} reads up to {facts.max_tokens} tokens in one piece"
+            chunks=1,
+            reason=f"{facts.source} reads up to {facts.release.max_tokens} tokens in one piece",
         )
     tokenizer = tokenizer_folder(facts)
     lengths, longest_file = dict[int, int](), ""

@@ -139,7 +139,7 @@ class Evaluation:
         ]
         whole = Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
         shared = {
-            **self.prepared.facts.geometry_conditioning(whole),
+            **self.prepared.facts.release.geometry_conditioning(whole),
             **self.feeder.shared_conditioning,
         }
 

@@ -209,7 +209,7 @@ class _Planner:
         """Decide settings that suit only some bases or machines: replace a preset's value, refuse the user's."""
         facts, objective = self.inputs.facts, self.config.objective
         gamma, key = "objective.min_snr_gamma", "objective.weighting"
-        if facts.prediction == "flow":
+        if facts.release.prediction == "flow":
             reason, others = "flow matching has no signal-to-noise weights", "predict noise or v"
             wrong = {
                 key: objective.weighting in SNR_WEIGHTINGS,
@@ -232,10 +232,12 @@ class _Planner:
             self.decide_auto(key, "none", f"{gamma} is not set")
         else:
             self.decide_auto(key, "min_snr", f"{gamma} is set")
-        zero_snr = facts.zero_terminal_snr
+        zero_snr = facts.release.zero_terminal_snr
         self.decide_auto("objective.zero_terminal_snr", zero_snr, "as the base was trained")
-        self.decide_auto("base.prediction", facts.prediction, "from the base's files")
-        self.decide_auto("base.distilled", facts.distilled, "by the base's files and its name")
+        self.decide_auto("base.prediction", facts.release.prediction, "from the base's files")
+        self.decide_auto(
+            "base.distilled", facts.release.distilled, "by the base's files and its name"
+        )
         if facts.system_prompt is not None:
             self.decide_auto("base.system_prompt", facts.system_prompt, "by the base's name")
         # Settings that this machine cannot follow: a preset's value is replaced, the user's refused.
@@ -338,9 +340,9 @@ class _Planner:
     def decide_drawing(self) -> None:
         """Draw samples as the base's release is drawn; people judge a training by them."""
         facts = self.inputs.facts
-        drawing, reason = facts.drawing, "as the base is published"
-        if facts.distilled:
-            reason = f"the base is distilled ({facts.distillation})"
+        drawing, reason = facts.release.drawing, "as the base is published"
+        if facts.release.distilled:
+            reason = f"the base is distilled ({facts.release.distillation})"
         self.decide_auto("sampling.steps", drawing.steps, reason)
         self.decide_auto("sampling.guidance_scale", drawing.guidance_scale, reason)
 

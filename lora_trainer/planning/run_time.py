@@ -402,7 +402,7 @@ class RunTimeInputs:
         slow_disk, fast_disk = DISK_BYTES_PER_S
         # Caching encodes each text and each latent once.
         encoder, load = self.evaluator.costs.parameters("text_encoder"), self.load
-        flops = TEXT_FLOPS_PER_PARAMETER * encoder * inputs.facts.max_tokens
+        flops = TEXT_FLOPS_PER_PARAMETER * encoder * inputs.facts.release.max_tokens
         text = self._plain(flops, load.text_precision)
         copies = (0.0, 0.0)
         if load.text_offload:

@@ -137,7 +137,7 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         prompts=(*prompts, config.sampling.negative_prompt),
         facts=prepared.facts,
         texts_as=texts_as(prepared),
-        geometry=prepared.facts.geometry_conditioning,
+        geometry=prepared.facts.release.geometry_conditioning,
         settings=data,
         seed=config.train.seed,
     )
@@ -241,7 +241,7 @@ def layer_names(prepared: Prepared, text: TextEncoder | None) -> LayerNames:
     """Return all layers of the base for adapter files, those of loaded text encoders by their own names."""
     family, loaded = prepared.family, text.networks if text else {}
     layers: dict[str, Mapping[str, tuple[int, ...]]] = {
-        DENOISER: denoiser_layers(family, prepared.facts.architecture),
+        DENOISER: denoiser_layers(family, prepared.facts.release.architecture),
         **family.text.layers,
         **{name: layer_shapes(network) for name, network in loaded.items()},
     }
@@ -284,7 +284,7 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         denoiser=networks.denoiser,
         predict=prepared.family.predict,
         embed=embed,
-        prediction=prepared.facts.prediction,
+        prediction=prepared.facts.release.prediction,
         precision=DTYPES[prepared.config.train.precision],
         device=planned_device(prepared),
         masks=adapter.masks,
@@ -305,7 +305,7 @@ def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
         levels=levels_of(facts, objective),
-        prediction=facts.prediction,
+        prediction=facts.release.prediction,
         shared_conditioning=facts.guidance.conditioning(objective.guidance_scale),
         draws_latents=prepared.family.latents.are_drawn,
         data=config.data,

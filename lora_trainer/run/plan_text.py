@@ -242,9 +242,9 @@ def _time_text(plan: Plan) -> str:
 def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     """Yield warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
     config, facts, processes = prepared.config, prepared.facts, prepared.inputs.processes
-    for assumed in facts.assumed:
+    for assumed in facts.release.assumed:
         yield finding("release", what=assumed.sentence, setting=assumed.advice)
-    if facts.distilled and config.base.assistant is None:
+    if facts.release.distilled and config.base.assistant is None:
         yield finding("distilled", source=facts.source)
     batch = config.train.batch_size
     if batch % processes:

@@ -323,11 +323,12 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
     facts = with_choices(
         locate(config.base, on_bytes=request.on_bytes),
         config.base,
-        zero_terminal_snr=prepared.facts.zero_terminal_snr,
+        zero_terminal_snr=prepared.facts.release.zero_terminal_snr,
     )
     memo = HashMemo(prepared.cache_root)
     # The plan's settings are decided, and what was assumed for them stays said.
-    facts = replace(facts, chunks=prepared.facts.chunks, assumed=prepared.facts.assumed)
+    release = replace(facts.release, assumed=prepared.facts.release.assumed)
+    facts = replace(facts, release=release, chunks=prepared.facts.chunks)
     facts = identified(facts, memo)
     memo.table.save()
     return replace(prepared, inputs=replace(prepared.inputs, facts=facts))

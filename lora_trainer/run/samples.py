@@ -399,7 +399,7 @@ def is_own_base(trained_on: str, source: str) -> bool:
 
 def recipe(sampling: SamplingSettings, facts: BaseFacts) -> SamplingRecipe:
     """Return how an adapter's images are drawn: as its own samples were, else as the base is published."""
-    published = facts.drawing
+    published = facts.release.drawing
     steps, scale = sampling.steps, sampling.guidance_scale
     return replace(
         published,

@@ -113,7 +113,7 @@ def exporter(
             info=info,
             format=job.prepared.config.output.format,
             precision=job.prepared.config.output.precision,
-            layers=denoiser_layers(job.prepared.family, job.prepared.facts.architecture)
+            layers=denoiser_layers(job.prepared.family, job.prepared.facts.release.architecture)
             if job.prepared.config.output.format in job.prepared.family.formats.original
             else {},
         )
@@ -143,7 +143,7 @@ def _export_info(
         base_identity=prepared.facts.parts["denoiser"].identity,
         base_model_version=prepared.family.adapter_names(prepared.facts).kohya,
         architecture=prepared.family.adapter_names(prepared.facts).modelspec,
-        prediction=prepared.facts.prediction,
+        prediction=prepared.facts.release.prediction,
         settings=flatten(prepared.config),
         subsets=tuple(
             SubsetSummary(
@@ -161,7 +161,7 @@ def _export_info(
         trigger=", ".join(prepared.config.data.triggers) or None,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
-        zero_terminal_snr=prepared.facts.zero_terminal_snr,
+        zero_terminal_snr=prepared.facts.release.zero_terminal_snr,
         base_hashes=file_hashes(Path(user_path(base)), memo),
         vae_hashes=None if vae is None else file_hashes(Path(user_path(vae)), memo),
         bucket_bounds_px=bucket_bounds(

@@ -96,7 +96,7 @@ def open_source(
     """
     if names is None and base is not None:
         facts = describe(BaseSettings(model=base))
-        names = _names_in(families.family(facts.family), facts.architecture)
+        names = _names_in(families.family(facts.family), facts.release.architecture)
     contents, fit = check_usable(path, names=names)
     names = names or _names_of(contents, fit)
     with open_adapter(path, names=names, must_be_finite=True) as adapter:
@@ -133,7 +133,7 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
         with suppress(LoraTrainError):  # not on this machine: the public release is what there is
             facts = describe(BaseSettings(model=source))
         if facts is not None and facts.family == family.name:
-            return _names_in(family, facts.architecture)
+            return _names_in(family, facts.release.architecture)
     return fit.names or released_names(family.name, 0)
 
 

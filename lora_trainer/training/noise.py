@@ -54,8 +54,8 @@ class Levels:
 
 def levels_of(facts: BaseFacts, settings: ObjectiveSettings) -> Levels:
     """Return the levels that a base is trained at."""
-    if facts.prediction != "flow":
-        return table_levels(facts.alphas_cumprod().tolist(), settings)
+    if facts.release.prediction != "flow":
+        return table_levels(facts.release.alphas_cumprod().tolist(), settings)
     return flow_levels(
         settings, base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1])
     )

@@ -135,7 +135,7 @@ def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
     size_px = (_side_px(config, facts),) * 2
     levels = levels_of(facts, objective)
     drawn = sorted(levels.draw((k + 0.5) / 4000, size_px=size_px).timestep for k in range(4000))
-    prediction = facts.prediction
+    prediction = facts.release.prediction
     if config.base.prediction == "v_prediction":
         prediction = "v_prediction"
     errors = []

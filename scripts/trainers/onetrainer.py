@@ -174,7 +174,7 @@ def _dynamic_shift(config: Any, family: str) -> float:
     }
     module = importlib.import_module(f"modules.model.{names[family]}Model")
     model = getattr(module, f"{names[family]}Model")
-    scheduler = SimpleNamespace(config=SimpleNamespace(**facts_of(family).scheduler))
+    scheduler = SimpleNamespace(config=SimpleNamespace(**facts_of(family).release.scheduler))
     side = int(config.resolution) // 8
     return float(
         model.calculate_timestep_shift(SimpleNamespace(noise_scheduler=scheduler), side, side)

@@ -38,7 +38,7 @@ def denoiser_parameters(case: Case) -> int:
 def test_a_checkpoint_is_described_from_its_header(case: Case, tmp_path: Path) -> None:
     """Nothing but the file is on this machine: what it lacks is named, with the size of that download."""
     facts = describe(BaseSettings(model=str(write(case, tmp_path))))
-    assert (facts.family, facts.variant, facts.prediction) == (
+    assert (facts.family, facts.release.variant, facts.release.prediction) == (
         case.family,
         case.variant,
         case.prediction,

@@ -57,25 +57,28 @@ def test_a_release_is_read_in_a_file_or_asked_for(name: str, tmp_path: Path) -> 
     wanted = {"prediction": "flow", **ROWS[family]["defaults"], **row}
     facts = describe(BaseSettings(model=str(file_of(name, tmp_path))))
     assert facts.layout is None and facts.family == family
-    assert facts.variant == wanted.get("variant", "")
-    assert facts.prediction == wanted["prediction"]
-    assert facts.zero_terminal_snr == wanted.get("zero_snr", False)
-    assert (facts.distilled, facts.distillation) == ("kind" in row, row.get("kind", ""))
+    assert facts.release.variant == wanted.get("variant", "")
+    assert facts.release.prediction == wanted["prediction"]
+    assert facts.release.zero_terminal_snr == wanted.get("zero_snr", False)
+    assert (facts.release.distilled, facts.release.distillation) == (
+        "kind" in row,
+        row.get("kind", ""),
+    )
     own = families.family(family).text.system_prompt
     assert facts.system_prompt == wanted.get("system_prompt", own)
-    recipe = facts.drawing
+    recipe = facts.release.drawing
     assert [recipe.steps, recipe.guidance_scale] == wanted["recipe"]
-    if facts.prediction != "flow":
-        sampler = facts.sampling_scheduler()
-        assert sampler.config.prediction_type == facts.prediction
+    if facts.release.prediction != "flow":
+        sampler = facts.release.sampling_scheduler()
+        assert sampler.config.prediction_type == facts.release.prediction
         spacing = recipe.scheduler.get("timestep_spacing", sampler.config.timestep_spacing)
         assert sampler.config.timestep_spacing == spacing
-    if facts.distilled and not facts.guidance.embedded:
+    if facts.release.distilled and not facts.guidance.embedded:
         assert recipe.guidance_scale == 1, "guidance is distilled away"
     if "shift" in row:
-        assert facts.scheduler["shift"] == row["shift"]
-    assert [each.key for each in facts.assumed] == wanted.get("asks", [])
-    for each in facts.assumed:
+        assert facts.release.scheduler["shift"] == row["shift"]
+    assert [each.key for each in facts.release.assumed] == wanted.get("asks", [])
+    for each in facts.release.assumed:
         assert name in each.sentence and f"--set {each.key}=" in each.advice
 
 
@@ -89,21 +92,24 @@ def test_a_relative_is_refused_under_its_own_name(name: str, tmp_path: Path) -> 
 def test_what_a_remark_names_decides(name: str, tmp_path: Path) -> None:
     settings = BaseSettings(model=str(file_of(name, tmp_path)), distilled=True)
     facts = with_choices(describe(settings), settings, zero_terminal_snr="auto")
-    assert facts.distilled and facts.drawing.steps <= 16
-    assert "base.distilled" not in [each.key for each in facts.assumed]
+    assert facts.release.distilled and facts.release.drawing.steps <= 16
+    assert "base.distilled" not in [each.key for each in facts.release.assumed]
     denied = settings.model_copy(update={"distilled": False})
     facts = with_choices(describe(denied), denied, zero_terminal_snr="auto")
-    assert not facts.distilled and facts.drawing.steps > 16
-    assert "base.distilled" not in [each.key for each in facts.assumed]
+    assert not facts.release.distilled and facts.release.drawing.steps > 16
+    assert "base.distilled" not in [each.key for each in facts.release.assumed]
 
 
 def test_a_z_image_that_is_said_to_be_a_turbo_has_its_shift(tmp_path: Path) -> None:
     settings = BaseSettings(model=str(file_of("intorealism_zimage_v3.safetensors", tmp_path)))
     facts = describe(settings)
-    assert (facts.variant, facts.flow_shift(width_px=1024, height_px=1024)) == ("base", 6.0)
+    assert (facts.release.variant, facts.flow_shift(width_px=1024, height_px=1024)) == ("base", 6.0)
     said = settings.model_copy(update={"distilled": True})
     facts = with_choices(facts, said, zero_terminal_snr="auto")
-    assert (facts.variant, facts.flow_shift(width_px=1024, height_px=1024)) == ("turbo", 3.0)
+    assert (facts.release.variant, facts.flow_shift(width_px=1024, height_px=1024)) == (
+        "turbo",
+        3.0,
+    )
 
 
 def test_a_klein_that_is_said_to_be_distilled_is_drawn_in_one_pass_a_step(tmp_path: Path) -> None:
@@ -113,4 +119,4 @@ def test_a_klein_that_is_said_to_be_distilled_is_drawn_in_one_pass_a_step(tmp_pa
     plain = describe(settings)
     facts = with_choices(plain, settings, zero_terminal_snr="auto")
     assert plain.guidance.two_passes and not facts.guidance.two_passes
-    assert facts.variant == "klein-4b"
+    assert facts.release.variant == "klein-4b"

@@ -150,7 +150,7 @@ def export(
     """
     family, info = families.family(name), export_info(**changes)
     if layers is None and format in family.formats.original:
-        layers = denoiser_layers(family, facts_of(name).architecture)
+        layers = denoiser_layers(family, facts_of(name).release.architecture)
     write_export(
         path,
         tensors,
@@ -188,7 +188,7 @@ def saved(
         precision=precision,
         base_model_version=family.adapter_names(facts).kohya,
         architecture=family.adapter_names(facts).modelspec,
-        prediction=facts.prediction,
+        prediction=facts.release.prediction,
     )
     if entries:
         save_file(load_file(path), path, metadata={**entries_of(path), **entries})

@@ -92,7 +92,7 @@ def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) ->
     encoder = encoder_of(facts)
     side = side_of(facts)
     told = {
-        **facts.geometry_conditioning(
+        **facts.release.geometry_conditioning(
             Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
         ),
         **facts.guidance.conditioning(1.0),

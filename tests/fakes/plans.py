@@ -87,7 +87,7 @@ def mini_facts() -> BaseFacts:
         bucket_step_px=8,
         vae_factor=4,
         parts={name: replace(part, parameters=counts[name]) for name, part in facts.parts.items()},
-        architecture=MINI_UNET,
+        release=replace(facts.release, architecture=MINI_UNET),
     )
 
 

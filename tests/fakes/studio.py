@@ -99,7 +99,9 @@ class Studio:
     def facts(self) -> BaseFacts:
         memo = HashMemo()
         found = identified(facts_of(self.base), memo)
-        return replace(found, max_tokens=self.max_tokens or found.max_tokens)
+        if self.max_tokens is None:
+            return found
+        return replace(found, release=replace(found.release, max_tokens=self.max_tokens))
 
     def needs(self) -> Any:
         facts = self.facts()

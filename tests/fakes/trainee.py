@@ -85,7 +85,7 @@ def trainee(
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     side = side_of(facts) // facts.vae_factor
     shape = (len(PROMPTS), facts.latent_channels, side, side)
-    flow = facts.prediction == "flow"
+    flow = facts.release.prediction == "flow"
     return Trainee(
         family=family,
         facts=facts,
@@ -126,7 +126,7 @@ def _conditioning(name: str) -> Conditioning:
 
 def _denoiser(name: str) -> nn.Module:
     """Return the tiny base's own denoiser, or one like it of more blocks."""
-    architecture = dict(facts_of(name).architecture)
+    architecture = dict(facts_of(name).release.architecture)
     layers = LAYERS_OF_TWO if "num_single_layers" in architecture else LAYERS
     settings = architecture.keys() & {"num_layers", "num_single_layers", "n_layers"}
     deeper = dict.fromkeys(settings, layers)

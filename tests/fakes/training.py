@@ -63,7 +63,7 @@ def tiny_facts() -> BaseFacts:
 @cache
 def tiny_signal() -> Tensor:
     """Return alpha-bar of the tiny base's timesteps."""
-    return tiny_facts().alphas_cumprod()
+    return tiny_facts().release.alphas_cumprod()
 
 
 def build_feeder(

@@ -36,7 +36,11 @@ BASES: Mapping[str, Family] = {
     for source, facts in family.releases.items()
     # Of the releases of one architecture the first.
     if source
-    == next(key for key, each in family.releases.items() if each.architecture == facts.architecture)
+    == next(
+        key
+        for key, each in family.releases.items()
+        if each.release.architecture == facts.release.architecture
+    )
 }
 SD15 = next(iter(families.family("sd15").releases))
 
@@ -112,7 +116,8 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
 
 def is_known(**changes: Any) -> bool:
     """Return whether the table has the smallest release with changes; it has few levels of wide adapters."""
-    costs = base(SMALLEST, **changes)
+    release = replace(BASES[SMALLEST].releases[SMALLEST].release, **changes)
+    costs = base(SMALLEST, release=release)
     plain: Any = {"element_bytes": 2, "targets": "transformer", "wide_adapter": True}
     return costs.known_checkpointing(**plain) == ("none", "full")
 
@@ -121,14 +126,14 @@ def test_defaults_may_be_left_out_or_written_and_another_network_is_not_taken_fo
     facts = base(SMALLEST).facts
     parameters = inspect.signature(Flux2Transformer2DModel.__init__).parameters
     defaults = {name: each.default for name, each in parameters.items() if name != "self"}
-    written = {**defaults, **facts.architecture, "_diffusers_version": "0.30.0"}
+    written = {**defaults, **facts.release.architecture, "_diffusers_version": "0.30.0"}
     left_out = {key: value for key, value in written.items() if defaults.get(key, ...) != value}
-    assert len(left_out) < len(facts.architecture) < len(written)
+    assert len(left_out) < len(facts.release.architecture) < len(written)
     for architecture in (written, left_out):
         assert is_known(architecture=architecture)
     for changes in ({"num_layers": 6}, {"a_key_of_a_later_version": 1}, {"guidance_embeds": True}):
-        assert not is_known(architecture={**facts.architecture, **changes})
-    assert not is_known(max_tokens=facts.max_tokens - 1)
+        assert not is_known(architecture={**facts.release.architecture, **changes})
+    assert not is_known(max_tokens=facts.release.max_tokens - 1)
     parameters = inspect.signature(UNet2DConditionModel.__init__).parameters
     defaults = json.loads(
         (Path(families.__file__).parent / "base" / "unet_defaults.json").read_text()
@@ -149,8 +154,8 @@ def test_an_unknown_architecture_is_traced_once_on_a_machine(
         return BaseCosts(family=families.family("flux2"), facts=facts)
 
     first = costs().sample_cost(workload)
-    assert costs().conditioning_bytes == 4 * facts.max_tokens * int(
-        facts.architecture["joint_attention_dim"]
+    assert costs().conditioning_bytes == 4 * facts.release.max_tokens * int(
+        facts.release.architecture["joint_attention_dim"]
     )
     more = costs().sample_cost(replace(workload, rank=32))
     assert more.saved_bytes > first.saved_bytes * 0.99

@@ -118,14 +118,14 @@ def losses(
     side = side_of(facts) // facts.vae_factor
     latents, noise = draw(2, 2, facts.latent_channels, side, side, seed=1)[:, rows]
     count, sigma, alpha, timestep = len(latents), 0.5, 0.5, torch.tensor(500.0)
-    if facts.prediction != "flow":
-        signal = float(facts.alphas_cumprod()[500])
+    if facts.release.prediction != "flow":
+        signal = float(facts.release.alphas_cumprod()[500])
         alpha, sigma, timestep = signal**0.5, (1 - signal) ** 0.5, torch.tensor(500)
     level = torch.full((count,), alpha), torch.full((count,), sigma)
     noisy = add_noise(latents, noise, *level)
     told = conditioning_of(family, facts, prompts)
     predicted = family.predict(denoiser, noisy, timestep.expand(count), told)
-    return sample_losses(predicted, target(latents, noise, *level, facts.prediction))
+    return sample_losses(predicted, target(latents, noise, *level, facts.release.prediction))
 
 
 # ---- training

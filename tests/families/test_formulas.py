@@ -270,7 +270,9 @@ def test_a_prompt_is_encoded_as_the_pipeline_does(name: str, prompt: str) -> Non
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, atol=1e-5, rtol=1e-5)
     length = ours["text"].shape[1]
-    shapes = families.family(name).text.shapes(facts_of(name).architecture, text_tokens=length)
+    shapes = families.family(name).text.shapes(
+        facts_of(name).release.architecture, text_tokens=length
+    )
     assert {key: tuple(tensor.shape) for key, tensor in ours.items()} == shapes
     assert "text_mask" not in ours or ours["text_mask"].tolist() == [[1] * length]
 

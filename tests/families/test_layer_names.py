@@ -124,7 +124,7 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
     family = families.family(name)
     facts = next(iter(family.releases.values()))
     with torch.device("meta"):
-        denoiser = family.empty_denoiser(facts.architecture)
+        denoiser = family.empty_denoiser(facts.release.architecture)
     metadata = {"ss_base_model_version": family.adapter_names(facts).kohya}
     spec = {"modelspec.architecture": family.adapter_names(facts).modelspec}
     assert adapter_family({}, metadata=metadata) == name

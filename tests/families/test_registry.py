@@ -78,8 +78,12 @@ def test_parameter_counts_are_those_of_the_loaded_parts(name: str) -> None:
     reads_vae = families.family(name).pipeline.reads_vae
     assert facts.vae_factor == pipeline.vae_scale_factor * (2 if reads_vae else 1)
     # A U-Net's scheduler gets prediction and terminal noise from the facts.
-    same = [key for key in facts.scheduler if key in scheduler and facts.prediction == "flow"]
-    assert all(scheduler[key] == facts.scheduler[key] for key in same)
+    same = [
+        key
+        for key in facts.release.scheduler
+        if key in scheduler and facts.release.prediction == "flow"
+    ]
+    assert all(scheduler[key] == facts.release.scheduler[key] for key in same)
     loaded: Mapping[str, Sequence[nn.Module]] = {
         "denoiser": [denoiser_of(name)],
         "vae": [vae],
@@ -261,7 +265,7 @@ def noisy_of(facts: BaseFacts) -> tuple[Tensor, Tensor]:
     """Return a batch of two in latents, and its timesteps."""
     step, times = facts.bucket_step_px // facts.vae_factor, torch.tensor([300, 700])
     noisy = draw(2, facts.latent_channels, 2 * step, step)
-    return noisy, times.float() if facts.prediction == "flow" else times
+    return noisy, times.float() if facts.release.prediction == "flow" else times
 
 
 @FAMILIES

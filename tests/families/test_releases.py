@@ -58,7 +58,11 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
         is_qwen3, kind, role = part.role.startswith("qwen3"), part.network, part.role
         if is_qwen3:
             kind = "Qwen3ForCausalLM"
-            role = "qwen3_8b" if facts.architecture.get("joint_attention_dim") == 12_288 else role
+            role = (
+                "qwen3_8b"
+                if facts.release.architecture.get("joint_attention_dim") == 12_288
+                else role
+            )
         elif part.role == "clip_l" and kind.endswith("WithProjection"):
             role = "clip_l_projected"
         network_class = getattr(transformers, kind)
@@ -86,7 +90,7 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
         assert families.known_base(alias) == replace(facts, source=alias)
     with torch.device("meta"):
         denoiser, image, encoders = (
-            family.empty_denoiser(facts.architecture),
+            family.empty_denoiser(facts.release.architecture),
             vae(VAES[name]),
             list(texts(name, facts)),
         )
@@ -97,14 +101,14 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
     }
     assert {part: each.parameters for part, each in facts.parts.items()} == loaded
     size = (facts.resolution_px, facts.bucket_step_px, facts.vae_factor)
-    epsilon = name == "sd2" and facts.prediction == "epsilon"
+    epsilon = name == "sd2" and facts.release.prediction == "epsilon"
     assert size == SIZES.get("sd15" if epsilon else name, (1024, 64, 8))
     if name in BF16:
         published = sum(numbers(network) for network, _ in encoders)
         assert facts.download_bytes == 2 * (loaded["denoiser"] + loaded["vae"] + published)
-    json.dumps(dict(facts.architecture))  # the planner's cost table is keyed by it
+    json.dumps(dict(facts.release.architecture))  # the planner's cost table is keyed by it
     # The scripts that write the tables of costs and layers were run after the last change of diffusers.
-    assert denoiser_layers(family, facts.architecture) in released_layers(name)
+    assert denoiser_layers(family, facts.release.architecture) in released_layers(name)
     costs = BaseCosts(family=family, facts=facts)
     for targets in TARGETS:
         shapes = costs.adapter_shapes(targets)
@@ -141,7 +145,10 @@ FACTS = {
 def test_facts_of_a_release(source: str) -> None:
     kohya, modelspec, variant, distilled, shift = FACTS[source]
     facts = families.known_base(source)
-    assert facts is not None and (facts.variant, facts.distilled) == (variant, distilled)
+    assert facts is not None and (facts.release.variant, facts.release.distilled) == (
+        variant,
+        distilled,
+    )
     names = families.family(facts.family).adapter_names(facts)
     assert (names.kohya, names.modelspec) == (kohya, f"{modelspec}/lora")
     if shift is not None:

@@ -139,7 +139,10 @@ def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) 
     facts = facts_at(companion, family=name, **dict.fromkeys(PARTS, file))
     for part in whole:
         assert facts.parts[part] == own.parts[part]
-    assert (facts.variant, facts.max_tokens) == (own.variant, own.max_tokens)
+    assert (facts.release.variant, facts.release.max_tokens) == (
+        own.release.variant,
+        own.release.max_tokens,
+    )
     assert_same(weights_of(facts), own_weights(name))
     assert {part: files[0] for part, files in of(name).parts(facts.located).items()} == (
         dict.fromkeys(PARTS, file)
@@ -184,8 +187,12 @@ def test_absent_parts_come_from_the_companion_and_markers_say_how_it_was_trained
     file = checkpoint("sdxl", tmp_path, parts=("denoiser",), marks=marks)
     assert parts_in("sdxl", file) == {"denoiser"}
     facts = facts_at(other, denoiser=file)
-    assert facts.prediction == ("v_prediction" if marks else "epsilon")
-    assert facts.zero_terminal_snr == (float(facts.alphas_cumprod()[-1]) == 0) == ("ztsnr" in marks)
+    assert facts.release.prediction == ("v_prediction" if marks else "epsilon")
+    assert (
+        facts.release.zero_terminal_snr
+        == (float(facts.release.alphas_cumprod()[-1]) == 0)
+        == ("ztsnr" in marks)
+    )
     found = weights_of(facts)
     for key, value in own_weights("sdxl").items():
         assert torch.equal(found[key], value) == (not key.startswith(("vae.", "text_encoder.")))
@@ -231,7 +238,7 @@ def test_a_pruned_file_is_as_deep_as_it_is(tmp_path: Path) -> None:
     tensors = denoiser_of("qwen").state_dict()
     kept = {key: t for key, t in tensors.items() if not key.startswith("transformer_blocks.1.")}
     facts = facts_at(base_of("qwen"), denoiser=written(kept, tmp_path / "pruned.safetensors"))
-    assert facts.architecture["num_layers"] == 1
+    assert facts.release.architecture["num_layers"] == 1
     assert network_of(facts).state_dict().keys() == kept.keys()
 
 
@@ -475,14 +482,14 @@ def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:
     case = Case("SD 2 GGUF", layouts.network("sd2"), "sd2", dtype="Q8_0", file="sd2.gguf")
     settings = BaseSettings(model=str(write(case, tmp_path)))
     facts = describe(settings)
-    assert facts.prediction == "v_prediction"
-    predicted = next(each for each in facts.assumed if each.key == "base.prediction")
+    assert facts.release.prediction == "v_prediction"
+    predicted = next(each for each in facts.release.assumed if each.key == "base.prediction")
     assert "assumed: v_prediction" in predicted.sentence
     assert "base.prediction=epsilon" in predicted.advice
     chosen = settings.model_copy(update={"prediction": "epsilon"})
     facts = with_choices(facts, chosen, zero_terminal_snr="auto")
-    assert facts.prediction == "epsilon"
-    assert [each.key for each in facts.assumed] == ["base.distilled"]
+    assert facts.release.prediction == "epsilon"
+    assert [each.key for each in facts.release.assumed] == ["base.distilled"]
 
 
 # ---- what does not fit

@@ -77,7 +77,8 @@ def preset(family: str) -> Config:
 
 @pytest.mark.parametrize("name", SHIFTS)
 def test_the_shift_is_that_of_the_pipelines_scheduler(name: str) -> None:
-    facts = replace(families.family("flux").releases[FLUX_DEV], scheduler=SHIFTS[name])
+    dev = families.family("flux").releases[FLUX_DEV]
+    facts = replace(dev, release=replace(dev.release, scheduler=SHIFTS[name]))
     width, height = 1344, 768
     shift = facts.flow_shift(width_px=width, height_px=height)
     scheduler = FlowMatchEulerDiscreteScheduler(**SHIFTS[name])
@@ -97,7 +98,7 @@ def test_the_shift_is_that_of_the_pipelines_scheduler(name: str) -> None:
 def test_trainers_of_lumina_2_shift_by_size_though_its_sampler_does_not() -> None:
     """mu from 0.5 at 256 tokens to 1.15 at 4096, as sd-scripts, ai-toolkit and diffusion-pipe have it."""
     facts = next(iter(families.family("lumina2").releases.values()))
-    assert facts.scheduler["shift"] == 6.0
+    assert facts.release.scheduler["shift"] == 6.0
     for side_px, shift in ((256, 1.649), (768, 2.332), (1024, 3.158)):
         found = facts.flow_shift(width_px=side_px, height_px=side_px)
         assert found == pytest.approx(shift, abs=1e-3)
@@ -183,13 +184,21 @@ def test_schnell_is_told_from_dev_by_its_guidance(
     dev_file = facts_at(folder, denoiser=file_of("flux", tmp_path / "dev.safetensors"))
     fast_file = facts_at(base_of("flux"), denoiser=tmp_path / "fast.safetensors")
     for facts in (dev, dev_file):
-        assert (facts.variant, facts.distilled, facts.max_tokens) == ("dev", False, 512)
-        assert facts.scheduler["use_dynamic_shifting"] is True
+        assert (facts.release.variant, facts.release.distilled, facts.release.max_tokens) == (
+            "dev",
+            False,
+            512,
+        )
+        assert facts.release.scheduler["use_dynamic_shifting"] is True
         told = facts.guidance.conditioning(3.5)["guidance"]
         assert told.dtype == torch.float32 and told.tolist() == [3.5]
     for facts in (schnell, fast_file):
-        assert (facts.variant, facts.distilled, facts.max_tokens) == ("schnell", True, 256)
-        assert facts.scheduler["use_dynamic_shifting"] is False
+        assert (facts.release.variant, facts.release.distilled, facts.release.max_tokens) == (
+            "schnell",
+            True,
+            256,
+        )
+        assert facts.release.scheduler["use_dynamic_shifting"] is False
         assert facts.guidance.conditioning(3.5) == {}
     loaded = network_of(dev_file).state_dict()
     assert loaded.keys() == denoiser_of("flux").state_dict().keys()
@@ -201,7 +210,7 @@ def test_schnell_is_told_from_dev_by_its_guidance(
 
 def test_the_index_or_the_name_of_a_file_says_which_klein_is_distilled(tmp_path: Path) -> None:
     facts = facts_at(write_base("flux2", tmp_path / "base", is_distilled=True))
-    assert (facts.distilled, facts.variant) == (True, "klein")
+    assert (facts.release.distilled, facts.release.variant) == (True, "klein")
     family, other = families.family("flux2"), tmp_path / "base"
     for name, distilled in (
         ("flux-2-klein-4b", True),
@@ -211,7 +220,7 @@ def test_the_index_or_the_name_of_a_file_says_which_klein_is_distilled(tmp_path:
         file = file_of("flux2", tmp_path / f"{name}.safetensors")
         for companion in (base_of("flux2"), other):
             facts = facts_at(companion, denoiser=file)
-            assert facts.distilled is distilled
+            assert facts.release.distilled is distilled
             # The pipeline switches guidance off by itself where it is told that the base is distilled.
             sampler: Any = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
             assert sampler.pipeline.config.is_distilled is distilled
@@ -246,12 +255,12 @@ def test_name_and_shift_tell_a_turbo_and_a_file_has_the_scheduler_of_its_release
     if name.endswith("safetensors"):
         files["denoiser"] = file_of("zimage", tmp_path / name)
     facts = facts_at(base, source=name, **files)
-    assert (facts.variant, facts.distilled) == (release, release == "turbo")
+    assert (facts.release.variant, facts.release.distilled) == (release, release == "turbo")
     assert facts.flow_shift(width_px=64, height_px=64) == own_shift
-    assert facts.sampling_scheduler().config.shift == own_shift
+    assert facts.release.sampling_scheduler().config.shift == own_shift
     asked = ["base.distilled"] if name.startswith("my_mix") else []
-    assert [each.key for each in facts.assumed] == asked
-    assert facts.drawing.guidance_scale == (1.0 if release == "turbo" else 5.0)
+    assert [each.key for each in facts.release.assumed] == asked
+    assert facts.release.drawing.guidance_scale == (1.0 if release == "turbo" else 5.0)
 
 
 @pytest.mark.parametrize(("release", "variant"), [(1, "large"), (2, "3-medium")])
@@ -264,9 +273,9 @@ def test_a_file_of_stable_diffusion_3_may_lie_beside_another_release(
     file = write(Case("sd3", layouts.network("sd3", release)), tmp_path)
     facts = facts_at(folder, denoiser=file)
     own = next(each for each in family.published if each.variant == variant).architecture
-    assert facts.variant == variant
-    assert {key: facts.architecture[key] for key in own} == own
-    assert facts.architecture["qk_norm"] == own.get("qk_norm")
+    assert facts.release.variant == variant
+    assert {key: facts.release.architecture[key] for key in own} == own
+    assert facts.release.architecture["qk_norm"] == own.get("qk_norm")
 
 
 # ---- text
@@ -274,7 +283,7 @@ def test_a_file_of_stable_diffusion_3_may_lie_beside_another_release(
 
 def test_a_base_without_t5_has_zeros_in_its_place(tmp_path: Path) -> None:
     facts = facts_at(write_base("sd3", tmp_path / "base", text_encoder_3=None, tokenizer_3=None))
-    assert facts.max_tokens == 77 and facts.variant == "medium without T5"
+    assert facts.release.max_tokens == 77 and facts.release.variant == "medium without T5"
     family, pipeline = families.family("sd3"), pipeline_of(facts)
     assert family.adapter_names(facts).kohya == "3-5-medium"
     assert pipeline.text_encoder_3 is None

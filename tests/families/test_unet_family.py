@@ -55,7 +55,7 @@ def test_prediction_and_terminal_noise_are_those_of_the_scheduler(
     stated: str | None, tmp_path: Path
 ) -> None:
     base = copy_of("sd15", tmp_path / "base")
-    assert not facts_at(base).zero_terminal_snr
+    assert not facts_at(base).release.zero_terminal_snr
     edit_json(
         base / "scheduler/scheduler_config.json",
         prediction_type=stated,
@@ -66,8 +66,10 @@ def test_prediction_and_terminal_noise_are_those_of_the_scheduler(
             facts_at(base)
         return
     facts = facts_at(base)
-    assert facts.prediction == (stated or "epsilon") and facts.zero_terminal_snr
-    assert float(facts.alphas_cumprod()[-1]) == 0 < float(facts.alphas_cumprod()[-2])
+    assert facts.release.prediction == (stated or "epsilon") and facts.release.zero_terminal_snr
+    assert (
+        float(facts.release.alphas_cumprod()[-1]) == 0 < float(facts.release.alphas_cumprod()[-2])
+    )
 
 
 def test_a_fine_tune_known_to_predict_velocity_does() -> None:
@@ -77,7 +79,7 @@ def test_a_fine_tune_known_to_predict_velocity_does() -> None:
         families.family("sdxl").releases[source],
         facts_at(base_of("sdxl"), source=source),
     ):
-        assert facts.prediction == "v_prediction" and facts.zero_terminal_snr
+        assert facts.release.prediction == "v_prediction" and facts.release.zero_terminal_snr
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
@@ -86,13 +88,14 @@ def test_a_fine_tune_known_to_predict_velocity_does() -> None:
 )
 def test_samplers_follow_the_facts(kind: str) -> None:
     """One that knows no terminal noise (PNDM) is only replaced when there is some, one of a later version always."""
-    facts = replace(facts_of("sd15"), prediction="v_prediction")
-    facts = replace(facts, scheduler={**facts.scheduler, "_class_name": kind})
-    plain = facts.sampling_scheduler()
+    release = facts_of("sd15").release
+    scheduler = {**release.scheduler, "_class_name": kind}
+    release = replace(release, prediction="v_prediction", scheduler=scheduler)
+    plain = release.sampling_scheduler()
     assert type(plain).__name__ == ("DDIMScheduler" if kind == "Nobody" else kind)
     assert plain.config.prediction_type == "v_prediction"
     assert plain.config.timestep_spacing == "leading"
-    terminal = replace(facts, zero_terminal_snr=True).sampling_scheduler()
+    terminal = replace(release, zero_terminal_snr=True).sampling_scheduler()
     replaced = kind.startswith(("PNDM", "Nobody"))
     assert type(terminal).__name__ == ("DDIMScheduler" if replaced else kind)
     assert terminal.config.timestep_spacing == "trailing"
@@ -119,21 +122,21 @@ def test_a_few_step_base_is_drawn_with_its_own_sampler(
 ) -> None:
     """Euler's usual spacing leaves noise in four steps; training has the noise levels of the base."""
     family, plain = families.family(name), facts_of(name)
-    facts = family.as_distilled(plain, kind)
+    facts = replace(plain, release=family.as_distilled(plain.release, kind))
     drawn: Any = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
     scheduler = drawn.pipeline.scheduler
-    own = plain.sampling_scheduler()
+    own = plain.release.sampling_scheduler()
     assert type(scheduler).__name__ == (sampler or type(own).__name__)
     assert scheduler.config.timestep_spacing == (spacing or own.config.timestep_spacing)
-    assert torch.equal(facts.alphas_cumprod(), plain.alphas_cumprod())
+    assert torch.equal(facts.release.alphas_cumprod(), plain.release.alphas_cumprod())
     prompt, negative = (encoder_of(facts).encode_prompts([words]) for words in ("a toy", ""))
     image = drawn.image(
         prompt,
         negative,
         seed=1,
         size_px=(side_of(facts), side_of(facts)),
-        steps=facts.drawing.steps,
-        guidance_scale=facts.drawing.guidance_scale,
+        steps=facts.release.drawing.steps,
+        guidance_scale=facts.release.drawing.guidance_scale,
     )
     assert np.asarray(image).std() > 0
 
@@ -163,8 +166,8 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
         tensors[TELLING_WEIGHT] = (5 + deviation * values / values.std()).to(dtype)
     save_file(tensors, file)
     facts = facts_at(base_of("sd2"), denoiser=file)
-    assert (facts.prediction, facts.resolution_px) == (prediction, side_px)
-    asked = [each.key for each in facts.assumed]
+    assert (facts.release.prediction, facts.resolution_px) == (prediction, side_px)
+    asked = [each.key for each in facts.release.assumed]
     assert ("base.prediction" in asked) == (deviation is None)
     if deviation is not None:
         save_file({bare: tensors[TELLING_WEIGHT]}, file)
@@ -178,7 +181,7 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
 def test_the_network_is_told_height_before_width_in_exact_numbers() -> None:
     """bf16 would make 1027 of 1024: integers are not cast."""
     facts = facts_of("sdxl")
-    told = facts.geometry_conditioning(GEOMETRY)["time_ids"]
+    told = facts.release.geometry_conditioning(GEOMETRY)["time_ids"]
     assert told.tolist() == [[700, 900, 5, 3, 24, 16]] and not told.is_floating_point()
     wanted = pipeline_of(facts)._get_add_time_ids(
         (700, 900), (5, 3), (24, 16), torch.float32, text_encoder_projection_dim=16
@@ -191,11 +194,13 @@ def test_the_loss_is_that_of_diffusers_training_script(
     name: str, prediction: Any, terminal: bool
 ) -> None:
     """train_text_to_image_lora(_sdxl): DDPM's add_noise, noise or velocity as target, mean of squares."""
-    facts = replace(facts_of(name), prediction=prediction, zero_terminal_snr=terminal)
+    facts = facts_of(name)
+    release = replace(facts.release, prediction=prediction, zero_terminal_snr=terminal)
+    facts = replace(facts, release=release)
     latents, noise = draw(4, 4, 8, 12, seed=3), draw(4, 4, 8, 12, seed=4)
     timesteps, family = torch.tensor([0, 10, 500, 999]), families.family(name)
     told = conditioning_of(family, facts, ["a", "b", "c", "d"])
-    signal = facts.alphas_cumprod()[timesteps]
+    signal = facts.release.alphas_cumprod()[timesteps]
     level = signal.sqrt().float(), (1 - signal).sqrt().float()
     scheduler = DDPMScheduler(
         beta_start=0.00085,

@@ -233,7 +233,7 @@ def test_a_checkpoint_alone_is_downloaded_and_taken_as_a_file(
     facts = locate(settings)
     assert hub.fetched == [name]
     assert facts.located.files["denoiser"] == snapshot(source, tmp_path) / name
-    assert (facts.source, facts.prediction) == (source, "v_prediction"), "as its name says"
+    assert (facts.source, facts.release.prediction) == (source, "v_prediction"), "as its name says"
     assert describe(settings) == locate(settings) == facts and hub.fetched == [name]
 
 
@@ -409,13 +409,20 @@ def test_nothing_but_tokenizers_of_open_repositories_is_fetched(
     for name, part in known.parts.items():
         if name != "vae":  # the corpus' VAE has its two ends
             assert facts.parts[name].parameters == pytest.approx(part.parameters, rel=0.01)
-    assert (facts.variant, facts.distilled, facts.max_tokens, facts.scheduler) == (
-        known.variant,
-        known.distilled,
-        known.max_tokens,
-        known.scheduler,
+    assert (
+        facts.release.variant,
+        facts.release.distilled,
+        facts.release.max_tokens,
+        facts.release.scheduler,
+    ) == (
+        known.release.variant,
+        known.release.distilled,
+        known.release.max_tokens,
+        known.release.scheduler,
     )
-    assert {**known.architecture} == {key: facts.architecture[key] for key in known.architecture}
+    assert {**known.release.architecture} == {
+        key: facts.release.architecture[key] for key in known.release.architecture
+    }
     vae = json.loads((facts.located.folder / "vae/config.json").read_text())
     assert (vae["scaling_factor"], vae["shift_factor"]) == LATENTS[facts.family]
     # The name is a digest of the configurations: a folder made by an earlier version is used.

@@ -52,7 +52,7 @@ def test_the_word_becomes_its_tokens_and_the_rest_stays(name: str) -> None:
         assert places[1] == places[0] + 1
         rest = [number for number in with_word if number >= 0]
         assert rest == without[: len(rest)], "the others, begin, end and padding"
-        assert len(with_word) == len(without) == facts_of(name).max_tokens
+        assert len(with_word) == len(without) == facts_of(name).release.max_tokens
     for prompt in ("", "a cat", "toys and a toyshop", "nontoy"):
         assert numbers(taught, prompt) == numbers(plain, prompt), "read as ever"
     counted = plain.count_tokens("a") + plain.count_tokens("on a table")

@@ -72,7 +72,7 @@ class Real:
         count, factor = given.micro_batch, facts.vae_factor
         size = (given.height_px // factor, given.width_px // factor)
         self.noisy = torch.randn(count, facts.latent_channels, *size).to(dtype)
-        flow = facts.prediction == "flow"
+        flow = facts.release.prediction == "flow"
         self.timesteps = torch.full((count,), 500, dtype=torch.float32 if flow else torch.int64)
         self.conditioning = {
             key: tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -36,7 +36,7 @@ QKV = ("to_q", "to_k", "to_v")
 
 
 def layers() -> dict[str, tuple[int, ...]]:
-    return denoiser_layers(FAMILY, facts_of("lumina2").architecture)
+    return denoiser_layers(FAMILY, facts_of("lumina2").release.architecture)
 
 
 def trained(kind: str = "lora") -> dict[str, ModuleTensors]:

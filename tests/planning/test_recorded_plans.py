@@ -48,7 +48,8 @@ def facts_of(described: Any) -> BaseFacts:
         name: replace(part, parameters=counts.get(name, part.parameters))
         for name, part in facts.parts.items()
     }
-    return replace(facts, parts=parts, **differs)
+    release = replace(facts.release, **differs.pop("release", {}))
+    return replace(facts, release=release, parts=parts, **differs)
 
 
 def rounded(*values: float) -> list[float]:

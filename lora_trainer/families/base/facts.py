@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base.layout import Layout, Part
@@ -33,14 +33,12 @@ Conditioning = Mapping[str, "Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class Guidance:
-    """How a base follows a guidance scale above 1.
-
-    `two_passes`: a step predicts twice, for the prompt and for the negative prompt; `embedded`: the network
-    reads the scale.
-    """
+    """How a base follows a guidance scale above 1."""
 
     two_passes: bool
+    """A step predicts twice, for the prompt and for the negative prompt."""
     embedded: bool
+    """The network reads the scale."""
 
     def conditioning(self, scale: float) -> Mapping[str, Tensor]:
         """Return the network's input `guidance`, float32 [1]; empty for a network that does not read it."""
@@ -54,91 +52,100 @@ BY_TWO_PASSES = Guidance(two_passes=True, embedded=False)
 
 @dataclass(frozen=True, kw_only=True)
 class PartFacts:
-    """One part of a base model: parameter count, and the hash of weights and config ("" if not on disk)."""
+    """One part of a base model."""
 
     parameters: int
+    """How many numbers its weights have."""
     identity: str = ""
+    """The hash of its weights and configuration; "" while they are not read, or not on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """A fact that no file of a base states: a sentence with the value assumed, and the advice that changes it.
-
-    `key` is the setting that decides it.
-    """
+    """A fact that no file of a base states."""
 
     sentence: str
+    """What is not stated, and the value that is assumed."""
     advice: str
+    """What to do if the value is wrong."""
     key: str
+    """The setting that decides it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRecipe:
-    """How a release is drawn as it is published: steps, our guidance scale (1: none), changes of its scheduler."""
+    """How images of a release are drawn as it is published."""
 
     steps: int
     guidance_scale: float
+    """Our guidance scale; 1 means no guidance."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the scheduler's configuration that differ from the release's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """How an image was scaled and cropped to its bucket, in pixels.
-
-    `original_px` is (width, height) before scaling, `corner_px` the (left, top) of the crop in the scaled
-    image, `target_px` the bucket's (width, height).
-    """
+    """How an image was scaled and cropped to its bucket."""
 
     original_px: tuple[int, int]
+    """(width, height) before scaling."""
     corner_px: tuple[int, int]
+    """(left, top) of the crop in the scaled image."""
     target_px: tuple[int, int]
+    """(width, height) of the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Licence:
-    """The licence of a public release: its name, what it allows in a few words, whether it is gated.
-
-    `is_gated`: the Hub gives the files only to who is signed in and has accepted the terms on the release's page.
-    """
+    """The licence of a public release."""
 
     name: str
     allows: str
+    """What it allows, in a few words."""
     is_gated: bool = False
+    """The Hub gives the files only to who is signed in and has accepted the terms on the release's page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRelease:
-    """A public release that can be planned without a download (releases.toml), or a base as its folder states it.
-
-    `ids` are Hub ids. `architecture` is the denoiser's configuration as diffusers writes it, `scheduler` the
-    scheduler's, of a release those keys that `BaseFacts.flow_shift` reads, and `vae` those that
-    `VaeLatents.shape` reads. Without a `licence` the release has one of its owner's own. `checkpoints` are
-    well-known ones made from it, with which its LoRAs work too. `variant` names the release where a family has
-    several ("medium", "schnell"); `distilled` bases lose their few-step ability in training, `distillation` is the
-    kind ("lightning"). `drawing`: how it is drawn. `zero_terminal_snr`: the last training timestep is pure noise.
-    `system_prompt` is put before every prompt, None where the family's text has none. `assumed`: the facts that no
-    file states.
-    """
+    """What a base is, whoever uses it: a public release as its family.toml states it, or what files state of one."""
 
     ids: Sequence[str]
+    """Its ids on the Hub; of files their path or id as the user gave it."""
     architecture: Mapping[str, Any]
+    """The denoiser's configuration, as diffusers writes it."""
     vae: Mapping[str, Any]
+    """The VAE's configuration; of a public release the keys that `VaeLatents.shape` reads."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """The scheduler's configuration; of a public release the keys that `BaseFacts.flow_shift` reads."""
     parameters: Mapping[Part, int]
+    """How many parameters each part has, with an entry for each of `PARTS`."""
     max_tokens: int
+    """Tokens of a prompt that the text encoders read at once; longer prompts need several chunks."""
     download_bytes: int = 0
+    """Size of its files on the Hub, 0 where it is not a public release."""
     licence: Licence | None = None
+    """None: a licence of its owner's own."""
     checkpoints: Sequence[str] = ()
+    """Well-known checkpoints that were made from it, with which its LoRAs work too."""
     variant: str = ""
+    """Which of the family's releases it is, where there are several ("medium", "schnell")."""
     drawing: SamplingRecipe
+    """How its images are drawn."""
     distilled: bool = False
+    """It draws in few steps, an ability that is lost in training."""
     distillation: str = ""
+    """How it was distilled ("lightning"); "" where it is not distilled."""
     prediction: Prediction = "flow"
+    """What the denoiser predicts."""
     zero_terminal_snr: bool = False
+    """The last training timestep is pure noise."""
     system_prompt: str | None = None
+    """Its own system prompt; None: the family's."""
     assumed: Sequence[Assumption] = ()
+    """The facts that no file states."""
 
-    def assuming(self, fact: str, value: str, *, key: str, other: str, name: str) -> Self:
+    def assuming(self, fact: str, value: str, *, key: str, other: str, name: str) -> BaseRelease:
         """Return the release with one more assumption: nothing in the file of that name states `fact`."""
         assumption = Assumption(
             sentence=f"nothing in {name} states {fact}; assumed: {value}",
@@ -146,72 +153,6 @@ class BaseRelease:
             key=key,
         )
         return replace(self, assumed=(*self.assumed, assumption))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseFacts(BaseRelease):
-    """Facts of a base model that are read without loading a weight: those of a release, and how this one is used.
-
-    `source` is the user's spelling of the base, `layout` its files (None: a public release that is not
-    downloaded). `parts` has an entry per `PARTS`. Text encoders read a prompt in `chunks` of `max_tokens`
-    tokens and return the hidden states of layer `clip_skip`, counted from the last (1); `clip_skips` has by
-    `base.clip_skip` the layers that they can return. `patch` is the side of the square of latents that becomes
-    one token (a U-Net's: 1). A file whose companion is not on this machine has no `layout`; `missing` then
-    names the parts to download and their source.
-    """
-
-    family: str
-    source: str
-    layout: Layout | None
-    resolution_px: int
-    bucket_step_px: int
-    latent_channels: int
-    vae_factor: int
-    guidance: Guidance
-    patch: int
-    parts: Mapping[str, PartFacts]
-    shifts_by_tokens: bool = False
-    missing: str = ""
-    chunks: int = 1
-    clip_skip: int = 1
-    clip_skips: Mapping[int, int] = field(default_factory=lambda: {1: 1})
-
-    @property
-    def chunk_room(self) -> int:
-        """Prompt tokens in one chunk, begin and end tokens excluded."""
-        return self.max_tokens - AROUND
-
-    @property
-    def text_tokens(self) -> int:
-        """Length of the text conditioning in tokens: begin, end and padding included."""
-        return self.max_tokens + (self.chunks - 1) * self.chunk_room
-
-    @property
-    def located(self) -> Layout:
-        """The layout of a base that is on this machine; AssertionError for a base that is not downloaded."""
-        assert self.layout is not None, f"{self.source} is known by name only; locate it first"
-        return self.layout
-
-    def with_clip_skip(self, clip_skip: int) -> BaseFacts:
-        """Return the facts with text of the layer that `base.clip_skip` means; raises RequestError for none."""
-        if clip_skip in self.clip_skips:
-            return replace(self, clip_skip=self.clip_skips[clip_skip])
-        most = max(self.clip_skips)
-        raise RequestError(
-            f"base.clip_skip={clip_skip}, but the most that {self.source} allows is {most}",
-            fix=f"use at most {most}, or leave base.clip_skip out",
-        )
-
-    def with_system_prompt(self, prompt: str) -> BaseFacts:
-        """Return the facts with `base.system_prompt`; raises RequestError where the family's text has none."""
-        if prompt == "auto" or (self.system_prompt is None and not prompt.strip()):
-            return self
-        if self.system_prompt is None:
-            raise RequestError(
-                f"base.system_prompt is set, but prompts of {self.source} (family {self.family}) have no system prompt",
-                fix="leave base.system_prompt out, or use data.caption_prefix, which is put before captions only",
-            )
-        return replace(self, system_prompt=prompt.strip())
 
     def network_numbers(self) -> Mapping[str, Any]:
         """Return the values of `architecture` that fix the network, as JSON: bases of equal values cost the same.
@@ -238,7 +179,7 @@ class BaseFacts(BaseRelease):
         return {"time_ids": torch.tensor([[value for x, y in pairs for value in (y, x)]])}
 
     def scheduler_config(self) -> dict[str, Any]:
-        """Return the scheduler's configuration with these facts' prediction and terminal noise.
+        """Return the scheduler's configuration with this release's prediction and terminal noise.
 
         Rescaled levels end in pure noise, and sampling must then start there: Lin et al. 2023
         (arXiv 2305.08891), sections 3.1 and 3.3.
@@ -271,13 +212,92 @@ class BaseFacts(BaseRelease):
 
     def alphas_cumprod(self) -> Tensor:
         """Return the cumulative signal level of every training timestep, float64 [timesteps]; not for flow."""
-        assert self.prediction != "flow", f"{self.family} is trained by flow matching"
+        assert self.prediction != "flow", f"{self.ids[0]} is trained by flow matching"
         from diffusers import DDPMScheduler
 
         # DDPM's class whatever the base samples with: it can rescale to zero terminal SNR, PNDM's
         # cannot, and both compute the same levels from one configuration.
         levels: Tensor = DDPMScheduler.from_config(self.scheduler_config()).alphas_cumprod.double()
         return levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseFacts:
+    """A base as a training uses it: what it is, where it lies, and its sizes, read without loading a weight."""
+
+    release: BaseRelease
+    """What the base is. Settings that correct it (`base.prediction`, `base.distilled`) are applied."""
+    family: str
+    """The name of its family."""
+    source: str
+    """The base as the user spelled it."""
+    layout: Layout | None
+    """Its files on this machine; None where some are missing."""
+    missing: str = ""
+    """The parts to download and their source, where a checkpoint's companion is not on this machine."""
+    download_bytes: int = 0
+    """Size of what has to be downloaded before a training."""
+    parts: Mapping[str, PartFacts]
+    """The parts as they are in its files, with an entry for each of `PARTS`."""
+    resolution_px: int
+    """Side of the square images that it was trained on."""
+    bucket_step_px: int
+    """Sides of buckets are multiples of this."""
+    latent_channels: int
+    """Channels of the latents that the denoiser reads."""
+    vae_factor: int
+    """Pixels along a side of an image for each of its latents."""
+    patch: int
+    """Side of the square of latents that becomes one token; 1 in a U-Net."""
+    guidance: Guidance
+    """How it follows a guidance scale."""
+    shifts_by_tokens: bool = False
+    """The noise is shifted by the image's size, though the base's own sampler has one shift for all."""
+    system_prompt: str | None = None
+    """What is put before every prompt; None where the family's texts have no system prompt."""
+    chunks: int = 1
+    """Chunks of `max_tokens` tokens in which a prompt is read."""
+    clip_skip: int = 1
+    """The layer whose hidden states the text encoders return, counted from the last, which is 1."""
+    clip_skips: Mapping[int, int] = field(default_factory=lambda: {1: 1})
+    """Value of `base.clip_skip` -> the layer that it means, of all that are allowed."""
+
+    @property
+    def chunk_room(self) -> int:
+        """Prompt tokens in one chunk, begin and end tokens excluded."""
+        return self.release.max_tokens - AROUND
+
+    @property
+    def text_tokens(self) -> int:
+        """Length of the text conditioning in tokens: begin, end and padding included."""
+        return self.release.max_tokens + (self.chunks - 1) * self.chunk_room
+
+    @property
+    def located(self) -> Layout:
+        """The layout of a base that is on this machine; AssertionError for a base that is not downloaded."""
+        assert self.layout is not None, f"{self.source} is known by name only; locate it first"
+        return self.layout
+
+    def with_clip_skip(self, clip_skip: int) -> BaseFacts:
+        """Return the facts with text of the layer that `base.clip_skip` means; raises RequestError for none."""
+        if clip_skip in self.clip_skips:
+            return replace(self, clip_skip=self.clip_skips[clip_skip])
+        most = max(self.clip_skips)
+        raise RequestError(
+            f"base.clip_skip={clip_skip}, but the most that {self.source} allows is {most}",
+            fix=f"use at most {most}, or leave base.clip_skip out",
+        )
+
+    def with_system_prompt(self, prompt: str) -> BaseFacts:
+        """Return the facts with `base.system_prompt`; raises RequestError where the family's text has none."""
+        if prompt == "auto" or (self.system_prompt is None and not prompt.strip()):
+            return self
+        if self.system_prompt is None:
+            raise RequestError(
+                f"base.system_prompt is set, but prompts of {self.source} (family {self.family}) have no system prompt",
+                fix="leave base.system_prompt out, or use data.caption_prefix, which is put before captions only",
+            )
+        return replace(self, system_prompt=prompt.strip())
 
     def flow_shift(self, *, width_px: int, height_px: int) -> float:
         """Return s of sigma' = s sigma / (1 + (s - 1) sigma) that the base's own sampler uses at an image size.
@@ -286,8 +306,8 @@ class BaseFacts(BaseRelease):
         (Esser et al. 2024, arXiv 2403.03206, section 5.3.2; FLUX.1's sampler), or mu itself for
         `time_shift_type` "linear"; else the scheduler's fixed shift.
         """
-        assert self.prediction == "flow", f"{self.family} is not trained by flow matching"
-        scheduler = self.scheduler
+        assert self.release.prediction == "flow", f"{self.family} is not trained by flow matching"
+        scheduler = self.release.scheduler
         by_size = scheduler.get(
             "use_dynamic_shifting", False
         )  # absent in the oldest configurations

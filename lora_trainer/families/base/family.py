@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Targets
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-R = TypeVar("R", bound=BaseRelease)
 AdapterTargets = Targets | Literal["text_encoder"]
 # Kind of an encoder -> prefix of its layers' names in the public releases.
 _TEXT_MODELS = {"clip": "text_model.", "qwen3": "model.", "qwen25": "model.", "gemma2": "model."}
@@ -94,9 +93,11 @@ class Family(ABC):
         stated_prompt = release.system_prompt
         system_prompt = self.text.system_prompt if stated_prompt is None else stated_prompt
         return BaseFacts(
+            release=release,
             family=self.name,
             source=source,
             layout=layout,
+            download_bytes=release.download_bytes if layout is None else 0,
             resolution_px=native_px,
             # 64 px at a native size of 1024 px, which is sd-scripts' default `bucket_reso_steps`. A finer step
             # gives more buckets, and with them more images that find no others of their shape for a batch.
@@ -107,7 +108,7 @@ class Family(ABC):
             patch=self.traits.patch,
             shifts_by_tokens=self.traits.shifts_by_tokens,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
-            **{**vars(release), "system_prompt": system_prompt},
+            system_prompt=system_prompt,
         )
 
     @abstractmethod
@@ -166,7 +167,7 @@ class Family(ABC):
         """Return the release in a folder with the facts that files and names add; InputError for a relative."""
         return plain
 
-    def as_stated(self, release: R, stated: Stated) -> R:
+    def as_stated(self, release: BaseRelease, stated: Stated) -> BaseRelease:
         """Return a release with what its name, its metadata and its markers state of it.
 
         What a single file leaves open is assumed from the file alone, whatever its companion is.
@@ -187,7 +188,9 @@ class Family(ABC):
             name=stated.file.name,
         )
 
-    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+    def as_distilled(
+        self, release: BaseRelease, kind: str, *, steps: int = 0, is_file: bool = False
+    ) -> BaseRelease:
         """Return a release as distilled to few steps in that way, or as undistilled with kind "".
 
         `steps` are those that its name states. `is_file`: a single file has the scheduler of what it is; a folder
@@ -317,7 +320,7 @@ class Family(ABC):
         # Not under torch.device("meta"): accelerate's context leaves buffers real, and a
         # buffer that no file holds would stay without values.
         with init_empty_weights():
-            network: Any = self.empty_denoiser(facts.architecture)
+            network: Any = self.empty_denoiser(facts.release.architecture)
         if single := layout.part_file("denoiser"):
             names = self.denoiser_names(read_header(single))
             base_parts.load_denoiser_file(single, network, names, dtype=dtype)

@@ -104,7 +104,7 @@ def _pipeline(family: Family, facts: BaseFacts, **components: Any) -> Any:
 
     return getattr(diffusers, family.pipeline.class_name).from_pretrained(
         facts.located.folder,
-        scheduler=facts.sampling_scheduler(),
+        scheduler=facts.release.sampling_scheduler(),
         use_safetensors=True,
         **family.pipeline.absent,
         **family.pipeline.states(facts),

@@ -24,7 +24,7 @@ from lora_trainer.families.base.facts import (
     Conditioning,
     Prediction,
 )
-from lora_trainer.families.base.family import AdapterTargets, Family, R
+from lora_trainer.families.base.family import AdapterTargets, Family
 from lora_trainer.families.base.layout import Header, Layout, WeightPlace
 from lora_trainer.families.base.releases import text_layers
 from lora_trainer.families.base.stated import V_MARKER, Stated
@@ -137,13 +137,13 @@ class UNetFamily(Family):
             )
         return described
 
-    def as_stated(self, release: R, stated: Stated) -> R:
+    def as_stated(self, release: BaseRelease, stated: Stated) -> BaseRelease:
         """Return it with the prediction type and the noise levels of a single file; a folder's scheduler has them."""
         if stated.file is not None:
             release = self._as_predicted(release, stated, stated.file)
         return super().as_stated(release, stated)
 
-    def _as_predicted(self, release: R, stated: Stated, file: Path) -> R:
+    def _as_predicted(self, release: BaseRelease, stated: Stated, file: Path) -> BaseRelease:
         said, measured = stated.predictions(), self.measured_prediction(file)
         prediction: Prediction = self.published[0].prediction
         if measured is not None:
@@ -183,7 +183,7 @@ class UNetFamily(Family):
             )
         return told
 
-    def _as_skipped(self, release: R, stated: Stated, file: Path) -> R:
+    def _as_skipped(self, release: BaseRelease, stated: Stated, file: Path) -> BaseRelease:
         """Say which clip skip a file states: `base.clip_skip` is the user's, and 1 where it is not set."""
         skip = stated.clip_skip()
         if skip == 1 or self.text.penultimate:

@@ -33,8 +33,8 @@ class ChromaTextEncoder(TransformersEncoder):
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return `ids` and `mask` [B, tokens] of the longest prompt's length plus one padding token."""
-        ids, mask = self.tokens_of(self.last, prompts, length=self.facts.max_tokens)
-        longest = min(int(mask.sum(dim=1).max()) + 1, self.facts.max_tokens)
+        ids, mask = self.tokens_of(self.last, prompts, length=self.facts.release.max_tokens)
+        longest = min(int(mask.sum(dim=1).max()) + 1, self.facts.release.max_tokens)
         return {"ids": ids[:, :longest], "mask": mask[:, :longest]}
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:

@@ -301,7 +301,7 @@ def check_companion(file: Path, facts: BaseFacts, releases: Iterable[BaseRelease
     count = facts.parts["denoiser"].parameters
     for release in releases:
         companion_count = release.parameters["denoiser"]
-        if release.architecture.items() <= facts.architecture.items() and not math.isclose(
+        if release.architecture.items() <= facts.release.architecture.items() and not math.isclose(
             count, companion_count, rel_tol=0.02
         ):
             raise unlike("the denoiser", file, count, facts.located.folder, companion_count)

@@ -107,9 +107,10 @@ def with_choices(
     facts: BaseFacts, settings: BaseSettings, *, zero_terminal_snr: bool | Auto
 ) -> BaseFacts:
     """Return `facts` with the settings that override the files; raises RequestError for impossible ones."""
-    prediction = facts.prediction if settings.prediction == "auto" else settings.prediction
-    zero = facts.zero_terminal_snr if zero_terminal_snr == "auto" else zero_terminal_snr
-    if (prediction == "flow") != (facts.prediction == "flow"):
+    release = facts.release
+    prediction = release.prediction if settings.prediction == "auto" else settings.prediction
+    zero = release.zero_terminal_snr if zero_terminal_snr == "auto" else zero_terminal_snr
+    if (prediction == "flow") != (release.prediction == "flow"):
         raise RequestError(
             f"base.prediction={prediction}, but {facts.source} is of family {facts.family}",
             fix="leave base.prediction at auto",
@@ -128,11 +129,11 @@ def with_choices(
     facts = facts.with_clip_skip(settings.clip_skip)
     facts = facts.with_system_prompt(settings.system_prompt)
     family = families.family(facts.family)
-    if settings.distilled != "auto" and settings.distilled != facts.distilled:
+    if settings.distilled != "auto" and settings.distilled != release.distilled:
         is_file = facts.layout is None or facts.layout.part_file("denoiser") is not None
         kind = "few-step" if settings.distilled else ""
-        facts = family.as_distilled(facts, kind, is_file=is_file)
-        guidance = family.pipeline.guidance(facts.architecture, facts.distilled)
+        release = family.as_distilled(release, kind, is_file=is_file)
+        guidance = family.pipeline.guidance(release.architecture, release.distilled)
         facts = replace(facts, guidance=guidance)
     chosen = {
         "base.prediction": settings.prediction != "auto",
@@ -140,8 +141,13 @@ def with_choices(
         "base.clip_skip": settings.clip_skip != 1,
         "objective.zero_terminal_snr": zero_terminal_snr != "auto",
     }
-    assumed = [each for each in facts.assumed if not chosen[each.key]]
-    return replace(facts, prediction=prediction, zero_terminal_snr=zero, assumed=tuple(assumed))
+    release = replace(
+        release,
+        prediction=prediction,
+        zero_terminal_snr=zero,
+        assumed=tuple(each for each in release.assumed if not chosen[each.key]),
+    )
+    return replace(facts, release=release)
 
 
 def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFacts:

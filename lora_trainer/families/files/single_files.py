@@ -106,13 +106,13 @@ class Checkpoint:
         absent = [] if "vae" in self.present else ["the VAE"]
         sizes = {part: each.parameters for part, each in companion.parts.items()}
         # The precision in which the companion is published: 2 bytes for bf16, 4 for float32.
-        bytes_each = round(companion.download_bytes / sum(sizes.values()))
+        bytes_each = round(companion.release.download_bytes / sum(sizes.values()))
         if lacking:
             absent.append(", ".join(lacking) if encoders else "the text encoders")
             sizes["text_encoder"] = sum(text_network(role).parameters for role in encoders)
         if "vae" not in self.present:
             sizes["vae"] = 0
-        absent_bytes = max(companion.download_bytes - bytes_each * sum(sizes.values()), 0)
+        absent_bytes = max(companion.release.download_bytes - bytes_each * sum(sizes.values()), 0)
         return replace(
             facts,
             download_bytes=absent_bytes if absent else 0,
@@ -326,18 +326,18 @@ def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | 
     if not encoders or not {*present} >= {"vae", *encoders}:
         return None
     tokenizers = {tokenizer_of(name): table["tokenizers"][part] for name, part in encoders.items()}
-    networks = {"transformer": facts.architecture, "vae": table["configs"][parts["vae"]]}
+    networks = {"transformer": facts.release.architecture, "vae": table["configs"][parts["vae"]]}
     texts = {name: table["configs"][part] for name, part in encoders.items()}
     index = {
         "_class_name": parts["pipeline"],
-        "scheduler": ["diffusers", facts.scheduler["_class_name"]],
+        "scheduler": ["diffusers", facts.release.scheduler["_class_name"]],
         **{name: ["diffusers", config["_class_name"]] for name, config in networks.items()},
         **{name: ["transformers", config["architectures"][0]] for name, config in texts.items()},
         **{name: ["transformers", each["class"]] for name, each in tokenizers.items()},
     }
     configs = {
         "model_index.json": index,
-        "scheduler/scheduler_config.json": facts.scheduler,
+        "scheduler/scheduler_config.json": facts.release.scheduler,
         **{f"{name}/config.json": config for name, config in (networks | texts).items()},
     }
     # The hash in the name: a folder made from other configurations is never taken for this one.

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning, Guidance
-from lora_trainer.families.base.family import R
 from lora_trainer.families.base.flow import (
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
@@ -110,14 +109,16 @@ class Flux(FlowFamily):
             distilled=release.distilled,
         )
 
-    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+    def as_distilled(
+        self, release: BaseRelease, kind: str, *, steps: int = 0, is_file: bool = False
+    ) -> BaseRelease:
         """Return it; schnell is distilled whatever its name says, as its tensors show."""
         if release.variant == "schnell":
             kind = "schnell"
         return super().as_distilled(release, kind, steps=steps, is_file=is_file)
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.variant}/lora")
+        return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.release.variant}/lora")
 
     # ---- training
 

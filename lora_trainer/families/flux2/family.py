@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning, Guidance
-from lora_trainer.families.base.family import R
 from lora_trainer.families.base.flow import (
     JOINT_ATTENTION,
     FlowFamily,
@@ -110,7 +109,7 @@ class Flux2(FlowFamily):
         guidance=lambda architecture, distilled: Guidance(
             two_passes=not distilled, embedded=bool(architecture.get("guidance_embeds", True))
         ),
-        states=lambda facts: {"is_distilled": facts.distilled},
+        states=lambda facts: {"is_distilled": facts.release.distilled},
         reads_vae=True,
     )
     latents = SquareLatents()
@@ -146,7 +145,9 @@ class Flux2(FlowFamily):
         index = read_json(layout.folder / "model_index.json")
         return replace(plain, distilled=bool(index.get("is_distilled", False)))
 
-    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+    def as_distilled(
+        self, release: BaseRelease, kind: str, *, steps: int = 0, is_file: bool = False
+    ) -> BaseRelease:
         words = ("klein", "" if kind else "base", self._size(release.architecture))
         told = replace(release, variant="-".join(filter(None, words)))
         return super().as_distilled(told, kind, steps=steps, is_file=is_file)
@@ -159,7 +160,7 @@ class Flux2(FlowFamily):
         return ""
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        size = self._size(facts.architecture)
+        size = self._size(facts.release.architecture)
         # As ai-toolkit and musubi-tuner write them.
         return AdapterNames(
             kohya=f"flux2_klein_{size}".rstrip("_"),

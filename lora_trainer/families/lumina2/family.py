@@ -55,7 +55,7 @@ class Gemma2Encoder(MaskedEncoder):
 
     def prompt_room(self) -> int:
         text = before_prompts(self.facts.system_prompt or "").rstrip(" ")
-        return self.facts.max_tokens - len(self.tokenizers[self.last](text).input_ids)
+        return self.facts.release.max_tokens - len(self.tokenizers[self.last](text).input_ids)
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         states, mask = self.states(tokens)

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import pstdev
 
-from lora_trainer.families.base.facts import BaseFacts, Prediction
-from lora_trainer.families.base.family import R
+from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Prediction
 from lora_trainer.families.base.stated import Stated
 from lora_trainer.families.base.text.clip import ClipEncoder, clip_encoders
 from lora_trainer.families.base.traits import AdapterNames
@@ -36,7 +35,7 @@ class StableDiffusion2(UNetFamily):
     name = "sd2"
     text = clip_encoders(ClipEncoder, {"clip_h": "cond_stage_model.model."})
 
-    def _as_predicted(self, release: R, stated: Stated, file: Path) -> R:
+    def _as_predicted(self, release: BaseRelease, stated: Stated, file: Path) -> BaseRelease:
         told = super()._as_predicted(release, stated, file)
         if told.prediction == release.prediction:
             return told
@@ -60,7 +59,7 @@ class StableDiffusion2(UNetFamily):
         return "v_prediction" if pstdev(values) > TELLING_DEVIATION else "epsilon"
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        if facts.prediction == "v_prediction":
+        if facts.release.prediction == "v_prediction":
             return AdapterNames(kohya="sd_v2_v", modelspec="stable-diffusion-v2-768-v/lora")
         return AdapterNames(kohya="sd_v2", modelspec="stable-diffusion-v2-512/lora")
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning
-from lora_trainer.families.base.family import R
 from lora_trainer.families.base.flow import (
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
@@ -56,7 +55,7 @@ class SD3TextEncoder(TransformersEncoder):
         ]
         clip = torch.cat([output.hidden_states[-2] for output in clips], dim=-1)
         # Zeros as StableDiffusion3Pipeline._get_t5_prompt_embeds has them without a third encoder.
-        width = self.facts.architecture["joint_attention_dim"]
+        width = self.facts.release.architecture["joint_attention_dim"]
         t5 = clip.new_zeros((len(clip), T5_TOKENS, width))
         if T5 in self.networks:  # without a mask: the base was trained on unmasked padding
             t5 = self.run(T5, tokens[T5])[0]
@@ -124,7 +123,9 @@ class StableDiffusion3(FlowFamily):
             variant=variant + ("" if with_t5 else " without T5"),
         )
 
-    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+    def as_distilled(
+        self, release: BaseRelease, kind: str, *, steps: int = 0, is_file: bool = False
+    ) -> BaseRelease:
         size, blank, rest = release.variant.partition(" ")
         turbo = "-turbo" if kind else ""
         told = replace(release, variant=f"{size.removesuffix('-turbo')}{turbo}{blank}{rest}")
@@ -140,7 +141,7 @@ class StableDiffusion3(FlowFamily):
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         """Return `3-medium`, `3-5-medium` or `3-5-large` as kohya's name, as sd-scripts writes it."""
-        size = facts.variant.partition(" ")[0].removesuffix("-turbo")
+        size = facts.release.variant.partition(" ")[0].removesuffix("-turbo")
         version = size if size.startswith("3-") else f"3-5-{size}"
         return AdapterNames(
             kohya=version, modelspec=f"stable-diffusion-3-{version.removeprefix('3-')}/lora"

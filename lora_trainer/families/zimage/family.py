@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lora_trainer.families.base.facts import BaseRelease, Conditioning
-from lora_trainer.families.base.family import R
 from lora_trainer.families.base.flow import (
     FlowFamily,
     TransformerFormats,
@@ -89,7 +88,9 @@ class ZImage(FlowFamily):
             return plain
         return replace(plain, distilled=plain.scheduler.get("shift") == self._shift("turbo"))
 
-    def as_distilled(self, release: R, kind: str, *, steps: int = 0, is_file: bool = False) -> R:
+    def as_distilled(
+        self, release: BaseRelease, kind: str, *, steps: int = 0, is_file: bool = False
+    ) -> BaseRelease:
         """Return it with the variant's name, and a single file with the shift of its release."""
         variant = "turbo" if kind else "base"
         told = replace(release, variant=variant)
@@ -97,7 +98,7 @@ class ZImage(FlowFamily):
             told = replace(told, scheduler={**told.scheduler, "shift": self._shift(variant)})
         return super().as_distilled(told, kind, steps=steps, is_file=is_file)
 
-    def as_stated(self, release: R, stated: Stated) -> R:
+    def as_stated(self, release: BaseRelease, stated: Stated) -> BaseRelease:
         told = super().as_stated(release, stated)
         if stated.file is not None and DE_TURBO.search(stated.name):
             return replace(told, scheduler={**told.scheduler, "shift": self._shift("turbo")})

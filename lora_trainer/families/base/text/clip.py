@@ -178,7 +178,9 @@ class ClipEncoder(TextEncoder):
 
     def _outputs(self, tokens: Mapping[str, Tensor], component: str, **options: Any) -> Any:
         """Run one network on all chunks of all texts at once."""
-        return self.run(component, tokens[component].reshape(-1, self.facts.max_tokens), **options)
+        return self.run(
+            component, tokens[component].reshape(-1, self.facts.release.max_tokens), **options
+        )
 
     def _text(self, tokens: Mapping[str, Tensor], component: str, states: Tensor) -> Tensor:
         """Apply prompt weights to the hidden states [B * chunks, max_tokens, width]; join the chunks of a prompt."""
@@ -186,7 +188,7 @@ class ClipEncoder(TextEncoder):
 
         weights, count = tokens.get(component + WEIGHTS), self.facts.chunks
         if weights is not None:
-            states = emphasised(states, weights.reshape(-1, self.facts.max_tokens))
+            states = emphasised(states, weights.reshape(-1, self.facts.release.max_tokens))
         if count == 1:
             return states
         texts = states.unflatten(0, (-1, count))

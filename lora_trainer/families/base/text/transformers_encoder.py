@@ -93,7 +93,9 @@ class TransformersEncoder(TextEncoder):
             name: self.tokens_of(
                 name,
                 prompts,
-                length=self.facts.max_tokens if name == self.last else tokenizer.model_max_length,
+                length=self.facts.release.max_tokens
+                if name == self.last
+                else tokenizer.model_max_length,
             )[0]
             for name, tokenizer in self.tokenizers.items()
         }
@@ -106,7 +108,7 @@ class TransformersEncoder(TextEncoder):
     def prompt_room(self) -> int:
         """Return the prompt tokens that fit beside special tokens and the empty template."""
         template_tokens = len(self.tokenizers[self.last](self.template("")).input_ids)
-        return self.facts.max_tokens + self.free_tokens - template_tokens
+        return self.facts.release.max_tokens + self.free_tokens - template_tokens
 
 
 class MaskedEncoder(TransformersEncoder):
@@ -117,7 +119,7 @@ class MaskedEncoder(TransformersEncoder):
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return `ids` and `mask` [B, tokens] of the longest prompt's length."""
-        length = self.facts.max_tokens + self.free_tokens
+        length = self.facts.release.max_tokens + self.free_tokens
         padding = "max_length" if self.padded else "longest"
         ids, mask = self.tokens_of(self.last, prompts, length=length, padding=padding)
         return {"ids": ids, "mask": mask}
