@@ -41,49 +41,92 @@ DESKTOP_GIB = 0.5
 MACHINE_GIB = 28
 TEXT = """# Plans
 
-This page shows what `lora-train plan` chooses and predicts for four GPUs, before anything is downloaded or loaded.
-`scripts/plan_tables.py` writes the page. It assumes a GPU that is empty except for half a GiB of desktop, 28 GiB of
-free memory in the machine, 20 images at training resolution (18 trained, 2 held out), and default settings.
+This page shows what `lora-train plan` chooses and predicts for four GPUs. `scripts/plan_tables.py` writes the page
+without downloading or loading a base model. It assumes:
 
-The predictions are **not yet measured** on these GPUs: they follow from the arithmetic of the networks and were
-compared with published measurements (tests/planning/test_memory.py). Times are estimates. The time of a step is shown
-as a range. The time of a whole run is the middle of its range; it may be half or twice as long.
+* a GPU that is empty except for half a GiB that the desktop takes;
+* 28 GiB of free memory in the machine;
+* 20 images at training resolution (18 trained, 2 held out);
+* default settings.
 
-The planner never changes the batch, and never increases a value you set. It tries every combination of base precision
-(unquantised, 8 bits or 4 bits), gradient checkpointing (from nothing recomputed to inputs kept in host memory),
-streamed blocks and images at a time. Of the combinations that fit, `speed` and `balanced` take the one with the
-fewest estimated seconds a step. To prefer more bits, these seconds are multiplied by 1.1 (`speed`) or 1.2
-(`balanced`) for 8 bits, and by 1.2 or 1.5 for 4 bits. `quality` takes the most precise base that fits, then the
-fastest combination. Sample images are drawn if they make a step at most a fifth longer. If nothing fits, the run is
-refused and the error names the nearest setting that fits.
+The predictions are **not yet measured** on these GPUs. They follow from the arithmetic of the networks and were
+compared with published measurements (tests/planning/test_memory.py). Times are estimates. The page shows the time of a
+step as a range. For a whole run it shows the middle of the range; the run may take half or twice as long.
+
+## How the planner chooses
+
+The planner tries combinations of four settings:
+
+* the precision of the base: unquantised, 8 bits or 4 bits;
+* gradient checkpointing, from nothing recomputed to block inputs kept in host memory;
+* the number of streamed blocks;
+* the number of images at a time.
+
+The planner never changes the batch size. If you set the precision of the base, that precision stays. If you set one of
+the other three settings, the planner may replace your value by one that needs less memory, never by one that needs
+more.
+
+The priority decides between the combinations that fit:
+
+* `speed` and `balanced` take the combination with the fewest estimated seconds a step. These priorities also prefer
+  more bits: before the comparison, the seconds are multiplied by the factors below.
+* `quality` takes the most precise base that fits, and then the fastest combination for this base.
+
+| priority | factor for 8 bits | factor for 4 bits |
+| --- | ---: | ---: |
+| `speed` | 1.1 | 1.2 |
+| `balanced` | 1.2 | 1.5 |
+
+Drawing sample images during training also needs memory. The planner keeps sample images if they fit with the chosen
+precision of the base and make a step at most a fifth longer. If no combination fits, the run is refused, and the error
+names the nearest setting that fits.
 
 ## How long a run takes
 
-A run lasts from the command to the finished file: start, caching, all steps, validation, sample images. With 20
-images it takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`** on these GPUs
-(tests/scripts/test_tables.py, for every release). Three things decide the time:
+The time of a run is counted from the command to the finished file. It includes the start, caching, all steps,
+validation and sample images. With 20 images, a run on these GPUs takes at most:
 
-* **The size of the images.** If you do not set `data.resolution`, a transformer is trained at its own size, or at
-  three quarters, five eighths or half of it (1024, 768, 640 and 512 px). The planner takes the largest of these sizes
-  that fits the GPU and finishes 20 images within the hours above on an idle machine. `plan` shows the larger sizes
-  and the time they would take. If no size finishes in time, the planner takes the fastest size and `plan` warns. At
-  1024 px, FLUX.1 would train for 9 hours on 12 GB with `balanced`, and for 8 hours on 16 GB. Other trainers use the
-  same sizes: OneTrainer's presets for 8 and 16 GB (512 px for Chroma, FLUX.2 klein, Qwen-Image and Z-Image; 768 px in
-  4 bits for FLUX.1), kohya_ss' preset for FLUX.1 (512 px), and ai-toolkit's mixture of sizes that begins at 512.
-  U-Nets are always trained at their own size.
-* **The number of updates.** It is the same on all GPUs ([presets.md](presets.md)): 500, 1,500 and 3,000 updates of
-  one image for transformers (ai-toolkit's FLUX.1 example: 2,000, "500 - 4000 is a good range"). Qwen-Image, the
-  slowest, has 440, 1,200 and 3,000.
-* **Sample images.** They are drawn at every save. If they would take more than 15 % of the steps' time and more than
-  three minutes, they are drawn at every second save or only at the last. Transformers draw two samples instead of
-  four with `speed`.
+| priority | hours |
+| --- | ---: |
+| `speed` | 1 |
+| `balanced` | 3 |
+| `quality` | 8 |
 
-A larger dataset takes longer, because the number of steps grows with the number of images, up to 160 images. A slower
-GPU also takes longer. `plan` shows the time of each part of the run, and warns if the run takes more than these
-hours.
+tests/scripts/test_tables.py checks these limits for every release. Three things decide the time: the size of the
+images, the number of updates and the sample images.
+
+**The size of the images.** A U-Net is always trained at its own size. A transformer is trained at its own size, or at
+three quarters, five eighths or half of it (1024, 768, 640 and 512 px), unless you set `data.resolution`. The planner
+takes the largest of these sizes that fits the GPU and finishes 20 images within the hours above on an idle machine.
+`plan` shows the larger sizes and the time that they would take. For example, with `balanced` at 1024 px, FLUX.1 would
+train for 9 hours on 12 GB and for 8 hours on 16 GB. If no size finishes in time, the planner takes the fastest size,
+and `plan` warns. Other trainers use the same sizes:
+
+* OneTrainer's presets for 8 and 16 GB: 512 px for Chroma, FLUX.2 klein, Qwen-Image and Z-Image; 768 px in 4 bits for
+  FLUX.1;
+* kohya_ss' preset for FLUX.1: 512 px;
+* ai-toolkit: a mixture of sizes that begins at 512 px.
+
+**The number of updates.** It is the same on all GPUs ([presets.md](presets.md)). The table shows it for 20 images and
+one image an update. ai-toolkit's FLUX.1 example has 2,000 updates and says "500 - 4000 is a good range".
+
+| base | `speed` | `balanced` | `quality` |
+| --- | ---: | ---: | ---: |
+| transformers | 500 | 1,500 | 3,000 |
+| Qwen-Image, the slowest | 440 | 1,200 | 3,000 |
+
+**Sample images.** They are drawn before the first step and at every save. If they would take more than 15 % of the time
+of the steps and more than three minutes, they are drawn at every second save, or only at the last. With `speed`, a
+transformer draws two samples instead of four (one for Lumina-Image 2.0 with the tier `10-12`).
+
+A larger dataset takes longer: the number of steps grows with the number of images, up to 160 images. A slower GPU also
+takes longer. `plan` shows the time of each part of the run. It warns if the run takes more hours than the limit of its
+priority.
+
+The table shows the hours of a run, and the size of its images in px:
 """
 TIMES = """On a processor, the embedded miniature base is trained in minutes, but a base of true size takes days.
-The tier `cpu` therefore has no limit of hours.
+So the tier `cpu` has no limit of hours.
 """
 
 
