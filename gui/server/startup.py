@@ -12,7 +12,9 @@ plan does not wait for their imports.
 from __future__ import annotations
 
 import asyncio
+import importlib
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
 from starlette.requests import Request
@@ -23,12 +25,7 @@ from lora_trainer.hardware.machine import detect
 
 from .. import media, uploads
 from ..command_lines import start_plan_processes
-from ..compare import routes as compare
-from ..datasets import routes as datasets
-from ..home import routes as home
-from ..library import routes as library
 from ..live import live
-from ..machine import routes as machine
 from ..programs import Tools
 from ..programs.operations import Operations
 from ..programs.served import (
@@ -37,14 +34,8 @@ from ..programs.served import (
     gradio_application,
     mcp_application,
 )
-from ..queue import routes as queue
-from ..run import routes as run
 from ..runs import Followed
-from ..settings import routes as settings
-from ..share import routes as share
 from ..shared import browse
-from ..train import routes as train
-from ..trash import routes as trash
 from ..uploads import INCOMING, forget_old
 from ..workplace import Workplace
 from . import asset_files
@@ -53,6 +44,9 @@ from .late import Late
 from .pages import draw, words_of
 
 _KEPT_S = 24 * 3600
+_GUI = Path(__file__).parents[1]
+# Each folder of a page, and that of the dialogs which share a LoRA, lists its own routes.
+PAGES = tuple(sorted(file.parent.name for file in _GUI.glob("*/routes.py")))
 
 
 class AllRoutes:
@@ -69,17 +63,7 @@ class AllRoutes:
             routes=[
                 Route("/live", self._live),
                 *asset_files.routes(),
-                *home.routes(work),
-                *train.routes(work),
-                *settings.routes(work),
-                *run.routes(work),
-                *queue.routes(work),
-                *compare.routes(work),
-                *library.routes(work),
-                *share.routes(work),
-                *trash.routes(work),
-                *machine.routes(work),
-                *datasets.routes(work),
+                *_page_routes(work),
                 *browse.routes(work),
                 *uploads.routes(work),
                 *media.routes(work),
@@ -117,6 +101,13 @@ class AllRoutes:
             with suppress(asyncio.CancelledError, Exception):  # what it printed says why
                 await task
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def _page_routes(work: Workplace) -> list[Route]:
+    """Return what the routes.py of each folder of PAGES lists."""
+    package = __name__.removesuffix(".server.startup")
+    found = [importlib.import_module(f"{package}.{page}.routes") for page in PAGES]
+    return [route for module in found for route in module.routes(work)]
 
 
 def _no_page(request: Request) -> Response:
