@@ -41,6 +41,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
 CONTENTS = {
     "Git LFS": (POINTER, "a pointer of Git LFS", "git lfs pull"),
     "login page": (b"<!DOCTYPE html>\n<html class=''><head><title>Sign", "is a web page", "download it again"),
+    "refusal of the Hub": (b"Access to model a/b is restricted. Please log in.", "is text", "signed in"),
+    "missing on the Hub": (b"Entry not found", "is text", "download it again"),
+    "refusal in German": ("Der Zugriff wurde verweigert, gr\u00fc\u00dfe".encode(), "is text", "signed in"),
     "page with a mark": (b"\xef\xbb\xbf\n <HTML><body>404", "is a web page", "download it again"),
     "server's answer": (b'{"error":"Access to model is restricted"}', "is JSON text", "download it again"),
     "archive": (zipped("model.safetensors"), "is a compressed archive", "unpack"),
