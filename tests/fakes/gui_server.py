@@ -97,7 +97,8 @@ def start_gui(
     Raises AssertionError.
     """
     port = port or free_port()
-    command = [sys.executable, "-m", "lora_trainer", "gui", f"--runs={runs}", "--no-browser"]
+    program = "tests.fakes.late_answers" if os.environ.get("LATE_ANSWERS") else "lora_trainer"
+    command = [sys.executable, "-m", program, "gui", f"--runs={runs}", "--no-browser"]
     with tempfile.NamedTemporaryFile(prefix="gui-", suffix=".log", delete=False) as output:
         log = Path(output.name)
         process = subprocess.Popen(

@@ -12,6 +12,8 @@ had a JavaScript error, wrote an error into the console, asked anything of anoth
 websocket, or was stopped by the content security policy. Who ends a server or cuts the connection adds to the list
 `expected` a part of the message that this brings about.
 
+`LATE_ANSWERS=SEED python -m pytest ...` holds back each answer of the server up to 0.7 s (fakes/late_answers.py).
+
 The browser is the system's `chromium`, one for each module: playwright's event loop keeps a thread busy, so a module
 that uses it cannot call `asyncio.run`.
 """
