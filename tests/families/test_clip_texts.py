@@ -243,7 +243,8 @@ class GivenStates(nn.Module):
 
 def test_a_mean_of_nothing_restores_nothing() -> None:
     encoder = encoder_of("sd15")
-    encoder.facts = replace(encoder.facts, max_tokens=2)
+    release = replace(encoder.facts.release, max_tokens=2)
+    encoder.facts = replace(encoder.facts, release=release)
 
     def weighed(states: list[Any], weights: list[Any]) -> tuple[GivenStates, Tensor]:
         network = GivenStates(torch.tensor(states))
