@@ -25,6 +25,7 @@ from PIL import Image, ImageFilter
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from lora_trainer.common.event_kinds import Finished  # noqa: E402 - after sys.path
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
 from lora_trainer.common.files import read_json_object  # noqa: E402 - after sys.path
 from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402 - after sys.path
@@ -205,7 +206,7 @@ def _train(run: Path, dataset: Path, settings: Mapping[str, Any]) -> None:
 
 def _is_finished(run: Path) -> bool:
     file = run / EVENTS_FILE
-    return file.exists() and any(row["event"] == "finished" for row in read_events(file))
+    return file.exists() and any(isinstance(event, Finished) for event in read_events(file))
 
 
 def _run(arguments: Sequence[str]) -> str:

@@ -18,11 +18,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from lora_trainer.common.event_kinds import Event, Finished, Validation  # noqa: E402 - after sys.path
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
 from lora_trainer.config.optimizers import OPTIMIZERS  # noqa: E402 - after sys.path
 from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402 - after sys.path
@@ -133,11 +134,11 @@ def _row(name: str, settings: Mapping[str, Any], asked: argparse.Namespace) -> R
                     seconds=seconds,
                     failure=failure,
                 )
-        base_loss = finished["base_validation_loss"]
-        lowest = min(row["loss"] for row in _events(run, "validation") if row["step"] > 0)
-        gains.append(100 * (1 - finished["validation_loss"] / base_loss))
+        base_loss = finished.base_validation_loss
+        lowest = min(event.loss for event in _events(run, Validation) if event.step > 0)
+        gains.append(100 * (1 - finished.validation_loss / base_loss))
         best_gains.append(100 * (1 - lowest / base_loss))
-        seconds += finished["seconds"]
+        seconds += finished.seconds
     return Row(
         option=name,
         settings=settings,
@@ -170,14 +171,17 @@ def _train(run: Path, settings: Mapping[str, Any], asked: argparse.Namespace) ->
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no words"])[-1]
 
 
-def _finished(run: Path) -> Mapping[str, Any] | None:
+Kind = TypeVar("Kind", bound=Event)
+
+
+def _finished(run: Path) -> Finished | None:
     """Return the last event of a run that has ended well."""
-    return next(_events(run, "finished"), None)
+    return next(_events(run, Finished), None)
 
 
-def _events(run: Path, kind: str) -> Iterator[Mapping[str, Any]]:
+def _events(run: Path, kind: type[Kind]) -> Iterator[Kind]:
     if (run / EVENTS_FILE).exists():
-        yield from (row for row in read_events(run / EVENTS_FILE) if row["event"] == kind)
+        yield from (event for event in read_events(run / EVENTS_FILE) if isinstance(event, kind))
 
 
 def _table(rows: Sequence[Row], *, reference: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "base")]
 from characters import ZIBBO, draw, random_pose  # noqa: E402 - after sys.path
 from scenes import COLOURS  # noqa: E402 - after sys.path
 
+from lora_trainer.common.event_kinds import Event, Finished, Validation  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream, read_events  # noqa: E402 - after sys.path
 from lora_trainer.common.files import read_json_object  # noqa: E402 - after sys.path
 from lora_trainer.evaluate.evaluation import (  # noqa: E402 - after sys.path
@@ -90,7 +91,7 @@ def _draw_fresh(folder: Path) -> None:
 
 def _train(run: Path, dataset: Path, *, share: float, seed: int, every: int) -> None:
     """Train one run to its end, going on with it where it was begun."""
-    if any(row["event"] == "finished" for row in _events(run)):
+    if any(isinstance(event, Finished) for event in _events(run)):
         return
     settings = {
         **ALL_RUNS,
@@ -116,7 +117,8 @@ def _train(run: Path, dataset: Path, *, share: float, seed: int, every: int) -> 
 def _judged(run: Path, dataset: Path, fresh: Path) -> dict[str, Any]:
     """Return the gains in percent by step on the fresh images and on the dataset's, and the held-out ones."""
     by_step = {file: _gains(file, fresh) for file in _files(run)}
-    losses = [(row["step"], row["loss"]) for row in _events(run) if row["event"] == "validation"]
+    validations = [event for event in _events(run) if isinstance(event, Validation)]
+    losses = [(event.step, event.loss) for event in validations]
     base_loss = losses[0][1] if losses else 1.0
     return {
         "fresh": {_step(file): gain for file, gain in by_step.items()},
@@ -152,10 +154,10 @@ def _step(file: Path) -> int:
     _, between, step = file.stem.rpartition("-step")
     if between:
         return int(step)
-    return next(row["step"] for row in _events(file.parent) if row["event"] == "finished")
+    return next(event.step for event in _events(file.parent) if isinstance(event, Finished))
 
 
-def _events(run: Path) -> Iterator[Mapping[str, Any]]:
+def _events(run: Path) -> Iterator[Event]:
     if (run / EVENTS_FILE).exists():
         yield from read_events(run / EVENTS_FILE)
 

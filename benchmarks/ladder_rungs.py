@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from trainee import Batch, Case, training
 
-from lora_trainer.common.events import Event, EventStream, JsonlWriter
+from lora_trainer.common.event_kinds import Change, Event, Step
+from lora_trainer.common.events import EventStream, JsonlWriter
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.compiling import CompiledBlocks
@@ -264,9 +265,8 @@ class Ours:
         )
 
     def _on_event(self, event: Event) -> None:
-        fields: Any = event.fields
-        if event.kind == "change":
-            self.fell_back = self.fell_back or f"{fields['key']}: {fields['reason']}"
-        if event.kind == "step":
-            self.losses.append(fields["loss"])
-            self.waits.append(fields["data_wait_s"] / fields["seconds"])
+        if isinstance(event, Change):
+            self.fell_back = self.fell_back or f"{event.key}: {event.reason}"
+        if isinstance(event, Step):
+            self.losses.append(event.loss)
+            self.waits.append(event.data_wait_s / event.seconds)

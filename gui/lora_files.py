@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.event_kinds import Validation, event_of_row
 from lora_trainer.common.files import disk_error, read_json_object
 from lora_trainer.common.wording import against_base, one_line, public_source
 from lora_trainer.lora_file.base_layers import recognise
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
 from lora_trainer.lora_file.read import read_contents
-from lora_trainer.reporting.history import mapping, number
+from lora_trainer.reporting.history import mapping
 from lora_trainer.reporting.status import read_status
 
 from . import runs
@@ -370,8 +371,7 @@ def _losses_in(file: Path, stamp: Stamp) -> Mapping[int, float]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and row.get("event") == "validation":
-            step, loss = number(row, "step"), number(row, "loss")
-            if math.isfinite(step) and math.isfinite(loss):
-                losses[int(step)] = loss
+        event = event_of_row(row) if isinstance(row, dict) else None
+        if isinstance(event, Validation) and math.isfinite(event.loss):
+            losses[event.step] = event.loss
     return losses

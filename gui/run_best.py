@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.event_kinds import Finished
 from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
     disk_error,
@@ -50,16 +51,14 @@ def best_name(folder: Path) -> str:
 
 def exports(folder: Path, history: RunHistory) -> Mapping[int, str]:
     """Return the exported files that are still there, by step."""
-    saves = (row for row in history.marks if row["event"] == "saved")
-    named = [(row["step"], row.get("export")) for row in saves]
-    end = history.end
-    if end is not None and end.get("event") == "finished" and isinstance(end.get("step"), int):
-        named.append((end["step"], end.get("export")))
+    named = [(saved.step, saved.export) for saved in history.saves]
+    if isinstance(history.end, Finished):
+        named.append((history.end.step, history.end.export))
     names = read_names(folder)
     now = [
         (step, name_now(folder, names, name))
         for step, name in named
-        if isinstance(name, str) and name != best_name(folder) and "\0" not in name
+        if name is not None and name != best_name(folder) and "\0" not in name
     ]
     return {step: name for step, name in now if _is_export(folder, name)}
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.common.event_kinds import Change
 from lora_trainer.common.wording import bytes_text, duration_text
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Download, Item
-from lora_trainer.reporting.charts import is_recovery
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.history import Row, RunHistory
+from lora_trainer.reporting.history import RunHistory, is_recovery
 from lora_trainer.reporting.status import STOPPING, RunStatus
 
 # How long a trainer may take to obey `stop_now` before its process may be ended.
@@ -251,9 +251,8 @@ def remarks(seen: Look, history: RunHistory) -> list[str]:
     for request, words in (("save", "to save"), ("sample", "to make sample images")):
         if request in seen.waiting and status.state == "running":
             said.append(f"Asked {words}: done as soon as the step that runs is.")
-    recovered = recovery(history) if status.state == "running" else None
-    if recovered is not None:
-        said.append(recovery_text(recovered))
+    if status.state == "running" and (recovered := recovery_text(history)):
+        said.append(recovered)
     if seen.silent_s >= SILENT_AFTER_S:
         minutes = int(seen.silent_s // 60)
         said.append(f"Its process lives and has said nothing for {minutes} min.")
@@ -281,7 +280,7 @@ def explained(seen: Look, history: RunHistory) -> tuple[str, str] | None:
 
 def saved_step(history: RunHistory) -> int | None:
     """Return the last step of which a state was saved."""
-    steps = [row["step"] for row in history.marks if row["event"] == "saved" and row.get("state")]
+    steps = [saved.step for saved in history.saves if saved.state]
     return steps[-1] if steps else None
 
 
@@ -291,21 +290,22 @@ def step_s(history: RunHistory) -> float:
     return statistics.median(recent) if recent else math.nan
 
 
-def recovery(history: RunHistory) -> Row | None:
-    """Return the last change after running out of memory, if it still holds."""
-    changes = [row for row in history.marks if row["event"] == "change"]
-    memory = [row for row in changes if str(row.get("key")).startswith("memory.")]
-    return memory[-1] if memory and is_recovery(memory[-1]) else None
+def recovery_text(history: RunHistory) -> str:
+    """Return the last change after running out of memory, if it still holds; else an empty string.
 
-
-def recovery_text(change: Row) -> str:
-    """Return `Recovered from out of memory at step 150: batch 8 -> 4`."""
-    key = str(change.get("key"))
-    name = "images at a time" if key == "memory.micro_batch" else key
-    return (
-        f"Recovered from out of memory at step {change['step']:,}: {name} "
-        f"{change.get('old')} -> {change.get('new')}. The result is the same, a step takes longer."
-    )
+    Such as `Recovered from out of memory at step 150: batch 8 -> 4`.
+    """
+    for mark in reversed(history.marks):
+        change = mark.event
+        if isinstance(change, Change) and change.key.startswith("memory."):
+            if not is_recovery(mark):
+                return ""
+            name = "images at a time" if change.key == "memory.micro_batch" else change.key
+            return (
+                f"Recovered from out of memory at step {mark.step:,}: {name} {change.old} -> "
+                f"{change.new}. The result is the same, a step takes longer."
+            )
+    return ""
 
 
 def _running(seen: Look) -> str:

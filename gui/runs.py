@@ -14,8 +14,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.event_kinds import Event
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.history import HistoryReader, Row, RunHistory
+from lora_trainer.reporting.history import HistoryReader, RunHistory
 from lora_trainer.reporting.status import RunStatus, read_status
 
 RECORDS = ("events.jsonl", "status.json", "run.json")
@@ -120,7 +121,7 @@ class Records:
     """What a run has written so far; `recent` are its newest rows that are not steps."""
 
     history: RunHistory
-    recent: Sequence[Row]
+    recent: Sequence[Event]
 
 
 @dataclass

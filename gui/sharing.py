@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.events import Severity
+from lora_trainer.common.event_kinds import Severity
 from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
 from lora_trainer.common.wording import public_text
 from lora_trainer.families.files.recognise import a1111_version

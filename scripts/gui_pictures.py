@@ -263,7 +263,7 @@ def reached(run: Path, kind: str, *, step: int = 0) -> None:
     deadline_s = time.monotonic() + 300
     while time.monotonic() < deadline_s:
         events = read_events(run / "events.jsonl")
-        if any(row["event"] == kind and row.get("step", 0) >= step for row in events):
+        if any(event.kind == kind and getattr(event, "step", 0) >= step for event in events):
             return
         time.sleep(0.5)
     raise TimeoutError(f"{run.name} has no event {kind} at step {step} after five minutes")

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.machine import usable_processors
 from lora_trainer.training import cores
 from tests.fakes.runs import events, toy

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from lora_trainer.common.events import Event
+from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.files import read_json_object
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import read_status

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware import nvml
 from lora_trainer.training import cores, loop, pace
+from tests.fakes.made_events import made
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 from tests.fakes.runs import Toy, problems, toy
 
@@ -237,9 +239,9 @@ def test_memory_that_lasts_to_the_end_is_a_note(monkeypatch: pytest.MonkeyPatch)
         for step in range(100):
             grown = {"host_own_bytes": step * GIB, "vram_now_bytes": step * GIB // 10}
             fields = {"seconds": 1.0, "data_wait_s": 0.0, "latents": 64, "epoch": 1.0, **grown}
-            stream.emit("step", step=step, vram_used_bytes=0, **fields)
+            stream.emit(made("step", step=step, vram_used_bytes=0, **fields))
         assert notices._pace.known
-        stream.emit("out_of_memory", images_at_once=1)
+        stream.emit(made("out_of_memory", images_at_once=1))
         assert not notices._pace.known, "a changed training is measured anew"
     host, card = (event.fields for event in seen if event.kind == "problem")
     assert host["what"].startswith("host memory grows by 102400 MiB every 100 steps")

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import build_config
 from lora_trainer.network.quantize import QuantizedLinear
@@ -25,6 +26,7 @@ from lora_trainer.training.actions import Progress
 from lora_trainer.training.loop import train_steps
 from lora_trainer.training.step import Training
 from tests.fakes.family_bases import base_of, denoiser_of, facts_at, side_of
+from tests.fakes.made_events import made
 from tests.fakes.plans import machine
 from tests.fakes.runs import SIZES_PX, toy
 from tests.fakes.trainee import block_sizes
@@ -69,7 +71,7 @@ def problems_of_a_full_device(prepared: prepare.Prepared) -> list[Any]:
     events.subscribe(seen.append)
     events.subscribe(run_device.oom_history_memo(prepared, events))
     for _ in range(3):
-        events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
+        events.emit(made("out_of_memory", images_at_once=4, reason="CUDA out of memory"))
     return [event.fields for event in seen if event.kind == "problem"]
 
 
@@ -84,8 +86,8 @@ def test_how_long_a_finished_run_took_corrects_the_next_plan(tmp_path: Path) -> 
         events = EventStream()
         events.subscribe(run_device.pace_memo(planned, events))
         for step in range(steps):
-            events.emit("step", step=step, seconds=7 * step_s)
-        events.emit(end, step=steps, exit_code=0)
+            events.emit(made("step", step=step, seconds=7 * step_s))
+        events.emit(made(end, step=steps, exit_code=0))
         return prepare.prepare(request).plan.time_corrections
 
     hardware = replace(planned.hardware, busy_processors=0.0)

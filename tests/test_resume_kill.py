@@ -22,7 +22,7 @@ import pytest
 
 from lora_trainer.checkpoint import writer as checkpoint_writer
 from lora_trainer.checkpoint.states import write_state
-from lora_trainer.common.events import Event
+from lora_trainer.common.event_kinds import Event
 from lora_trainer.reporting.status import read_status
 from tests.fakes.plans import planned
 from tests.fakes.runs import (

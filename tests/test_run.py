@@ -13,7 +13,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.events import Event, read_jsonl
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import read_jsonl
 from lora_trainer.config.config import setting_keys
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.control import Control

@@ -23,7 +23,8 @@ from trainee import Case, frozen_network, sharing, training
 from benchmarks.gpu_day.cases import WAYS, Way
 from benchmarks.gpu_day.device import Here
 from lora_trainer.common.errors import first_line
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Change, Event, Step
+from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.device_calls import synchronize
 from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
 from lora_trainer.network.compiling import CompiledBlocks
@@ -154,11 +155,10 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
     given_up: list[str] = []
 
     def listen(event: Event) -> None:
-        fields: Any = event.fields
-        if event.kind == "step":
-            losses.append(fields["loss"])
-        elif event.kind == "change":
-            given_up.append(f"{fields['key']} became {fields['new']}: {fields['reason']}")
+        if isinstance(event, Step):
+            losses.append(event.loss)
+        elif isinstance(event, Change):
+            given_up.append(f"{event.key} became {event.new}: {event.reason}")
 
     events.subscribe(listen)
     groups = [{"params": parameters, "lr_scale": 1.0}]

@@ -7,7 +7,6 @@ read from the JSON lines that the command prints. The command keeps what it repl
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,15 @@ from huggingface_hub import constants
 from lora_trainer.captioning import captioners
 from lora_trainer.captioning.captioners import KNOWN
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.event_kinds import (
+    Caption,
+    Captioned,
+    Downloading,
+    Event,
+    Problem,
+    event_of_row,
+)
+from lora_trainer.common.events import json_row
 from lora_trainer.common.wording import one_line
 
 from .. import command_lines, jobs
@@ -106,55 +114,46 @@ def state(job: Job | None) -> dict[str, Any]:
     """Return how far a job is: {state, said, done, count, problems}."""
     if job is None:
         return {"state": "none", "said": "", "done": 0, "count": 0, "written": 0, "problems": []}
-    rows = list(_rows(job))
-    captions = [row for row in rows if row.get("event") == "caption"]
-    caption = captions[-1] if captions else {}
-    done, count = _whole(caption, "index"), _whole(caption, "count")
+    events = list(_events(job))
+    captions = [event for event in events if isinstance(event, Caption)]
+    done, count = (captions[-1].index, captions[-1].count) if captions else (0, 0)
+    ended = [event.written for event in events if isinstance(event, Captioned)]
     return {
         "state": job.state,
-        "said": _said(job, rows, done=done, count=count),
+        "said": _said(job, events, done=done, count=count),
         "done": done,
         "count": count,
-        "written": max(_whole(told, "written") for told in rows) if rows else 0,
-        "problems": [_problem(row) for row in rows if row.get("event") == "problem"][-20:],
+        "written": max(ended, default=0),
+        "problems": [_problem(event) for event in events if isinstance(event, Problem)][-20:],
     }
 
 
-def _said(job: Job, rows: Sequence[dict[str, Any]], *, done: int, count: int) -> str:
-    told = [row for row in rows if row.get("event") != "problem"]
-    last = told[-1] if told else {}
+def _said(job: Job, events: Sequence[Event], *, done: int, count: int) -> str:
     if job.state == "failed":
         return job.error() or "stopped; the captions that were written stay"
-    if job.state == "finished" or last.get("event") == "captioned":
-        written, failed = _whole(last, "written"), _whole(last, "failed")
-        if failed:
-            return f"{written} captions written, {failed} images without"
+    last = next((event for event in reversed(events) if not isinstance(event, Problem)), None)
+    if isinstance(last, Captioned) and last.failed:
+        return f"{last.written} captions written, {last.failed} images without"
+    if isinstance(last, Captioned) or job.state == "finished":
+        written = last.written if isinstance(last, Captioned) else 0
         return f"{written} captions written"
     if count:
         return f"{done} of {count} captions written"
-    if last.get("event") == "downloading":
-        model, size = one_line(str(last.get("model"))), last.get("gigabytes")
-        if isinstance(size, int | float):
-            return f"downloading {model}, about {size:g} GB"
-        return f"downloading {model}"
+    if isinstance(last, Downloading):
+        size = "" if last.gigabytes is None else f", about {last.gigabytes:g} GB"
+        return f"downloading {one_line(last.model)}{size}"
     return "loading the model"
 
 
-def _rows(job: Job) -> Iterator[dict[str, Any]]:
+def _events(job: Job) -> Iterator[Event]:
     for line in job.log_tail(_LINES_READ):
-        try:
-            row = json.loads(line)
-        except ValueError:  # a word of a library, or the half line that is being written
-            continue
-        if isinstance(row, dict):
-            yield row
+        row = json_row(
+            line.encode(errors="replace")
+        )  # None for a word of a library, or half a line
+        if row is not None and (event := event_of_row(row)) is not None:
+            yield event
 
 
-def _problem(row: dict[str, Any]) -> str:
-    name = f"{row['file']} " if row.get("file") else ""
-    return one_line(f"{name}{row.get('what', '')}. {row.get('fix', '')}")
-
-
-def _whole(row: dict[str, Any], key: str) -> int:
-    value = row.get(key)
-    return value if isinstance(value, int) else 0
+def _problem(problem: Problem) -> str:
+    name = f"{problem.file} " if problem.file else ""
+    return one_line(f"{name}{problem.what}. {problem.fix}")

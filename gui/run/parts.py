@@ -127,7 +127,7 @@ def _chart_key(history: RunHistory) -> tuple[object, ...]:
     """Return a key that changes about as often as a new step can be seen in the chart."""
     count = len(history.steps)
     stride = max(1, count // _REDRAWS)
-    ended = None if history.end is None else history.end.get("event")
+    ended = None if history.end is None else history.end.kind
     return (stride, count // stride, len(history.validations), len(history.marks), ended)
 
 

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.common.events import Event, Listener
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import Listener
 from lora_trainer.common.processes import made_to_stay, quiet_libraries, read_dist_env
 from lora_trainer.config import Priority
 from lora_trainer.run.plan_text import plan_json

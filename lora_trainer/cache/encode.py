@@ -24,6 +24,7 @@ from lora_trainer.cache.background import MOST_AHEAD, Later, prefetch_map, write
 from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries
 from lora_trainer.cache.store import Cache, CacheKey, missing
 from lora_trainer.common.errors import RESUME, InputError, MachineError, StoppedBySignal, first_line
+from lora_trainer.common.event_kinds import Phase
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut, mask_values
@@ -119,7 +120,7 @@ class _Pass:
 
     def say(self, message: str) -> None:
         """Emit what is done or begun, and how many entries are done."""
-        self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
+        self.events.emit(Phase(phase="cache", message=message, done=self.done, total=self.total))
 
     def add(self, key: CacheKey, entry: Entry, *, message: str) -> None:
         """Have an entry written, and say so."""

@@ -36,6 +36,7 @@ from lora_trainer.captioning.captioners import (
     what_it_writes,
 )
 from lora_trainer.common.errors import InputError, StoppedBySignal
+from lora_trainer.common.event_kinds import Caption, Captioned, Captioning, Downloading
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.caption_rules import with_trigger
@@ -65,11 +66,12 @@ def caption_dataset(
     with opened(request.output or dataset, request.decisive(model.source)) as journal:
         captioner = _load(request, model, events)
         events.emit(
-            "captioning",
-            pictures=len(chosen.targets),
-            had_one=len(chosen.captioned),
-            model=model.source,
-            device=captioner.device,
+            Captioning(
+                pictures=len(chosen.targets),
+                had_one=len(chosen.captioned),
+                model=model.source,
+                device=captioner.device,
+            )
         )
         with taking_signals(stop):
             work.run(captioner, journal, stop)
@@ -152,7 +154,7 @@ class _Work:
                 fix="see the line of each image",
             )
         had_one = len(self.chosen.captioned)
-        self.events.emit("captioned", written=self.written, failed=self.failed, had_one=had_one)
+        self.events.emit(Captioned(written=self.written, failed=self.failed, had_one=had_one))
 
     def _picture(self, target: Target, journal: CaptionJournal) -> Image.Image | None:
         if journal.has_written(target.file, target.before):
@@ -191,13 +193,14 @@ class _Work:
         journal.write(target.file, f"{text}\n".encode(), before=target.before)
         self.written += 1
         self.events.emit(
-            "caption",
-            index=index,
-            count=len(self.chosen.targets),
-            image=target.name,
-            file=str(target.file),
-            caption=text,
-            cut=cut,
+            Caption(
+                index=index,
+                count=len(self.chosen.targets),
+                image=target.name,
+                file=str(target.file),
+                caption=text,
+                cut=cut,
+            )
         )
 
     def _fail(self, name: str, what: str, fix: str) -> None:
@@ -211,7 +214,7 @@ def _load(
 ) -> Tagger | Describer:
     folder = model.folder
     if folder is None:
-        events.emit("downloading", model=model.source, gigabytes=model.download_gb)
+        events.emit(Downloading(model=model.source, gigabytes=model.download_gb))
         folder = download(model)
     writes = what_it_writes(folder)
     request.refuse_unfit(writes)  # of a Hub id nobody knew before

@@ -33,7 +33,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.common.events import EventStream, Severity
+from lora_trainer.common.event_kinds import Severity
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import (
     Data,
     Part,

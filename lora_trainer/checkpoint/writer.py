@@ -33,6 +33,7 @@ from lora_trainer.checkpoint.states import (
     write_state,
 )
 from lora_trainer.common.errors import LoraTrainError, MachineError, first_line
+from lora_trainer.common.event_kinds import Saved
 from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.device_calls import mark, may_copy_ahead
 from lora_trainer.network import pinned_memory
@@ -254,13 +255,14 @@ class StateWriter:
             return
         if folder is not None:
             self.events.emit(
-                "saved",
-                step=frozen.step,
-                export=file,
-                state=folder.name,
-                bytes=sum(path.stat().st_size for path in folder.iterdir()),
-                seconds=time.perf_counter() - began,
-                blocked_s=blocked_s,
+                Saved(
+                    step=frozen.step,
+                    export=file,
+                    state=folder.name,
+                    bytes=sum(path.stat().st_size for path in folder.iterdir()),
+                    seconds=time.perf_counter() - began,
+                    blocked_s=blocked_s,
+                )
             )
         self.failures = self.failures + 1 if self._failed is not None else 0
         if self._failed is not None:

@@ -7,15 +7,23 @@ Prints one line per image on stdout as soon as its caption is written, everythin
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from signal import SIGINT
-from typing import Any
+from typing import Any, TextIO
 
 from lora_trainer.captioning.caption_dataset import caption_dataset, look
 from lora_trainer.captioning.caption_files import undo as take_back
 from lora_trainer.captioning.captioners import CaptionRequest
 from lora_trainer.common.errors import RequestError, StoppedBySignal
+from lora_trainer.common.event_kinds import (
+    Caption,
+    Captioned,
+    Captioning,
+    Downloading,
+    Event,
+    Problem,
+)
 from lora_trainer.common.events import EventStream, shown
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.common.wording import escaped, json_text
@@ -46,7 +54,8 @@ def caption(
             "--overwrite and --only-missing contradict each other", fix="give one of them"
         )
     if undo:
-        _tell("undone", take_back(options.output or dataset), as_json=json)
+        taken = take_back(options.output or dataset)
+        _say("undone", taken, _undone_lines(taken), as_json=json)
         return
     if dry_run:
         model, chosen = look(dataset, options)
@@ -63,11 +72,11 @@ def caption(
                 for name, problem, fix in chosen.refused
             ],
         }
-        _tell("plan", plan, as_json=json)
+        _say("plan", plan, _plan_lines(plan), as_json=json)
         return
     quiet_libraries()  # their progress bars and warnings would mix with the lines on stderr
     events = EventStream()
-    events.subscribe(lambda event: _tell(event.kind, event.fields, event.time_s, as_json=json))
+    events.subscribe(lambda event: _tell(event, as_json=json))
     try:
         caption_dataset(dataset, options, events=events, stop=StopFlag())
     except KeyboardInterrupt:
@@ -78,67 +87,76 @@ def caption(
         ) from None
 
 
-def _tell(
-    kind: str, fields: Mapping[str, Any], time_s: float | None = None, *, as_json: bool
+def _tell(event: Event, *, as_json: bool) -> None:
+    """Print an event: captions and results on stdout, all else on stderr; or everything as JSON on stdout."""
+    row = {**event.fields, "time": round(event.time_s, 3)}
+    aside = isinstance(event, Problem | Downloading | Captioning)
+    stream = sys.stderr if aside and not as_json else sys.stdout
+    _say(event.kind, row, _lines(event), as_json=as_json, stream=stream)
+
+
+def _say(
+    kind: str,
+    row: Mapping[str, Any],
+    words: Iterable[str],
+    *,
+    as_json: bool,
+    stream: TextIO | None = None,
 ) -> None:
-    """Print what happened: captions and results on stdout, all else on stderr; or everything as JSON.
+    """Print a row as JSON, or the same in words; on stdout if no `stream` is given.
 
     Each line is flushed, so that the reader of a pipe sees it at once.
     """
-    stream = sys.stdout
-    if as_json:
-        time = {} if time_s is None else {"time": round(time_s, 3)}
-        lines = [json_text({"event": kind, **fields, **time})]
-    else:
-        lines = [escaped(line) for line in _lines(kind, fields)]
-        if kind in ("problem", "downloading", "captioning"):
-            stream = sys.stderr
+    stream = sys.stdout if stream is None else stream
+    lines = [json_text({"event": kind, **row})] if as_json else [escaped(line) for line in words]
     for line in lines:
         stream.write(line + "\n")
         stream.flush()
 
 
-def _lines(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what people are told of an event of `caption_dataset`, of its plan or of what was undone."""
-    match kind:
-        case "caption":
-            cut = " (cut at --max-tokens)" if fields["cut"] else ""
-            position = f"{fields['index']}/{fields['count']} {shown(fields['image'])}"
-            yield f"{position}: {fields['caption']}{cut}"
-        case "problem":
-            about = "" if fields["file"] is None else f"{shown(fields['file'])} "
-            yield f"{fields['severity']}: {about}{fields['what']}. {fields['fix']}"
-        case "downloading":
-            size = "" if fields["gigabytes"] is None else f", about {fields['gigabytes']:g} GB"
-            yield f"downloading {fields['model']}{size}"
-        case "captioning":
-            had = f", had already: {fields['had_one']}" if fields["had_one"] else ""
-            count = f"captions to write: {fields['pictures']}{had}"
-            yield f"{count}; {fields['model']} on {fields['device']}"
-        case "captioned":
-            written, failed, had_one = (fields[key] for key in ("written", "failed", "had_one"))
-            if not written and not failed:
-                nothing = f"nothing to do, images with a caption: {had_one}"
-                yield f"{nothing}; --overwrite replaces captions"
-                return
-            parts = [f"captions written: {written}"]
-            parts += [f"images without a caption: {failed}, see above"] if failed else []
-            parts += [f"had a caption already: {had_one}"] if had_one else []
+def _lines(event: Event) -> Iterator[str]:
+    """Yield what people are told of an event of `caption_dataset`."""
+    match event:
+        case Caption():
+            cut = " (cut at --max-tokens)" if event.cut else ""
+            yield f"{event.index}/{event.count} {shown(event.image)}: {event.caption}{cut}"
+        case Problem():
+            about = "" if event.file is None else f"{shown(event.file)} "
+            yield f"{event.severity}: {about}{event.what}. {event.fix}"
+        case Downloading():
+            size = "" if event.gigabytes is None else f", about {event.gigabytes:g} GB"
+            yield f"downloading {event.model}{size}"
+        case Captioning():
+            had = f", had already: {event.had_one}" if event.had_one else ""
+            yield f"captions to write: {event.pictures}{had}; {event.model} on {event.device}"
+        case Captioned(written=0, failed=0):
+            nothing = f"nothing to do, images with a caption: {event.had_one}"
+            yield f"{nothing}; --overwrite replaces captions"
+        case Captioned():
+            parts = [f"captions written: {event.written}"]
+            parts += (
+                [f"images without a caption: {event.failed}, see above"] if event.failed else []
+            )
+            parts += [f"had a caption already: {event.had_one}"] if event.had_one else []
             yield "; ".join([*parts, "--undo removes the new captions"])
-        case "plan":
-            size = "" if fields["download_gb"] is None else f", about {fields['download_gb']:g} GB"
-            place = "on this machine" if fields["on_this_machine"] else f"to be downloaded{size}"
-            if fields["licence"] is not None:
-                needs = f"needs about {fields['memory_gib']:g} GiB"
-                yield f"model: {fields['model']}, {fields['licence']}, {needs}, {place}"
-            else:
-                yield f"model: {fields['model']}{'' if fields['on_this_machine'] else f', {place}'}"
-            yield from (f"would get a caption: {shown(name)}" for name in fields["pictures"])
-            for name, source in fields["captioned"].items():
-                yield f"has a caption: {shown(name)} ({shown(source)})"
-            for row in fields["refused"]:
-                yield f"gets no caption: {shown(row['image'])} {row['what']}. {row['fix']}"
-        case "undone":
-            yield f"captions removed: {len(fields['removed'])}, put back: {len(fields['restored'])}"
-            for name in fields["edited"]:
-                yield f"not touched, because it was edited since: {shown(name)}"
+
+
+def _plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    size = "" if plan["download_gb"] is None else f", about {plan['download_gb']:g} GB"
+    place = "on this machine" if plan["on_this_machine"] else f"to be downloaded{size}"
+    if plan["licence"] is not None:
+        needs = f"needs about {plan['memory_gib']:g} GiB"
+        yield f"model: {plan['model']}, {plan['licence']}, {needs}, {place}"
+    else:
+        yield f"model: {plan['model']}{'' if plan['on_this_machine'] else f', {place}'}"
+    yield from (f"would get a caption: {shown(name)}" for name in plan["pictures"])
+    for name, source in plan["captioned"].items():
+        yield f"has a caption: {shown(name)} ({shown(source)})"
+    for row in plan["refused"]:
+        yield f"gets no caption: {shown(row['image'])} {row['what']}. {row['fix']}"
+
+
+def _undone_lines(undone: Mapping[str, Any]) -> Iterator[str]:
+    yield f"captions removed: {len(undone['removed'])}, put back: {len(undone['restored'])}"
+    for name in undone["edited"]:
+        yield f"not touched, because it was edited since: {shown(name)}"

@@ -1,6 +1,6 @@
 """Reports of a program: the event stream of a run, and the findings on a dataset.
 
-A stream has one `emit` for all events and any number of listeners.
+A stream has one `emit` for all events (event_kinds.py) and any number of listeners.
 
 Listeners write `events.jsonl`, `problems.jsonl`, the console and the trackers. A run reports each image it
 skips, value it clamps and operation it retries through `problem`: one console line, one record, one row of
@@ -13,27 +13,16 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any
 
 from lora_trainer.common.errors import first_line
+from lora_trainer.common.event_kinds import SEVERITIES, Event, Problem, Severity, event_of_row
 from lora_trainer.common.files import bounded_int, disk_error, read_regular, unreadable
 from lora_trainer.common.wording import escaped, json_text, one_line, without_secrets
-
-Severity = Literal["note", "warning", "error"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One event: `kind` is its name, `fields` are plain JSON values, `time_s` is Unix time."""
-
-    kind: str
-    fields: Mapping[str, Any]
-    time_s: float
-
 
 Listener = Callable[[Event], None]
 
@@ -71,17 +60,16 @@ class EventStream:
         with self._lock, suppress(ValueError):
             self.listeners.remove(listener)
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Emit an event; field values must be JSON-encodable. Secrets are removed from texts.
+    def emit(self, event: Event) -> None:
+        """Emit an event, with the time. Secrets are removed from its texts.
 
         A library's message on a failed connection may quote a proxy address with its password.
         """
-        fields = {
-            name: without_secrets(value) if isinstance(value, str) else value
-            for name, value in fields.items()
+        texts: dict[str, Any] = {
+            name: without_secrets(text) for name, text in event.text_values.items()
         }
         with self._lock:
-            event = Event(kind=kind, fields=fields, time_s=self.clock())
+            event = replace(event, **texts, time_s=self.clock())
             for listener in tuple(self.listeners):
                 try:
                     listener(event)
@@ -121,7 +109,7 @@ class EventStream:
         code: str = "",
     ) -> None:
         """Report `what` was skipped, clamped, retried or wrong; `fix` is the user's remedy."""
-        self.emit("problem", what=what, fix=fix, severity=severity, file=file, code=code)
+        self.emit(Problem(what=what, fix=fix, severity=severity, file=file, code=code))
 
 
 # A listener that is so far behind hangs: about 10 MB of events.
@@ -187,19 +175,19 @@ class Aside:
 
 @dataclass
 class JsonlWriter:
-    """Listener that appends events whose kind passes `kinds`, one JSON object a line.
+    """Listener that appends the events that it `takes`, one JSON object a line.
 
     Each line is one `write` call and flushed, so a kill can truncate only the last line. A disk error is
     reported once; the run then goes on without this record (TRN-05 in docs/faults.md).
     """
 
     path: Path
-    kinds: Callable[[str], bool]
+    takes: Callable[[Event], bool]
     events: EventStream
     _refused: bool = field(default=False, init=False)
 
     def __call__(self, event: Event) -> None:
-        if self._refused or not self.kinds(event.kind):
+        if self._refused or not self.takes(event):
             return
         row = {"event": event.kind, **event.fields, "time": round(event.time_s, 3)}
         try:
@@ -216,10 +204,6 @@ class JsonlWriter:
                 file=self.path.name,
                 code="TRN-05",
             )
-
-
-# More than any run has, and a number that floats hold exactly.
-MOST_STEPS = 2**53
 
 
 def json_row(line: bytes) -> dict[str, Any] | None:
@@ -247,25 +231,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [row for line in lines if (row := json_row(line)) is not None]
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a JSON-lines file: rows with a kind, and with a step number if they have a step."""
-    rows = read_jsonl(path)
-    return [
-        row for row in rows if isinstance(row.get("event"), str) and is_step(row.get("step", 0))
-    ]
-
-
-def is_step(value: Any) -> TypeGuard[int]:
-    """Whether a value of a file is a number of steps that a program can have counted."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
+def read_events(path: Path) -> list[Event]:
+    """Read the events of a JSON-lines file; rows that are none are left out. Raises as `read_jsonl` does."""
+    return [event for row in read_jsonl(path) if (event := event_of_row(row)) is not None]
 
 
 # ---- findings on a dataset
 
 MAX_FILES_NAMED = 5
-
-# Most severe first.
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

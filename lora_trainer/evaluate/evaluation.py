@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lora_trainer.cache.cache_plan import SampleSource
+from lora_trainer.common.event_kinds import Phase
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.config import all_settings, flatten
@@ -212,7 +213,7 @@ def build_evaluation(
     )
     cache = build.open_cache(prepared, events)
     build.fill_caches(job, cache)
-    events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
+    events.emit(Phase(phase="load", message=prepared.facts.source, done=0, total=0))
     networks = build.load_networks(prepared)
     # New tokens that were trained with the adapter are added to the text encoders.
     word, words = new_word(prepared.config), build.new_tokens(prepared.config, networks.text)

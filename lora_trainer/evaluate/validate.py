@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, first_line
+from lora_trainer.common.event_kinds import Phase
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, user_path, write_atomic
 from lora_trainer.config.inputs import BaseSettings
@@ -94,9 +95,9 @@ def validate(
         measure_weights(scene.weights, findings)
         if scene.weights.finite:
             _measure_losses(scene, findings)
-            events.emit("phase", phase="sample", message="samples", done=0, total=0)
+            events.emit(Phase(phase="sample", message="samples", done=0, total=0))
             _measure_samples(scene, prompts, features, findings)
-            events.emit("phase", phase="sample", message="unrelated prompts", done=0, total=0)
+            events.emit(Phase(phase="sample", message="unrelated prompts", done=0, total=0))
             if unrelated:
                 images = scene.samples(unrelated, strength=0.0)
                 change, base_loss = scene.drift(scene.elsewhere(unrelated, images))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.events import Severity
+from lora_trainer.common.event_kinds import Severity
 from lora_trainer.families.files.recognise import STATED, stated_version
 from lora_trainer.lora.adapter_size import BASED, factored_norm
 from lora_trainer.lora_file.base_layers import Fit, recognise, sized

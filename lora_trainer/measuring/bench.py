@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.event_kinds import Cached, Step
+from lora_trainer.common.events import read_events
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import flatten
 from lora_trainer.run.prepare import Prepared, Request, prepare
@@ -154,25 +155,23 @@ def _measure(request: Request, settings: Settings, *, steps: int, folder: Path) 
 
 def _row(settings: Settings, folder: Path) -> BenchRow:
     """Return the measurements in a finished run's folder."""
-    events = read_jsonl(folder / "events.jsonl")
-    steps = [row for row in events if row["event"] == "step" and row["step"] > WARMUP_STEPS]
+    events = read_events(folder / "events.jsonl")
+    steps = [event for event in events if isinstance(event, Step) and event.step > WARMUP_STEPS]
     plan = read_json_object(folder / "run.json")["plan"]
-    seconds = statistics.median(row["seconds"] for row in steps)
-    images = steps[-1]["images"] / steps[-1]["step"]
-    reserved = max(row["vram_reserved_bytes"] for row in steps)
+    seconds = statistics.median(step.seconds for step in steps)
+    images = steps[-1].images / steps[-1].step
+    reserved = max(step.vram_reserved_bytes for step in steps)
     # The GPU's context and libraries, which the allocator does not see.
     context = sum(item["bytes"] for item in plan["memory"]["items"] if item["name"] == "runtime")
-    cached = next(row for row in events if row["event"] == "cached")
+    cached = next(event for event in events if isinstance(event, Cached))
     return BenchRow(
         name=_name(settings),
         settings=settings,
         seconds_per_step=seconds,
         images_per_s=images / seconds,
-        peak_bytes=reserved + context if reserved else max(row["host_bytes"] for row in steps),
+        peak_bytes=reserved + context if reserved else max(step.host_bytes for step in steps),
         predicted_bytes=plan["memory"]["peak_bytes"],
         cached_images_per_s=(
-            cached["latents"] / cached["seconds"]
-            if cached["latents"] and cached["seconds"]
-            else None
+            cached.latents / cached.seconds if cached.latents and cached.seconds else None
         ),
     )

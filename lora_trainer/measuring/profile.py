@@ -19,7 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.events import Listener, read_jsonl
+from lora_trainer.common.event_kinds import Saved, Step
+from lora_trainer.common.events import Listener, read_events
 from lora_trainer.config.running import RunConfig
 from lora_trainer.measuring.bench import QUIET
 from lora_trainer.run.lead import lead
@@ -67,14 +68,13 @@ def profile_run(
     tensorboard_trace_handler(str(trace))(profiler)
     file.unlink()  # an adapter of so few steps is useless and would only be mistaken for a result
     shutil.rmtree(file.parent / "states", ignore_errors=True)
-    events = read_jsonl(file.parent / "events.jsonl")
-    rows = [row for row in events if row["event"] == "step" and row["step"] > WARMUP_STEPS]
+    events = read_events(file.parent / "events.jsonl")
+    rows = [event for event in events if isinstance(event, Step) and event.step > WARMUP_STEPS]
     # Medians, so that one slow step does not matter.
-    wall_s, data_wait_s = (
-        statistics.median(row[name] for row in rows) for name in ("seconds", "data_wait_s")
-    )
+    wall_s = statistics.median(row.seconds for row in rows)
+    data_wait_s = statistics.median(row.data_wait_s for row in rows)
     work_s = _work(profiler, steps)
-    save_s = max((row["seconds"] for row in events if row["event"] == "saved"), default=0.0)
+    save_s = max((event.seconds for event in events if isinstance(event, Saved)), default=0.0)
     longest = sorted(work_s.items(), key=lambda row: -row[1])
     return {
         **verdict(

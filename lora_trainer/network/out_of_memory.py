@@ -6,6 +6,7 @@ A CPU has no memory besides the process's, so the figures of a GPU are 0 for it.
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -65,14 +66,20 @@ def free_memory() -> None:
     give_back_heap()
 
 
-def device_memory(device: torch.device) -> dict[str, int]:
-    """Measure the memory in bytes now, by the names of a step line of events.jsonl; waits for no kernel.
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Memory in use, by the names of the event `Step`, which explains them."""
 
-    `vram_bytes` and `vram_reserved_bytes` are the highest so far, of tensors and of the memory the allocator
-    reserved for them. `vram_used_bytes` is in use on the whole GPU now, by other programs and the CUDA
-    context too; `vram_now_bytes` is in use by tensors now. `host_bytes` is the process's resident memory
-    now; `host_own_bytes` excludes mapped files, which the system may drop.
-    """
+    vram_bytes: int
+    vram_reserved_bytes: int
+    vram_used_bytes: int
+    vram_now_bytes: int
+    host_bytes: int
+    host_own_bytes: int
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Measure the memory now; waits for no kernel."""
     memory = psutil.Process().memory_info()
     allocated = reserved = used = tensors = 0
     if device.type != "cpu":
@@ -81,14 +88,14 @@ def device_memory(device: torch.device) -> dict[str, int]:
         used = total_bytes - free_bytes
     # Linux counts mapped files, such as a base's, as shared. Windows reports the private bytes.
     own = getattr(memory, "private", memory.rss - getattr(memory, "shared", 0))
-    return {
-        "vram_bytes": allocated,
-        "vram_reserved_bytes": reserved,
-        "vram_used_bytes": used,
-        "vram_now_bytes": tensors,
-        "host_bytes": int(memory.rss),
-        "host_own_bytes": int(own),
-    }
+    return DeviceMemory(
+        vram_bytes=allocated,
+        vram_reserved_bytes=reserved,
+        vram_used_bytes=used,
+        vram_now_bytes=tensors,
+        host_bytes=int(memory.rss),
+        host_own_bytes=int(own),
+    )
 
 
 # Messages of CUDA and HIP for errors after which every later call of the process fails too (CUDA Runtime API,

@@ -22,7 +22,8 @@ import psutil
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.events import MOST_STEPS, Event, Listener
+from lora_trainer.common.event_kinds import MOST_STEPS, Event, Phase
+from lora_trainer.common.events import Listener
 from lora_trainer.common.files import disk_error, json_bytes, locked, read_regular, write_atomic
 from lora_trainer.common.wording import one_line
 from lora_trainer.reporting.status import Time, is_alive, read_status
@@ -123,10 +124,9 @@ def download_listeners(environment: Mapping[str, str]) -> tuple[Listener, ...]:
         return ()
 
     def write_download(event: Event) -> None:
-        if event.kind != "phase" or event.fields["phase"] != "download":
+        if not isinstance(event, Phase) or event.phase != "download":
             return
-        source, here_bytes, all_bytes = (event.fields[k] for k in ("message", "done", "total"))
-        record = {"source": source, "here_bytes": here_bytes, "all_bytes": all_bytes}
+        record = {"source": event.message, "here_bytes": event.done, "all_bytes": event.total}
         with suppress(MachineError):  # a full disk ends the download itself, with its reason
             write_atomic(Path(f"{item_stem}.download"), json_bytes(record), durable=False)
 

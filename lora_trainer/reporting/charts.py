@@ -26,8 +26,9 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from lora_trainer.common.event_kinds import Resumed, Saved, Step
 from lora_trainer.common.wording import bytes_text, loss_text
-from lora_trainer.reporting.history import Row, RunHistory, StepRow, number
+from lora_trainer.reporting.history import Mark, RunHistory, is_recovery
 from lora_trainer.reporting.status import Smoothed
 
 _FORBIDDEN = re.compile(
@@ -71,14 +72,24 @@ class ChartLine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChartMark:
+    """A line at the step at which something happened."""
+
+    step: int
+    css: str
+    """Its class: the kind of event, `memory` for a recovery after running out of it, `best`."""
+    words: str
+    """What its tooltip says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chart:
     """The curves of a chart by step."""
 
     title: str
     height_px: int
     lines: Sequence[ChartLine]
-    marks: Sequence[Row] = ()
-    """Events of a run with their step and their class, `css`."""
+    marks: Sequence[ChartMark] = ()
     top: float | None = None
     """Upper bound of the y axis; points above it are drawn at the edge."""
     log: bool = False
@@ -131,7 +142,7 @@ class Axes:
         return path
 
 
-def draw(chart: Chart, *, steps: Sequence[StepRow] = ()) -> Html:
+def draw(chart: Chart, *, steps: Sequence[Step] = ()) -> Html:
     """Return a figure with legend and one SVG per width, or a sentence when nothing can be drawn.
 
     Below it are notes: a key to the marks, and which of the `steps` it does not show.
@@ -298,15 +309,25 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
             replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])
             for line in lines
         ]
-    marks = [
-        {**row, "css": "memory" if is_recovery(row) else row["event"]}
-        for row in history.marks
-        if view.holds(row["step"])
-    ]
+    marks = [_chart_mark(mark) for mark in history.marks if view.holds(mark.step)]
     if view.best and view.holds(view.best):
-        marks.append({"step": view.best, "event": "best", "css": "best"})
+        words = "the best of the saved steps"
+        marks.append(ChartMark(step=view.best, css="best", words=words))
     chart = Chart(title="Loss", height_px=330, lines=lines, marks=marks, top=top, log=view.log)
     return draw(chart, steps=steps)
+
+
+def _chart_mark(mark: Mark) -> ChartMark:
+    match mark.event:
+        case Saved() as saved:
+            names = " and ".join(filter(None, (saved.export, saved.state)))
+            css, words = saved.kind, f"saved {names} ({bytes_text(saved.bytes)})"
+        case Resumed() as resumed:
+            css, words = resumed.kind, f"resumed, {resumed.exactness}"
+        case change:
+            css = "memory" if is_recovery(mark) else change.kind
+            words = f"{change.key} {change.old} -> {change.new}: {change.reason}"
+    return ChartMark(step=mark.step, css=css, words=words)
 
 
 def rate_curve(history: RunHistory) -> Html:
@@ -317,7 +338,7 @@ def rate_curve(history: RunHistory) -> Html:
 
 
 def smoothed_losses(
-    steps: Sequence[StepRow], *, share: float = SMOOTHING["some"]
+    steps: Sequence[Step], *, share: float = SMOOTHING["some"]
 ) -> tuple[list[float], int]:
     """Return the smoothed loss after each step, and over about how many steps it averages; share 0: over one."""
     if not share:
@@ -325,11 +346,3 @@ def smoothed_losses(
     span_steps = max(5, round(len(steps) * share))
     average = Smoothed(span_steps=span_steps)
     return [average.add(row.loss) for row in steps], span_steps
-
-
-def is_recovery(row: Row) -> bool:
-    """Whether an event is a change with which a run went on after it ran out of memory."""
-    key = str(row.get("key")) if row["event"] == "change" else ""
-    # A larger micro-batch is the way back.
-    is_way_back = key == "memory.micro_batch" and number(row, "new") > number(row, "old")
-    return key.startswith("memory.") and not is_way_back

@@ -19,7 +19,23 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from lora_trainer.common.events import Event, ListenerLost
+from lora_trainer.common.event_kinds import (
+    Change,
+    Event,
+    Finished,
+    Measured,
+    Phase,
+    Problem,
+    Resumed,
+    RunStarted,
+    Samples,
+    Saved,
+    Step,
+    Stopped,
+    Uploaded,
+    Validation,
+)
+from lora_trainer.common.events import ListenerLost
 from lora_trainer.common.wording import (
     against_base,
     bytes_text,
@@ -30,7 +46,7 @@ from lora_trainer.common.wording import (
     rate_text,
     step_seconds_text,
 )
-from lora_trainer.reporting.status import Smoothed, TimeLeft, measured
+from lora_trainer.reporting.status import Smoothed, TimeLeft
 
 INTERVAL_S = 30.0
 _QUIET_PHASES = ("training", "sampling", "stopping")
@@ -94,48 +110,54 @@ class ConsoleListener:
     def __call__(self, event: Event) -> None:
         if (error := self.lost()) is not None:
             raise ListenerLost(f"it cannot be written: {error}")
-        fields, style = event.fields, ""
+        style = ""
         self._time_left.take(event)
-        match event.kind:
-            case "phase" if not self._ended:
-                name, message = PHASES.get(fields["phase"], fields["phase"]), fields["message"]
-                is_quiet = name in _QUIET_PHASES
-                if name != self._phase and not is_quiet and not self.console.is_terminal:
-                    self._say(f"{name}: {message}" if message else name)
-                done, total = fields["done"], fields["total"]
-                number = bytes_text if fields["phase"] == "download" else str
-                count = f"{number(done)}/{number(total)}" if total else ""
-                share = f"{count} ({100 * done // total} %)" if total else number(done)
-                line = f"{name} {share}" if done and not is_quiet else ""
-                self._show(name, message, line, count=count, done=done, total=total)
-            case "step":
-                self._loss.add(measured(fields["loss"]))
-                done, total = fields["step"], self._time_left.steps
-                figures = (
-                    f"loss {loss_text(self._loss.value)}, lr {rate_text(fields['lr'])}, "
-                    f"{step_seconds_text(self._time_left.step_s)}/it, "
-                    f"ETA {clock_text(self._time_left.remaining_s)}"
-                )
-                if fields["vram_bytes"]:
-                    figures += f", VRAM {bytes_text(fields['vram_bytes'])}"
-                count = f"{done}/{total}"
-                line = f"step {count} ({100 * done // max(1, total)} %): {figures}"
-                self._show(PHASES["train"], figures, line, count=count, done=done, total=total)
-            case "validation" if fields["step"] == 0:
-                self._base_loss = fields["loss"]
-            case "problem":
+        match event:
+            case Phase() if not self._ended:
+                self._show_phase(event)
+            case Step():
+                self._show_step(event)
+            case Validation(step=0):
+                self._base_loss = event.loss
+            case Problem():
                 self._problems += 1
-                style = _STYLES[fields["severity"]]
-            case "finished" | "stopped":
+                style = _STYLES[event.severity]
+            case Finished() | Stopped():
                 self.__exit__()
                 self._ended = True
-                is_fine = event.kind == "finished" and not fields.get("doubt")
+                is_fine = isinstance(event, Finished) and not event.doubt
                 style = "bold green" if is_fine else _STYLES["warning"]
         for line in _lines(event, base_loss=self._base_loss, steps=self._time_left.steps):
             self._say(line, style=style)
-        if event.kind in ("finished", "stopped") and self._problems:
+        if isinstance(event, Finished | Stopped) and self._problems:
             count = "1 problem" if self._problems == 1 else f"{self._problems} problems"
             self._say(f"{count} on the way: see problems.jsonl and the report")
+
+    def _show_phase(self, event: Phase) -> None:
+        name, message = PHASES.get(event.phase, event.phase), event.message
+        is_quiet = name in _QUIET_PHASES
+        if name != self._phase and not is_quiet and not self.console.is_terminal:
+            self._say(f"{name}: {message}" if message else name)
+        done, total = event.done, event.total
+        number = bytes_text if event.phase == "download" else str
+        count = f"{number(done)}/{number(total)}" if total else ""
+        share = f"{count} ({100 * done // total} %)" if total else number(done)
+        line = f"{name} {share}" if done and not is_quiet else ""
+        self._show(name, message, line, count=count, done=done, total=total)
+
+    def _show_step(self, event: Step) -> None:
+        self._loss.add(event.loss)
+        done, total = event.step, self._time_left.steps
+        figures = (
+            f"loss {loss_text(self._loss.value)}, lr {rate_text(event.lr)}, "
+            f"{step_seconds_text(self._time_left.step_s)}/it, "
+            f"ETA {clock_text(self._time_left.remaining_s)}"
+        )
+        if event.vram_bytes:
+            figures += f", VRAM {bytes_text(event.vram_bytes)}"
+        count = f"{done}/{total}"
+        line = f"step {count} ({100 * done // max(1, total)} %): {figures}"
+        self._show(PHASES["train"], figures, line, count=count, done=done, total=total)
 
     def _say(self, line: str, *, style: str = "") -> None:
         encoding = self.console.encoding
@@ -176,55 +198,52 @@ class ConsoleListener:
 
 def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:
     """Yield what is said of an event in lines that stay."""
-    fields = event.fields
-    match event.kind:
-        case "run_started":
-            count = fields["validation_images"]
+    match event:
+        case RunStarted():
+            count = event.validation_images
             yield (
-                f"{fields['name']}: {fields['steps']} steps of batch {fields['batch_size']} on "
-                f"{fields['images']} images{f', {count} of them held out' if count else ''}; "
-                f"{fields['family']} {fields['base']} on {fields['device']}, preset "
-                f"{fields['preset']} ({fields['tier']}, {fields['priority']})"
+                f"{event.name}: {event.steps} steps of batch {event.batch_size} on "
+                f"{event.images} images{f', {count} of them held out' if count else ''}; "
+                f"{event.family} {event.base} on {event.device}, preset "
+                f"{event.preset} ({event.tier}, {event.priority})"
             )
-        case "problem":
-            is_named = fields["file"] and fields["file"] not in fields["what"]
-            file = f"{fields['file']}: " if is_named else ""
-            fix = f" Fix: {fields['fix'].rstrip('.')}." if fields["fix"] else ""
-            yield f"{fields['severity']}: {file}{fields['what'].rstrip('.')}.{fix}"
-        case "validation" if fields["step"] == 0:
-            images = f"{fields['images']} held-out images"
-            yield f"validation of the base: loss {loss_text(fields['loss'])}, {images}"
-        case "validation":
-            loss = _compared(fields["loss"], base_loss)
-            yield f"validation at step {fields['step']}: loss {loss}"
-        case "measured":
-            parts = ", ".join(f"{name} {value:.2f}" for name, value in fields["parts"].items())
+        case Problem():
+            is_named = event.file and event.file not in event.what
+            file = f"{event.file}: " if is_named else ""
+            fix = f" Fix: {event.fix.rstrip('.')}." if event.fix else ""
+            yield f"{event.severity}: {file}{event.what.rstrip('.')}.{fix}"
+        case Validation(step=0):
+            images = f"{event.images} held-out images"
+            yield f"validation of the base: loss {loss_text(event.loss)}, {images}"
+        case Validation():
+            yield f"validation at step {event.step}: loss {_compared(event.loss, base_loss)}"
+        case Measured():
+            parts = ", ".join(f"{name} {value:.2f}" for name, value in event.parts.items())
             yield f"measured: {parts} (of 1 each); lora-train validate RUN DATASET measures the rest"
-        case "resumed":
-            yield f"resumed at step {fields['step']}: {fields['exactness']}"
-            yield from fields["differences"]
-        case "sample":
-            step = f"at step {fields['step']}" if fields["step"] else "of the base"
-            yield f"samples {step}: {len(fields['images'])} images"
-        case "saved":
-            names = " and ".join(filter(None, (fields["export"], fields["state"])))
-            size, took = bytes_text(fields["bytes"]), duration_text(fields["seconds"])
-            yield f"saved at step {fields['step']}: {names} ({size}, {took})"
-        case "uploaded":
-            yield f"uploaded: {fields['address']} ({'private' if fields['private'] else 'public'})"
-        case "change":
-            change = f"{fields['old']} -> {fields['new']} ({fields['reason']})"
-            yield f"changed {fields['key']}: {change}"
-        case "stopped":
-            where = f" at step {fields['step']} of {steps}" if steps else ""
-            yield f"stopped{where}: {fields['reason']}"
-        case "finished":
-            early = f" (ended early: {fields['early']})" if fields.get("early") else ""
-            took, loss = duration_text(fields["seconds"]), "nothing was validated"
-            if fields["validation_loss"] is not None:
-                base_loss = measured(fields["base_validation_loss"])
-                loss = f"validation loss {_compared(fields['validation_loss'], base_loss)}"
-            yield f"finished {fields['step']} steps in {took}: {fields['export']}{early}; {loss}"
+        case Resumed():
+            yield f"resumed at step {event.step}: {event.exactness}"
+            yield from event.differences
+        case Samples():
+            step = f"at step {event.step}" if event.step else "of the base"
+            yield f"samples {step}: {len(event.images)} images"
+        case Saved():
+            names = " and ".join(filter(None, (event.export, event.state)))
+            size, took = bytes_text(event.bytes), duration_text(event.seconds)
+            yield f"saved at step {event.step}: {names} ({size}, {took})"
+        case Uploaded():
+            yield f"uploaded: {event.address} ({'private' if event.private else 'public'})"
+        case Change():
+            yield f"changed {event.key}: {event.old} -> {event.new} ({event.reason})"
+        case Stopped():
+            where = f" at step {event.step} of {steps}" if steps else ""
+            yield f"stopped{where}: {event.reason}"
+        case Finished():
+            early = f" (ended early: {event.early})" if event.early else ""
+            took, loss = duration_text(event.seconds), "nothing was validated"
+            if not math.isnan(event.validation_loss):
+                compared = _compared(event.validation_loss, event.base_validation_loss)
+                loss = f"validation loss {compared}"
+            yield f"finished {event.step} steps in {took}: {event.export}{early}; {loss}"
 
 
 def _compared(loss: float, base_loss: float) -> str:

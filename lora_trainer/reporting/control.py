@@ -24,7 +24,8 @@ from types import FrameType
 from typing import Literal, get_args
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event, Finished, Phase
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import disk_error, open_regular, retry_while_open, write_atomic
 from lora_trainer.common.wording import without_secrets
 
@@ -92,7 +93,7 @@ class StopFlag:
             while (message := self.answers.get()) is not None:
                 fix = "wait a moment; with --resume the run goes on where it stopped"
                 phase = "quit" if message == _ANSWERS[2] else "stop"
-                events.emit("phase", phase=phase, message=message, done=0, total=0)
+                events.emit(Phase(phase=phase, message=message, done=0, total=0))
                 events.problem(message, fix=fix, severity="note", code="CKP-07")
 
         thread = threading.Thread(target=announce, name="lora-train-signals", daemon=True)
@@ -144,7 +145,7 @@ class Quitting:
     is_finished: bool = False
 
     def __call__(self, event: Event) -> None:
-        self.is_finished = self.is_finished or event.kind == "finished"
+        self.is_finished = self.is_finished or isinstance(event, Finished)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         if not self.is_finished:

@@ -1,9 +1,8 @@
 """A run folder read as a history, at once or as it grows.
 
-Input: run.json, events.jsonl and problems.jsonl, also of a killed or resumed run. Output: a `RunHistory` of typed
-rows. A figure that is missing or of another type is NaN, never an error. A step that was trained again after a
-resume counts once, as it went last; lines that are torn or lack their step are counted in
-`unreadable_lines`, never raised.
+Input: run.json, events.jsonl and problems.jsonl, also of a killed or resumed run. Output: a `RunHistory` of
+events. A step that was trained again after a resume counts once, as it went last; lines that are torn or lack
+their step are counted in `unreadable_lines`, never raised.
 
 A reader that is kept reads only new lines, each once its end is written. One process appends to a file and a resume
 replaces it: the bytes just before the place reached are compared, so that a file which was cut and has grown past
@@ -17,42 +16,38 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.events import is_step, json_row
+from lora_trainer.common.event_kinds import (
+    Change,
+    Event,
+    Finished,
+    Problem,
+    Resumed,
+    RunStarted,
+    Samples,
+    Saved,
+    Step,
+    Stopped,
+    Validation,
+    event_of_row,
+    figure,
+)
+from lora_trainer.common.events import json_row
 from lora_trainer.common.files import open_regular, read_json_object
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRow:
-    """One optimizer step; a figure that was not recorded is NaN."""
+class Mark:
+    """A save, a change of a setting or a resume, with the step at which it was."""
 
     step: int
-    loss: float
-    lr: float
-    seconds: float
-    data_wait_s: float
-    vram_bytes: float
-    vram_reserved_bytes: float
-    vram_used_bytes: float
-    host_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationRow:
-    """One validation; step 0 is the untouched base."""
-
-    step: int
-    loss: float
-    by_timestep: tuple[tuple[float, float], ...]
-
-
-STEP_FIGURES = tuple(entry.name for entry in fields(StepRow) if entry.name != "step")
+    event: Saved | Change | Resumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,43 +67,36 @@ class RunHistory:
 
     folder: Path
     run: Row
-    started: Row
-    steps: tuple[StepRow, ...]
-    validations: tuple[ValidationRow, ...]
+    started: RunStarted
+    """How its last session began; nothing is known of one that was not recorded."""
+    steps: tuple[Step, ...]
+    validations: tuple[Validation, ...]
     samples: tuple[SampleImage, ...]
-    marks: tuple[Row, ...]
-    """Saves, changes of a setting and resumes, each with its step."""
-    problems: tuple[Row, ...]
+    marks: tuple[Mark, ...]
+    problems: tuple[Problem, ...]
     seconds: float
     """Seconds of all sessions, without the pauses between them."""
     sessions: int
-    end: Row | None
+    end: Finished | Stopped | None
     """How its last session ended."""
     unreadable_lines: int
 
     @property
-    def base_validation(self) -> ValidationRow | None:
+    def base_validation(self) -> Validation | None:
         return next((row for row in self.validations if row.step == 0), None)
 
     @property
-    def last_validation(self) -> ValidationRow | None:
+    def last_validation(self) -> Validation | None:
         return self.validations[-1] if self.validations and self.validations[-1].step else None
 
-
-# Above every figure of a run.
-_MOST = 1e100
+    @property
+    def saves(self) -> tuple[Saved, ...]:
+        return tuple(mark.event for mark in self.marks if isinstance(mark.event, Saved))
 
 
 def number(row: Row, key: str) -> float:
     """Return a number of a row as float, NaN where there is none."""
-    return _figure(row.get(key))
-
-
-def _figure(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return math.nan
-    # Also false for NaN. A sum of larger ones would be infinite, and infinite ones have none.
-    return float(value) if abs(value) < _MOST else math.nan
+    return float(figure(row.get(key)))
 
 
 def mapping(row: Row, key: str) -> Row:
@@ -139,8 +127,8 @@ class JsonlFollower:
     unreadable_lines: int = field(default=0, init=False)
     _damaged: int = field(default=0, init=False)
 
-    def read(self) -> tuple[bool, list[Row]]:
-        """Return whether earlier rows have to be forgotten first, and the new ones that can be used.
+    def read(self) -> tuple[bool, list[Event]]:
+        """Return whether earlier events have to be forgotten first, and the new ones.
 
         Raises OSError for a file that is there and cannot be read.
         """
@@ -162,85 +150,78 @@ class JsonlFollower:
         self._offset += sum(len(line) + 1 for line in lines)
         self._before = data[: len(data) - len(torn)][-_COMPARED_BYTES:]
         rows = [json_row(line) or {} for line in lines if line.strip()]
-        usable: list[Row] = [
-            row
-            for row in rows
-            if isinstance(kind := row.get("event"), str)
-            and (kind not in _STEPPED or is_step(row.get("step")))
-        ]
-        self._damaged += len(rows) - len(usable)
+        events = [event for row in rows if (event := event_of_row(row)) is not None]
+        self._damaged += len(rows) - len(events)
         self.unreadable_lines = self._damaged + bool(torn.strip())
-        return anew, usable
+        return anew, events
 
 
-RECENT_ROWS = 200
-_STEPPED = frozenset({"step", "validation", "sample", "saved", "resumed"})
-_ENDS = frozenset({"run_started", "finished", "stopped"})
-_MARKS = frozenset({"saved", "change", "resumed"})
+RECENT_EVENTS = 200
+NOT_RECORDED = cast(RunStarted, event_of_row({"event": RunStarted.kind}))
 
 
 @dataclass
 class _EventSum:
     """The sum of the events so far.
 
-    Rows without a step of their own get that of the step before them.
+    A change without a step of its own gets that of the step before it.
     """
 
-    started: Row = field(default_factory=dict)
+    started: RunStarted = NOT_RECORDED
     sessions: int = 0
-    end: Row | None = None
-    steps: dict[int, StepRow] = field(default_factory=dict)
-    validations: dict[int, ValidationRow] = field(default_factory=dict)
+    end: Finished | Stopped | None = None
+    steps: dict[int, Step] = field(default_factory=dict)
+    validations: dict[int, Validation] = field(default_factory=dict)
     samples: list[SampleImage] = field(default_factory=list)
-    marks: list[Row] = field(default_factory=list)
-    recent: deque[Row] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
+    marks: list[Mark] = field(default_factory=list)
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
     seconds: float = 0.0
     _last_s: float = math.nan
     _step: int = 0
 
-    def take(self, row: Row) -> None:
-        kind, now_s = row["event"], number(row, "time")
-        passed_s = now_s - self._last_s
+    def take(self, event: Event) -> None:
+        passed_s = event.time_s - self._last_s
         # The pause before a resume, which writes `resumed` first, is not time of the run.
-        if passed_s > 0 and kind not in ("resumed", "run_started"):
+        if passed_s > 0 and not isinstance(event, Resumed | RunStarted):
             self.seconds += passed_s
-        self._last_s = now_s
-        if kind in _ENDS:
-            self.end = None if kind == "run_started" else row
-        if kind == "run_started":
-            self.started = row
-            self.sessions += 1
-            # All steps after the one that is resumed from are forgotten.
-            resumed_from = row.get("resumed_from")
-            last = resumed_from if is_step(resumed_from) else -1
-            self.steps = {step: each for step, each in self.steps.items() if step <= last}
-            self.validations = {n: each for n, each in self.validations.items() if n <= last}
-            self.samples = [image for image in self.samples if image.step <= last]
-            self.marks = [mark for mark in self.marks if mark["step"] <= last]
-            self._step = max(0, last)
-        elif kind in _STEPPED:
-            self._step = row["step"]
-        if kind == "step":
-            figures = {name: number(row, name) for name in STEP_FIGURES}
-            self.steps[self._step] = StepRow(step=self._step, **figures)
-            return
-        self.recent.append(row)
-        if kind == "validation":
-            by_timestep = tuple(
-                (_figure(pair[0]), _figure(pair[1]))
-                for pair in sequence(row, "by_timestep")
-                if isinstance(pair, list) and len(pair) == 2
-            )
-            self.validations[self._step] = ValidationRow(
-                step=self._step, loss=number(row, "loss"), by_timestep=by_timestep
-            )
-        elif kind == "sample":
-            images = (image for image in sequence(row, "images") if isinstance(image, dict))
-            for image in images:
-                texts = {key: str(image.get(key, "")) for key in ("prompt", "seed", "file")}
-                self.samples.append(SampleImage(step=self._step, **texts))
-        elif kind in _MARKS:
-            self.marks.append({**row, "step": self._step})
+        self._last_s = event.time_s
+        if not isinstance(event, Step):
+            self.recent.append(event)
+        match event:
+            case Step():
+                self._step = event.step
+                self.steps[event.step] = event
+            case RunStarted():
+                self._begin(event)
+            case Validation():
+                self._step = event.step
+                self.validations[event.step] = event
+            case Samples():
+                self._step = event.step
+                self.samples += [
+                    SampleImage(
+                        step=event.step, prompt=each.prompt, seed=str(each.seed), file=each.file
+                    )
+                    for each in event.images
+                ]
+            case Saved() | Resumed():
+                self._step = event.step
+                self.marks.append(Mark(step=event.step, event=event))
+            case Change():
+                self.marks.append(Mark(step=self._step, event=event))
+            case Finished() | Stopped():
+                self.end = event
+
+    def _begin(self, started: RunStarted) -> None:
+        """Begin a session: all steps after the one that is resumed from are forgotten."""
+        self.started, self.end = started, None
+        self.sessions += 1
+        last = -1 if started.resumed_from is None else started.resumed_from
+        self.steps = {step: each for step, each in self.steps.items() if step <= last}
+        self.validations = {step: each for step, each in self.validations.items() if step <= last}
+        self.samples = [image for image in self.samples if image.step <= last]
+        self.marks = [mark for mark in self.marks if mark.step <= last]
+        self._step = max(0, last)
 
 
 def read_history(folder: Path) -> RunHistory:
@@ -256,7 +237,7 @@ class HistoryReader:
         self._events = JsonlFollower(folder / "events.jsonl", read_once)
         self._problems = JsonlFollower(folder / "problems.jsonl", read_once)
         self._sum = _EventSum()
-        self._problem_rows: list[Row] = []
+        self._problem_list: list[Problem] = []
 
     def read(self) -> RunHistory:
         """Return the run as its files have it now; raises RequestError for a file that cannot be read."""
@@ -274,10 +255,11 @@ class HistoryReader:
     def _read(self, run: Row) -> RunHistory:
         anew, events = self._events.read()
         so_far = self._sum = _EventSum() if anew else self._sum
-        for row in events:
-            so_far.take(row)
-        anew, problems = self._problems.read()
-        self._problem_rows = problems if anew else self._problem_rows + problems
+        for event in events:
+            so_far.take(event)
+        anew, found = self._problems.read()
+        problems = [event for event in found if isinstance(event, Problem)]
+        self._problem_list = problems if anew else self._problem_list + problems
         return RunHistory(
             folder=self.folder,
             run=run,
@@ -287,14 +269,23 @@ class HistoryReader:
             validations=tuple(so_far.validations[step] for step in sorted(so_far.validations)),
             samples=tuple(so_far.samples),
             marks=tuple(so_far.marks),
-            problems=tuple(self._problem_rows),
+            problems=tuple(self._problem_list),
             seconds=so_far.seconds,
             end=so_far.end,
             unreadable_lines=self._events.unreadable_lines + self._problems.unreadable_lines,
         )
 
-    def recent(self) -> list[Row]:
-        """Return the newest rows that are not steps, at most 200, by the time they were written."""
-        rows = [*self._sum.recent, *self._problem_rows[-RECENT_ROWS:]]
-        # A row without a time is taken for the oldest: NaN is never the larger one.
-        return sorted(rows, key=lambda row: max(0.0, number(row, "time")))[-RECENT_ROWS:]
+    def recent(self) -> list[Event]:
+        """Return the newest events that are not steps, at most 200, by the time they were written."""
+        events = [*self._sum.recent, *self._problem_list[-RECENT_EVENTS:]]
+        # An event without a time is taken for the oldest: NaN is never the larger one.
+        return sorted(events, key=lambda event: max(0.0, event.time_s))[-RECENT_EVENTS:]
+
+
+def is_recovery(mark: Mark) -> bool:
+    """Whether a mark is a change with which a run went on after it ran out of memory."""
+    change = mark.event
+    if not isinstance(change, Change) or not change.key.startswith("memory."):
+        return False
+    # A larger micro-batch is the way back.
+    return change.key != "memory.micro_batch" or not figure(change.new) > figure(change.old)

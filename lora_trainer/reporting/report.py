@@ -17,6 +17,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.events import SEVERITIES
+from lora_trainer.common.event_kinds import SEVERITIES
 from lora_trainer.common.files import read_json_object, read_regular, write_atomic
 from lora_trainer.common.wording import (
     INTERRUPTED_EXIT_CODES,
@@ -68,7 +69,7 @@ def document(history: RunHistory) -> Html:
     )
     run = history.run
     data, values, infos = mapping(run, "dataset"), mapping(run, "settings"), all_settings()
-    findings = [row for row in sequence(data, "findings") if isinstance(row, dict)]
+    findings = [_finding(row) for row in sequence(data, "findings") if isinstance(row, dict)]
     # As run.json has them: tuples are lists there.
     defaults = json.loads(json.dumps({info.key: info.default for info in infos}))
     at_default = [key for key in values if key in defaults and values[key] == defaults[key]]
@@ -79,17 +80,26 @@ def document(history: RunHistory) -> Html:
     return render(
         REPORT_FILE,
         history=history,
-        name=str(run.get("name") or history.started.get("name") or history.folder.name),
+        name=str(run.get("name") or history.started.name or history.folder.name),
         interrupted=INTERRUPTED_EXIT_CODES,
         size_of=partial(size_in, history.folder),
         grid=sample_grid(history),
         loss_curve=loss_curve(history),
         rate_curve=rate_curve(history),
         score=score,
-        problems=_counted(history.problems),
+        problems=_counted(
+            Remark(
+                severity=problem.severity,
+                what=problem.what,
+                file=problem.file or "",
+                advice=problem.fix,
+                code=problem.code,
+            )
+            for problem in history.problems
+        ),
         data=data,
         buckets=_buckets(data),
-        findings=_counted(sorted(findings, key=lambda row: str(row.get("file") or ""))),
+        findings=_counted(sorted(findings, key=lambda finding: finding.file)),
         values=values,
         units={info.key: info.unit for info in infos},
         at_default=at_default,
@@ -111,16 +121,34 @@ _MEMORY = {
 }
 
 
-def _counted(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return problems or findings as texts with their `count`, the worst first; equal ones are one row."""
-    names = ("severity", "what", "file", "fix", "advice", "code")
-    counts = Counter(tuple(str(row.get(name) or "") for name in names) for row in rows)
-    texts = [
-        {**dict(zip(names, values, strict=True)), "count": count}
-        for values, count in counts.items()
-    ]
-    ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
-    return sorted(texts, key=lambda row: ranks.get(row["severity"], len(ranks)))
+@dataclass(frozen=True, kw_only=True)
+class Remark:
+    """A problem of the run or a finding on its dataset, as texts."""
+
+    severity: str
+    what: str
+    file: str
+    advice: str
+    code: str
+    count: int = 1
+    """How many of the same there were."""
+
+
+def _finding(row: Row) -> Remark:
+    return Remark(
+        severity=str(row.get("severity") or ""),
+        what=str(row.get("what") or ""),
+        file=str(row.get("file") or ""),
+        advice=str(row.get("advice") or ""),
+        code=str(row.get("code") or ""),
+    )
+
+
+def _counted(remarks: Iterable[Remark]) -> list[Remark]:
+    """Return each remark once with its `count`, the worst first."""
+    counted = [replace(remark, count=count) for remark, count in Counter(remarks).items()]
+    ranks: dict[str, int] = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+    return sorted(counted, key=lambda remark: ranks.get(remark.severity, len(ranks)))
 
 
 def _buckets(data: Row) -> list[tuple[str, float, float]]:
@@ -155,10 +183,10 @@ def _timings(history: RunHistory) -> Iterator[tuple[str, str]]:
         total_s = math.fsum(row.seconds for row in waited)
         wait_s = math.fsum(row.data_wait_s for row in waited)
         yield "share of waiting for data", f"{100 * wait_s / total_s if total_s else 0.0:.1f} %"
-        batch = number(history.started, "batch_size")
+        batch = history.started.batch_size
         if math.isfinite(batch) and sum(seconds) > 0:
             yield "images per second of steps", f"{batch * len(seconds) / sum(seconds):.1f}"
-        saves_s = [number(row, "seconds") for row in history.marks if row["event"] == "saved"]
+        saves_s = [saved.seconds for saved in history.saves]
         if saves_s:
             yield f"saves, {len(saves_s)} together", duration_text(math.fsum(saves_s))
     # NaN is never the larger one.

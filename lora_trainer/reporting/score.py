@@ -196,6 +196,11 @@ class Validation:
         """Weight of the missing parts, 0 to 1."""
         return sum(weight for name, weight in WEIGHTS.items() if name not in self.parts)
 
+    @property
+    def rounded_parts(self) -> dict[str, float]:
+        """The measured parts with four decimals, in the order of their weight."""
+        return {name: round(self.parts[name], 4) for name in WEIGHTS if name in self.parts}
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, parts in the order of their weight."""
         score = self.score
@@ -203,7 +208,7 @@ class Validation:
             "file": self.file,
             "score": None if score is None else round(score, 4),
             "complete": self.complete,
-            "parts": {name: round(self.parts[name], 4) for name in WEIGHTS if name in self.parts},
+            "parts": self.rounded_parts,
             "left_out": {name: self.left_out[name] for name in WEIGHTS if name in self.left_out},
             "weight_left_out": round(self.weight_left_out, 4),
             # NaN and infinity, which a broken adapter gives, become null.

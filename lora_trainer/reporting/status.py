@@ -20,14 +20,22 @@ import psutil
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.events import MOST_STEPS, Event, EventStream
+from lora_trainer.common.event_kinds import (
+    MOST_STEPS,
+    BaseLosses,
+    Event,
+    Finished,
+    Learned,
+    Phase,
+    RunStarted,
+    Samples,
+    Step,
+    Stopped,
+    Validation,
+)
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import read_regular, retry_while_open, write_atomic
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, loss_text, one_line
-
-
-def measured(value: float | None) -> float:
-    """Return a figure of an event; None stands for one that was not a finite number."""
-    return math.nan if value is None else float(value)
 
 
 @dataclass(kw_only=True)
@@ -71,27 +79,27 @@ class TimeLeft:
 
     def take(self, event: Event) -> None:
         """Take an event of the run; those that tell nothing of time are passed over."""
-        fields = event.fields
-        if event.kind == "run_started":
-            self.steps, self._every = fields["steps"], fields["every_steps"]
-            self._step = fields["resumed_from"] or 0
-            self._round_step = dict.fromkeys(self._every, self._step)
-        elif event.kind in self._every:
-            # A prompt of somebody's own says nothing about the next round.
-            if not fields.get("asked"):
-                self._round_s[event.kind] = fields["seconds"]
-                self._round_step[event.kind] = fields["step"]
-            self._last_s += fields["seconds"]
-        elif event.kind in ("base_losses", "learned"):  # once in a run
-            self._last_s += fields["seconds"]
-        elif event.kind == "step":
-            # Losses reach the host late and in bunches, so only the sum says what lies between steps.
-            if self.recent:
-                self._between_s += event.time_s - self._last_s - fields["seconds"]
-                self._steps_after_first += 1
-            self._last_s = event.time_s
-            self.recent.append(fields["seconds"])
-            self._step = fields["step"]
+        match event:
+            case RunStarted():
+                self.steps, self._every = int(event.steps), event.every_steps
+                self._step = event.resumed_from or 0
+                self._round_step = dict.fromkeys(self._every, self._step)
+            case Samples(asked=True):  # they say nothing about the next round
+                self._last_s += event.seconds
+            case Samples() | Validation():
+                self._round_s[event.kind] = event.seconds
+                self._round_step[event.kind] = event.step
+                self._last_s += event.seconds
+            case BaseLosses() | Learned():  # once in a run
+                self._last_s += event.seconds
+            case Step():
+                # Losses reach the host late and in bunches, so only the sum says what lies between steps.
+                if self.recent:
+                    self._between_s += event.time_s - self._last_s - event.seconds
+                    self._steps_after_first += 1
+                self._last_s = event.time_s
+                self.recent.append(event.seconds)
+                self._step = event.step
 
     @property
     def step_s(self) -> float:
@@ -202,7 +210,7 @@ class StatusWriter:
         self.status = replace(self.status, left_s=self._time_left.remaining_s)
         # What begins, another phase or a part of one that nothing was done of since the last, may take minutes
         # without an event: the file must not name what was before it.
-        part = event.kind == "phase" and event.fields["done"] in (0, before.done)
+        part = isinstance(event, Phase) and event.done in (0, before.done)
         self.beat(at_once=part or self.status.phase != before.phase)
 
     def beat(self, *, at_once: bool = False) -> None:
@@ -229,8 +237,7 @@ class StatusWriter:
 
 def after(status: RunStatus, event: Event) -> RunStatus:
     """Return the status once `event` has happened; the end of a run is final."""
-    fields = event.fields
-    if event.kind == "run_started":
+    if isinstance(event, RunStarted):
         # A run may have had other processes before.
         return replace(
             status,
@@ -239,44 +246,42 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             done=0,
             total=0,
             exit_code=None,
-            name=fields["name"],
-            step=fields["resumed_from"] or 0,
-            steps=fields["steps"],
+            name=event.name,
+            step=event.resumed_from or 0,
+            steps=int(event.steps),
         )
     if status.exit_code is not None:
         return status
-    match event.kind:
-        case "phase" if status.phase not in STOPPING or fields["phase"] in STOPPING:
+    match event:
+        case Phase() if status.phase not in STOPPING or event.phase in STOPPING:
             return replace(
                 status,
-                state=_PHASE_STATES.get(fields["phase"], status.state),
-                phase=fields["phase"],
-                done=fields["done"],
-                total=fields["total"],
-                message=one_line(fields["message"] or fields["phase"]),
+                state=_PHASE_STATES.get(event.phase, status.state),
+                phase=event.phase,
+                done=event.done,
+                total=event.total,
+                message=one_line(event.message or event.phase),
             )
-        case "step" if status.phase in STOPPING:  # steps on their way are still told of
-            return replace(status, step=fields["step"])
-        case "step":
-            status = replace(status, state="training", step=fields["step"])
-            loss = loss_text(measured(fields["loss"]))
+        case Step() if status.phase in STOPPING:  # steps on their way are still told of
+            return replace(status, step=event.step)
+        case Step():
+            status = replace(status, state="training", step=event.step)
+            loss = loss_text(event.loss)
             return _training(status, f"step {status.step} of {status.steps}, loss {loss}")
-        case "sample" if status.phase == "sample":  # made between steps: the next one begins
+        case Samples() if status.phase == "sample":  # made between steps: the next one begins
             return _training(status, "training")
-        case "finished":
-            early = f" early: {fields['early']}" if fields.get("early") else ""
-            doubt = f", but {fields['doubt']}" if fields.get("doubt") else ""
+        case Finished():
+            early = f" early: {event.early}" if event.early else ""
+            doubt = f", but {event.doubt}" if event.doubt else ""
             message = one_line(f"finished{early}{doubt}")
-            return replace(
-                status, state="finished", step=fields["step"], message=message, exit_code=0
-            )
-        case "stopped":
-            code = fields["exit_code"]
+            return replace(status, state="finished", step=event.step, message=message, exit_code=0)
+        case Stopped():
+            code = event.exit_code
             return replace(
                 status,
                 state="stopped" if code in INTERRUPTED_EXIT_CODES else "failed",
-                step=fields["step"],
-                message=one_line(fields["reason"]),
+                step=event.step,
+                message=one_line(event.reason),
                 exit_code=code,
             )
     return status

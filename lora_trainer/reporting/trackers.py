@@ -8,6 +8,7 @@ Torch-free until a tracker starts.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,11 +22,12 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer.common.errors import did_you_mean
-from lora_trainer.common.events import Aside, Event, EventStream
+from lora_trainer.common.event_kinds import Event, Finished, Samples, Step, Stopped, Validation
+from lora_trainer.common.events import Aside, EventStream
 from lora_trainer.common.files import open_regular
 from lora_trainer.common.wording import one_line
 from lora_trainer.hardware.dashboards import PACKAGE_OF
-from lora_trainer.reporting.status import Smoothed, measured
+from lora_trainer.reporting.status import Smoothed
 
 _GIB_BYTES = 1 << 30
 # What accelerate imports of a tracker whose module has another name than the tracker.
@@ -134,34 +136,40 @@ class TrackerListener:
     def __call__(self, event: Event) -> None:
         if self._silent:
             return
-        fields = event.fields
-        match event.kind:
-            case "step":
+        match event:
+            case Step():
+                figures = self._step_figures(event)
+                self.attempt(lambda: self.tracker.log(figures, step=event.step))
+            case Validation():  # sorted by name the tags of timesteps go from clean to noisy
                 values = {
-                    "loss/current": fields["loss"],
-                    "loss/average": self._average.add(measured(fields["loss"])),
-                    "lr/unet": fields["lr"],
-                    "norm/grad_norm": fields["grad_norm"],
-                    "time/step_s": fields["seconds"],
-                    "time/data_wait_s": fields["data_wait_s"],
+                    f"loss/validation_t{round(time):04d}": loss for time, loss in event.by_timestep
                 }
-                for name in ("vram", "vram_reserved", "vram_used", "host"):
-                    if fields[f"{name}_bytes"]:
-                        values[f"sys/{name}_gib"] = fields[f"{name}_bytes"] / _GIB_BYTES
-                figures = {name: value for name, value in values.items() if value is not None}
-                self.attempt(lambda: self.tracker.log(figures, step=fields["step"]))
-            case "validation":  # sorted by name the tags of timesteps go from clean to noisy
-                values = {
-                    f"loss/validation_t{round(time):04d}": loss
-                    for time, loss in fields["by_timestep"]
-                }
-                values["loss/validation"] = fields["loss"]
-                self.attempt(lambda: self.tracker.log(values, step=fields["step"]))
-            case "sample" if self.name in _IMAGES:
-                self.attempt(lambda: self._log_images(fields))
-            case "finished" | "stopped":
+                values["loss/validation"] = event.loss
+                self.attempt(lambda: self.tracker.log(values, step=event.step))
+            case Samples() if self.name in _IMAGES:
+                self.attempt(lambda: self._log_images(event))
+            case Finished() | Stopped():
                 self._silent = True
                 self.attempt(self.tracker.finish)
+
+    def _step_figures(self, done: Step) -> dict[str, float]:
+        """Return what is logged of a step: the figures that are known, and memory where it was measured."""
+        values = {
+            "loss/current": done.loss,
+            "loss/average": self._average.add(done.loss),
+            "lr/unet": done.lr,
+            "norm/grad_norm": done.grad_norm,
+            "time/step_s": done.seconds,
+            "time/data_wait_s": done.data_wait_s,
+        }
+        sizes_bytes = {
+            "sys/vram_gib": done.vram_bytes,
+            "sys/vram_reserved_gib": done.vram_reserved_bytes,
+            "sys/vram_used_gib": done.vram_used_bytes,
+            "sys/host_gib": done.host_bytes,
+        }
+        values |= {name: size / _GIB_BYTES for name, size in sizes_bytes.items() if size}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def started(self, table: Mapping[str, Any]) -> bool:
         """Start the tracker, and give it the settings; False if it cannot be used."""
@@ -175,13 +183,13 @@ class TrackerListener:
         with suppress(Exception):  # what went wrong with it has been reported
             self.tracker.finish()
 
-    def _log_images(self, fields: Mapping[str, Any]) -> None:
+    def _log_images(self, drawn: Samples) -> None:
         layout = {"dataformats": "NHWC"} if self.name == "tensorboard" else {}
-        for index, image_row in enumerate(fields["images"]):
-            with open_regular(self.folder / image_row["file"]) as file, Image.open(file) as opened:
+        for index, image_row in enumerate(drawn.images):
+            with open_regular(self.folder / image_row.file) as file, Image.open(file) as opened:
                 image = _IMAGES[self.name](opened.convert("RGB"))
             images = {f"samples/{index:02d}": image}
-            self.tracker.log_images(images, step=fields["step"], **layout)
+            self.tracker.log_images(images, step=drawn.step, **layout)
 
     def attempt(self, action: Callable[[], Any]) -> bool:
         """Do `action` and return True, or report its error, close the tracker for good and return False."""

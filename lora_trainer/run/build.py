@@ -21,6 +21,7 @@ from torch import nn
 from lora_trainer.cache.cache_plan import Entries, Needs, TextEntries, needs
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
+from lora_trainer.common.event_kinds import Cached
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import user_path
 from lora_trainer.config.declare import QUANTIZATIONS, BasePrecision
@@ -78,10 +79,13 @@ def fill_caches(job: TrainingJob, cache: Cache) -> None:
         for share in shares(cache_needs, job.ranks)
     ]
     job.events.emit(
-        "cached",
-        **{kind: sum(part[kind] for part in results) for kind in ("latents", "texts", "masks")},
-        found=results[-1]["found"],
-        seconds=time.monotonic() - began,
+        Cached(
+            latents=sum(part["latents"] for part in results),
+            texts=sum(part["texts"] for part in results),
+            masks=sum(part["masks"] for part in results),
+            found=results[-1]["found"],
+            seconds=time.monotonic() - began,
+        )
     )
     if job.ranks.dist_env.local_rank == 0:  # one process per machine deletes old entries
         cache.prune(cache_needs.keys())

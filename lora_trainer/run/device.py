@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from lora_trainer.common.errors import MachineError, first_line
-from lora_trainer.common.events import Event, EventStream, Listener
+from lora_trainer.common.event_kinds import Event, Finished, OutOfMemory, Step
+from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.memo import MEMO_FILE
 from lora_trainer.common.processes import read_dist_env
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided, moved_bytes
@@ -248,7 +249,7 @@ def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         reason = first_line(error)
-        events.emit("out_of_memory", images_at_once=0, reason=reason)
+        events.emit(OutOfMemory(images_at_once=0, reason=reason))
         raise MachineError(
             f"the device ran out of memory while {doing}: {reason}",
             fix="close other programs that use it and run the same command again, or set hardware.vram_limit_gib",
@@ -263,9 +264,9 @@ def pace_memo(prepared: Prepared, events: EventStream) -> Listener:
     seconds: list[float] = []
 
     def listener(event: Event) -> None:
-        if event.kind == "step":
-            seconds.append(float(event.fields["seconds"]))
-        if event.kind != "finished" or len(seconds) < LEAST_STEPS:
+        if isinstance(event, Step):
+            seconds.append(event.seconds)
+        if not isinstance(event, Finished) or len(seconds) < LEAST_STEPS:
             return
         run = PastRun(slower=median(seconds) / prepared.plan.idle_step_s, load=load)
         try:
@@ -285,7 +286,8 @@ def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
 
     def listener(event: Event) -> None:
         nonlocal is_reported
-        if is_reported or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
+        is_cpu = prepared.config.hardware.device == "cpu"
+        if is_reported or is_cpu or not isinstance(event, OutOfMemory):
             return
         is_reported = True
         hardware, peak_bytes = prepared.hardware, memory.peak_bytes

@@ -26,6 +26,7 @@ from lora_trainer.common.errors import (
     TrainingStopped,
     first_line,
 )
+from lora_trainer.common.event_kinds import Phase, Problem, Resumed, RunStarted, Stopped
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.files import json_bytes, system_refused, write_atomic
 from lora_trainer.common.processes import no_thread, read_dist_env
@@ -158,7 +159,7 @@ def _plan_and_run(request: Request, ranks: ProcessGroup, listeners: Sequence[Lis
             Notices(config=prepared.config, gpu=training_gpu(prepared), events=events),
         ):
             file = run_job(job)
-        events.emit("phase", phase="report", message="report.html", done=0, total=0)
+        events.emit(Phase(phase="report", message="report.html", done=0, total=0))
         _report(folder, events)
         return file
 
@@ -172,7 +173,7 @@ def _download_phase(events: EventStream) -> OnBytes:
         if here_bytes < all_bytes and time.monotonic() < told_s + DOWNLOAD_TOLD_EVERY_S:
             return
         told_s = time.monotonic()
-        events.emit("phase", phase="download", message=source, done=here_bytes, total=all_bytes)
+        events.emit(Phase(phase="download", message=source, done=here_bytes, total=all_bytes))
 
     return tell
 
@@ -224,7 +225,7 @@ def _record_end(folder: Path, events: EventStream, reason: str, *, code: int) ->
     step = 0
     with suppress(LoraTrainError):  # events.jsonl may be what failed
         step = last_step(folder)
-    events.emit("stopped", reason=reason, exit_code=code, step=step)
+    events.emit(Stopped(reason=reason, exit_code=code, step=step))
 
 
 def _previous(request: Request) -> Path | None:
@@ -299,11 +300,11 @@ def _recorded(
 ) -> Iterator[tuple[EventStream, StopFlag]]:
     """Open the run's records and handle Ctrl-C and SIGTERM while the block runs."""
     events = EventStream(listeners=list(listeners))
-    for name, kinds in (
-        (EVENTS_FILE, lambda kind: kind not in ("phase", "problem")),
-        (PROBLEMS_FILE, lambda kind: kind == "problem"),
+    for name, takes in (
+        (EVENTS_FILE, lambda event: not isinstance(event, Phase | Problem)),
+        (PROBLEMS_FILE, lambda event: isinstance(event, Problem)),
     ):
-        events.subscribe(JsonlWriter(folder / name, kinds, events), is_record=True)
+        events.subscribe(JsonlWriter(folder / name, takes, events), is_record=True)
     status = StatusWriter(folder, events)
     events.subscribe(status, is_record=True)
     if ranks.monitor is not None:
@@ -364,30 +365,32 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
     if resumption is not None:
         resumed = job.state.step if job.state else 0
         job.events.emit(
-            "resumed",
-            step=resumed,
-            exactness=resumption.exactness,
-            differences=resumption.differences,
+            Resumed(
+                step=resumed,
+                exactness=resumption.exactness,
+                differences=resumption.differences,
+            )
         )
     job.events.emit(
-        "run_started",
-        name=job.folder.name,
-        family=prepared.family.name,
-        base=prepared.facts.source,
-        steps=steps,
-        batch_size=config.train.batch_size,
-        device=config.hardware.device,
-        tier=prepared.resolved.tier,
-        priority=prepared.resolved.priority,
-        preset=prepared.resolved.preset,
-        images=len(prepared.trained),
-        validation_images=len(prepared.held_out),
-        regularisation_images=len(prepared.dataset.regularisation),
-        resumed_from=resumed,
-        every_steps={
-            "sample": config.sampling.every_steps,
-            "validation": config.train.validate_every_steps,
-        },
+        RunStarted(
+            name=job.folder.name,
+            family=prepared.family.name,
+            base=prepared.facts.source,
+            steps=steps,
+            batch_size=config.train.batch_size,
+            device=config.hardware.device,
+            tier=prepared.resolved.tier,
+            priority=prepared.resolved.priority,
+            preset=prepared.resolved.preset,
+            images=len(prepared.trained),
+            validation_images=len(prepared.held_out),
+            regularisation_images=len(prepared.dataset.regularisation),
+            resumed_from=resumed,
+            every_steps={
+                "sample": config.sampling.every_steps,
+                "validation": config.train.validate_every_steps,
+            },
+        )
     )
     if resumed is not None and resumed > steps:
         job.events.problem(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.events import read_events
+from lora_trainer.common.event_kinds import Finished, Step, Stopped, is_step
+from lora_trainer.common.events import read_events, read_jsonl
 from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
     WINDOWS_FORBIDDEN,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # these import torch
     from lora_trainer.training.distributed.process_group import ProcessGroup
 
 
+# What a resumed run has before it has ended again.
+_ENDS = (Finished.kind, Stopped.kind)
 RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 PROBLEMS_FILE = "problems.jsonl"
@@ -173,8 +176,10 @@ def cut_events(folder: Path, *, step: int) -> None:
         if not file.exists():
             continue
         lines = []
-        for row in read_events(file):
-            if row["event"] in ("finished", "stopped") or row.get("step", -1) > step:
+        for row in read_jsonl(file):
+            kind, at = row.get("event"), row.get("step", -1)
+            is_event = isinstance(kind, str) and (at == -1 or is_step(at))
+            if not is_event or kind in _ENDS or at > step:
                 continue
             lines.append(json_text(row))
         text = "".join(f"{line}\n" for line in lines)
@@ -183,8 +188,8 @@ def cut_events(folder: Path, *, step: int) -> None:
 
 def last_step(folder: Path) -> int:
     """Return the last optimizer step that was logged, 0 without any."""
-    rows = read_events(folder / EVENTS_FILE)
-    return max((int(row.get("step", 0)) for row in rows if row["event"] == "step"), default=0)
+    recorded = read_events(folder / EVENTS_FILE)
+    return max((event.step for event in recorded if isinstance(event, Step)), default=0)
 
 
 def compare(

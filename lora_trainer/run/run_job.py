@@ -5,6 +5,7 @@ In a training of several processes the first one leads, the others do their shar
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 from lora_trainer.checkpoint.states import TrainingState, freeze, snapshot, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import LoraTrainError, RequestError, TrainingStopped
+from lora_trainer.common.event_kinds import Finished, Phase, Uploaded, Validation
 from lora_trainer.common.events import read_events
 from lora_trainer.common.files import disk_error
 from lora_trainer.common.processes import made_to_stay
@@ -87,7 +89,7 @@ def run_job(job: TrainingJob) -> Path:
     fill_caches(job, cache)
 
     # ---- model, adapter, optimizer
-    events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
+    events.emit(Phase(phase="load", message=prepared.facts.source, done=0, total=0))
     with made_to_stay():
         parts = build_components(job, is_new=ranks.from_leader(job.state is None))
     micro_batch = config.memory.micro_batch
@@ -129,9 +131,7 @@ def run_job(job: TrainingJob) -> Path:
         samples = SampleAction(job=job, parts=parts, entries=feeder.entries)
         actions = [*job.watchers, *actions[:-1], samples, actions[-1], saves]
     training = _training(job, parts, feeder, start, rate=rate, actions=actions, restore=restore)
-    events.emit(
-        "phase", phase="train", message="training", done=start.step, total=config.train.steps
-    )
+    events.emit(Phase(phase="train", message="training", done=start.step, total=config.train.steps))
     began = time.monotonic()
     with writer:
         end = train_steps(training, start)
@@ -154,7 +154,7 @@ def _export(
     """Write the final file, and whatever the settings ask for of a finished training."""
     output, events, best_step = job.prepared.config.output, job.events, end.guard.best
     refuse_worthless(parts.from_zero, end, start=job.prepared.config.train.init_from)
-    events.emit("phase", phase="export", message=file.name, done=0, total=0)
+    events.emit(Phase(phase="export", message=file.name, done=0, total=0))
     make_folder_again(job)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
@@ -166,8 +166,8 @@ def _export(
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
     # The first validation loss is the base's; they are read from the whole run with its resumes.
-    rows = [row for row in read_events(job.folder / EVENTS_FILE) if row["event"] == "validation"]
-    losses = [row["loss"] for row in rows if "loss" in row] or [None]
+    recorded = read_events(job.folder / EVENTS_FILE)
+    losses = [event.loss for event in recorded if isinstance(event, Validation)] or [math.nan]
     early = ""
     if end.step < job.prepared.config.train.steps:
         early = (
@@ -181,14 +181,15 @@ def _export(
             fix="train again with a lower optimizer.learning_rate or fewer --steps, or compare the saves of the run",
         )
     events.emit(
-        "finished",
-        step=end.step,
-        early=early,
-        doubt=doubt,
-        seconds=seconds,
-        export=file.name,
-        validation_loss=losses[-1],
-        base_validation_loss=losses[0],
+        Finished(
+            step=end.step,
+            early=early,
+            doubt=doubt,
+            seconds=seconds,
+            export=file.name,
+            validation_loss=losses[-1],
+            base_validation_loss=losses[0],
+        )
     )
     if output.hub_repo is not None:
         try:
@@ -196,18 +197,18 @@ def _export(
         except LoraTrainError as error:  # its fix says how to try again
             events.problem(error.found, fix=error.fix, code="HUB-01")
         else:
-            events.emit("uploaded", address=address, private=output.hub_private)
+            events.emit(Uploaded(address=address, private=output.hub_private))
 
 
-def doubt_of(guard: GuardState, losses: Sequence[float | None]) -> str:
+def doubt_of(guard: GuardState, losses: Sequence[float]) -> str:
     """Return what speaks against the LoRA of a finished run, empty where nothing does.
 
-    `losses` are those of its validations, the base's first; None is one that is not a number.
+    `losses` are those of its validations, the base's first; NaN is one that is not a number.
     """
     base, last, found = losses[0], losses[-1], list[str]()
-    if base is not None and last is None:
+    if math.isfinite(base) and math.isnan(last):
         found.append("the validation loss of the LoRA is not a number")
-    elif base is not None and last is not None and last > base * (1 + CLEARLY_LOWER):
+    elif last > base * (1 + CLEARLY_LOWER):
         compared = f"validation loss {loss_text(last)}, {against_base(last, base)}"
         found.append(f"the LoRA is worse than the base without it by validation: {compared}")
     if guard.rollbacks:

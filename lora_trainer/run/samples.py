@@ -14,7 +14,7 @@ from __future__ import annotations
 import glob
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,7 +40,8 @@ from lora_trainer.common.errors import (
     StoppedBySignal,
     first_line,
 )
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event, Phase, Problem, SampleFile, Samples
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.config import build_config, flatten
@@ -161,9 +162,9 @@ class SampleAction:
             self._problem(what, fix="free memory or disk, or use --set sampling.every_steps=0")
         else:
             seconds = time.monotonic() - began_s
-            on_request = {} if self._own_due else {"asked": True}
+            asked = not self._own_due
             self.job.events.emit(
-                "sample", step=progress.step, images=images, seconds=seconds, **on_request
+                Samples(step=progress.step, images=images, seconds=seconds, asked=asked)
             )
 
     def _problem(self, what: str, *, fix: str) -> None:
@@ -174,7 +175,7 @@ class SampleAction:
         line, prepared = self._asked_due, self.job.prepared
         if not line or self.job.stop() is not None:
             return []
-        self.job.events.emit("phase", phase="sample", message="reading the prompt", done=0, total=0)
+        self.job.events.emit(Phase(phase="sample", message="reading the prompt", done=0, total=0))
         try:
             prompt = read_prompt(line)
             check_sizes(
@@ -193,11 +194,9 @@ class SampleAction:
         (seed,) = seeds((prompt,), prepared.config.sampling.seed)
         return [Drawing(prompt, seed, f"asked-{number:02d}.png")]
 
-    def _images(
-        self, target: Path, drawings: list[Drawing], *, step: int
-    ) -> list[Mapping[str, str | int]]:
+    def _images(self, target: Path, drawings: list[Drawing], *, step: int) -> list[SampleFile]:
         """Make the images; those left when somebody asks to stop are not made, as saving is waiting."""
-        images: list[Mapping[str, str | int]] = []
+        images: list[SampleFile] = []
         prepared = self.job.prepared
         settings, side_px = prepared.config.sampling, prepared.config.data.resolution
         key = texts_as(prepared).key
@@ -211,7 +210,7 @@ class SampleAction:
                 )
                 break
             self.job.events.emit(
-                "phase", phase="sample", message="sample images", done=index, total=len(drawings)
+                Phase(phase="sample", message="sample images", done=index, total=len(drawings))
             )
             prompt, seed = drawing.prompt, drawing.seed
             negative = settings.negative_prompt if prompt.negative is None else prompt.negative
@@ -235,7 +234,7 @@ class SampleAction:
             image.save(target / drawing.name, pnginfo=info)
             file = f"samples/{target.name}/{drawing.name}"
             # The whole line: rows of the same words are told apart by their options.
-            images.append({"prompt": prompt.line, "seed": seed, "file": file})
+            images.append(SampleFile(prompt=prompt.line, seed=seed, file=file))
         return images
 
     def _text(self, key: CacheKey) -> Conditioning:
@@ -265,8 +264,8 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> None:
 
     # The phases of caching stay unsaid: the run is between two steps of its training.
     def pass_on_problem(event: Event) -> None:
-        if event.kind == "problem":
-            job.events.emit(event.kind, **event.fields)
+        if isinstance(event, Problem):
+            job.events.emit(event)
 
     events = EventStream(listeners=[pass_on_problem])
     only = Needs(images={}, texts={key.digest: (prompt, key)}, sources={})

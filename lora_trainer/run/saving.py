@@ -24,6 +24,7 @@ from torch import nn
 from lora_trainer.checkpoint.states import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.errors import LoraTrainError, first_line
+from lora_trainer.common.event_kinds import Measured
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import json_bytes, open_regular, user_path, write_atomic
 from lora_trainer.common.memo import HashMemo
@@ -387,4 +388,4 @@ def validate_at_the_end(
             severity="note",
         )
         return
-    job.events.emit("measured", step=end.step, parts=result.to_json()["parts"])
+    job.events.emit(Measured(step=end.step, parts=result.rounded_parts))

@@ -23,6 +23,7 @@ from lora_trainer.checkpoint.states import (
     tensors_digest,
 )
 from lora_trainer.checkpoint.writer import Export, StateWriter
+from lora_trainer.common.event_kinds import BaseLosses, Change, Learned, Validation
 from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.training.dataloader import Sample, split
@@ -123,12 +124,13 @@ class ValidateAction:
         mean = sum(losses) / len(losses)
         timesteps = [int(samples[0].level.timestep) for samples in self.fixed.batches]
         self.events.emit(
-            "validation",
-            step=progress.step,
-            loss=mean,
-            by_timestep=[list(pair) for pair in zip(timesteps, losses, strict=True)],
-            images=len(self.fixed.batches[0]),
-            seconds=time.monotonic() - began_s,
+            Validation(
+                step=progress.step,
+                loss=mean,
+                by_timestep=tuple(zip(timesteps, losses, strict=True)),
+                images=len(self.fixed.batches[0]),
+                seconds=time.monotonic() - began_s,
+            )
         )
         # What follows is the same on all processes, as all have the same losses.
         guard = progress.guard
@@ -136,12 +138,13 @@ class ValidateAction:
             guard = guard.after_validation(mean, patience=self.patience, lower_to=self.lower_to)
             if guard.lr_scale != progress.guard.lr_scale:
                 self.events.emit(
-                    "change",
-                    step=progress.step,
-                    key="optimizer.learning_rate factor",
-                    old=progress.guard.lr_scale,
-                    new=guard.lr_scale,
-                    reason=f"{self.patience} validations in a row without a clearly lower loss",
+                    Change(
+                        step=progress.step,
+                        key="optimizer.learning_rate factor",
+                        old=progress.guard.lr_scale,
+                        new=guard.lr_scale,
+                        reason=f"{self.patience} validations in a row without a clearly lower loss",
+                    )
                 )
         if not self.watch_best:
             return guard
@@ -177,14 +180,14 @@ class LearningAction:
     def __call__(self, progress: Progress) -> GuardState | None:
         began_s, guard = time.monotonic(), progress.guard
         losses = self.fixed.by_timestep(cap=guard.micro_batch)
-        took = {"step": progress.step, "seconds": time.monotonic() - began_s}
+        step, seconds = progress.step, time.monotonic() - began_s
         if not guard.learning.base:
             # With a loss that is not a number nothing can be compared, and no state could be written.
             base = losses if all(map(math.isfinite, losses)) else []
-            self.events.emit("base_losses", **took, losses=base)
+            self.events.emit(BaseLosses(step=step, seconds=seconds, losses=base))
             return replace(guard, learning=replace(guard.learning, base=base))
         change = guard.learning.least_change(losses, so_far=self.so_far)
-        self.events.emit("learned", **took, change=change)
+        self.events.emit(Learned(step=step, seconds=seconds, change=change))
         if change < LEAST_CHANGE:
             raise no_effect(
                 progress.step, change=change, rate=self.rate, alpha_over_rank=self.alpha_over_rank

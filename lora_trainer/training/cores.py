@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import psutil
 import torch
 
+from lora_trainer.common.event_kinds import Cores
 from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.machine import usable_processors
 
@@ -132,7 +133,7 @@ def shared_cores(
                     waiting = "spinning"
                 else:
                     continue
-                events.emit("cores", taken=round(taken, 2), threads=threads, waiting=waiting)
+                events.emit(Cores(taken=round(taken, 2), threads=threads, waiting=waiting))
 
     watcher = threading.Thread(target=watch, name="lora-train-cores", daemon=True)
     watcher.start()

@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ from lora_trainer.common.errors import (
     TrainingStopped,
     first_line,
 )
+from lora_trainer.common.event_kinds import Step
 from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
 from lora_trainer.network.out_of_memory import device_memory, free_memory, is_lost, is_out_of_memory
 from lora_trainer.network.pinned_memory import AsyncRead
@@ -152,16 +152,17 @@ def _train(training: Training, start: Progress) -> Progress:
             # ---- report: the copy of loss and norm starts now and is read a few steps later on a GPU,
             # because reading it now would make the host wait until the device has finished the step
             progress = replace(progress, step=step, images=images, guard=guard)
-            fields = {
-                "step": step,
-                "images": images,
-                "data_wait_s": waited_s,
+            done = _DoneStep(
+                step=step,
+                images=images,
+                data_wait_s=waited_s,
                 # Prodigy multiplies the rate by its estimate d.
-                "lr": rate * float(training.optimizer.param_groups[0].get("d", 1.0)),
-                "epoch": training.feeder.epochs_after(step),
-                "latents": sum(sample.latents[0].numel() for sample in samples),  # work
-            }
-            reports.add(fields, loss, grad_norm, reached=reached)
+                lr=rate * float(training.optimizer.param_groups[0].get("d", 1.0)),
+                epoch=training.feeder.epochs_after(step),
+                latents=sum(sample.latents[0].numel() for sample in samples),
+                reached=reached,
+            )
+            reports.add(done, loss, grad_norm)
             progress = reports.judge(progress, but_last=report_lag(training.model.device))
 
             # ---- save, sample, validate, stop
@@ -276,6 +277,30 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
     return replace(guard, micro_batch=planned)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _DoneStep:
+    """What is known of a step as soon as its kernels are queued; the names are those of the event `Step`."""
+
+    step: int
+    images: int
+    data_wait_s: float
+    lr: float
+    epoch: float
+    latents: int
+    reached: bool
+    """Whether a parameter had a gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PendingStep:
+    """A finished step whose numbers may still be on their way to the host."""
+
+    done: _DoneStep
+    loss_and_norm: AsyncRead
+    left_zero: AsyncRead | None
+    """At step ZERO_STEPS: 1.0 if a parameter that began at zero has changed."""
+
+
 @dataclass(kw_only=True)
 class _Reports:
     """The finished steps that wait for their numbers, oldest first; `judge` logs them and asks the guards.
@@ -286,57 +311,58 @@ class _Reports:
 
     training: Training
     lap_began_s: float = field(default_factory=time.perf_counter)
-    _pending: deque[tuple[dict[str, Any], AsyncRead, bool, AsyncRead | None]] = field(
-        default_factory=deque
-    )
-    """Steps whose loss and gradient norm may still be on their way: their fields, the two numbers, whether a
-    parameter had a gradient, and, at step ZERO_STEPS, 1.0 if a parameter that began at zero has changed."""
+    _pending: deque[_PendingStep] = field(default_factory=deque)
 
     def lap_s(self) -> float:
         """Return the time since the last report, and begin the next lap."""
         began_s, self.lap_began_s = self.lap_began_s, time.perf_counter()
         return self.lap_began_s - began_s
 
-    def add(
-        self, fields: dict[str, Any], loss: Tensor, grad_norm: Tensor, *, reached: bool
-    ) -> None:
+    def add(self, done: _DoneStep, loss: Tensor, grad_norm: Tensor) -> None:
         """Start copying the numbers of a finished step to the host."""
         left_zero, device = None, self.training.model.device
-        if fields["step"] == ZERO_STEPS and self.training.from_zero:
+        if done.step == ZERO_STEPS and self.training.from_zero:
             moved = [parameter.detach().any().to(device) for parameter in self.training.from_zero]
             left_zero = AsyncRead(torch.stack(moved).any().float().reshape(1))
         numbers = AsyncRead(torch.stack([loss, grad_norm]))
-        self._pending.append((fields, numbers, reached, left_zero))
+        pending = _PendingStep(done=done, loss_and_norm=numbers, left_zero=left_zero)
+        self._pending.append(pending)
 
     def judge(self, progress: Progress, *, but_last: int = 0) -> Progress:
         """Log the pending steps and let the guards judge them; raises TrainingStopped and Unstable."""
         while len(self._pending) > but_last:
-            guard = judge_step(self, progress.guard, *self._pending.popleft())
+            guard = judge_step(self, progress.guard, self._pending.popleft())
             progress = replace(progress, guard=guard)
         return progress
 
 
-def judge_step(
-    reports: _Reports,
-    guard: GuardState,
-    fields: dict[str, Any],
-    loss_and_norm: AsyncRead,
-    reached: bool,
-    left_zero: AsyncRead | None,
-) -> GuardState:
+def judge_step(reports: _Reports, guard: GuardState, pending: _PendingStep) -> GuardState:
     """Log one finished step and let the guards judge it; raises TrainingStopped and Unstable."""
-    training, step, scaler = reports.training, fields["step"], reports.training.scaler
-    loss, norm = loss_and_norm.read()
+    training, done, scaler = reports.training, pending.done, reports.training.scaler
+    step, left_zero = done.step, pending.left_zero
+    loss, norm = pending.loss_and_norm.read()
     seconds = reports.lap_s()  # after the read, which may have waited for the device
     # A loss that is not finite has taken the place of the norm (see `_clip_and_step` in step.py).
     finite = math.isfinite(norm)
+    memory = device_memory(training.model.device)
     training.events.emit(
-        "step",
-        **fields,
-        loss=loss if math.isfinite(loss) else None,
-        grad_norm=norm if finite else None,
-        **device_memory(training.model.device),
-        seconds=seconds,
+        Step(
+            step=step,
+            images=done.images,
+            data_wait_s=done.data_wait_s,
+            lr=done.lr,
+            epoch=done.epoch,
+            latents=done.latents,
+            loss=loss if math.isfinite(loss) else math.nan,
+            grad_norm=norm if finite else math.nan,
+            vram_bytes=memory.vram_bytes,
+            vram_reserved_bytes=memory.vram_reserved_bytes,
+            vram_used_bytes=memory.vram_used_bytes,
+            vram_now_bytes=memory.vram_now_bytes,
+            host_bytes=memory.host_bytes,
+            host_own_bytes=memory.host_own_bytes,
+            seconds=seconds,
+        )
     )
     # torch's scaler starts at a high scale and halves it at each overflow; that search is normal. Below 1 it has
     # failed: the gradients overflow by themselves. A loss is not scaled: no other scale makes it finite.
@@ -358,7 +384,9 @@ def judge_step(
     learning, device = guard.learning.after_gradient(norm), kind_of(training.model.device).name
     if learning.zero_gradients >= ZERO_STEPS:
         loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else None
-        raise no_gradients(step, loss=loss, device=device, loss_scale=loss_scale, reached=reached)
+        raise no_gradients(
+            step, loss=loss, device=device, loss_scale=loss_scale, reached=done.reached
+        )
     if left_zero is not None and left_zero.read() == [0.0]:
         rates = [training.learning_rate(index) for index in range(training.settings.steps)]
         raise no_movement(step, rate=max(rates), rate_sum=sum(rates[:step]), device=device)

@@ -17,16 +17,27 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import (
+    BaseLosses,
+    Change,
+    Cores,
+    Event,
+    Learned,
+    OutOfMemory,
+    Samples,
+    Step,
+    Validation,
+)
+from lora_trainer.common.events import EventStream
 from lora_trainer.config.running import RunConfig
 from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, free_ram_bytes, usable_processors
 from lora_trainer.hardware.nvml import CardState, Gpu, card_state
@@ -320,29 +331,30 @@ class Notices:
         self._beside.shutdown()
 
     def __call__(self, event: Event) -> None:
-        if event.kind in ("sample", "validation", "base_losses", "learned"):
-            self._pace.skip = True
-        elif event.kind in ("change", "out_of_memory"):
-            self._pace = StepPace()  # the training itself has changed
-        elif event.kind == "cores":
-            self._gives_way = event.fields["waiting"] == "asleep"
-        elif event.kind == "step":
-            self._after_step(event.fields)
+        match event:
+            case Samples() | Validation() | BaseLosses() | Learned():
+                self._pace.skip = True
+            case Change() | OutOfMemory():
+                self._pace = StepPace()  # the training itself has changed
+            case Cores():
+                self._gives_way = event.waiting == "asleep"
+            case Step():
+                self._after_step(event)
 
-    def _after_step(self, fields: Mapping[str, Any]) -> None:
-        step = int(fields["step"])
-        timed = Timed(fields["seconds"], wait_s=fields["data_wait_s"])
-        slow = self._pace.take(timed, fields["latents"])
+    def _after_step(self, done: Step) -> None:
+        step = done.step
+        timed = Timed(done.seconds, wait_s=done.data_wait_s)
+        slow = self._pace.take(timed, done.latents)
         if self._pace.known and self._usual is None:
             self._usual = self._beside.submit(self._look)
         if slow is not None:
             self._beside.submit(self._explain, slow, step)
-        filled = fields["epoch"] >= 1 or step > _FILLED_STEPS
-        if filled and (growth := self._host.take(fields["host_own_bytes"])):
+        filled = done.epoch >= 1 or step > _FILLED_STEPS
+        if filled and (growth := self._host.take(done.host_own_bytes)):
             self._tell_growth("host memory", growth, step, free_bytes=free_ram_bytes())
         gpu = self.gpu
-        if gpu is not None and (growth := self._vram.take(fields["vram_now_bytes"])):
-            free_bytes = gpu.total_bytes - fields["vram_used_bytes"]
+        if gpu is not None and (growth := self._vram.take(done.vram_now_bytes)):
+            free_bytes = gpu.total_bytes - done.vram_used_bytes
             self._tell_growth("the GPU's memory", growth, step, free_bytes=free_bytes)
 
     def _look(self) -> MachineState:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import RESUME, LoraTrainError, first_line
+from lora_trainer.common.event_kinds import Change, OutOfMemory
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import Decided
@@ -110,7 +111,7 @@ class Training:
     def tell_change(self, key: str, old: object, new: object, *, reason: str) -> None:
         """Emit that a value of the plan has changed, if it has."""
         if new != old:
-            self.events.emit("change", key=key, old=old, new=new, reason=reason)
+            self.events.emit(Change(key=key, old=old, new=new, reason=reason))
 
 
 class PartialOptimizerStep(Exception):
@@ -297,7 +298,7 @@ def use_less_memory(
     training: Training, guard: GuardState, *, images: int, reason: str
 ) -> GuardState:
     """Apply the next remedy after a pass of `images` did not fit; raises NoFallbackLeft without one."""
-    training.events.emit("out_of_memory", images_at_once=images, reason=reason)
+    training.events.emit(OutOfMemory(images_at_once=images, reason=reason))
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     remedies = training.plain_remedies if guard.plain else training.remedies

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from lora_trainer.checkpoint.states import TrainingState, load_newest
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from tests.fakes.states import bits, loaded_step, save_state, state_at
 
 ALL_FILES = (

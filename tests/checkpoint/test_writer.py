@@ -14,7 +14,8 @@ import torch
 from lora_trainer.checkpoint.states import TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import HostCopies, StateWriter
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.network import pinned_memory
 from tests.fakes.pinning import pinning_driver
 from tests.fakes.states import state_at

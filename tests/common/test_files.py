@@ -19,6 +19,8 @@ import pytest
 from lora_trainer.common import events as ev
 from lora_trainer.common import files, processes
 from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.event_kinds import Change, Cores, Event, Problem
+from tests.fakes.made_events import made
 
 
 def names(folder: Path) -> list[str]:
@@ -113,32 +115,38 @@ def test_the_least_recently_used_go_first_in_a_folder_with_our_marker(tmp_path: 
 
 def test_every_listener_gets_every_event_in_order_without_secrets() -> None:
     events = ev.EventStream(clock=lambda: 12.34567)
-    calls: list[tuple[int, ev.Event]] = []
+    calls: list[tuple[int, Event]] = []
     for number in (1, 2):
         events.subscribe(lambda event, number=number: calls.append((number, event)))
-    events.emit("step", step=3, loss=0.5)
+    cores = Cores(taken=0.5, threads=3, waiting="asleep")
+    events.emit(cores)
     events.problem("it broke at https://me:word@host", fix="mend it", file="a.png", code="IMG-01")
-    problem = {"what": "it broke at https://host", "fix": "mend it", "severity": "warning"}
-    problem |= {"file": "a.png", "code": "IMG-01"}
+    problem = Problem(
+        what="it broke at https://host",
+        fix="mend it",
+        severity="warning",
+        file="a.png",
+        code="IMG-01",
+        time_s=12.34567,
+    )
     assert calls == [
-        (number, ev.Event(kind=kind, fields=fields, time_s=12.34567))
-        for kind, fields in (("step", {"step": 3, "loss": 0.5}), ("problem", problem))
-        for number in (1, 2)
+        (number, event) for event in (replace(cores, time_s=12.34567), problem) for number in (1, 2)
     ]
 
 
 def test_the_record_goes_on_where_it_was_without_other_kinds_torn_and_foreign_lines(
     tmp_path: Path,
 ) -> None:
-    file, written = tmp_path / "e.jsonl", {"event": "step", "text": "é\n\u2028", "time": 12.346}
+    file, words = tmp_path / "e.jsonl", "é\n\u2028"
+    written = {"event": "change", "key": "k", "old": 1, "new": 2, "reason": words, "time": 12.346}
     assert ev.read_jsonl(file) == []
     for count in (1, 2, 3):
         events = ev.EventStream(clock=lambda: 12.34567)
         events.subscribe(
-            ev.JsonlWriter(path=file, kinds=lambda kind: kind == "step", events=events)
+            ev.JsonlWriter(path=file, takes=lambda event: event.kind == "change", events=events)
         )
-        events.emit("step", text="é\n\u2028")
-        events.emit("other")
+        events.emit(Change(key="k", old=1, new=2, reason=words))
+        events.emit(made("step"))
         assert ev.read_jsonl(file) == [written] * count, "on disk at once"
     assert [json.loads(line) for line in file.read_bytes().splitlines()] == [written] * 3
     file.write_bytes(b'{"a": 1}\n[2]\nnonsense\n\n\xff\n{"b": 2}\n{"c": ')
@@ -146,12 +154,12 @@ def test_the_record_goes_on_where_it_was_without_other_kinds_torn_and_foreign_li
 
 
 def test_a_disk_that_refuses_is_one_problem_and_no_crash(tmp_path: Path) -> None:
-    events, seen = ev.EventStream(), list[ev.Event]()
+    events, seen = ev.EventStream(), list[Event]()
     events.subscribe(seen.append)
     path = tmp_path / "no folder" / "e.jsonl"
-    events.subscribe(ev.JsonlWriter(path=path, kinds=lambda _: True, events=events))
+    events.subscribe(ev.JsonlWriter(path=path, takes=lambda _: True, events=events))
     for _ in range(3):
-        events.emit("step")
+        events.emit(made("step"))
     (problem,) = (event.fields for event in seen if event.kind == "problem")
     assert problem["code"] == "TRN-05" and "nothing more is written to e.jsonl" in problem["what"]
 

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from lora_trainer.common import output
-from lora_trainer.common.events import Aside, Event, EventStream, ListenerLost
+from lora_trainer.common.event_kinds import Event, Step
+from lora_trainer.common.events import Aside, EventStream, ListenerLost
 from lora_trainer.common.output import Outlet, lost_output, outlast, output_aside, say_last
+from tests.fakes.made_events import made
 
 PROGRAM = """
 import sys
@@ -155,8 +157,8 @@ def test_no_listener_ends_a_run() -> None:
 
     events.subscribe(broken)
     events.subscribe(seen.append)
-    events.emit("step", step=1)
-    events.emit("step", step=2)
+    events.emit(made("step", step=1))
+    events.emit(made("step", step=2))
     step, problem, second = sorted(seen, key=lambda event: event.fields.get("step") or 9)[:3]
     assert [step.fields.get("step"), problem.fields.get("step")] == [
         1,
@@ -171,14 +173,14 @@ def test_a_record_is_tried_again_and_its_failure_told_once() -> None:
     events, seen, taken = EventStream(), list[Event](), list[str]()
 
     def record(event: Event) -> None:
-        if event.kind == "odd":
+        if event.kind == "cores":
             raise TypeError("odd")
         taken.append(event.kind)
 
     events.subscribe(record, is_record=True)
     events.subscribe(seen.append)
-    for kind in ("odd", "step", "odd", "finished"):
-        events.emit(kind)
+    for kind in ("cores", "step", "cores", "finished"):
+        events.emit(made(kind))
     assert taken == ["problem", "step", "finished"]
     assert [event.kind for event in seen].count("problem") == 1
 
@@ -190,10 +192,10 @@ def test_memory_that_ran_out_drops_nobody_and_an_interrupt_passes() -> None:
         raise errors.pop(0)
 
     events.subscribe(short)
-    events.emit("step", step=1)
+    events.emit(made("step", step=1))
     assert short in events.listeners
     with pytest.raises(KeyboardInterrupt):
-        events.emit("step", step=2)
+        events.emit(made("step", step=2))
 
 
 def test_a_listener_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +209,10 @@ def test_a_listener_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch) -
     aside = Aside(hanging, events=events, title="the wall display")
     events.subscribe(aside)
     events.subscribe(lambda event: problems.append(str(event.fields.get("what"))))
-    events.emit("step", step=1)
+    events.emit(made("step", step=1))
     assert began.wait(60)
     for _ in range(20):
-        events.emit("step", step=2)
+        events.emit(made("step", step=2))
     assert aside not in events.listeners
     told = [what for what in problems if what != "None"]
     assert told == [
@@ -226,7 +228,7 @@ def test_a_listener_aside_takes_all_in_order_before_the_end() -> None:
     aside = Aside(lambda event: seen.append(event.fields["step"]), events=events, title="t")
     events.subscribe(aside)
     for step in range(100):
-        events.emit("step", step=step)
+        events.emit(made("step", step=step))
     aside.close(within_s=60)
     assert seen == list(range(100))
 
@@ -242,7 +244,7 @@ def test_a_lost_listener_says_why() -> None:
 
     events.subscribe(Lost())
     events.subscribe(seen.append)
-    events.emit("step", step=1)
+    events.emit(made("step", step=1))
     (problem,) = [event for event in seen if event.kind == "problem"]
     assert (
         problem.fields["what"]
@@ -270,7 +272,7 @@ def test_a_real_terminal_closed_in_a_run_stops_it_with_its_state(tmp_path: Path)
             sys.executable, [sys.executable, "-m", *words, "--base", "embedded", "--name", "r"]
         )
     run = tmp_path / "r"
-    while not any(row["event"] == "step" for row in read_events(run / "events.jsonl")):
+    while not any(isinstance(event, Step) for event in read_events(run / "events.jsonl")):
         os.read(terminal, 65_536)  # the live line is drawn four times a second
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143

@@ -14,7 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import event_of_row
+from lora_trainer.common.events import EventStream
 from lora_trainer.config.config import flatten
 from lora_trainer.config.running import Config
 
@@ -152,6 +153,7 @@ def fake_run(
 def relay(run: FakeRun, stream: EventStream) -> None:
     """Hand all events of a fake run to a stream's listeners."""
     for row in run.events:
-        fields = {key: value for key, value in row.items() if key not in ("event", "time")}
+        event = event_of_row(row)
+        assert event is not None
         for listener in stream.listeners:
-            listener(Event(kind=row["event"], fields=fields, time_s=row["time"]))
+            listener(event)

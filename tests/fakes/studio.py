@@ -21,7 +21,8 @@ from lora_trainer.cache.cache_plan import TextEntries, needs
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common import caption_markup
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings

@@ -21,7 +21,8 @@ from lora_trainer.cache.cache_plan import Entries, SampleSource, SampleView
 from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.config.inputs import DataSettings

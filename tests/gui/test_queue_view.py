@@ -21,6 +21,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
 from lora_trainer.queue import commands, worker
 from tests.fakes.live_runs import write_status
+from tests.fakes.made_events import made
 from tests.fakes.queues import Place, until
 from tests.fakes.run_folder import fake_run
 
@@ -252,12 +253,12 @@ def test_the_download_of_a_base_is_told_in_bytes_and_can_be_ended(
     assert "starting" in shown(work) and buttons(shown(work)) == []
     fresh = view.stamp(work)
     gib = 2**30
-    events.emit("phase", phase="download", message="owner/name", done=gib, total=4 * gib)
+    events.emit(made("phase", phase="download", message="owner/name", done=gib, total=4 * gib))
     html = shown(work)
     assert "downloading the base model owner/name: 1.0 GiB of 4.0 GiB" in html
     assert 'style="width:25.0%"' in html and view.stamp(work) != fresh
     assert buttons(html) == [("stop", item.id)]
-    events.emit("phase", phase="download", message="owner/name", done=4 * gib, total=4 * gib)
+    events.emit(made("phase", phase="download", message="owner/name", done=4 * gib, total=4 * gib))
     assert "starting" in shown(work), "all is here: the data comes next"
     place.become(item, state="stopped", ended_s=2.0)
     commands.remove(place.runs, item.id)

@@ -17,7 +17,8 @@ import torch
 import torch._inductor.config as inductor
 from torch._inductor import async_compile
 
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.hardware import device_calls, machine
 from lora_trainer.hardware.devices import KINDS, TorchBuild

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from lora_trainer.common.events import EventStream
 from lora_trainer.reporting.console import ConsoleListener
+from tests.fakes.made_events import made
 from tests.fakes.run_folder import FIELDS, fake_run, relay
 
 STEP = {**FIELDS["step"], "lr": 2e-3, "epoch": 0.1}
@@ -31,9 +32,9 @@ def plain(*, clock: Callable[[], float] = float) -> tuple[ConsoleListener, io.St
 def emit_steps(events: EventStream, count: int, *, total: int, **changed: Any) -> None:
     every_steps = {"sample": 0, "validation": 0}
     started = {**FIELDS["run_started"], "validation_images": 0, "every_steps": every_steps}
-    events.emit("run_started", **started, steps=total)
+    events.emit(made("run_started", **started, steps=total))
     for step in range(1, count + 1):
-        events.emit("step", **{**STEP, "step": step, "loss": 0.1, **changed})
+        events.emit(made("step", **{**STEP, "step": step, "loss": 0.1, **changed}))
 
 
 def test_a_whole_run_in_plain_lines(tmp_path: Path) -> None:
@@ -72,15 +73,17 @@ def test_other_lines() -> None:
     begun = len(out.getvalue())
     address = "https://huggingface.co/me/tabby"
     for private in (True, False):
-        events.emit("uploaded", address=address, private=private)
+        events.emit(made("uploaded", address=address, private=private))
     for done in range(4):  # sample images are counted on the live line only
-        events.emit("phase", phase="sample", message="sample images", done=done, total=4)
-    events.emit("resumed", step=3, exactness="CHANGED", differences=["a: 1 -> 2"])
-    events.emit("measured", step=3, parts={"gain": 0.5})
+        events.emit(made("phase", phase="sample", message="sample images", done=done, total=4))
+    events.emit(made("resumed", step=3, exactness="CHANGED", differences=["a: 1 -> 2"]))
+    events.emit(made("measured", step=3, parts={"gain": 0.5}))
     losses = {"validation_loss": 0.06, "base_validation_loss": 0.1}  # of before the resume
-    events.emit("finished", step=3, seconds=1.0, export="x", **losses)
-    events.emit("stopped", reason="asked to stop. Fix: use --resume.", exit_code=130, step=1)
-    events.emit("phase", phase="report", message="report.html", done=0, total=0)  # not told of
+    events.emit(made("finished", step=3, seconds=1.0, export="x", **losses))
+    events.emit(made("stopped", reason="asked to stop. Fix: use --resume.", exit_code=130, step=1))
+    events.emit(
+        made("phase", phase="report", message="report.html", done=0, total=0)
+    )  # not told of
     assert out.getvalue()[begun:].splitlines() == [
         f"uploaded: {address} (private)",
         f"uploaded: {address} (public)",
@@ -122,7 +125,7 @@ def test_a_loss_that_is_no_number_is_passed_over_and_vram_is_shown_where_there_i
     events = EventStream(listeners=[show])
     emit_steps(events, 1, total=4)
     without_loss = {"loss": None, "grad_norm": None, "vram_bytes": 9 << 30}
-    events.emit("step", **{**STEP, "step": 2, **without_loss})
+    events.emit(made("step", **{**STEP, "step": 2, **without_loss}))
     last = out.getvalue().splitlines()[-1]
     assert last.startswith("step 2/4 (50 %): loss 0.1000") and last.endswith("VRAM 9.0 GiB")
 
@@ -167,7 +170,7 @@ def test_figures_in_words() -> None:
         (0, math.nan, "(0 B, unknown)"),
     ):
         saved = {"step": 3, "export": "a\nb\x1b[31m\tc", "state": None, "seconds": seconds}
-        events.emit("saved", **saved, bytes=size_bytes)
+        events.emit(made("saved", **saved, bytes=size_bytes))
         assert last_line() == f"saved at step 3: a b?[31m c {words}"
     for base, loss, words in (
         (0.1, 0.06, "0.0600, 40 % below the base's"),
@@ -176,8 +179,8 @@ def test_figures_in_words() -> None:
         (0.1, math.inf, "not a number, not comparable with the base's"),
         (math.nan, 0.0, "0.0000"),
     ):
-        events.emit("validation", step=0, loss=base, images=2)
-        events.emit("validation", step=5, loss=loss, images=2)
+        events.emit(made("validation", step=0, loss=base, images=2))
+        events.emit(made("validation", step=5, loss=loss, images=2))
         assert last_line() == f"validation at step 5: loss {words}"
     for lr, seconds, words in (
         (2e-3, 7509, "lr 2e-3, 7509.00 s/it, ETA 2:05:09"),

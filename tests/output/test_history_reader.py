@@ -106,7 +106,7 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             file.write(json.dumps(row))
     assert reader.read().unreadable_lines == 2
     history = read_history(folder)
-    assert (history.steps[-1].step, history.problems[-1]["what"]) == (53, "w"), "as a resume reads"
+    assert (history.steps[-1].step, history.problems[-1].what) == (53, "w"), "as a resume reads"
     assert history.unreadable_lines == 0
 
 
@@ -127,7 +127,7 @@ def test_recent_rows_are_the_newest_without_steps_and_in_order_of_time(tmp_path:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     reader = HistoryReader(folder)
     reader.read()
-    times = [row["time"] for row in reader.recent()]
+    times = [event.time_s for event in reader.recent()]
     assert len(times) == 200
     assert times == sorted(times)
-    assert (times[-1], reader.recent()[-1]["event"]) == (599, "problem")
+    assert (times[-1], reader.recent()[-1].kind) == (599, "problem")

@@ -298,7 +298,7 @@ def test_steps_trained_again_count_once_and_the_pause_is_no_time(tmp_path: Path)
     assert [row.step for row in history.validations] == list(range(0, 21, 2))
     assert 20 < history.seconds < 60
     assert len(history.samples) == len({image.file for image in history.samples})
-    assert [row["step"] for row in history.marks if row["event"] == "saved"] == [6, 12, 18]
+    assert [saved.step for saved in history.saves] == [6, 12, 18]
     page = page_of(run)
     assert "in 2 sessions" in page.text and "resumed, EXACT" in page.text
     run.events = run.events[: len(before) + 2]  # the start of the session comes after the resume

@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import StatusWriter, read_status
+from tests.fakes.made_events import made
 from tests.fakes.run_folder import fake_run, relay
 
 
@@ -34,11 +36,13 @@ def writer(folder: Path) -> tuple[EventStream, Mock]:
 
 
 def start(events: EventStream, *, resumed_from: int | None = None) -> None:
-    events.emit("run_started", name="zorble", steps=9, resumed_from=resumed_from, every_steps={})
+    events.emit(
+        made("run_started", name="zorble", steps=9, resumed_from=resumed_from, every_steps={})
+    )
 
 
 def step(events: EventStream, number: int, *, loss: float | None = 0.1, **took: float) -> None:
-    events.emit("step", step=number, loss=loss, **{"seconds": 0.5, **took})
+    events.emit(made("step", step=number, loss=loss, **{"seconds": 0.5, **took}))
 
 
 def test_states_of_a_whole_run(tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_states_of_a_whole_run(tmp_path: Path) -> None:
     # A LoRA that exists ends with 0, whatever speaks against it.
     events, _ = writer(tmp_path)
     start(events)
-    events.emit("finished", step=9, early="", doubt="the LoRA is worse than the base")
+    events.emit(made("finished", step=9, early="", doubt="the LoRA is worse than the base"))
     final = content(tmp_path)
     assert (final["state"], final["exit_code"]) == ("finished", 0)
     assert final["message"] == "finished, but the LoRA is worse than the base"
@@ -85,7 +89,7 @@ def test_at_most_twice_a_second_but_the_newest_when_it_writes(tmp_path: Path) ->
     assert content(tmp_path)["step"] == 6
     assert content(tmp_path)["message"] == "step 6 of 9, loss not a number"
     step(events, 7)  # and a change of state is never late
-    events.emit("stopped", reason="asked\nto stop", exit_code=143, step=7)
+    events.emit(made("stopped", reason="asked\nto stop", exit_code=143, step=7))
     end = content(tmp_path)
     assert (end["state"], end["step"], end["message"]) == ("stopped", 7, "asked to stop")
 
@@ -94,9 +98,9 @@ def test_exit_code_tells_a_stop_from_a_failure_and_the_end_is_final(tmp_path: Pa
     for code, state in ((130, "stopped"), (143, "stopped"), (5, "failed")):
         events, clock = writer(tmp_path)
         start(events)
-        events.emit("stopped", reason="r", exit_code=code, step=0)
+        events.emit(made("stopped", reason="r", exit_code=code, step=0))
         clock.return_value += 9
-        events.emit("phase", phase="report", message="x", done=0, total=0)
+        events.emit(made("phase", phase="report", message="x", done=0, total=0))
         end = content(tmp_path)
         assert (end["state"], end["exit_code"], end["phase"]) == (state, code, "")
         assert read_status(tmp_path).state == state
@@ -109,7 +113,7 @@ def test_what_begins_is_named_at_once_and_nothing_but_the_end_follows_a_stop(
     start(events)
 
     def phase(name: str, message: str, *, done: int, total: int) -> None:
-        events.emit("phase", phase=name, message=message, done=done, total=total)
+        events.emit(made("phase", phase=name, message=message, done=done, total=total))
 
     def now(*keys: str) -> list[Any]:
         return [content(tmp_path)[key] for key in keys]
@@ -129,7 +133,7 @@ def test_what_begins_is_named_at_once_and_nothing_but_the_end_follows_a_stop(
     # A step on a processor can take minutes, in which the status said that images were made.
     phase("sample", "sample images", done=0, total=1)
     assert now("phase") == ["sample"]
-    events.emit("sample", step=1, images=[])
+    events.emit(made("sample", step=1, images=[]))
     assert now("phase", "done", "total") == ["train", 1, 9]
     phase("stop", "saving", done=0, total=0)
     clock.return_value += 1
@@ -224,7 +228,9 @@ def test_requests_wait_until_done_or_older_than_the_process(tmp_path: Path) -> N
 def timed(folder: Path, *, steps: int, **every_steps: int) -> tuple[EventStream, Mock]:
     events, clock = writer(folder)
     events.clock = clock
-    events.emit("run_started", name="z", steps=steps, resumed_from=None, every_steps=every_steps)
+    events.emit(
+        made("run_started", name="z", steps=steps, resumed_from=None, every_steps=every_steps)
+    )
     assert math.isnan(read_status(folder).left_s)
     return events, clock
 
@@ -237,7 +243,7 @@ def test_time_left_is_the_median_plus_what_lies_between_steps(tmp_path: Path) ->
         step(events, number, seconds=seconds)
         if number == 1:
             clock.return_value += 100.0
-            events.emit("base_losses", step=1, seconds=100.0, losses=[])
+            events.emit(made("base_losses", step=1, seconds=100.0, losses=[]))
         if number % 10 == 0 and number < 100:
             clock.return_value += 5.0
     assert read_status(tmp_path).left_s == pytest.approx(198 + 90)
@@ -248,7 +254,7 @@ def test_late_losses_in_bunches_cost_nothing(tmp_path: Path) -> None:
     for number in range(1, 41):
         clock.return_value = 1000.0 + 4.0 * math.ceil(number / 4)
         step(events, number, seconds=1.0)
-    events.emit("phase", phase="sample", message="", done=0, total=1)
+    events.emit(made("phase", phase="sample", message="", done=0, total=1))
     assert 60.0 <= read_status(tmp_path).left_s < 60 * 1.03
 
 
@@ -261,13 +267,13 @@ def test_time_left_counts_the_rounds_that_are_due(tmp_path: Path) -> None:
         for kind, every, seconds in (("validation", 30, 8.0), ("sample", 40, 25.0)):
             if number % every == 0 or number == 100:
                 clock.return_value += seconds
-                events.emit(kind, step=number, seconds=seconds)
+                events.emit(made(kind, step=number, seconds=seconds))
 
     between(0)
     for number in range(1, 101):
         clock.return_value += 2.0
         step(events, number, seconds=2.0)
-        events.emit("sample", step=number, seconds=999.0, asked=True)  # somebody's own prompt
+        events.emit(made("sample", step=number, seconds=999.0, asked=True))  # somebody's own prompt
         promised_end_s.append(clock.return_value + read_status(tmp_path).left_s)
         between(number)
     assert promised_end_s == pytest.approx([clock.return_value] * 100)

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.reporting.trackers import start_trackers
+from tests.fakes.made_events import made
 from tests.fakes.run_folder import fake_run, relay
 
 STEP: dict[str, Any] = {
@@ -50,10 +52,12 @@ def listening(
 
 def test_tags_of_a_step_and_a_validation() -> None:
     events, _, tracker = listening()
-    events.emit("step", **STEP)
-    events.emit("step", **{**STEP, "step": 4, "loss": 0.3})
-    events.emit("validation", step=4, loss=0.25, by_timestep=[[62, 0.2], [937.5, 0.3]], images=2)
-    events.emit("step", **{**STEP, "vram_bytes": 0, "grad_norm": None})
+    events.emit(made("step", **STEP))
+    events.emit(made("step", **{**STEP, "step": 4, "loss": 0.3}))
+    events.emit(
+        made("validation", step=4, loss=0.25, by_timestep=[[62, 0.2], [937.5, 0.3]], images=2)
+    )
+    events.emit(made("step", **{**STEP, "vram_bytes": 0, "grad_norm": None}))
     tracker.wait()
     tracker.store_init_configuration.assert_called_once_with({"a": 1, "b": "(2,)"})
     first, second, validation, last = tracker.log.call_args_list
@@ -72,7 +76,7 @@ def test_tags_of_a_step_and_a_validation() -> None:
 def test_the_average_stays_within_what_it_saw_and_follows_the_newest(losses: list[float]) -> None:
     events, _, tracker = listening()
     for loss in losses:
-        events.emit("step", **{**STEP, "loss": loss})
+        events.emit(made("step", **{**STEP, "loss": loss}))
     tracker.wait()
     averages = [each.args[0]["loss/average"] for each in tracker.log.call_args_list]
     assert averages[0] == pytest.approx(losses[0])  # no bias at the start
@@ -91,8 +95,8 @@ def join_closing_thread() -> None:
 def test_a_failing_tracker_is_one_problem_and_is_closed_and_training_goes_on() -> None:
     events, problems, tracker = listening(error=ConnectionError("the dashboard\nis down"))
     for step in range(3):
-        events.emit("step", **{**STEP, "step": step})
-    events.emit("finished", step=3)
+        events.emit(made("step", **{**STEP, "step": step}))
+    events.emit(made("finished", step=3))
     tracker.wait()
     (problem,) = problems
     said = "tracker wandb stopped logging: ConnectionError: the dashboard is down"
@@ -103,18 +107,18 @@ def test_a_failing_tracker_is_one_problem_and_is_closed_and_training_goes_on() -
 
 def test_closed_once_at_the_end(tmp_path: Path) -> None:
     events, problems, tracker = listening(name="comet_ml")
-    events.emit("phase", phase="load", message="", done=0, total=0)
-    events.emit("sample", step=0, images=[{"file": "x.png"}])  # it takes none
-    events.emit("stopped", step=1, reason="r", exit_code=130)
-    events.emit("finished", step=1)
-    events.emit("step", **STEP)
+    events.emit(made("phase", phase="load", message="", done=0, total=0))
+    events.emit(made("sample", step=0, images=[{"file": "x.png"}]))  # it takes none
+    events.emit(made("stopped", step=1, reason="r", exit_code=130))
+    events.emit(made("finished", step=1))
+    events.emit(made("step", **STEP))
     tracker.wait()
     assert tracker.finish.call_count == 1 and not problems
     assert not tracker.log.called and not tracker.log_images.called
     # A sample image that is gone is one problem, after which the tracker is left alone.
     events, problems, tracker = listening(name="aim", folder=tmp_path)
-    events.emit("sample", step=5, images=[{"file": "gone.png"}])
-    events.emit("step", **STEP)
+    events.emit(made("sample", step=5, images=[{"file": "gone.png"}]))
+    events.emit(made("step", **STEP))
     tracker.wait()
     join_closing_thread()
     assert [event.fields["code"] for event in problems] == ["TRN-05"] and not tracker.log.called
@@ -130,9 +134,9 @@ def test_a_tracker_that_hangs_in_its_start_or_later_delays_no_event() -> None:
 
     events, problems, tracker = listening(error=wait)  # type: ignore[arg-type]  # Mock calls it
     for _ in range(3):
-        events.emit("step", **STEP)
+        events.emit(made("step", **STEP))
     assert began.wait(60) and tracker.log.call_count == 1
-    events.emit("finished", step=3)
+    events.emit(made("finished", step=3))
     assert not problems and not tracker.finish.called
     hang.set()
     tracker.wait()

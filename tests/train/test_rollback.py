@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,7 +19,8 @@ from lora_trainer.checkpoint import writer
 from lora_trainer.checkpoint.states import TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import InputError, MachineError, StoppedBySignal, TrainingStopped
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Event
+from lora_trainer.common.events import EventStream
 from lora_trainer.run.run_job import doubt_of, make_folder_again
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.guards import GuardState
@@ -309,15 +311,15 @@ def test_a_folder_that_was_removed_is_made_again_for_the_lora(tmp_path: Path) ->
         ([0.1, 0.2, 0.0999], 0, []),
         ([0.1, 0.1001], 0, []),  # less than what is called clear
         ([0.1], 0, []),  # the base only
-        ([None], 0, []),  # nothing was validated
+        ([math.nan], 0, []),  # nothing was validated
         ([0.1, 0.05, 0.11], 0, ["worse than the base", "validation loss 0.1100, 10 % above"]),
-        ([0.1, None], 0, ["validation loss of the LoRA is not a number"]),
+        ([0.1, math.nan], 0, ["validation loss of the LoRA is not a number"]),
         ([0.1, 0.05], 2, ["went back 2 times", "0.25 of the learning rate"]),
         ([0.1, 0.3], 1, ["worse than the base", "went back once"]),
     ],
 )
 def test_what_speaks_against_a_finished_lora_is_said(
-    losses: list[float | None], rollbacks: int, said: list[str]
+    losses: list[float], rollbacks: int, said: list[str]
 ) -> None:
     guard = GuardState(micro_batch=1, rollbacks=rollbacks, lr_scale=0.5**rollbacks)
     doubt = doubt_of(guard, losses)

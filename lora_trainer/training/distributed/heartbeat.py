@@ -25,7 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch lists
 
 import lora_trainer
 from lora_trainer.common.errors import RESUME, MachineError
-from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.event_kinds import Change, Event, OutOfMemory, Problem, event_of_row
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.output import say_last
 from lora_trainer.common.processes import DistEnv
 
@@ -130,11 +131,11 @@ class PeerMonitor:
         """
         # Guards decide (TRN-01) by numbers that are the same on all processes: the leader reports those itself.
         if (
-            event.kind == "out_of_memory"
-            or (event.kind == "problem" and event.fields["code"] != "TRN-01")
-            or (event.kind == "change" and str(event.fields["key"]).startswith("memory."))
+            isinstance(event, OutOfMemory)
+            or (isinstance(event, Problem) and event.code != "TRN-01")
+            or (isinstance(event, Change) and event.key.startswith("memory."))
         ):
-            rank, row = self.dist_env.rank, {"kind": event.kind, "fields": dict(event.fields)}
+            rank, row = self.dist_env.rank, {"event": event.kind, **event.fields}
             self.store.set(f"row/{rank}/{self._rows[rank]}", json.dumps(row))
             self._rows[rank] += 1
 
@@ -201,11 +202,13 @@ class PeerMonitor:
         """Emit the events that followers have sent since the last time, where they are recorded."""
         for rank in range(1, self.dist_env.count if self.events is not None else 0):
             while self.store.check([key := f"row/{rank}/{self._rows[rank]}"]):
-                row = json.loads(self.store.get(key))
-                for name in {"what", "reason"} & row["fields"].keys():
-                    row["fields"][name] = f"process {rank}: {row['fields'][name]}"
+                event = event_of_row(json.loads(self.store.get(key)))
                 assert self.events is not None
-                self.events.emit(row["kind"], **row["fields"])
+                match event:
+                    case Problem():
+                        self.events.emit(replace(event, what=f"process {rank}: {event.what}"))
+                    case OutOfMemory() | Change():
+                        self.events.emit(replace(event, reason=f"process {rank}: {event.reason}"))
                 self._rows[rank] += 1
 
     def _limit_text(self) -> str:

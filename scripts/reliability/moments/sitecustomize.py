@@ -48,18 +48,18 @@ def watch_events(module: ModuleType) -> None:
     """Pause at events of the run, before anybody hears of them."""
     emit, steps = module.EventStream.emit, list[int]()
 
-    def watched(self: Any, kind: str, **fields: Any) -> Any:
-        phase = fields.get("phase") if kind == "phase" else None
-        if kind == "step":
-            steps.append(fields["step"])
-            reached({1: "first step", 6: "mid-run"}.get(fields["step"], ""))
-        if phase == "cache" and fields["done"] == 2:
+    def watched(self: Any, event: Any) -> Any:
+        phase = event.phase if event.kind == "phase" else None
+        if event.kind == "step":
+            steps.append(event.step)
+            reached({1: "first step", 6: "mid-run"}.get(event.step, ""))
+        if phase == "cache" and event.done == 2:
             reached("caching")
         if phase == "sample" and steps:
             reached("samples")
         if phase in ("export", "report"):
             reached(phase)
-        return emit(self, kind, **fields)
+        return emit(self, event)
 
     module.EventStream.emit = watched
 
