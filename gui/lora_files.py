@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -258,16 +258,21 @@ def _searched(entry: Entry) -> str:
 
 def _entries_of(folder: Path, run: runs.RunEntry) -> Iterator[Entry]:
     """Yield what the training of a run wrote as one, then each file that tools made of it."""
-    if (result := result_of(folder)) is not None:
+    files = tuple(_files(folder))
+    if (result := _result_among(files, folder)) is not None:
         yield replace(result, training=run.status.state == "running")
-    for file in _files(folder):
+    for file in files:
         if not file.trained:
             yield Entry(file=file, header=read_header(file))
 
 
 def result_of(folder: Path) -> Entry | None:
     """Return what the training of a run wrote, the file to take before the others; None for nothing yet."""
-    trained = [file for file in _files(folder) if file.trained]
+    return _result_among(tuple(_files(folder)), folder)
+
+
+def _result_among(files: Sequence[LoraFile], folder: Path) -> Entry | None:
+    trained = [file for file in files if file.trained]
     if not trained:
         return None
     losses = dict(_validations(folder))

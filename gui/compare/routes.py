@@ -6,9 +6,8 @@ Its script asks for the sheet of each run, and shows the prompts that both have.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import StringConstraints
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -18,7 +17,7 @@ from .. import runs
 from ..run.parts import sample_sheet
 from ..run_best import exports, read_best
 from ..run_settings import compared_settings
-from ..server.pages import Body, answer, page
+from ..server.pages import Body, Text, answer, page
 from ..server.translation import Words
 from ..workplace import Workplace
 
@@ -26,7 +25,7 @@ from ..workplace import Workplace
 class Sheet(Body):
     """The samples of one run."""
 
-    run: Annotated[str, StringConstraints(max_length=4096)]
+    run: Text
 
 
 def routes(work: Workplace) -> list[Route]:

@@ -140,8 +140,10 @@ def _said(job: Job, events: Sequence[Event], *, done: int, count: int) -> str:
     if count:
         return f"{done} of {count} captions written"
     if isinstance(last, Downloading):
-        size = "" if last.gigabytes is None else f", about {last.gigabytes:g} GB"
-        return f"downloading {one_line(last.model)}{size}"
+        model = one_line(last.model)
+        if last.gigabytes is None:
+            return f"downloading {model}"
+        return f"downloading {model}, about {last.gigabytes:g} GB"
     return "loading the model"
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import StringConstraints
 from starlette.requests import Request
 from starlette.routing import Route
 
-from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.hardware.machine import detect
 
 from .. import run_actions
-from ..markup import plain
 from ..runs import Followed
-from ..server.pages import Body, answer, page
+from ..server.pages import Body, Text, answer, attempted, page
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import view
-
-Text = Annotated[str, StringConstraints(max_length=4096)]
 
 
 class Press(Body):
@@ -66,13 +61,14 @@ def routes(work: Workplace) -> list[Route]:
     ]
 
 
-def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, str]:
+def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, Any]:
     """Do what a button is for; return why not, or nothing."""
-    try:
+
+    def act() -> Mapping[str, Any]:
         if button.action == "stop":
             run_actions.ask(work, button.run, "stop")
         else:
             run_actions.resume(work, button.run)
-    except LoraTrainError as error:
-        return {"error": _.message(plain(str(error)))}
-    return {}
+        return {}
+
+    return attempted(act, _, folder=work.runs)

@@ -3,6 +3,7 @@ import { mountDescribe } from "/ui/library/describe.js";
 import { onSubmit } from "/ui/library/form.js";
 import { ask } from "/ui/shared/ask.js";
 import { follow } from "/ui/shared/follow.js";
+import { keepOpen } from "/ui/shared/keep_open.js";
 import { mount as mountShare } from "/ui/share/script.js";
 import { tabs } from "/ui/shared/tabs.js";
 import { tell } from "/ui/shared/tell.js";
@@ -24,12 +25,9 @@ function mountTry(panel, file) {
   const said = panel.querySelector(".said");
   const stop = panel.querySelector("[data-stop]");
   const place = panel.querySelector(".tries");
-  const opened = new Set();
-  place.addEventListener("toggle", ({ target }) => {
-    opened[target.open ? "add" : "delete"](target.dataset.key);
-  }, true);
+  const openAgain = keepOpen(place);
   const asked = follow(place, "/library/tries", ({ goes }) => {
-    for (const details of place.querySelectorAll("details")) details.open = opened.has(details.dataset.key);
+    openAgain();
     if (!goes && document.activeElement === stop) form.querySelector("[type=submit]").focus();
     stop.hidden = !goes;
   }, { file });

@@ -24,15 +24,15 @@ from .. import jobs, lora_files, sharing, uploads
 from ..lora_files import Header, LoraFile, find
 from ..markup import plain
 from ..media import EXPORTS, run_url
-from ..server.pages import Body, answer, page
+from ..server.pages import Body, Text, answer, attempted, page
 from ..server.templates import render
 from ..server.translation import Words
+from ..shared.of_lora import OfLora
 from ..upload_names import safe_name
 from ..workplace import Workplace
 from . import describe, tools, try_prompts, view
 from .preview import preview_of
 
-Text = Annotated[str, StringConstraints(max_length=4_096)]
 LongText = Annotated[str, StringConstraints(max_length=100_000)]
 Answer = Mapping[str, Any]
 # Of the page of a file: how many others it can be merged with at once.
@@ -46,25 +46,19 @@ class Search(Body):
     base: Text
 
 
-class OfFile(Body):
-    """What is asked of one file."""
-
-    file: Text
-
-
-class NewName(OfFile):
+class NewName(OfLora):
     """Another name for a file."""
 
     name: Text
 
 
-class Note(OfFile):
+class Note(OfLora):
     """A note on a file, for its owner only."""
 
     text: LongText
 
 
-class Texts(OfFile):
+class Texts(OfLora):
     """What the header of a file tells people."""
 
     title: LongText
@@ -75,7 +69,7 @@ class Texts(OfFile):
     tags: LongText
 
 
-class Preview(OfFile):
+class Preview(OfLora):
     """One of the choices for a preview, or the picture that was sent as the one file of a batch."""
 
     choice: Text | None = None
@@ -83,7 +77,7 @@ class Preview(OfFile):
     name: Text = ""
 
 
-class Export(OfFile):
+class Export(OfLora):
     """Where a file goes with its preview and card, and what the card says."""
 
     weight: float
@@ -100,7 +94,7 @@ class Draw(Body):
     base: Text
 
 
-class Tries(OfFile):
+class Tries(OfLora):
     """How the tries of a file are, once one is begun or all are stopped; `stamp` is of those that the page shows."""
 
     stamp: Text
@@ -139,7 +133,7 @@ class Merge(Body):
     name: Text
 
 
-class Jobs(OfFile):
+class Jobs(OfLora):
     """How the jobs of a file are, once one is begun; `stamp` is of those that the page shows."""
 
     stamp: Text
@@ -168,9 +162,9 @@ def routes(work: Workplace) -> list[Route]:
         ask("texts", Texts, texts),
         ask("preview", Preview, preview),
         ask("jobs", Jobs, made),
-        ask("check", OfFile, check),
+        ask("check", OfLora, check),
         ask("export", Export, export),
-        ask("inside", OfFile, inside),
+        ask("inside", OfLora, inside),
     ]
 
 
@@ -226,8 +220,8 @@ def search(work: Workplace, asked: Search, _: Words) -> Answer:
 def tries(work: Workplace, asked: Tries, _: Words) -> Answer:
     """Begin to draw, or stop; return how the tries of the file are where they have changed."""
     file = find(work, asked.file)
-    done: Answer = {}
-    try:
+
+    def act() -> Answer:
         if asked.draw is not None:
             wish = try_prompts.wish(
                 prompts=asked.draw.prompts,
@@ -239,8 +233,9 @@ def tries(work: Workplace, asked: Tries, _: Words) -> Answer:
         if asked.stop:
             for job in try_prompts.of_file(work, file):
                 jobs.stop(job)
-    except LoraTrainError as error:
-        done = {"error": _.message(plain(str(error)))}
+        return {}
+
+    done = attempted(act, _, folder=work.own)
     now = _tries_now(work, try_prompts.of_file(work, file), _)
     return {**done, **_changed(now, asked.stamp)}
 
@@ -256,16 +251,12 @@ def _tries_now(work: Workplace, found: list[jobs.Job], _: Words) -> Answer:
 def made(work: Workplace, asked: Jobs, _: Words) -> Answer:
     """Begin to convert, cut or merge; return how the jobs of the file are where they have changed."""
     file = find(work, asked.file)
-    done: Answer = {}
-    try:
-        _make(work, file, asked)
-    except LoraTrainError as error:
-        done = {"error": _.message(plain(str(error)))}
+    done = attempted(lambda: _make(work, file, asked), _, folder=work.own)
     now = _jobs_now(work, tools.of_file(work, file), _)
     return {**done, **_changed(now, asked.stamp)}
 
 
-def _make(work: Workplace, file: LoraFile, asked: Jobs) -> None:
+def _make(work: Workplace, file: LoraFile, asked: Jobs) -> Answer:
     if asked.convert is not None:
         tools.convert(work, file, format=asked.convert.format, name=asked.convert.name)
     if (cut := asked.cut) is not None:
@@ -275,6 +266,7 @@ def _make(work: Workplace, file: LoraFile, asked: Jobs) -> None:
         tools.merge(
             work, file, weight=merge.weight, others=others, rank=merge.rank, name=merge.name
         )
+    return {}
 
 
 def _jobs_now(work: Workplace, found: list[jobs.Job], _: Words) -> Answer:
@@ -341,7 +333,7 @@ def _sent_preview(work: Workplace, file: LoraFile, *, batch: str, name: str) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check(work: Workplace, asked: OfFile, _: Words) -> Answer:
+def check(work: Workplace, asked: OfLora, _: Words) -> Answer:
     """Return what others will miss in a file."""
     file = find(work, asked.file)
     found = sharing.remarks(inspect_file(file.path), preview=preview_of(file))
@@ -372,6 +364,6 @@ def export(work: Workplace, asked: Export, _: Words) -> Answer:
     return {"html": html}
 
 
-def inside(work: Workplace, asked: OfFile, _: Words) -> Answer:
+def inside(work: Workplace, asked: OfLora, _: Words) -> Answer:
     """Read all tensors of a file, which takes a moment for a large one: only where somebody looks."""
     return {"html": view.inside(inspect_file(find(work, asked.file).path), _)}

@@ -14,15 +14,11 @@ from starlette.routing import Route
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import detect
 
-from ..server.pages import Body, answer, page
+from ..server.pages import Nothing, answer, page
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import report
-
-
-class Nothing(Body):
-    """What is asked needs no more words."""
 
 
 def routes(work: Workplace) -> list[Route]:

@@ -1,5 +1,6 @@
 // The page Machine: the cache is cleared after a question.
 import { ask } from "/ui/shared/ask.js";
+import { tell } from "/ui/shared/tell.js";
 
 const main = document.querySelector("main");
 const [question, said] = [".question", ".said"].map((name) => main.querySelector(name));
@@ -7,7 +8,7 @@ const press = (name, act) => main.querySelector(`[${name}]`).addEventListener("c
 
 press("data-ask", async () => {
   const answer = await ask("/doctor/cache");
-  tell(answer.error ? answer : {});
+  tell(said, answer.error ? answer : {});
   if (answer.error) return;
   question.querySelector(".notice").textContent = answer.question;
   question.querySelector("[data-clear]").hidden = answer.isEmpty;
@@ -21,12 +22,6 @@ press("data-clear", async ({ target }) => {
   const answer = await ask("/doctor/clear");
   target.disabled = false;
   question.hidden = true;
-  tell(answer);
+  tell(said, answer);
   if (answer.report) main.querySelector(".doctor").innerHTML = answer.report; // markup of our own server
 });
-
-function tell({ error, done = "" }) {
-  said.className = error ? "said error notice" : "said notice";
-  said.textContent = error ?? done;
-  said.hidden = !said.textContent;
-}

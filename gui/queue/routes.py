@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import StringConstraints
 from starlette.requests import Request
 from starlette.routing import Route
 
-from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.common.files import disk_error
 from lora_trainer.queue import worker
 
-from ..markup import plain
-from ..server.pages import Body, answer, page
+from ..server.pages import Body, Text, answer, attempted, page
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import view
-
-Text = Annotated[str, StringConstraints(max_length=4096)]
 
 
 class Press(Body):
@@ -57,14 +51,13 @@ def routes(work: Workplace) -> list[Route]:
     ]
 
 
-def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, str]:
+def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, Any]:
     """Do what a button is for; return what was done, or why not."""
-    try:
+
+    def act() -> Mapping[str, Any]:
         return {"done": view.press(work, action=button.action, id=button.id, said=_)}
-    except LoraTrainError as error:
-        return {"error": _.message(plain(str(error)))}
-    except OSError as error:
-        return {"error": str(disk_error(work.runs, error))}
+
+    return attempted(act, _, folder=work.runs)
 
 
 def changed(work: Workplace, stamp: str, _: Words) -> Mapping[str, Any]:

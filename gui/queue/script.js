@@ -1,10 +1,12 @@
 // The page Queue: one listener serves all buttons. The lists are drawn again as they change; what is open and what has
 // the keyboard follow the item. No button asks back: what it removed is put back by Undo.
 import { follow } from "/ui/shared/follow.js";
+import { keepOpen } from "/ui/shared/keep_open.js";
+import { tell } from "/ui/shared/tell.js";
 
 const place = document.querySelector("#queue");
 const said = document.querySelector(".said");
-const opened = new Set();
+const openAgain = keepOpen(place);
 let focused = null; // action and item of the button that has the keyboard
 
 const keyOf = (node) => {
@@ -13,7 +15,7 @@ const keyOf = (node) => {
 };
 
 const asked = follow(place, "/queue/look", () => {
-  for (const details of place.querySelectorAll("details[data-key]")) details.open = opened.has(details.dataset.key);
+  openAgain();
   if (!focused) return;
   const buttons = [...place.querySelectorAll("button[data-action]:not(:disabled)")];
   const ofItem = buttons.filter((button) => button.dataset.id === focused.id);
@@ -22,17 +24,11 @@ const asked = follow(place, "/queue/look", () => {
   best?.focus({ preventScroll: true });
 });
 
-place.addEventListener("toggle", ({ target }) => {
-  opened[target.open ? "add" : "delete"](target.dataset.key);
-}, true);
-
 place.addEventListener("click", async (event) => {
   const key = keyOf(event.target);
   if (!key || event.detail > 1) return; // a double click's second one may meet another item
-  const { error, done = "" } = await asked({ press: key });
-  said.className = error ? "said error notice" : "said notice";
-  said.textContent = error ?? done;
-  said.hidden = !said.textContent;
+  const answer = await asked({ press: key });
+  tell(said, answer);
 });
 
 document.addEventListener("focusin", (event) => {

@@ -6,25 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 from starlette.requests import Request
 from starlette.routing import Route
 
-from lora_trainer.common.errors import LoraTrainError, RequestError
-from lora_trainer.common.files import disk_error
+from lora_trainer.common.errors import RequestError
 from lora_trainer.reporting.charts import LossView, loss_curve
 
 from .. import run_actions, runs
-from ..markup import plain
 from ..runs import Followed
-from ..server.pages import Body, answer, page
+from ..server.pages import Body, Text, answer, attempted, page
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import view
 from .parts import shown_best
-
-Text = Annotated[str, StringConstraints(max_length=4096)]
 
 
 class Press(Body):
@@ -123,14 +119,13 @@ def folder_of(work: Workplace, run: str) -> Path | None:
         return None
 
 
-def pressed(work: Workplace, run: str, button: Press, _: Words) -> Mapping[str, str]:
+def pressed(work: Workplace, run: str, button: Press, _: Words) -> Mapping[str, Any]:
     """Do what a button is for; return what was done where the page does not show it, or why not."""
-    try:
+
+    def act() -> Mapping[str, Any]:
         return {"done": _done(work, run, button, _)}
-    except LoraTrainError as error:
-        return {"error": _.message(plain(str(error)))}
-    except OSError as error:
-        return {"error": str(disk_error(work.runs / run, error))}
+
+    return attempted(act, _, folder=work.runs / run)
 
 
 def _done(work: Workplace, run: str, button: Press, _: Words) -> str:

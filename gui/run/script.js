@@ -7,6 +7,7 @@ import { mount as shares } from "/ui/share/script.js";
 import { ask } from "/ui/shared/ask.js";
 import { following } from "/ui/shared/follow.js";
 import { tabs } from "/ui/shared/tabs.js";
+import { tell } from "/ui/shared/tell.js";
 import { say } from "/ui/shared/words.js";
 import { mount as deletes } from "/ui/trash/script.js";
 
@@ -46,11 +47,9 @@ function drawMarkup(part, drawn) {
 
 async function press(button, body) {
   button.disabled = true;
-  const { error, done = "" } = await asked({ press: body });
+  const answer = await asked({ press: body });
   button.disabled = false;
-  said.className = error ? "said error notice" : "said notice";
-  said.textContent = error ?? done;
-  said.hidden = !said.textContent;
+  tell(said, answer);
 }
 
 page.addEventListener("click", ({ target, detail }) => {

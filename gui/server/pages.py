@@ -7,15 +7,17 @@ path is one route made by `answer`. Inputs: requests. Outputs: pages in the lang
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StringConstraints
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.common.files import disk_error
 
 from ..markup import PLACES, plain
 from . import language
@@ -29,7 +31,13 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class Nothing(Body):
+    """What is asked needs no more words."""
+
+
 Asked = TypeVar("Asked", bound=Body)
+Text = Annotated[str, StringConstraints(max_length=4096)]
+"""A name, a path or a line of text, as a script sends it."""
 
 
 def words_of(request: Request) -> Words:
@@ -51,7 +59,7 @@ def page(
         try:
             shown, name = look(request, said), template
         except LoraTrainError as error:
-            shown, name = {"fault": said.message(plain(str(error)))}, "shared/fault.html"
+            shown, name = {"fault": refusal(error, said)["error"]}, "shared/fault.html"
         markup = draw(request, name, title=title, address=path, **shown)
         return HTMLResponse(markup, headers={"cache-control": "no-store"})
 
@@ -81,6 +89,26 @@ def answer(path: str, body: type[Asked], act: Callable[[Asked, Words], Mapping[s
         try:
             return act(asked, said)
         except LoraTrainError as error:
-            return {"error": said.message(plain(str(error)))}
+            return refusal(error, said)
 
     return Route(path, serve, methods=["POST"])
+
+
+def refusal(error: LoraTrainError, said: Words) -> Mapping[str, str]:
+    """Return an error of the trainer as the answer that a script shows."""
+    return {"error": said.message(plain(str(error)))}
+
+
+def attempted(
+    act: Callable[[], Mapping[str, Any]], said: Words, *, folder: Path
+) -> Mapping[str, Any]:
+    """Return what a button came to: the answer of `act`, or its refusal; `folder` is where a disk may refuse.
+
+    For an answer that shows more than that, such as the list in which the button is.
+    """
+    try:
+        return act()
+    except LoraTrainError as error:
+        return refusal(error, said)
+    except OSError as error:
+        return refusal(disk_error(folder, error), said)

@@ -14,21 +14,15 @@ from starlette.routing import Route
 
 from .. import bases, lora_files, sharing
 from ..markup import plain
-from ..server.pages import Body, answer
+from ..server.pages import Body, Nothing, Text, answer
 from ..server.translation import Words
+from ..shared.of_lora import OfLora
 from ..workplace import Workplace
 
-Text = Annotated[str, StringConstraints(max_length=4096)]
 
-
-class Nothing(Body):
-    """What is asked needs no more words."""
-
-
-class Copy(Body):
+class Copy(OfLora):
     """Copy a LoRA into the folder of another program, or to where that program keeps its LoRAs."""
 
-    ref: Text
     folder: Text
 
 
@@ -38,18 +32,11 @@ class SignIn(Body):
     token: Annotated[str, StringConstraints(max_length=300)]
 
 
-class Publish(Body):
+class Publish(OfLora):
     """Publish a LoRA as `name`."""
 
-    ref: Text
     name: Annotated[str, StringConstraints(max_length=200)]
     who: Literal["private", "public"]
-
-
-class Published(Body):
-    """How far the publishing of a LoRA is."""
-
-    ref: Text
 
 
 def routes(work: Workplace) -> list[Route]:
@@ -59,7 +46,7 @@ def routes(work: Workplace) -> list[Route]:
         return {"folder": sharing.remembered_folder(work)}
 
     def copy(asked: Copy, _: Words) -> Mapping[str, Any]:
-        done = sharing.copy_to_program(work, lora_files.find(work, asked.ref), asked.folder)
+        done = sharing.copy_to_program(work, lora_files.find(work, asked.file), asked.folder)
         file = done.files[0]
         said = "{} is there already: {}" if done.was_there else "{} is now there: {}"
         return {"said": _(said, file.name, file.parent)}
@@ -71,12 +58,12 @@ def routes(work: Workplace) -> list[Route]:
         return {"name": bases.sign_in(asked.token)}
 
     def publish(asked: Publish, _: Words) -> Mapping[str, Any]:
-        file, private = lora_files.find(work, asked.ref), asked.who == "private"
+        file, private = lora_files.find(work, asked.file), asked.who == "private"
         sharing.publish(work, file, repository=asked.name, private=private)
         return {"state": "running"}
 
-    def published(asked: Published, _: Words) -> Mapping[str, Any]:
-        jobs = sharing.published(work, lora_files.find(work, asked.ref))
+    def published(asked: OfLora, _: Words) -> Mapping[str, Any]:
+        jobs = sharing.published(work, lora_files.find(work, asked.file))
         if not jobs:
             return {"state": "none"}
         newest = jobs[0]
@@ -93,5 +80,5 @@ def routes(work: Workplace) -> list[Route]:
         answer("/share/signed-in", Nothing, signed_in),
         answer("/share/sign-in", SignIn, sign_in),
         answer("/share/publish", Publish, publish),
-        answer("/share/published", Published, published),
+        answer("/share/published", OfLora, published),
     ]

@@ -40,7 +40,7 @@ async function copyDialog(ref) {
     fields: [make("label", {}, say("The program, or its folder of LoRAs"), path)],
     note: say("For example ComfyUI, or ComfyUI/models/loras. It is remembered. Nothing there is replaced."),
     act: say("Copy"),
-    submit: () => ask("/share/copy", { ref, folder: path.value }),
+    submit: () => ask("/share/copy", { file: ref, folder: path.value }),
   });
   shown.done = (answer) => shown.end(answer.said);
 }
@@ -62,7 +62,7 @@ function publishForm(ref, typed) {
     ],
     note: say("Sent are the LoRA, its last samples and a page that describes it. No training image leaves this machine."),
     act: say("Publish"),
-    submit: () => ask("/share/publish", { ref, name: repository.value, who: hidden.checked ? "private" : "public" }),
+    submit: () => ask("/share/publish", { file: ref, name: repository.value, who: hidden.checked ? "private" : "public" }),
   });
   shown.done = async () => {
     shown.say(say("Sending it …"));
@@ -70,7 +70,7 @@ function publishForm(ref, typed) {
     for (;;) {
       await new Promise((resolve) => setTimeout(resolve, LOOK_EVERY_MS));
       if (!shown.node.open) return; // it goes on; opened again, the newest answer is shown
-      const seen = await ask("/share/published", { ref });
+      const seen = await ask("/share/published", { file: ref });
       if (lost !== Boolean(seen.isAway)) shown.say(seen.isAway ? seen.error : say("Sending it …"));
       lost = Boolean(seen.isAway);
       if (lost) continue; // it is sent meanwhile

@@ -18,7 +18,7 @@ from .. import bases, command_lines, drafts
 from ..drafts import Draft
 from ..markup import plain
 from ..plan_process import BASES
-from ..server.pages import Body, answer, page
+from ..server.pages import Body, answer, page, refusal
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import fields, view
@@ -105,7 +105,7 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
     try:
         draft = view.wanted(work, asked)
     except LoraTrainError as error:
-        draft, fault = drafts.current(work), said.message(plain(str(error)))
+        draft, fault = drafts.current(work), refusal(error, said)["error"]
     parts = {name: stamped(_PARTS[name](work, draft, said)) for name in ("start", "draft")}
     return {
         "draft": draft,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import StringConstraints
 from starlette.routing import Route
 
-from ..server.pages import Body, answer, page
+from ..server.pages import Body, Nothing, Text, answer, page
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import store
@@ -29,17 +29,13 @@ class Put(Body):
     """What is to be deleted: `ref` names it among its kind."""
 
     kind: Literal["run", "lora", "dataset"]
-    ref: Annotated[str, StringConstraints(max_length=4096)]
+    ref: Text
 
 
 class Back(Body):
     """What is to come back."""
 
     id: Annotated[str, StringConstraints(max_length=40)]
-
-
-class Empty(Body):
-    """Everything in the trash."""
 
 
 def routes(work: Workplace) -> list[Route]:
@@ -52,7 +48,7 @@ def routes(work: Workplace) -> list[Route]:
     def back(asked: Back, _: Words) -> Mapping[str, Any]:
         return {"name": store.put_back(work, asked.id).name}
 
-    def empty(_asked: Empty, _: Words) -> Mapping[str, Any]:
+    def empty(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         store.empty(work)
         return {}
 
@@ -60,7 +56,7 @@ def routes(work: Workplace) -> list[Route]:
         page("/trash", "trash/page.html", title="Trash", look=lambda _request, _: listed(work)),
         answer("/trash/put", Put, put),
         answer("/trash/back", Back, back),
-        answer("/trash/empty", Empty, empty),
+        answer("/trash/empty", Nothing, empty),
     ]
 
 
