@@ -43,7 +43,7 @@ class Copies(TorchDispatchMode):
 def test_a_pass_copies_nothing_from_host_memory(name: str) -> None:
     family, facts = families.family(name), facts_of(name)
     denoiser = denoiser_of(name).to(META)
-    prompt = family.text.shapes(facts.architecture, text_tokens=facts.text_tokens)
+    prompt = family.text.shapes(facts.release.architecture, text_tokens=facts.text_tokens)
     conditioning = empty_conditioning(family, facts, prompt=prompt, dtype=torch.float32)
     noisy = torch.empty(1, facts.latent_channels, 16, 16, device=META)
     timesteps = torch.empty(1, device=META)
