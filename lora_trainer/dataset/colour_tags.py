@@ -155,7 +155,7 @@ def _is_adobe(image: Image.Image) -> bool:
 def profile_of(space: Space) -> bytes:
     """Return an ICC profile of a space (ICC.1:2022: a display profile of three components).
 
-    Raises ValueError for chromaticities that are those of no colour space.
+    Raises ValueError for chromaticities that are not those of a colour space.
     """
     columns = _to_d50(space.chromaticities)
     curve = _parametric(space.power)
@@ -181,7 +181,7 @@ def _to_d50(chromaticities: Chromaticities) -> np.ndarray[Any, np.dtype[np.float
     """Return XYZ under D50 of red, green and blue as columns."""
     corners = np.array(chromaticities, float).reshape(4, 2)
     if not np.isfinite(corners).all() or (corners[:, 1] <= 0).any():
-        raise ValueError("its cHRM chunk has numbers that are no colours")
+        raise ValueError("its cHRM chunk has numbers that are not those of colours")
     xyz = np.stack([corners[:, 0], corners[:, 1], 1 - corners.sum(axis=1)]) / corners[:, 1]
     white, primaries = xyz[:, 0], xyz[:, 1:]
     if abs(np.linalg.det(primaries)) < 1e-4:
