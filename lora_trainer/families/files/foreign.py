@@ -48,9 +48,9 @@ _KINDS: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
     ),
     (_matches(rb"\x89PNG|\xff\xd8\xff|RIFF....WEBP|GIF8"), "is a picture", _AGAIN),
     (_matches(rb"\0{64}"), "begins with zeros, as a download that never wrote does", _AGAIN),
-    # Last, as others are text too. No weight file has so many bytes without one below a blank.
+    # Last, as others are text too. Fewer bytes may be the beginning of a file of weights, such as "GGUF".
     (
-        _matches(rb"[\t\r\n\x20-\x7e\x80-\xff]{4,}\Z"),
+        _matches(rb"[\t\r\n\x20-\x7e\x80-\xff]{8,}\Z"),
         'is text, as servers send refusals ("Entry not found", "Access ... is restricted")',
         _AGAIN,
     ),
