@@ -23,18 +23,20 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorText:
-    """One place that raises an error: its text and its fix, with `…` for the variable parts."""
+    """One error: its text and its fix, with `…` for the variable parts, and a place that raises it."""
 
     exit_code: str
     text: str
     fix: str
+    place: str
+    """`FILE:LINE`."""
 
 
-def trees() -> Iterator[ast.Module]:
-    """Yield the syntax tree of each module of the package and the interface."""
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the file and the syntax tree of each module of the package and the interface."""
     for folder in ("lora_trainer", "gui"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield ast.parse(path.read_text(encoding="utf-8"))
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def template(node: ast.expr | None) -> str:
@@ -50,8 +52,8 @@ def template(node: ast.expr | None) -> str:
 
 def error_texts() -> list[ErrorText]:
     """Return all errors that are raised with a text of their own, by exit code and text."""
-    errors = set()
-    for tree in trees():
+    places: dict[tuple[str, str, str], str] = {}
+    for file, tree in trees():
         for call in ast.walk(tree):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue
@@ -59,8 +61,12 @@ def error_texts() -> list[ErrorText]:
             if exit_code is None or not call.args:
                 continue
             fix = next((word.value for word in call.keywords if word.arg == "fix"), None)
-            errors.add((exit_code, template(call.args[-1]), template(fix)))
-    texts = [ErrorText(exit_code=code, text=text, fix=fix) for code, text, fix in sorted(errors)]
+            error = (exit_code, template(call.args[-1]), template(fix))
+            places.setdefault(error, f"{file}:{call.lineno}")
+    texts = [
+        ErrorText(exit_code=code, text=text, fix=fix, place=place)
+        for (code, text, fix), place in sorted(places.items())
+    ]
     return [error for error in texts if len(error.text.replace("…", "").strip(" .:;,()")) > 3]
 
 
@@ -72,14 +78,14 @@ def page() -> str:
         "Every error of the program, by exit code. `…` stands for a name or a number. What they mean, and what "
         "helps: [troubleshooting](troubleshooting.md).",
         "",
-        "| exit code | text | fix |",
-        "|---|---|---|",
+        "| exit code | text | fix | raised in |",
+        "|---|---|---|---|",
     ]
     for error in error_texts():
         text, fix = (
             part.replace("|", "\\|").replace("\n", " ") for part in (error.text, error.fix)
         )
-        lines.append(f"| {error.exit_code} | {_code(text)} | {_code(fix)} |")
+        lines.append(f"| {error.exit_code} | {_code(text)} | {_code(fix)} | `{error.place}` |")
     return "\n".join(lines) + "\n"
 
 

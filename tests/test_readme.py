@@ -70,7 +70,10 @@ def test_every_code_of_a_problem_is_explained() -> None:
     code = re.compile(r"\b[A-Z]{3}-\d{2}\b")
     findings = (ROOT / "lora_trainer/dataset/finding_texts.toml").read_text(encoding="utf-8")
     texts = [
-        node.value for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Constant)
+        node.value
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
     ]
     written = {text for text in map(str, texts) if code.fullmatch(text)} | set(
         code.findall(findings)
@@ -123,7 +126,7 @@ QUOTED = re.findall(r"^\| `([^`]+)` \|", OURS, re.MULTILINE)
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Return every string of the code and of its table of findings, with `…` for what a run fills in."""
-    nodes = (node for tree in trees() for node in ast.walk(tree))
+    nodes = (node for _, tree in trees() for node in ast.walk(tree))
     findings = (ROOT / "lora_trainer/dataset/finding_texts.toml").read_text(encoding="utf-8")
     return [
         *(template(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)),

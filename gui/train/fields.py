@@ -1,4 +1,4 @@
-"""The fields of the page Train. Adding one takes its row in `FIELDS` and the German of its label.
+"""The fields of the page Train. Adding one takes its row in `FIELDS` and the German of its texts.
 
 From a row derive what is drawn (fields.html), what the page's script reads and sends (fields.js), what a draft
 keeps, and the words of the command line. Inputs: a draft, and a text that was typed. Outputs: the texts of the

@@ -158,11 +158,11 @@ class Listing:
 @gc_disabled()
 def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
     """List a dataset folder; raises InputError when there is none, or no image in it."""
+    give = "give the folder that holds the images"
+    if not root.exists():
+        raise InputError(f"dataset {shown(str(root))} does not exist", fix=give)
     if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        raise InputError(
-            f"dataset {shown(str(root))} {what}", fix="give the folder that holds the images"
-        )
+        raise InputError(f"dataset {shown(str(root))} is not a folder", fix=give)
     walk = _Walk(
         settings=settings,
         caption_extensions=(*extension_names(settings.caption_extensions), JSON_SIDECAR),

@@ -229,8 +229,11 @@ class Inspector:
         width_px, height_px, brightest, meaning, is_framed = facts_of_mask
         allowed = MASK_ASPECT_TOLERANCE + 1 / min(width_px, height_px)
         if brightest == 0:
-            where = "is transparent" if mask.of_alpha else "is black"
-            reason = f"{where} everywhere: nothing would be learned"
+            reason = (
+                "is transparent everywhere: nothing would be learned"
+                if mask.of_alpha
+                else "is black everywhere: nothing would be learned"
+            )
             fix = "make visible what is to be learned, or remove it"
         elif abs(math.log(width_px * facts.height_px / (height_px * facts.width_px))) > allowed:
             shape = f"{facts.width_px}x{facts.height_px}"
@@ -350,11 +353,15 @@ def _scan_folder(
         reasons = [f"{shown(one.file or '')} {one.what}: {one.advice}" for one in bad]
         rest = len(bad) - MAX_REASONS
         limit = f"data.max_bad_fraction={settings.max_bad_fraction:g} allows {allowed}"
+        # A training refuses a mask that cannot be used whatever that setting says.
+        by_masks = any(one.kind == "bad-mask" for one in bad)
         raise InputError(
             f"{len(bad)} of {total} images in {shown(str(folder))} cannot be used, {limit}: "
             + "; ".join(reasons[:MAX_REASONS])
             + (f"; and {rest} more" if rest > 0 else ""),
-            fix="replace or remove them, or raise data.max_bad_fraction to go on without them",
+            fix="replace or remove them"
+            if by_masks
+            else "replace or remove them, or raise data.max_bad_fraction to go on without them",
         )
     records = _numbered(inspected)
     findings += findings_of(records, settings)

@@ -33,7 +33,7 @@ class Sample:
     """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1.
 
     `input_noise` is the noise in the input where it is not the noise to predict (noise perturbation).
-    `loss` and `delta` choose the error function (loss.py). `mask_weights` [1, H, W] weigh the error by
+    `loss` and `delta` choose the error function (config/losses.py). `mask_weights` [1, H, W] weigh the error by
     position, with a mean of 1; None where all positions count alike. `dropout_seed` names the masks of the
     adapter's dropout. `as_base`: the target is the base model's prediction without the adapter.
     """

@@ -186,6 +186,15 @@ def test_every_text_of_a_template_and_of_its_script_has_its_translation() -> Non
                 assert english in gui_texts.known(code), f"{path.name}: {english}"
 
 
+@pytest.mark.parametrize("code", [each.stem for each in gui_texts.LANGUAGES.glob("*.json")])
+def test_every_text_of_a_field_of_the_page_train_has_its_translation(code: str) -> None:
+    from lora_trainer.gui.train.fields import FIELDS
+
+    for row in FIELDS:
+        for english in filter(None, (row.label, row.info, row.placeholder, *row.options.values())):
+            assert english in gui_texts.known(code), f"{row.key}: {english}"
+
+
 @pytest.mark.parametrize(
     ("english", "values", "german"),
     [

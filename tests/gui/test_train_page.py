@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -173,7 +174,10 @@ def test_each_field_is_drawn_sent_kept_shown_again_and_in_the_command_line(
     assert kept != draft and fields.texts(kept)[row.key] == text
     again = page.get(f"/train?draft={draft.id}").text
     shown = (f'value="{text}"', f'value="{text}" checked', f">\n{text}</textarea>")
-    assert any(form in again for form in shown)
+    if row.kind == "switch":
+        assert re.search(rf'data-field="{row.key}"[^>]* checked', again)
+    else:
+        assert any(form in again for form in shown)
     if row.key == fields.DATASET:
         assert kept.dataset == text
         return
