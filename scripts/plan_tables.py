@@ -57,7 +57,7 @@ step as a range. For a whole run it shows the middle of the range; the run may t
 
 The planner tries combinations of four settings:
 
-* the precision of the base: unquantised, 8 bits or 4 bits;
+* the precision of the base: unquantised, 8 bits (int8) or 4 bits (nf4); `planning/memory_choice.py` chooses;
 * gradient checkpointing, from nothing recomputed to block inputs kept in host memory;
 * the number of streamed blocks;
 * the number of images at a time.

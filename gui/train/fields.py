@@ -40,7 +40,7 @@ class Field:
     options: Mapping[str, str] = field(default_factory=dict)
     """Of `cards` and `choice`: each text with its label."""
     unset: str = ""
-    """The text that leaves the field to lora-train, beside an empty one."""
+    """The text that leaves the field to lora-train, beside an empty one; `true` for a switch that is on by default."""
     is_planned: bool = False
     """Shows what the plan chose until somebody types something else."""
 

@@ -336,7 +336,7 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
     return config
 
 
-SEE_ALL_SETTINGS = "see `lora-train plan DATASET` for all settings"
+SEE_ALL_SETTINGS = "see `lora-train plan DATASET --all` for all settings"
 RetiredEffect = Literal["rounding", "result", "refused"]
 # Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
 # another without it, and the values for which nothing is.
