@@ -61,14 +61,14 @@ def sample_losses(
 ) -> Tensor:
     """Return the float32 mean error of each sample over its own elements, [B].
 
-    `delta` [B] is the scale of the error function where it has one. `mask_weights` [B, 1, H, W] have a mean of
+    `delta` [B] is where an error function turns from quadratic to linear, for those that do. `mask_weights` [B, 1, H, W] have a mean of
     1 over each sample: masked positions count less, while each sample counts as much as without a mask.
     """
     # bf16 has 8 bits of mantissa: squares and their mean over 10^5 elements are computed in float32.
     difference = predicted.float() - targets.float()
-    # Error functions without a scale take any and ignore it.
-    scale = difference.new_ones(1) if delta is None else delta
-    errors = LOSSES[loss].formula(difference, _per_sample(scale, difference))
+    # Error functions without a delta take any and ignore it.
+    given = difference.new_ones(1) if delta is None else delta
+    errors = LOSSES[loss].formula(difference, _per_sample(given, difference))
     if mask_weights is not None:
         errors = errors * mask_weights
     return errors.mean(dim=tuple(range(1, errors.dim())))
