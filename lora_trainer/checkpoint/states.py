@@ -160,11 +160,11 @@ class TrainingState:
     fp16.
 
     To add a value of the loop: give a new field here a default, the value that an older state without it stands for;
-    the loop counts in a field of `Progress` (training/actions.py; with a default, set in training/loop.py), which
+    the loop keeps it in a field of `Progress` (training/actions.py; with a default, set in training/loop.py), which
     `SaveAction.state` writes and `SaveAction.restored` reads. A value of a guard, such as a running mean of gradient
     norms, is instead a field of GuardState in training/guards.py, with a default too, and nothing is added here.
-    Tensors belong to the adapter or the optimizer. Raise FORMAT_VERSION only where an older state would be read wrongly; states of
-    another version are never read.
+    Tensors belong to the adapter or the optimizer. Raise FORMAT_VERSION only where an older state would be read
+    wrongly; states of another version are never read.
     """
 
     step: int

@@ -61,8 +61,9 @@ def sample_losses(
 ) -> Tensor:
     """Return the float32 mean error of each sample over its own elements, [B].
 
-    `delta` [B] is where an error function turns from quadratic to linear, for those that do. `mask_weights` [B, 1, H, W] have a mean of
-    1 over each sample: masked positions count less, while each sample counts as much as without a mask.
+    `delta` [B] is where an error function turns from quadratic to linear, for those that do. `mask_weights`
+    [B, 1, H, W] have a mean of 1 over each sample: masked positions count less, while each sample counts as much as
+    without a mask.
     """
     # bf16 has 8 bits of mantissa: squares and their mean over 10^5 elements are computed in float32.
     difference = predicted.float() - targets.float()
