@@ -83,7 +83,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         file.write_text(json.dumps({name: record[name] for name in record if name != key}))
         with pytest.raises(RequestError, match=f"has no {key}"):
             run_folder.read_run(tmp_path / "toy")
-    with pytest.raises(RequestError, match="runs there: apple, toy"):
+    with pytest.raises(RequestError, match="runs beside it: apple, toy"):
         run_folder.read_run(tmp_path / "zebra")
 
 
