@@ -17,10 +17,14 @@ def write_made(family: str, **changed: Any) -> None:
 
 
 def text_of(tables: Mapping[str, Any]) -> str:
-    """Return the text of a tables.json: a row of layers a line, costs as `_written` has them."""
+    """Return the text of a tables.json: a row of layers a line, costs as `_written` has them.
+
+    A new family has layers first: a plan, and the script that traces costs, then find no key for them.
+    """
     layers: Sequence[Any] = tables.get("layers", ())
     rows = json.dumps(layers, separators=(",", ":")).replace("]],[", "]],\n[")
-    return f'{{"layers":{rows},\n"costs": {_written(tables.get("costs", {}))}}}\n'
+    costs = f',\n"costs": {_written(tables["costs"])}' if "costs" in tables else ""
+    return f'{{"layers":{rows}{costs}}}\n'
 
 
 def _written(value: Any, depth: int = 0) -> str:
