@@ -56,7 +56,13 @@ SHORT_TEXT_TOKENS = 64
 CHUNKED_TEXT_TOKENS = 231
 """Three chunks of CLIP's 77 tokens."""
 EMBEDDED = Path(lora_trainer.__file__).with_name("embedded")
-COUNTS = ("num_layers", "num_single_layers", "n_layers")
+COUNTS = (
+    "num_layers",
+    "num_single_layers",
+    "n_layers",
+    "num_mmdit_layers",
+    "num_single_dit_layers",
+)
 """Keys of a configuration that count equal blocks."""
 UNEQUAL = "dual_attention_layers"
 """Key that names blocks unlike the others; a network with such is traced whole."""

@@ -22,6 +22,7 @@ from tests.fakes.tiny_base import tiny_table
 ORIGINAL = re.compile(
     r"(?:img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder|t_embedder|y_embedder"
     r"|context_embedder|distilled_guidance_layer|(?:double|single)_stream_modulation\w*|layers|\w+_refiner"
+    r"|init_x_linear|cond_seq_linear|modF|final_linear|double_layers|single_layers"
     r"|double_blocks\.\d+\.(?:img|txt)_|single_blocks\.\d+\.(?:linear|modulation)|joint_blocks)"
 )
 """Names of a release's own layers, of all names that stand for a layer in adapter files."""

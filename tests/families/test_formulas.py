@@ -150,6 +150,12 @@ def lumina2(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     return -torch.stack(answers)
 
 
+def auraflow(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """SimpleTuner's and diffusion-pipe's: time from image (0) to noise (1), no mask over the padded text."""
+    answer: Tensor = network(noisy, encoder_hidden_states=told["text"], timestep=sigma).sample
+    return answer
+
+
 VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "flux": flux,
     "chroma": chroma,
@@ -158,6 +164,7 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "qwen": qwen,
     "zimage": zimage,
     "lumina2": lumina2,
+    "auraflow": auraflow,
 }
 """Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
 
@@ -244,6 +251,9 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
         "text": pipeline.encode_prompt(prompt, max_sequence_length=512)[0]
     },
     "lumina2": lumina2_text,
+    "auraflow": lambda pipeline, prompt: {
+        "text": pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)[0]
+    },
 }
 
 

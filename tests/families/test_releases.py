@@ -77,9 +77,10 @@ def vae(kind: str) -> Any:
 
 
 def numbers(network: nn.Module) -> int:
-    """Count parameters, and buffers that are saved: SD3's table of positions."""
-    tables = [b for n, b in network.state_dict().items() if n.endswith("pos_embed.pos_embed")]
-    return sum(tensor.numel() for tensor in (*network.parameters(), *tables))
+    """Count parameters, and buffers that are saved: SD3's table of positions, which AuraFlow's learns."""
+    counted = dict(network.named_parameters())
+    tables = {n: b for n, b in network.state_dict().items() if n.endswith("pos_embed.pos_embed")}
+    return sum(tensor.numel() for tensor in {**tables, **counted}.values())
 
 
 @pytest.mark.parametrize(("name", "source"), SOURCES, ids=lambda value: value)
@@ -167,15 +168,15 @@ def test_no_name_of_a_part_is_stated_twice(table: str) -> None:
 def test_a_family_states_the_text_encoder_that_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
     brought = {
         "text_encoders": {
-            "umt5": {
-                "kind": "umt5",
-                "network": "UMT5EncoderModel",
+            "byt5": {
+                "kind": "byt5",
+                "network": "T5EncoderModel",
                 "width": 8,
                 "parameters": 100,
                 "sizes": {"layers": 2, "inner": 16},
             }
         },
-        "text_layers": {"umt5": {"block.#.q": ["inner", "width"]}},
+        "text_layers": {"byt5": {"block.#.q": ["inner", "width"]}},
         "vaes": {"own": {"parameters": 5}},
     }
     tables = {name: family_table(name) for name in families.NAMES}
@@ -183,8 +184,8 @@ def test_a_family_states_the_text_encoder_that_it_brings(monkeypatch: pytest.Mon
     tables[last] = {**tables[last], **brought}
     monkeypatch.setattr(releases, "family_table", tables.__getitem__)
     monkeypatch.setattr(releases, "text_network", text_network.__wrapped__)
-    found = releases.text_network("umt5")
-    assert (found.role, found.network, found.width) == ("umt5", "UMT5EncoderModel", 8)
+    found = releases.text_network("byt5")
+    assert (found.role, found.network, found.width) == ("byt5", "T5EncoderModel", 8)
     assert found.layers == {"block.0.q": (16, 8), "block.1.q": (16, 8)}
     assert part_row("vaes", "own") == {"parameters": 5}
 

@@ -1,0 +1,1 @@
+"""The family of AuraFlow, and of what is made from it."""
