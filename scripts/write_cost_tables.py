@@ -56,13 +56,7 @@ SHORT_TEXT_TOKENS = 64
 CHUNKED_TEXT_TOKENS = 231
 """Three chunks of CLIP's 77 tokens."""
 EMBEDDED = Path(lora_trainer.__file__).with_name("embedded")
-COUNTS = (
-    "num_layers",
-    "num_single_layers",
-    "n_layers",
-    "num_mmdit_layers",
-    "num_single_dit_layers",
-)
+COUNTED = re.compile(r"n(?:um)?_(?!refiner)(?:\w+_)?layers")
 """Keys of a configuration that count equal blocks."""
 UNEQUAL = "dual_attention_layers"
 """Key that names blocks unlike the others; a network with such is traced whole."""
@@ -214,6 +208,7 @@ def points_of(grid: Grid) -> tuple[Point, ...]:
 def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a release, its modules and its traces by dtype and targets."""
     started = time.monotonic()
+    print(f"{facts.source} is traced, which takes minutes", flush=True)
     costs: dict[str, Any] = {}
     grid = grid_of(family, facts)
     kinds = TRANSFORMER_KINDS if isinstance(family, FlowFamily) else UNET_KINDS
@@ -310,7 +305,7 @@ def cost(
         peak = traced_cost.saved_bytes + traced_cost.temporary_bytes
         return {**asdict(traced_cost), "temporary_bytes": peak}
 
-    block_counts = {key: int(whole[key]) for key in COUNTS if whole.get(key)}
+    block_counts = {key: int(n) for key, n in whole.items() if COUNTED.fullmatch(key) and n}
     if whole.get(UNEQUAL):
         block_counts = {}
     few = dict.fromkeys(block_counts, FEW_BLOCKS)

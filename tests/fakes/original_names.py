@@ -19,15 +19,16 @@ from torch import Tensor
 from lora_trainer import families
 from tests.fakes.tiny_base import tiny_table
 
+_TESTS = {name: tiny_table(name)["tests"] for name in families.NAMES}
 ORIGINAL = re.compile(
     r"(?:img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder|t_embedder|y_embedder"
     r"|context_embedder|distilled_guidance_layer|(?:double|single)_stream_modulation\w*|layers|\w+_refiner"
-    r"|init_x_linear|cond_seq_linear|modF|final_linear|double_layers|single_layers"
-    r"|double_blocks\.\d+\.(?:img|txt)_|single_blocks\.\d+\.(?:linear|modulation)|joint_blocks)"
+    r"|double_blocks\.\d+\.(?:img|txt)_|single_blocks\.\d+\.(?:linear|modulation)|joint_blocks"
+    + "".join(f"|{said['original']}" for said in _TESTS.values() if "original" in said)
+    + ")"
 )
-"""Names of a release's own layers, of all names that stand for a layer in adapter files."""
+"""Names of a release's own layers, of all names that stand for a layer in adapter files; `original` has a family's."""
 RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_TESTS = {name: tiny_table(name)["tests"] for name in families.NAMES}
 NORMS: Mapping[str, Mapping[str, str]] = {
     name: _TESTS[said.get("norms_like", name)]["norms"]
     for name, said in _TESTS.items()

@@ -77,14 +77,11 @@ class Place(Toy):
         return self.arguments("--name", run, *more, steps=STEPS, **settings)
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Place]:
-    """One dataset and cache per family, with a run `whole`."""
-    trained = {}
-    for name in families.NAMES:
-        folder = toy(tmp_path_factory.mktemp(name), images=3).folder
-        trained[name] = Place(folder=folder, name=name)
-        assert run_cli(trained[name].command("whole")) == 0, name
+@pytest.fixture
+def place(name: str, tmp_path: Path) -> Place:
+    """A dataset and cache of the family, with a run `whole`."""
+    trained = Place(folder=toy(tmp_path, images=3).folder, name=name)
+    assert run_cli(trained.command("whole")) == 0
     return trained
 
 
@@ -176,16 +173,16 @@ def test_a_sample_is_dropped_the_same_in_any_batch(name: str) -> None:
 
 @FAMILIES
 def test_the_exported_file_gives_the_live_output_in_a_fresh_pipeline(
-    name: str, places: Mapping[str, Place], tmp_path: Path
+    name: str, place: Place, tmp_path: Path
 ) -> None:
     """Of one prediction, and of the run's last sample."""
-    run, family, facts = places[name].runs / "whole", families.family(name), facts_of(name)
+    run, family, facts = place.runs / "whole", families.family(name), facts_of(name)
     file = run / "whole.safetensors"
     if family.formats.written[0] in family.formats.original:
         # Its layers are joined, and diffusers parts them by the widths of the releases alone.
         file = tmp_path / "whole.safetensors"
         line = ["convert", str(run / file.name), "--format", "diffusers", "--output", str(file)]
-        assert run_cli([*line, "--base", str(places[name].base)]) == 0
+        assert run_cli([*line, "--base", str(place.base)]) == 0
     (cached,) = events(run, "cached")
     assert cached["latents"] == 3 and cached["texts"] >= 3
     assert all(np.isfinite(loss) for _, loss, *_ in trajectory(run))

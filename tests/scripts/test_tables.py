@@ -6,6 +6,7 @@ through a model of PyTorch's allocator); a plan that has changed since is stale.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lora_trainer.planning.run_time import MOST_HOURS
 from scripts import allocator_table, make, plan_tables
 from scripts.allocator_table import Cell, planned
 from scripts.made_tables import text_of
+from scripts.write_cost_tables import COUNTED
 from tests.fakes.nvml import GIB
 
 AGAIN = "run python -m scripts.make, a minute or two a plan"
@@ -67,6 +69,27 @@ def test_the_folder_of_every_family_has_what_is_made_as_it_would_be_made_now() -
     assert not make.old_layers(["zimage"], write=False)
     for name in families.NAMES:
         assert text_of(made_tables(name)) == made_file(name).read_text(encoding="utf-8"), name
+
+
+def test_the_tables_of_a_new_family_have_no_costs_before_they_are_traced() -> None:
+    """A plan, and the script that traces, take the key for costs that are there."""
+    assert json.loads(text_of({"layers": [[["proj", [4, 4], [""]]]]})).keys() == {"layers"}
+
+
+@pytest.mark.parametrize(
+    ("family", "counts"),
+    [
+        ("zimage", {"n_layers"}),
+        ("lumina2", {"num_layers"}),
+        ("flux", {"num_layers", "num_single_layers"}),
+        ("chroma", {"num_layers", "num_single_layers"}),
+        ("auraflow", {"num_mmdit_layers", "num_single_dit_layers"}),
+    ],
+)
+def test_blocks_are_counted_by_the_keys_of_the_configuration(family: str, counts: set[str]) -> None:
+    """A network without one is traced whole, an hour instead of minutes."""
+    architecture = families.family(family).published[0].architecture
+    assert {key for key in architecture if COUNTED.fullmatch(key)} == counts
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
