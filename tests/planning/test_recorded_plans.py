@@ -1,7 +1,8 @@
 """Plans of plan_cases.json are those of recorded_plans.json: values, reasons, bytes, seconds.
 
-At most 40 cases, chosen so that every kind of machine and remedy is met, and one of each family that is not among them. A
-case is the arguments of `planned`; what it does not say is as in `MACHINE` and `request` of tests/fakes/plans.py.
+At most 40 cases, chosen so that every kind of machine and remedy is met, and one of each family that is not among
+them. A case is the arguments of `planned`; what it does not say is as in `MACHINE` and `request` of
+tests/fakes/plans.py.
 After a change that is meant: `python -m tests.planning.test_recorded_plans`, and read the differences.
 """
 
