@@ -12,6 +12,7 @@ import pytest
 
 from lora_trainer import api
 from lora_trainer.checkpoint.states import load_newest
+from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +65,12 @@ def test_a_loop_that_is_left_stops_the_run_which_goes_on_later(example: Path) ->
     assert not [each for each in threading.enumerate() if each.name == "lora-train"]
     state = load_newest(Path("runs/example/states"), events=EventStream())
     assert state is not None and 1 <= state.step < 200
+
+
+@pytest.mark.parametrize("name", ["CON", "a/b", "trailing."])
+def test_a_plan_refuses_the_name_that_the_run_would_refuse(example: Path, name: str) -> None:
+    with pytest.raises(RequestError, match="cannot be the name of a run"):
+        api.plan(example, settings={"output.name": name})
 
 
 def test_an_error_reaches_the_loop(example: Path) -> None:

@@ -21,6 +21,7 @@ from lora_trainer.common.processes import made_to_stay, quiet_libraries, read_di
 from lora_trainer.config import Priority
 from lora_trainer.run.plan_text import plan_json
 from lora_trainer.run.prepare import Prepared, Request, prepare
+from lora_trainer.run.run_folder import name_of_new_run
 
 if TYPE_CHECKING:  # these import torch
     from lora_trainer.reporting.score import Validation
@@ -75,7 +76,9 @@ def plan(
         processes=count,
         sharing=count,
     )
-    return TrainingPlan(prepared=prepare(request))
+    prepared = prepare(request)
+    name_of_new_run(request.dataset, prepared.config.output.name)
+    return TrainingPlan(prepared=prepared)
 
 
 def train(

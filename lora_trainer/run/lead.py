@@ -70,6 +70,7 @@ from lora_trainer.run.run_folder import (
     has_no_record,
     last_step,
     name_of_folder,
+    name_of_new_run,
     read_run,
 )
 from lora_trainer.run.run_job import run_job
@@ -108,7 +109,7 @@ def _plan_and_run(request: Request, ranks: ProcessGroup, listeners: Sequence[Lis
     previous = _previous(request)
     if previous is None:
         # Before anything is planned or downloaded; a preset may still give another.
-        _new_name(request, request.asked.value("output.name"))
+        name_of_new_run(request.dataset, request.asked.value("output.name"))
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
     on_bytes = _download_phase(EventStream(listeners=list(listeners)))
     request = replace(request, on_bytes=on_bytes)
@@ -120,7 +121,7 @@ def _plan_and_run(request: Request, ranks: ProcessGroup, listeners: Sequence[Lis
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
     # leaves no folder and does not touch the run it would resume.
     output = prepared.config.output
-    name = _new_name(request, output.name) if previous is None else ""
+    name = name_of_new_run(request.dataset, output.name) if previous is None else ""
     _refuse(request, prepared)
     cache_needs = plan_cache(prepared, prepared.sample_texts)
     refuse_small_cache(prepared, cache_needs)
@@ -240,12 +241,6 @@ def _previous(request: Request) -> Path | None:
     # Runs of earlier versions have the folder's own name.
     earlier = parent / _dataset_name(request)
     return earlier if earlier.is_dir() else parent / name_of_folder(_dataset_name(request))
-
-
-def _new_name(request: Request, asked: object) -> str:
-    """Return the name of a new run; raises RequestError for one that cannot be."""
-    auto = asked in (None, "auto")
-    return checked_name(name_of_folder(_dataset_name(request)) if auto else str(asked))
 
 
 def _dataset_name(request: Request) -> str:

@@ -131,6 +131,12 @@ def name_of_folder(folder: str) -> str:
     return f"_{plain}" if windows_name_problem(plain) else plain
 
 
+def name_of_new_run(dataset: Path, asked: object) -> str:
+    """Return `output.name`, or the name of the dataset's folder where that is auto; raises RequestError."""
+    auto = asked in (None, "auto")
+    return checked_name(name_of_folder(dataset.resolve().name) if auto else str(asked))
+
+
 def create(parent: Path, name: str) -> AbstractContextManager[Path]:
     """Make and claim a new folder `name`, or `name-002`, `-003`, ... if that exists already.
 
