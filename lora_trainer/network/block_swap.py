@@ -119,7 +119,10 @@ def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Return the network's repeated blocks by name, in module order, as diffusers declares them."""
     kinds: Any = network._repeated_blocks or network._no_split_modules
     return {
-        name: module for name, module in network.named_modules() if type(module).__name__ in kinds
+        name: module
+        for name, module in network.named_modules()
+        # AuraFlow's patch embedding, the only one of its kind, must not be split either.
+        if type(module).__name__ in kinds and name.rpartition(".")[2].isdigit()
     }
 
 

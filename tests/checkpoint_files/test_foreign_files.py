@@ -196,7 +196,7 @@ def test_the_page_lists_what_is_read_in_the_words_of_the_messages() -> None:
 def test_a_model_that_has_become_a_family_is_not_refused_by_its_old_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    header = {"double_layers.0.attn.w1q.weight": TensorInfo(dtype="F16", shape=(8, 8))}
-    assert recognise.other_model(header, family="", file_name="aura_flow_0.3") == "AuraFlow"
-    monkeypatch.setattr(recognise, "head", lambda family: {"name": "AuraFlow 0.3"})
-    assert recognise.other_model(header, family="", file_name="aura_flow_0.3") is None
+    header = {"t5_yproj.weight": TensorInfo(dtype="F16", shape=(8, 8))}
+    assert recognise.other_model(header, family="", file_name="mochi_1") == "Mochi, a video model"
+    monkeypatch.setattr(recognise, "head", lambda family: {"name": "Mochi, a video model of today"})
+    assert recognise.other_model(header, family="", file_name="mochi_1") is None

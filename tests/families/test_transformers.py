@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
@@ -341,3 +341,37 @@ def test_parts_of_relatives_are_refused(case: str, tmp_path: Path) -> None:
     edit_json(folder / file, **values)
     with pytest.raises(InputError, match=said):
         facts_at(folder)
+
+
+# ---- AuraFlow's table of positions, and Pony V7, which has its tensors
+
+
+def test_images_beyond_the_table_of_positions_are_refused() -> None:
+    """diffusers gives a row that is too long the positions of the next one."""
+    family, network = families.family("auraflow"), denoiser_of("auraflow")
+    told = {"text": draw(1, 8, 16)}
+    sigma = torch.tensor([500.0])
+    assert family.predict(network, draw(1, 4, 2, 140), sigma, told).shape == (1, 4, 2, 140)
+    with pytest.raises(
+        RequestError, match="142 latents a side, but the base has positions for 140"
+    ):
+        family.predict(network, draw(1, 4, 2, 142), sigma, told)
+
+
+def test_a_table_for_native_squares_alone_is_refused(tmp_path: Path) -> None:
+    """AuraFlow 0.1 and 0.2: as a folder, and as a single file under the releases' own prefix."""
+    old = write_base("auraflow", tmp_path / "old", transformer={"pos_embed_max_size": 4096})
+    with pytest.raises(InputError, match="positions for images of at most 1024 px a side"):
+        facts_at(old)
+    tensors = original_names("auraflow", load_file(old / WEIGHTS))
+    file = tmp_path / "aura_flow_0.2.safetensors"
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, file)
+    with pytest.raises(InputError, match="positions for images of at most 1024 px a side"):
+        facts_at(base_of("auraflow"), family="auraflow", denoiser=file)
+
+
+def test_pony_is_told_by_its_name_and_reads_longer_texts() -> None:
+    for source, tokens in (("fal/AuraFlow-v0.3", 256), ("somebody/Pony-V7-tuned", 768)):
+        release = facts_at(base_of("auraflow"), source=source).release
+        assert release.max_tokens == tokens
+        assert release.variant == ("v0.3" if tokens == 256 else "pony-v7")

@@ -116,7 +116,7 @@ def _write_text(base: Path, folder: Path, name: str, *, read: Sequence[str]) -> 
             if template.is_file() and not has_own_file:
                 settings["chat_template"] = template.read_text(encoding="utf-8")
             target.write_text(json.dumps(settings))
-        case "spiece.model":
+        case "spiece.model" | "tokenizer.model":
             target.write_bytes(spiece(_tokenizer(place)["model"]["vocab"]))
         case _:
             shutil.copyfile(source, target)

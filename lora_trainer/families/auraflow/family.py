@@ -82,8 +82,7 @@ class AuraFlow(FlowFamily):
     formats = TransformerFormats(
         names=AdapterNames(kohya="auraflow", modelspec="auraflow-v1/lora"),
         refused={
-            "kohya": "no program reads diffusers' names of AuraFlow in it; use output.format=diffusers, "
-            "which diffusers and ComfyUI read",
+            "kohya": "neither diffusers nor ComfyUI reads AuraFlow in it; use output.format=diffusers, which both read",
         },
     )
 
@@ -119,7 +118,7 @@ class AuraFlow(FlowFamily):
         return max((max(shape[:-1]) for shape in found), default=0)
 
     def _refuse_small(self, source: str, positions: int) -> None:
-        """Raise InputError for AuraFlow 0.1 and 0.2, whose table is no larger than a square of the native size."""
+        """Raise InputError for AuraFlow 0.1 and 0.2, whose table fits nothing longer than a native square."""
         if 0 < math.isqrt(positions) * self.traits.patch <= self.latents.native_side:
             raise InputError(
                 f"{source} has positions for images of at most 1024 px a side, as AuraFlow 0.1 and 0.2; images of "
