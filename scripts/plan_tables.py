@@ -95,9 +95,10 @@ validation and sample images. With 20 images, a run on these GPUs takes at most:
 tests/scripts/test_tables.py checks these limits for every release. Three things decide the time: the size of the
 images, the number of updates and the sample images.
 
-**The size of the images.** A U-Net is always trained at its own size. A transformer is trained at its own size, or at
-three quarters, five eighths or half of it (1024, 768, 640 and 512 px), unless you set `data.resolution`. The planner
-takes the largest of these sizes that fits the GPU and finishes 20 images within the hours above on an idle machine.
+**The size of the images.** A U-Net is always trained at its own size. A transformer has four possible sizes: its own
+size (1024 px), three quarters of it (768 px), five eighths (640 px) and half (512 px). The planner takes the largest
+of these sizes that fits the GPU and finishes 20 images within the hours above on an idle machine. If you set
+`data.resolution`, your value stays.
 `plan` shows the larger sizes and the time that they would take. For example, with `balanced` at 1024 px, FLUX.1 would
 train for 9 hours on 12 GB and for 8 hours on 16 GB. If no size finishes in time, the planner takes the fastest size,
 and `plan` warns. Other trainers use the same sizes:
