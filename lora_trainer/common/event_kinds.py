@@ -243,7 +243,7 @@ class Change(Event):
     step: int | None = None
     """None: the step that was reported last."""
     key: str
-    """The setting's key, or words where there is no setting."""
+    """The setting's key, or words for what is not a setting."""
     old: object
     new: object
     reason: str

@@ -260,6 +260,21 @@ def test_a_mask_of_what_the_crop_leaves_out_is_an_error(studio: Studio) -> None:
         studio.encode()
 
 
+def test_a_mask_that_shows_nothing_is_to_be_replaced_whatever_share_of_images_may_be_bad(
+    tmp_path: Path,
+) -> None:
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "a.png")
+    mask = tmp_path / "a-masklabel.png"
+    Image.new("L", (16, 16), 0).save(mask)
+    with pytest.raises(InputError, match="is black everywhere") as caught:
+        scan(tmp_path, settings=DataSettings(masks="files"))
+    assert "raise data.max_bad_fraction" not in str(caught.value)
+    mask.unlink()
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(InputError, match="raise data.max_bad_fraction"):
+        scan(tmp_path, settings=DataSettings(masks="files"))
+
+
 # ---- what is made again
 
 
