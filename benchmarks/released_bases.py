@@ -1,6 +1,6 @@
 """Random bases as their releases lie on the Hub: the same files, names, configurations and dtypes, other numbers.
 
-A folder holds exactly the files that `tests/fakes/hub_files.json` lists as read, with tensors under the
+A folder holds exactly the files that `tests.hub_files` of its family's tiny.toml lists as read, with tensors under the
 names of the released files. A single file has the layout of ComfyUI and A1111; what it lacks (configurations,
 tokenizers) is a folder without weights, as a download of its companion leaves one.
 """
@@ -27,10 +27,9 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer import families  # noqa: E402 - after sys.path
 from lora_trainer.families.files.locate import EMBEDDED_FOLDER  # noqa: E402 - after sys.path
 from tests.fakes.ldm_file import write_checkpoint  # noqa: E402 - after sys.path
+from tests.fakes.tiny_base import released_files  # noqa: E402 - after sys.path
 
-FILES: Mapping[str, Mapping[str, Any]] = json.loads(
-    (ROOT / "tests" / "fakes" / "hub_files.json").read_text(encoding="utf-8")
-)
+FILES = released_files()
 VOCABULARY = 49_408
 _CPU = torch.device("cpu")
 _CLIP = {

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import AddedToken, CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from lora_trainer import families
 from lora_trainer.families.base.tables import FAMILIES
 from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 
@@ -35,6 +36,14 @@ PRINTABLE = string.ascii_letters + string.digits + string.punctuation
 def tiny_table(name: str) -> dict[str, Any]:
     """Return the contents of a family's tiny.toml."""
     return tomllib.loads((FAMILIES / name / "tiny.toml").read_text(encoding="utf-8"))
+
+
+def released_files() -> dict[str, dict[str, Any]]:
+    """Return the files of releases on the Hub by id, as `tests.hub_files` of the families lists them."""
+    files: dict[str, dict[str, Any]] = {}
+    for name in families.NAMES:
+        files |= tiny_table(name)["tests"]["hub_files"]
+    return files
 
 
 def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:

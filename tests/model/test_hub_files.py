@@ -1,8 +1,8 @@
 """First runs from the Hub: what is fetched of each real release's files, and that it is enough.
 
-tests/fakes/hub_files.json lists the files: `read` is what loading a release needs, `left` the rest of what is there,
-each with where the list was found. A folder is made from a family's tiny base; files to be left hold no model, so
-that one that is fetched shows.
+`tests.hub_files` of a family's tiny.toml lists the files: `read` is what loading a release needs, `left` the rest of
+what is there, each with where the list was found. A folder is made from a family's tiny base; files to be left hold no
+model, so that one that is fetched shows.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.hub_server import REVISION, HubServer, hub_in_process
 from tests.fakes.ldm_file import write_checkpoint
-from tests.fakes.runs import ROOT, run_cli, toy
-from tests.fakes.tiny_base import t5_tokenizer
+from tests.fakes.runs import run_cli, toy
+from tests.fakes.tiny_base import released_files, t5_tokenizer
 
 KLEIN = "black-forest-labs/FLUX.2-klein-base-4B"
 PROMPT = "a photo of a red square"
@@ -57,7 +57,7 @@ def read_json(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-LISTS: Mapping[str, Mapping[str, Any]] = read_json(ROOT / "tests" / "fakes" / "hub_files.json")
+LISTS = released_files()
 
 
 def publish(hub: HubServer, source: str, base: Path, *, name: str | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,18 @@ def text_encoder_in(header: Header) -> tuple[str, str, int] | None:
 
     The width is 0 where the table names no tensor of that length.
     """
-    for name, marks, kind, width_ending in signature_tables()["text_encoders"]:
+    for name, marks, kind, width_ending in _text_encoder_rows():
         if fits(header, marks):
             shapes = [header[key].shape for key in header if key.endswith(width_ending or "?")]
             return name, kind, next((shape[0] for shape in shapes if shape), 0)
     return None
+
+
+def _text_encoder_rows() -> Iterator[Sequence[str]]:
+    """Yield the rows of text encoders that families bring, then those of signatures.toml."""
+    for family in family_names():
+        yield from family_table(family)["files"].get("text_encoders", ())
+    yield from signature_tables()["text_encoders"]
 
 
 @cache
