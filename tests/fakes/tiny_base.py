@@ -73,13 +73,13 @@ def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pat
             if verb != "make" and parts[part] is not None:
                 DRAWS[verb](attrgetter(place)(SimpleNamespace(**parts)))
             elif described[part] is not None:
-                parts[part] = _made(described[part])
+                parts[part] = make_part(described[part])
         pipeline = kind(**parts, **flags)
     pipeline.save_pretrained(folder)
     return folder
 
 
-def _made(entries: Mapping[str, Any]) -> Any:
+def make_part(entries: Mapping[str, Any]) -> Any:
     while "like" in entries:
         own = dict(entries)
         entries = {**PARTS[own.pop("like")], **own}

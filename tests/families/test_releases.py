@@ -55,7 +55,7 @@ SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux
 def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each text encoder as it is published and the part of it that is loaded."""
     for part in families.family(name).text.networks.values():
-        is_qwen3, kind, role = part.role.startswith("qwen3"), part.network, part.role
+        is_qwen3, kind, role = part.kind == "qwen3", part.network, part.role
         if is_qwen3:
             kind = "Qwen3ForCausalLM"
             role = (
@@ -68,7 +68,7 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
         network_class = getattr(transformers, kind)
         network = network_class(network_class.config_class(**TEXTS[role]))
         loaded = network.model if is_qwen3 else network
-        yield network, loaded.model.language_model if name == "qwen" else loaded
+        yield network, loaded.get_submodule(families.family(name).text.inner)
 
 
 def vae(kind: str) -> Any:

@@ -51,7 +51,13 @@ if TYPE_CHECKING:
 
 AdapterTargets = Targets | Literal["text_encoder"]
 # Kind of an encoder -> prefix of its layers' names in the public releases.
-_TEXT_MODELS = {"clip": "text_model.", "qwen3": "model.", "qwen25": "model.", "gemma2": "model."}
+_TEXT_MODELS = {
+    "clip": "text_model.",
+    "qwen3": "model.",
+    "qwen25": "model.",
+    "qwen3vl": "model.",
+    "gemma2": "model.",
+}
 
 
 class Family(ABC):

@@ -132,6 +132,21 @@ class MaskedEncoder(TransformersEncoder):
         return outputs.hidden_states, tokens["mask"].to(outputs.hidden_states[0].device)
 
 
+def without_padding(states: Tensor, mask: Tensor) -> Conditioning:
+    """Return `text` [B, L, D] of states without the tokens of padding, zeros behind shorter texts, and `text_mask`.
+
+    By the mask, not by length: whether a tokenizer pads at the left or at the right is in its own files.
+    """
+    from torch.nn.utils.rnn import pad_sequence
+
+    texts = [states[is_token] for states, is_token in zip(states, mask.bool(), strict=True)]
+    masks = [mask.new_ones(len(text)) for text in texts]
+    return {
+        "text": pad_sequence(texts, batch_first=True),
+        "text_mask": pad_sequence(masks, batch_first=True),
+    }
+
+
 # ---- language models
 
 
@@ -185,22 +200,12 @@ class Qwen3Encoder(MaskedEncoder):
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         import torch
-        from torch.nn.utils.rnn import pad_sequence
 
         states, mask = self.states(tokens)
         # The layers' channels one after another, as Flux2KleinPipeline._get_qwen3_prompt_embeds orders them.
         text = torch.cat([states[layer] for layer in self.layers], dim=-1)
         # klein's network gets no mask and reads the padding too.
-        if self.padded:
-            return {"text": text}
-        # By the mask, not by length: whether the tokenizer pads at the
-        # left or at the right is in its own files.
-        texts = [states[is_token] for states, is_token in zip(text, mask.bool(), strict=True)]
-        masks = [mask.new_ones(len(states)) for states in texts]
-        return {
-            "text": pad_sequence(texts, batch_first=True),
-            "text_mask": pad_sequence(masks, batch_first=True),
-        }
+        return {"text": text} if self.padded else without_padding(text, mask)
 
 
 # ---- T5's vocabulary from SentencePiece's own file, where it was published without tokenizer.json

@@ -1,0 +1,103 @@
+"""Qwen3-VL as a text encoder: its language model alone, which reads prompts without images.
+
+A family has a subclass that chooses the states it reads, the text around a prompt and its padding. Torch-free to
+import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lora_trainer.families.base.facts import Conditioning
+from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder, without_padding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Prefixes of the vision tower and the language head in files, which no text goes through.
+QWEN3_VL_UNREAD = ("visual.", "model.visual.", "lm_head.")
+# The language model in `Qwen3VLForConditionalGeneration`; in `Qwen3VLModel` it is the end of this name.
+QWEN3_VL_INNER = "model.language_model"
+
+
+@dataclass(kw_only=True, eq=False)
+class Qwen3VLEncoder(MaskedEncoder):
+    """The language model of Qwen3-VL; `networks` has its `Qwen3VLTextModel`.
+
+    `free_tokens` are those at the front of the template, which are read and then dropped from the text.
+    """
+
+    layers: ClassVar[tuple[int, ...]]
+    """Numbers of the blocks behind which states are read (0: the embeddings), joined along the channels."""
+    last_norm: ClassVar[bool] = True
+    """Whether the state behind the last block goes through the network's last norm."""
+    ending: ClassVar[str] = ""
+    """What follows a prompt, also one that is cut. The end of `template` is cut off with the prompt."""
+
+    def __post_init__(self) -> None:
+        from torch import nn
+
+        if not self.last_norm:
+            # Since transformers 5 the last of `hidden_states` is the normed one. A network without that norm gives
+            # the other, and calls in several threads (network/offload.py) need no hook.
+            network: Any = self.networks[self.last]
+            network.norm = nn.Identity()
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return `ids` and `mask` [B, tokens], with `ending` behind each prompt."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        tokenizer, ending = self.tokenizers[self.last], self._ending_ids()
+        room = self.facts.release.max_tokens + self.free_tokens - len(ending)
+        texts = [self.template(prompt) for prompt in prompts]
+        read = tokenizer(texts, truncation=True, max_length=room).input_ids
+        rows = [torch.tensor([*ids, *ending]) for ids in read]
+        side = self.padding_side or tokenizer.padding_side
+        pad = tokenizer.pad_token_id
+        return {
+            "ids": pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side),
+            "mask": pad_sequence(
+                [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
+            ),
+        }
+
+    def prompt_room(self) -> int:
+        return super().prompt_room() - len(self._ending_ids())
+
+    def _ending_ids(self) -> list[int]:
+        tokenizer = self.tokenizers[self.last]
+        return list(tokenizer(self.ending, add_special_tokens=False).input_ids)
+
+    def positions(self, mask: Tensor) -> Tensor:
+        """Return the place of each token [B, tokens] of a mask: tokens are counted, padding is not."""
+        return (mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+    def states(self, tokens: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the states of `layers`, each [B, tokens, channels], and the mask, both with the dropped tokens."""
+        network = self.networks[self.last]
+        device = next(network.parameters()).device
+        places = self.positions(tokens["mask"]).to(device)
+        outputs = self.run(
+            self.last,
+            tokens["ids"],
+            tokens["mask"],
+            # Time, row and column, which are equal for text.
+            position_ids=places.expand(3, *places.shape),
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        states = tuple(outputs.hidden_states[layer] for layer in self.layers)
+        return states, tokens["mask"].to(device)
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, tokens, channels of all layers] without padding and dropped tokens, and `text_mask`."""
+        import torch
+
+        states, mask = self.states(tokens)
+        return {
+            name: each[:, self.free_tokens :]
+            for name, each in without_padding(torch.cat(states, dim=-1), mask).items()
+        }
