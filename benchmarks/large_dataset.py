@@ -150,9 +150,9 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
 def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
     """Find which samples each step of an epoch takes and in what micro-batches; return the steps."""
     from lora_trainer.cache.cache_plan import Entries
+    from lora_trainer.families.base.noise_levels import table_levels
     from lora_trainer.run.build import texts_as
     from lora_trainer.training.dataloader import TrainingDataLoader
-    from lora_trainer.training.noise import table_levels
 
     config = prepared.config
     samples = [sample for record in prepared.trained for sample in record.sample_ids()]

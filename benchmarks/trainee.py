@@ -30,10 +30,10 @@ from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import Config
 from lora_trainer.families.base.facts import BaseFacts, Geometry
 from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.noise_levels import levels_of
 from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Batch, Model, collate
-from lora_trainer.training.noise import levels_of
 from lora_trainer.training.schedules import learning_rate
 from lora_trainer.training.step import Training
 

@@ -20,8 +20,8 @@ from lora_trainer.config import Priority
 from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.noise_levels import levels_of
 from lora_trainer.families.base.tables import family_table
-from lora_trainer.training.noise import levels_of
 from scripts.marked_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "objective.md"

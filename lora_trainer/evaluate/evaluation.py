@@ -28,6 +28,7 @@ from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.families.base.facts import Geometry
+from lora_trainer.families.base.noise_levels import Level
 from lora_trainer.families.base.sampling import Sampler, build_sampler
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
@@ -45,7 +46,6 @@ from lora_trainer.run.saving import WeightFigures, weight_figures
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loss import Model, add_noise, target
-from lora_trainer.training.noise import Level
 
 QUANTILES = 16
 # Most trained and most held-out images whose losses are measured: enough for a mean, in bounded time.

@@ -31,6 +31,7 @@ from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.scan import cache_in
 from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.families.base.noise_levels import levels_of
 from lora_trainer.families.base.texts import WEIGHTS, TextEncoder
 from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
@@ -48,7 +49,6 @@ from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loss import Model
-from lora_trainer.training.noise import levels_of
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer
 
 

@@ -25,7 +25,8 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.records import epoch_order, sample_id
 from lora_trainer.families.base.facts import Conditioning, Prediction
-from lora_trainer.training.noise import Level, Levels, draw_noise, loss_delta, loss_weight
+from lora_trainer.families.base.noise_levels import Level, Levels
+from lora_trainer.training.noise import draw_noise, loss_delta, loss_weight
 
 
 @dataclass(frozen=True, kw_only=True)

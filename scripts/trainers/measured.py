@@ -37,9 +37,10 @@ from lora_trainer.config.losses import LOSSES
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.noise_levels import levels_of
 from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.reading import import_file
-from lora_trainer.training.noise import levels_of, loss_delta, loss_weight
+from lora_trainer.training.noise import loss_delta, loss_weight
 from lora_trainer.training.schedules import learning_rate
 from tests.importing.corpus import CASES
 

@@ -23,9 +23,9 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
+from lora_trainer.families.base.noise_levels import Level
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.loss import collate
-from lora_trainer.training.noise import Level
 from tests.fakes.training import CPU, SQUARE, TALL, WIDE, build_feeder
 
 EVERYTHING = DataSettings(flip=True, caption_dropout=0.3)

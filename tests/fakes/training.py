@@ -30,13 +30,13 @@ from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings
 from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.families.base.facts import BaseFacts, Prediction
 from lora_trainer.families.base.layout import DENOISER, Layout
+from lora_trainer.families.base.noise_levels import table_levels
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.training import optimizers, schedules
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
-from lora_trainer.training.noise import table_levels
 from lora_trainer.training.step import Training, compute_gradients_with_oom_retry
 from tests.fakes.tiny_base import write_base
 

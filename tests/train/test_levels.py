@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.training.noise import flow_levels, table_levels
+from lora_trainer.families.base.noise_levels import flow_levels, table_levels
 from scripts.timestep_table import (
     REFERENCES,
     SD3,

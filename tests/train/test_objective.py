@@ -23,9 +23,9 @@ from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.config.losses import LOSSES
 from lora_trainer.families.base.facts import Prediction
+from lora_trainer.families.base.noise_levels import Level
 from lora_trainer.training.dataloader import Sample
 from lora_trainer.training.loss import Model
-from lora_trainer.training.noise import Level
 from tests.fakes.training import CPU, build_feeder
 
 SCHEDULER = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
