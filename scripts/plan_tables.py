@@ -16,7 +16,6 @@ from typing import Any
 from lora_trainer.common.wording import gib
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.layers import AskedFor, lowered_to, resolve
-from lora_trainer.config.running import MemorySettings
 from lora_trainer.families import NAMES, family, known_base
 from lora_trainer.families.base.family import Family
 from lora_trainer.hardware.machine import GIB, Hardware, tier
@@ -57,14 +56,14 @@ step as a range. For a whole run it shows the middle of the range; the run may t
 
 The planner tries combinations of four settings:
 
-* the precision of the base: unquantised, 8 bits (int8) or 4 bits (nf4); `planning/memory_choice.py` chooses;
-* gradient checkpointing, from nothing recomputed to block inputs kept in host memory;
-* the number of streamed blocks;
-* the number of images at a time.
+* the precision of the base: unquantised, 8 bits (int8) or 4 bits (nf4);
+* gradient checkpointing, from `none` to `offloaded` ([memory.md](memory.md#gradient-checkpointing));
+* the number of streamed blocks: blocks of the base that wait in host memory and are copied to the GPU for each use;
+* the number of images of a batch that go through the network at once.
 
 The planner never changes the batch size. If you set the precision of the base, that precision stays. If you set one of
 the other three settings, the planner may replace your value by one that needs less memory, never by one that needs
-more.
+more. `planning/memory_choice.py` does this search.
 
 The priority decides between the combinations that fit:
 
@@ -77,9 +76,10 @@ The priority decides between the combinations that fit:
 | `speed` | 1.1 | 1.2 |
 | `balanced` | 1.2 | 1.5 |
 
-Drawing sample images during training also needs memory. The planner keeps sample images if they fit with the chosen
-precision of the base and make a step at most a fifth longer. If no combination fits, the run is refused, and the error
-names the nearest setting that fits.
+Drawing sample images during training also needs memory, so a combination with room for them may have slower steps. The
+planner takes it if the precision of the base stays the same and a step is at most a fifth longer. Otherwise the run
+draws no sample images. If no combination fits at all, the run is refused, and the error names the nearest setting that
+fits.
 
 ## How long a run takes
 
@@ -99,6 +99,7 @@ images, the number of updates and the sample images.
 size (1024 px), three quarters of it (768 px), five eighths (640 px) and half (512 px). The planner takes the largest
 of these sizes that fits the GPU and finishes 20 images within the hours above on an idle machine. If you set
 `data.resolution`, your value stays.
+
 `plan` shows the larger sizes and the time that they would take. For example, with `balanced` at 1024 px, FLUX.1 would
 train for 9 hours on 12 GB and for 8 hours on 16 GB. If no size finishes in time, the planner takes the fastest size,
 and `plan` warns. Other trainers use the same sizes:
@@ -121,8 +122,8 @@ of the steps and more than three minutes, they are drawn at every second save, o
 transformer draws two samples instead of four (one for Lumina-Image 2.0 with the tier `10-12`).
 
 A larger dataset takes longer: the number of steps grows with the number of images, up to 160 images. A slower GPU also
-takes longer. `plan` shows the time of each part of the run. It warns if the run takes more hours than the limit of its
-priority.
+takes longer. `plan` shows the time of each part of the run, and warns if the whole run takes longer than the hours
+above.
 
 The table shows the hours of a run, and the size of its images in px:
 """
@@ -243,7 +244,7 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
     yield "image size", [f"{made.config.data.resolution} px" for made in plans]
     yield "base kept in", [str(memory.base_precision) for memory in memories]
     yield "blocks streamed", [str(memory.streamed_blocks) for memory in memories]
-    yield "recomputed", [_recomputed(memory) for memory in memories]
+    yield "gradient checkpointing", [str(memory.gradient_checkpointing) for memory in memories]
     yield (
         "batch, images at once",
         [f"{made.config.train.batch_size}, {made.config.memory.micro_batch}" for made in plans],
@@ -278,10 +279,6 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
         "seconds a step",
         [" to ".join(f"{seconds:.2g}" for seconds in made.seconds_per_step) for made in plans],
     )
-
-
-def _recomputed(memory: MemorySettings) -> str:
-    return str(memory.gradient_checkpointing)
 
 
 def _items(title: str, made: Plan) -> Iterator[str]:

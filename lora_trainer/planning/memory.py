@@ -371,7 +371,7 @@ def _sampling(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     yield vae_weights(costs)
     # Guidance predicts with the prompt and the negative prompt together; decoding comes later.
     size = max(decoding, 2 * forward_bytes)
-    note = f"decoding {side_px}x{side_px} px in fp32, or a guided forward pass"
+    note = f"the larger of: decoding {side_px}x{side_px} px in fp32, a guided forward pass"
     yield MemoryItem("sample image", size, note)
 
 
@@ -399,7 +399,7 @@ def _slack(items: Sequence[MemoryItem], load: Load) -> MemoryItem:
     holes, segments = (HOLES, 0.0) if load.expandable else (HOLES_OF_SEGMENTS, SEGMENTS)
     holes_bytes = min(int(holes * moved_bytes), temporary_bytes)
     size = PAGES_BYTES + int(segments * moved_bytes) + holes_bytes
-    return MemoryItem(SLACK, size, "holes between tensors, and rests of segments")
+    return MemoryItem(SLACK, size, "holes between tensors, and unused ends of segments")
 
 
 def sum_bytes(items: Iterable[MemoryItem]) -> int:
