@@ -100,7 +100,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
     if not (same_base and prepared.dataset.fingerprint == orders.fingerprint):
         part = "dataset" if same_base else "base"
         raise InputError(
-            f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
+            f"process {ranks.dist_env.rank} finds another {part} under the same name as process 0",
             fix="give all machines the same files",
         )
     setup_torch(prepared)
