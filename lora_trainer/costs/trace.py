@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lora_trainer.costs import meta_kernels
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
 from lora_trainer.families.base.family import Family
@@ -179,7 +180,7 @@ class LiveStorages(TorchDispatchMode):
         if function.is_view or packet is _ATEN._unsafe_view:
             return function(*args, **kwargs)
         self.kernels += packet not in _ALLOCATIONS
-        result = function(*args, **kwargs)
+        result = meta_kernels.run(function, args, kwargs)
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
         if not function._schema.is_mutable:  # else it wrote to a storage that was there before
