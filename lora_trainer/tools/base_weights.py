@@ -25,7 +25,7 @@ from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import DENOISER, WeightPlace
 from lora_trainer.families.base.releases import released_layers
 from lora_trainer.families.files.locate import describe, locate
-from lora_trainer.families.files.weight_files import AGAIN, BESIDE_WEIGHTS, unread_quantisation
+from lora_trainer.families.files.weight_files import AGAIN, is_beside_weight, unread_quantisation
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.base_layers import LayerNames, released_names
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
@@ -193,8 +193,8 @@ def open_file(path: Path, stack: ExitStack) -> Opened:
         file = stack.enter_context(open_checked(path))
     except InputError as error:
         raise InputError(error.found, fix=AGAIN) from None
-    kind = unread_quantisation(path, file.entries)
-    scale = next((n for n in file.entries if n.rpartition(".")[2] in BESIDE_WEIGHTS), None)
+    kind = unread_quantisation(path)
+    scale = next(filter(is_beside_weight, file.entries), None)
     if kind or scale:  # a training reads some of these; these tools cannot write them
         raise InputError(
             f"{path.name} is quantised{f' {kind}' if kind else f': it has scales such as {scale}'}",

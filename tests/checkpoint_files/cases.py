@@ -19,7 +19,8 @@ from tests.checkpoint_files.layouts import UNET, Shapes, network, prefixed, whol
 class Case:
     """One file: `refused` is what the refusal says, "" for a base of `family`; `missing` parts are downloaded.
 
-    `beside` are tensors with a dtype and bytes of their own.
+    `beside` are tensors with a dtype and bytes of their own, `stored` those with a dtype of their own. `layout` is
+    ComfyUI's name of the layout of the blocks' matrices.
     """
 
     name: str
@@ -31,9 +32,11 @@ class Case:
     refused: str = ""
     dtype: str = "BF16"
     scales: str = ""
+    layout: str = ""
     file: str = "model.safetensors"
     metadata: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
+    stored: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 BOTH, NOTHING = "VAE, the text encoders", "configurations"
@@ -115,6 +118,31 @@ def transformers() -> Iterator[Case]:
         yield Case(title, shapes, family, variant, missing, **more)
 
 
+def quantised() -> Iterator[Case]:
+    """Yield files of Comfy-Org, black-forest-labs and users in ComfyUI's layouts, most of them by their names."""
+    zimage, klein, qwen = network("zimage"), network("flux2", 1), prefixed(UNET, network("qwen"))
+    fp8, convrot = {"layout": "float8_e4m3fn"}, {"layout": "int8_tensorwise"}
+    rows: tuple[tuple[str, Shapes, str, str, dict[str, Any]], ...] = (
+        ("z_image_turbo_int8_convrot", zimage, "zimage", "turbo", convrot),
+        ("z_image_turbo_nvfp4", zimage, "zimage", "turbo", {"layout": "nvfp4"}),
+        ("z_image_int8_convrot", zimage, "zimage", "base", convrot | {"dtype": "F32"}),
+        ("flux-2-klein-9b-fp8", klein, "flux2", "klein-9b", fp8),
+        ("flux-2-klein-base-9b-nvfp4", klein, "flux2", "klein-base-9b", {"layout": "nvfp4"}),
+        ("qwen_image_mxfp8", qwen, "qwen", "", {"layout": "mxfp8"}),
+        ("qwen_image_fp8mixed", qwen, "qwen", "", fp8),
+        ("flux1-dev-mxfp8", network("flux"), "flux", "dev", {"layout": "mxfp8"}),
+        ("flux1-dev-int8_convrot", network("flux"), "flux", "dev", convrot),
+        ("chroma1-hd_nvfp4", network("chroma"), "chroma", "", {"layout": "nvfp4"}),
+        ("sd3.5_large_fp8_scaled", network("sd3", 1), "sd3", "large", fp8),
+        ("lumina2_mxfp8", network("lumina2"), "lumina2", "", {"layout": "mxfp8"}),
+        ("sdxl_int8_convrot", whole_unet("sdxl", network("sdxl")), "sdxl", "", convrot),
+    )
+    for title, shapes, family, variant, more in rows:
+        missing, prediction = (NOTHING, "epsilon") if family == "sdxl" else (BOTH, "flow")
+        file = f"{title}.safetensors"
+        yield Case(title, shapes, family, variant, missing, prediction, file=file, **more)
+
+
 def refused() -> Iterator[Case]:
     sd15, sd2, xl = (network(name) for name in ("sd15", "sd2", "sdxl"))
     xl_named = network("sdxl", original=False)
@@ -169,4 +197,4 @@ def refused() -> Iterator[Case]:
         yield Case(names, dict.fromkeys(names.split(), (8, 8)), refused=words)
 
 
-CASES = [*unets(), *transformers(), *refused()]
+CASES = [*unets(), *transformers(), *quantised(), *refused()]

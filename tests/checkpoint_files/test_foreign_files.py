@@ -136,12 +136,11 @@ def scales(dtype: str, *shape: int) -> dict[str, tuple[str, tuple[int, ...], byt
 FP8 = "F8_E4M3"
 ROWS, COLUMNS = 9216, 3072
 QUANTISED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mxfp8": (FP8, layout(format="mxfp8") | scales("U8", ROWS, COLUMNS // 32), "as mxfp8 "),
     "mxfp8 without its word": (FP8, scales("F8_E8M0", ROWS, COLUMNS // 32), "as mxfp8, fp8 in blocks"),
     "fp8 in blocks": (FP8, scales("F32", ROWS // 128, COLUMNS // 128), "as fp8 in blocks"),
-    "nvfp4": ("U8", layout(format="nvfp4") | scales(FP8, ROWS, COLUMNS // 16), "as nvfp4 "),
-    "int8": ("I8", layout(format="int8_tensorwise") | scales("F32", ROWS, 1), "as int8_tensorwise "),
-    "int8 ConvRot": ("I8", layout(format="int8_tensorwise", convrot=True), "as int8_tensorwise ConvRot"),
+    "one layer of nvfp4": ("U8", layout(format="nvfp4") | scales(FP8, ROWS, COLUMNS // 16), "as nvfp4, but the scale"),
+    "one layer of int8": ("I8", layout(format="int8_tensorwise") | scales("F32", ROWS, 1), r"\(.*weight is I8\)"),
+    "int8 ConvRot without scales": ("I8", layout(format="int8_tensorwise", convrot=True), "as int8_tensorwise ConvRot"),
     "4 bits ConvRot": ("I8", layout(format="convrot_w4a4"), "as convrot_w4a4 "),
     "int8 of others": ("I8", {}, r"\(.*weight is I8\)"),
     "a layout of tomorrow": (FP8, layout(format="fp5_dream"), "as fp5_dream"),

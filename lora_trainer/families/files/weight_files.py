@@ -1,8 +1,9 @@
 """Weight files: the header and the tensors of safetensors and GGUF, and which quantisation is not read.
 
-A header is read without torch. GGUF's format is that of ggml (docs/gguf.md), with ComfyUI-GGUF's
-`comfy.gguf.orig_shape.NAME` for tensors that were reshaped before quantisation; the package gguf is needed to
-load such a file, not to plan with it. Every function raises InputError naming the file.
+A header is read without torch. ComfyUI's layouts of quantised weights are in quantised_layouts.py. GGUF's format is
+that of ggml (docs/gguf.md), with ComfyUI-GGUF's `comfy.gguf.orig_shape.NAME` for tensors that were reshaped before
+quantisation; the package gguf is needed to load such a file, not to plan with it. Every function raises InputError
+naming the file.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from lora_trainer.common.errors import InputError, MachineError
 from lora_trainer.families.base.layout import Header, TensorInfo
 from lora_trainer.families.files.foreign import FIRST_BYTES, ForeignFileError, check_first_bytes
 from lora_trainer.families.files.hub_files import GGUF
+from lora_trainer.families.files.quantised_layouts import (
+    BESIDE_WEIGHTS,
+    LAYOUT,
+    UnreadLayoutError,
+    WeightLayout,
+    quantised_weights,
+    stated_layers,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,64 +47,82 @@ MAX_KEY_LENGTH = 1_000
 # How much of a file is mapped at a time while its tensors are read.
 READ_BYTES = 2**28
 AGAIN = "download the base model again"
+_Layouts = Mapping[str, WeightLayout | UnreadLayoutError]
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
-# Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names).
-_WEIGHT_SCALES = ("scale_weight", "weight_scale")
-BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 # What is read, in the words of every message and page.
-READABLE = "fp32, bf16, fp16, fp8 plain or with a scale per tensor or row, and GGUF"
+READABLE = (
+    "fp32, bf16, fp16, fp8 plain or with a scale per tensor or row, ComfyUI's int8 (ConvRot too), mxfp8 and nvfp4, "
+    "and GGUF"
+)
 _USE_READABLE = (
     "use such a version of this model; lora-train quantises it again where memory asks for it"
 )
-# Layouts of ComfyUI's `comfy_quant` (JSON beside a weight) that are read: fp8 with a scale.
-_READ_LAYOUTS = frozenset({"float8_e4m3fn", "float8_e5m2"})
-_LAYOUT = "comfy_quant"
 # Kinds of quantisation that are not read -> endings of the tensors that give them away.
 _QUANTISED = (
     (
         "bitsandbytes (NF4, INT8)",
         (".absmax", ".quant_map", ".SCB", ".quant_state.bitsandbytes__nf4"),
     ),
-    ("NVFP4", (".weight_scale_2",)),
     ("SVDQuant (Nunchaku) or GPTQ", (".qweight", ".wscales")),
     ("fp8 in blocks", (".weight_scale_inv",)),
     ("torchao or quanto stores it", ("._data", ".weight_qdata", ":qdata")),
 )
-# Numbers of blocks' scales are powers of two of 8 bits: mxfp8 (OCP microscaling).
-_SCALE_EXPONENTS = frozenset({"U8", "F8_E8M0"})
 # Dtypes that no layer of an unquantised network has; I64 and I32 are positions.
 _PACKED = frozenset({"I8", "U8", "I4", "U4", "F4", "F8_E8M0", "F6_E2M3", "F6_E3M2"})
 
 
 def read_header(file: Path) -> Header:
-    """Return the weights in a safetensors or GGUF file, without the scales of fp8 weights.
+    """Return the weights in a safetensors or GGUF file, by their shapes in the network, without their scales.
 
     Raises InputError for a truncated or foreign file.
     """
-    return {
-        name: info
-        for name, info in _raw_header(file).items()
+    tensors, layouts = _raw_header(file)
+    header = dict[str, TensorInfo]()
+    for name, info in tensors.items():
         # Scales are not layers: they would count as parameters, and no network has them.
-        if name.rpartition(".")[2] not in BESIDE_WEIGHTS
-    }
+        if is_beside_weight(name):
+            continue
+        layout = layouts.get(name)
+        shape = layout.shape if isinstance(layout, WeightLayout) else info.shape
+        header[name] = TensorInfo(dtype=info.dtype, shape=shape)
+    return header
 
 
-def _raw_header(file: Path) -> Header:
-    """Return all tensors of a weight file, scales too."""
+def is_beside_weight(name: str) -> bool:
+    """Return whether a tensor describes the quantised weight beside it and is not a weight itself."""
+    return name.rpartition(".")[2] in BESIDE_WEIGHTS
+
+
+def _raw_header(file: Path) -> tuple[Header, _Layouts]:
+    """Return all tensors of a weight file, scales too, and the layouts of its quantised weights by their names.
+
+    A layout is an UnreadLayoutError where it is not read, that of the name "" where the whole file's list is not.
+    """
     with _as_input_error(file):
         if file.suffix == GGUF:
-            tensors = _read_gguf(file)[0]
-        else:
-            with file.open("rb") as stream:
-                header, _ = safetensors_header(stream)
+            tensors: Header = _read_gguf(file)[0]
+            check_limits(tensors)
+            return tensors, {}
+        with file.open("rb") as stream:
+            header, start = safetensors_header(stream)
             tensors = {
                 name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"]))
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        check_limits(tensors)
-    return tensors
+            check_limits(tensors)
+            texts = dict[str, bytes]()
+            for name in tensors:
+                if name.rpartition(".")[2] == LAYOUT:
+                    begin, end = header[name]["data_offsets"]
+                    stream.seek(start + begin)
+                    texts[name] = stream.read(min(end - begin, MAX_KEY_LENGTH))
+    try:
+        stated = stated_layers(tensors, texts, header.get("__metadata__") or {})
+    except UnreadLayoutError as error:
+        return tensors, {"": error}
+    return tensors, dict(quantised_weights(tensors, stated))
 
 
 @contextmanager
@@ -181,30 +208,29 @@ def check_limits(tensors: Header) -> None:
 
 def refuse_quantised(file: Path) -> None:
     """Raise InputError for weights in a quantisation that is not read: taken as numbers they are noise."""
-    if kind := unread_quantisation(file, _raw_header(file)):
-        raise InputError(
-            f"{file.name} is quantised {kind}; readable are {READABLE}", fix=_USE_READABLE
-        )
+    if kind := unread_quantisation(file):
+        raise _unread(file, kind)
 
 
-def unread_quantisation(file: Path, tensors: Header) -> str:
+def _unread(file: Path, kind: str) -> InputError:
+    return InputError(
+        f"{file.name} is quantised {kind}; readable are {READABLE}", fix=_USE_READABLE
+    )
+
+
+def unread_quantisation(file: Path) -> str:
     """Return the quantisation that is not read, to follow "quantised"; empty if all of a file's tensors are read."""
-    for layout, name in _stated_layouts(file, tensors):
-        if layout not in _READ_LAYOUTS:
-            return f"as {layout} ({name})"
+    tensors, layouts = _raw_header(file)
     for kind, endings in _QUANTISED:
         if first := next((name for name in tensors if name.endswith(endings)), None):
             return f"as {kind} ({first})"
-    for name, info in tensors.items():
-        stem, _, ending = name.rpartition(".")
-        weight = tensors.get(f"{stem}.weight")
-        if ending not in _WEIGHT_SCALES or weight is None:
-            continue
-        if math.prod(info.shape) not in (1, *weight.shape[:1]):
-            kind = "mxfp8, fp8" if info.dtype in _SCALE_EXPONENTS else "fp8"
-            return f"as {kind} in blocks ({name} is {list(info.shape)})"
+    for layout in layouts.values():
+        if isinstance(layout, UnreadLayoutError):
+            return str(layout)
     readable = GGUF_TYPES if file.suffix == GGUF else _FLOATS
     for name, info in tensors.items():
+        if name in layouts or is_beside_weight(name):
+            continue
         # Norms, biases and buffers keep their type in quantised files and say nothing.
         is_weight = name.endswith("weight") and info.dtype not in readable
         if len(info.shape) > 1 and (is_weight or info.dtype in _PACKED):
@@ -212,32 +238,10 @@ def unread_quantisation(file: Path, tensors: Header) -> str:
     return ""
 
 
-def _stated_layouts(file: Path, tensors: Header) -> Iterator[tuple[str, str]]:
-    """Yield (layout, tensor) of each different layout that ComfyUI's quantised files state beside their weights."""
-    names = [name for name in tensors if name.rpartition(".")[2] == _LAYOUT]
-    if not names or file.suffix == GGUF:
-        return
-    seen = set[bytes]()
-    with file.open("rb") as stream:
-        header, start = safetensors_header(stream)
-        for name in names:
-            begin, end = header[name]["data_offsets"]
-            stream.seek(start + begin)
-            text = stream.read(min(end - begin, MAX_KEY_LENGTH))
-            if text in seen:
-                continue
-            seen.add(text)
-            with suppress(ValueError, RecursionError):
-                stated = json.loads(text)
-                if isinstance(stated, dict):
-                    turned = " ConvRot" if stated.get("convrot") else ""
-                    yield f"{str(stated.get('format'))[:40]}{turned}", name
-
-
 def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return tensors cast to `dtype`, wanted name -> tensor; `names` maps it to the name in the file.
 
-    An fp8 weight is multiplied by its scale in float32; tensors stored in `dtype` are views of the mapped
+    Quantised weights are restored in float32, some rows at a time; tensors stored in `dtype` are views of the mapped
     file. Pages of a mapped file that were read count as memory of the process until the mapping is closed.
     The file is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16
     copy. Raises InputError for a broken file.
@@ -256,38 +260,30 @@ def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) ->
                 packed = dequantize_gguf_tensor(packed)
             tensors[name] = packed.reshape(shapes[stored_name].shape).to(dtype)
         return tensors
+    from lora_trainer.families.files.dequantise import dequantised
+
+    layouts = _raw_header(file)[1]
     unread = deque(names.items())
     try:
         while unread:
             with safe_open(file, framework="pt") as mapped:
-                read_bytes, present = 0, set(mapped.keys())
+                read_bytes = 0
                 while unread and read_bytes < READ_BYTES:
                     name, stored_name = unread.popleft()
                     stored = mapped.get_tensor(stored_name)
                     read_bytes += stored.nbytes
-                    # Of a name that does not end in "weight" nothing is removed; it has no scale.
-                    stem = stored_name.removesuffix("weight")
-                    scale_name = next(
-                        (f"{stem}{end}" for end in _WEIGHT_SCALES if f"{stem}{end}" in present), ""
-                    )
-                    if scale_name and stem != stored_name:
-                        stored = _scaled(file, stored_name, stored, mapped.get_tensor(scale_name))
-                    tensors[name] = stored.to(dtype)
+                    match layouts.get(stored_name, layouts.get("")):
+                        case None:
+                            tensors[name] = stored.to(dtype)
+                        case WeightLayout() as layout:
+                            beside = {each: mapped.get_tensor(each) for each in layout.beside}
+                            tensors[name] = dequantised(stored, layout, beside, dtype=dtype)
+                        case UnreadLayoutError() as error:
+                            raise _unread(file, str(error))
                     del stored  # a tensor of the file keeps the whole mapping open
     except SafetensorError as error:
         raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
     return tensors
-
-
-def _scaled(file: Path, name: str, stored: Tensor, scale: Tensor) -> Tensor:
-    """Return an fp8 weight times its scale, float32; the scale is one number or one per row."""
-    rows = scale.float().flatten()
-    if len(rows) not in (1, len(stored)):
-        raise InputError(
-            f"{file} has {len(rows):,} scales for the {len(stored):,} rows of {name}; readable are {READABLE}",
-            fix=_USE_READABLE,
-        )
-    return stored.float() * rows.reshape(-1, *[1] * (stored.dim() - 1))
 
 
 def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
