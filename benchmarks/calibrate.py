@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer.common.event_kinds import Finished  # noqa: E402 - after sys.path
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
 from lora_trainer.common.files import read_json_object  # noqa: E402 - after sys.path
-from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402 - after sys.path
+from lora_trainer.reporting.run_record import RUN_FILE  # noqa: E402 - after sys.path
+from lora_trainer.run.run_folder import EVENTS_FILE  # noqa: E402 - after sys.path
 
 EXAMPLE = ROOT / "datasets" / "example"
 TRIGGER = "zibbo"

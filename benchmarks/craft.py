@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer.common.event_kinds import Event, Finished, Validation  # noqa: E402 - after sys.path
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
 from lora_trainer.config.optimizers import OPTIMIZERS  # noqa: E402 - after sys.path
-from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402 - after sys.path
+from lora_trainer.reporting.run_record import RUN_FILE  # noqa: E402 - after sys.path
+from lora_trainer.run.run_folder import EVENTS_FILE  # noqa: E402 - after sys.path
 
 ALL_RUNS: Mapping[str, Any] = {
     "hardware.device": "cpu",

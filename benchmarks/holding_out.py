@@ -37,7 +37,8 @@ from lora_trainer.evaluate.evaluation import (  # noqa: E402 - after sys.path
     evaluated_lora_of,
     prepare_again,
 )
-from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE  # noqa: E402 - after sys.path
+from lora_trainer.reporting.run_record import RUN_FILE  # noqa: E402 - after sys.path
+from lora_trainer.run.run_folder import EVENTS_FILE  # noqa: E402 - after sys.path
 
 EXAMPLE = ROOT / "datasets" / "example"
 FRESH_IMAGES = 24

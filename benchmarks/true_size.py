@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
 from lora_trainer.common.files import read_json_object  # noqa: E402 - after sys.path
+from lora_trainer.reporting.run_record import RUN_FILE, read  # noqa: E402 - after sys.path
 
 GIB = 1 << 30
 STEPS, SAVED_STEP = 3, 2
@@ -249,11 +250,10 @@ class _Work:
     def _phases(self, done: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return for each phase of the whole run, or of the killed and resumed one, the two sizes."""
         names = ("killed", "resumed") if self.short else ("whole",)
-        record = self.runs / ("broken" if self.short else "whole") / "run.json"
-        if not record.is_file() or not all(name in done["parts"] for name in names):
+        run = self.runs / ("broken" if self.short else "whole")
+        if not (run / RUN_FILE).is_file() or not all(name in done["parts"] for name in names):
             return []
-        plan = read_json_object(record)["plan"]["memory"]
-        predicted, rows = plan["phases"], []
+        predicted, rows = read(run).plan.memory.phases, []
         for name, peak in _highest([done["parts"][name]["peaks"] for name in names]).items():
             size = predicted.get(PREDICTED_BY.get(name, ""))
             measured = peak["resident_bytes"]

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import read_json_object, user_path, windows_name_problem
+from lora_trainer.common.files import user_path, windows_name_problem
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware.machine import detect
-from lora_trainer.reporting.history import mapping, sequence
+from lora_trainer.reporting.run_record import read
 
 from .bases import EMBEDDED, RECOMMENDED
 from .drafts import Draft
@@ -114,14 +114,13 @@ def recorded_dataset(run: Path) -> Path | None:
     A run.json records names, not paths; a command typed in another folder may lead nowhere.
     """
     try:
-        record = read_json_object(run / "run.json")
+        record = read(run)
     except RequestError:
         return None
-    name = mapping(record, "dataset").get("name")
-    for word in sequence(record, "command"):
+    for word in record.command if record.dataset.name else ():
         try:
-            folder = Path(user_path(str(word))).resolve()
-            if folder.name == name and folder.is_dir():
+            folder = Path(user_path(word)).resolve()
+            if folder.name == record.dataset.name and folder.is_dir():
                 return folder
         except (OSError, RuntimeError, ValueError):  # too long for a name, as prompts are; no user
             continue

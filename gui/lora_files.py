@@ -15,17 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.event_kinds import Validation, event_of_row
-from lora_trainer.common.files import disk_error, read_json_object
+from lora_trainer.common.files import disk_error
+from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import against_base, one_line, public_source
 from lora_trainer.lora_file.base_layers import recognise
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
 from lora_trainer.lora_file.read import read_contents
-from lora_trainer.reporting.history import mapping
+from lora_trainer.reporting.run_record import RunRecord, read
 from lora_trainer.reporting.status import read_status
 
 from . import runs
@@ -167,8 +167,8 @@ def recorded_base(file: LoraFile) -> str:
 
     A header names a base without its folder; a tool's result is for the run's base if the names agree.
     """
-    source = mapping(_record(file.path.parent), "base").get("source")
-    if not isinstance(source, str):
+    source = _record(file.path.parent).base.source
+    if not source:
         return ""
     same = file.trained or read_header(file).base == public_source(source)
     return source if same else ""
@@ -297,7 +297,7 @@ def _files(folder: Path) -> Iterator[LoraFile]:
         paths = sorted(folder.iterdir())
     except OSError:  # it was removed meanwhile
         return
-    name = str(_record(folder).get("name") or folder.name)
+    name = _record(folder).name or folder.name
     best, names, status = read_best(folder), read_names(folder), read_status(folder)
     for path in paths:
         if path.suffix != SUFFIX or path.name.startswith(".") or path.is_symlink():
@@ -346,11 +346,11 @@ def _header(path: Path, stamp: Stamp) -> Header:
     )
 
 
-def _record(folder: Path) -> Mapping[str, Any]:
+def _record(folder: Path) -> RunRecord:
     try:
-        return read_json_object(folder / "run.json")
+        return read(folder)
     except RequestError:
-        return {}
+        return of_json(RunRecord, {})
 
 
 def _validations(folder: Path) -> Mapping[int, float]:

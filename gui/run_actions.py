@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.files import read_json_object
 from lora_trainer.config import PRIORITIES
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import Control, Request
-from lora_trainer.reporting.history import mapping, read_history
+from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import end_process, read_status
 
 from . import command_lines, drafts, runs, setting_edit
@@ -74,15 +74,13 @@ def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
     change that the end of the run advises. Raises RequestError for no run or one without records, MachineError.
     """
     folder = runs.run_folder(work.runs, run)
-    record = read_json_object(folder / "run.json")
-    plan = mapping(record, "plan")
+    record = read(folder)
     dataset = command_lines.recorded_dataset(folder)
-    source = mapping(record, "base").get("source")
-    priority = str(plan.get("priority"))
+    priority = record.plan.priority
     draft = drafts.Draft(
         id=drafts.new_id(),
         dataset=str(dataset) if dataset is not None else "",
-        base=source if isinstance(source, str) else "",
+        base=record.base.source,
         priority=priority if priority in PRIORITIES else "balanced",
         settings=chosen_settings(record),
         step=2 if dataset is not None else 1,

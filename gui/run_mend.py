@@ -7,12 +7,10 @@ for a button that trains again with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lora_trainer.config.config import SettingInfo, all_settings
-from lora_trainer.reporting.history import mapping
+from lora_trainer.reporting.run_record import RunRecord
 
 from .run_settings import chosen_settings, preset_values
 from .run_state import Look
@@ -40,7 +38,7 @@ class Mend:
         return f"Train again with {name} {self.text}"
 
 
-def mend_of(seen: Look, record: Mapping[str, Any]) -> Mend | None:
+def mend_of(seen: Look, record: RunRecord) -> Mend | None:
     """Return what the message of a failed run advises to change; None where it names no setting.
 
     `record` is run.json. A setting somebody chose that the message names is left to the preset where that is advised.
@@ -53,7 +51,7 @@ def mend_of(seen: Look, record: Mapping[str, Any]) -> Mend | None:
         chosen = chosen_settings(record)
         named = [key for key in chosen if key in known and key in f"{what} {fix}"]
         if named:
-            usual = preset_values(mapping(record, "plan")).get(named[0])
+            usual = preset_values(record.plan).get(named[0])
             return Mend(
                 setting=known[named[0]], text=text_of(known[named[0]], usual), is_usual=True
             )

@@ -21,10 +21,11 @@ from lora_trainer.config.config import (
     retired_in,
     without_retired,
 )
-from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, AskedFor, resolve
+from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, AskedFor, Origin, resolve
 from lora_trainer.reporting.charts import Html
-from lora_trainer.reporting.history import Row, mapping
+from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.report import value_text
+from lora_trainer.reporting.run_record import RunRecord
 
 from .markup import inline, join, table, tag
 
@@ -37,21 +38,21 @@ _HEAD = ("setting", "value", "the preset has", "decided by", "why")
 _ALL_HEAD = ("setting", "value", "decided by", "why", "what it does")
 
 
-def settings_html(run: Row) -> Html:
+def settings_html(run: RunRecord) -> Html:
     """Return what differs from the preset, what was typed first, and all settings folded away."""
-    values, plan = mapping(run, "settings"), mapping(run, "plan")
+    values, plan = run.settings, run.plan
     if not values:
         return tag("p", "No settings were recorded yet.", class_="quiet")
     shown = _Settings(
         values=values,
-        origins=mapping(run, "origins"),
+        origins=run.origins,
         preset=preset_values(plan),
         known={info.key: info for info in all_settings()},
     )
     changed = [key for key in values if shown.preset.get(key) != values[key]]
     typed = [key for key in changed if shown.layer(key).startswith(_BY_YOU)]
     decided = [key for key in changed if key not in typed]
-    name = f"{plan.get('preset')}, priority {plan.get('priority')}" if plan else "unknown"
+    name = f"{plan.preset}, priority {plan.priority}" if plan.preset else "unknown"
     gone = [
         f"{k}={values[k]}" for k in (*retired_in(values, "refused"), *retired_in(values, "result"))
     ]
@@ -79,9 +80,9 @@ def settings_html(run: Row) -> Html:
     )
 
 
-def preset_values(plan: Row) -> Mapping[str, Any]:
+def preset_values(plan: PlanRecord) -> Mapping[str, Any]:
     """Return all settings as the preset of a plan has them, the defaults where it is unknown."""
-    family, tier, priority = (str(plan.get(key)) for key in ("family", "tier", "priority"))
+    family, tier, priority = plan.family, plan.tier, plan.priority
     values = {info.key: info.default for info in all_settings()}
     if tier in TIERS and priority in PRIORITIES:
         try:
@@ -98,16 +99,16 @@ def preset_values(plan: Row) -> Mapping[str, Any]:
     return plain
 
 
-def chosen_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+def chosen_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings that somebody chose for a run.
 
     A resumed run no longer says who chose what: there all that differ from the preset count, but those
     that belong to the machine.
     """
-    origins, preset = mapping(record, "origins"), preset_values(mapping(record, "plan"))
+    origins, preset = record.origins, preset_values(record.plan)
     chosen: dict[str, Any] = {}
-    for key, value in without_retired(mapping(record, "settings")).items():
-        layer = str(mapping(origins, key).get("layer", ""))
+    for key, value in without_retired(record.settings).items():
+        layer = origins[key].layer if key in origins else ""
         kept = layer == RESUMED and value != preset.get(key) and not key.startswith(_OF_THE_MACHINE)
         if key in _NOT_CLONED or not (kept or layer.startswith(_BY_YOU)):
             continue
@@ -119,10 +120,10 @@ def chosen_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def compared_settings(record: Mapping[str, Any]) -> dict[str, str]:
+def compared_settings(record: RunRecord) -> dict[str, str]:
     """Return the settings of a run by their labels, without those of its name, its machine and its samples."""
     left_out = (*_NOT_CLONED[1:], *_OF_THE_MACHINE, "output.", "sampling.")
-    values = mapping(record, "settings")
+    values = record.settings
     return {
         info.label: value_text(values[info.key])
         for info in all_settings()
@@ -136,13 +137,16 @@ def _titled(title: str, rows: Sequence[Sequence[str]]) -> Html | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    values: Row
-    origins: Row
+    values: Mapping[str, Any]
+    origins: Mapping[str, Origin]
     preset: Mapping[str, Any]
     known: Mapping[str, SettingInfo]
 
     def layer(self, key: str) -> str:
-        return str(mapping(self.origins, key).get("layer", ""))
+        return self._origin(key).layer
+
+    def _origin(self, key: str) -> Origin:
+        return self.origins.get(key, Origin(layer=""))
 
     def difference(self, key: str) -> tuple[str, ...]:
         before = self._text(key, self.preset[key]) if key in self.preset else ""
@@ -168,4 +172,4 @@ class _Settings:
         return _DECIDERS.get(layer, layer)
 
     def _reason(self, key: str) -> Html:
-        return inline(str(mapping(self.origins, key).get("reason") or ""))
+        return inline(self._origin(key).reason)

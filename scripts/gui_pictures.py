@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from lora_trainer.gui.workplace import Workplace  # noqa: E402 - after sys.path
 
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
 from lora_trainer.queue import commands, worker  # noqa: E402 - after sys.path
+from lora_trainer.reporting import run_record  # noqa: E402 - after sys.path
 from lora_trainer.reporting.control import Control  # noqa: E402 - after sys.path
 from tests.fakes.gui_server import GuiServer, start_gui  # noqa: E402 - after sys.path
 
@@ -217,10 +217,10 @@ def with_findings(folder: Path) -> None:
 def for_other_programs(runs: Path) -> None:
     """Copy the finished run as one of a base that ComfyUI has; only its record names that base."""
     folder = shutil.copytree(runs / "zibbo", runs / "zibbo-large", dirs_exist_ok=True)
-    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    record["base"]["source"] = "stabilityai/stable-diffusion-xl-base-1.0"
-    record["settings"]["data.trigger"] = "zibbo"
-    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    record = run_record.read(folder)
+    base = replace(record.base, source="stabilityai/stable-diffusion-xl-base-1.0")
+    settings = {**record.settings, "data.trigger": "zibbo"}
+    run_record.write(folder, replace(record, base=base, settings=settings))
 
 
 def throw_away(runs: Path) -> None:

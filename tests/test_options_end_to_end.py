@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.reporting.run_record import read as read_record
 from lora_trainer.run import prepare
 from tests.fakes.family_bases import copy_of
 from tests.fakes.runs import (
@@ -188,10 +189,10 @@ def test_no_update_is_larger_than_the_limit(place: Toy) -> None:
 
 
 def test_the_run_and_its_file_say_what_is_trained(place: Toy) -> None:
-    record = json.loads((place.run / "run.json").read_bytes())
-    assert record["dataset"]["images"] == 6, "what is learned"
-    assert len(record["plan"]["memory"]["images_at_once"]) > 3, "two resolutions"
-    time = record["plan"]["time"]
+    record = read_record(place.run)
+    assert record.dataset.images == 6, "what is learned"
+    assert len(record.plan.memory.images_at_once) > 3, "two resolutions"
+    time = record.plan.time
     (started,) = events(place.run, "run_started")
     assert (started["images"], started["regularisation_images"]) == (5, 3)
     with safe_open(place.run / "toy.safetensors", framework="numpy") as file:
@@ -201,7 +202,7 @@ def test_the_run_and_its_file_say_what_is_trained(place: Toy) -> None:
         "ss_loss_type": "huber",
         "ss_network_dropout": "0.1",
         "ss_noise_offset": "0.05",
-        "ss_num_reg_images": str(time["regularisation_per_epoch"]),
+        "ss_num_reg_images": str(time.regularisation_per_epoch),
         "ss_prior_loss_weight": "0.8",
         "ss_scale_weight_norms": "0.05",
     }
@@ -216,12 +217,12 @@ def test_what_is_planned_is_what_is_encoded(place: Toy) -> None:
     """Of six images with two resolutions one is held out, those in `more` are mirrored too, three are priors."""
     run = place.runs / "caching"
     (cached,) = events(place.run, "cached")
-    held_out = json.loads((place.run / "run.json").read_bytes())["dataset"]["held_out"]
+    held_out = read_record(place.run).dataset.held_out
     mirrored = [name for name in ("more/m0.png", "more/m1.png") if name not in held_out]
     twice = len(held_out) - (2 - len(mirrored))
     assert cached["latents"] == 5 * 2 + 2 * len(mirrored) + 1 + (1 - twice) + 3 * 2
     files = (place.folder / "cache of its own").rglob("*.safetensors")
-    planned = json.loads((run / "run.json").read_bytes())["plan"]["disk"]["cache"]
+    planned = read_record(run).plan.disk["cache"]
     assert 0 < sum(file.stat().st_size for file in files) <= 1.2 * planned
 
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import read_json_object
 from lora_trainer.network.block_swap import Streamed
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import BlockRunner
 from lora_trainer.network.pinned_memory import CopyStream
+from lora_trainer.reporting.run_record import read as read_record
 from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver, stream_on_a_processor
@@ -254,9 +254,9 @@ def test_a_run_with_compiled_blocks_goes_on_exactly(
 ) -> None:
     assert tiny.train(steps=4, **COMPILED) == 0
     assert len(made[0]) == 4 * len({*made[0]}), "every pass of every step, and nothing else"
-    record = read_json_object(tiny.run / "run.json")
-    assert record["settings"]["hardware.compile"] == "blocks"
-    assert record["environment"]["exactness"]["compiler"]
+    record = read_record(tiny.run)
+    assert record.settings["hardware.compile"] == "blocks"
+    assert record.environment.exactness["compiler"]
     run, resumed = went_on(tiny, tmp_path / "resumed")
     assert resumed["exactness"] == "EXACT", resumed["differences"]
     assert len(made[1]) == 2 * len({*made[0]})

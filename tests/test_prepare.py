@@ -13,11 +13,12 @@ from PIL import Image
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.records import as_json
 from lora_trainer.config.config import flatten
 from lora_trainer.config.layers import read_settings_file
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.run import prepare
-from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.plan_text import plan_record
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.plans import WITHOUT_CARD, machine
 from tests.fakes.runs import Toy, listing, run_cli, toy
@@ -49,7 +50,7 @@ def with_inputs(prepared: prepare.Prepared, **changes: Any) -> prepare.Prepared:
 
 def remarks(prepared: prepare.Prepared) -> list[dict[str, str]]:
     """Return the remarks of a plan: kind, what and advice of each."""
-    found: list[dict[str, str]] = plan_json(prepared)["remarks"]
+    found: list[dict[str, str]] = as_json(plan_record(prepared).remarks)
     return found
 
 
@@ -329,7 +330,7 @@ def test_a_step_is_shared_by_processes_and_each_is_planned_for_its_share(place: 
         request = replace(asked(place, train__batch_size=batch), processes=len(images))
         shared = prepare.prepare(request, hardware=CARD)
         assert shared.config.train.batch_size == batch
-        assert plan_json(shared)["processes"]["images"] == images
+        assert plan_record(shared).processes.images == images
         assert max(shared.plan.images_at_once.values()) <= max(images)
         warnings = [row["what"] for row in remarks(shared) if row["kind"] == "processes"]
         assert (said in warnings[0]) if said else not warnings

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
+from lora_trainer.reporting.run_record import read as read_record
 from scripts.reliability.kill import free_port
 from tests.fakes.many import CONFIG, HANGING_STARTS, SETTINGS, SPOILT, STEPS
 from tests.fakes.runs import ROOT, Toy, events, last_state, trajectory
@@ -297,8 +298,8 @@ def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]
         timeout=110,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    record = json.loads((place.runs / "machines" / "run.json").read_bytes())
-    assert record["environment"]["exactness"]["processes"] == 2
+    record = read_record(place.runs / "machines")
+    assert record.environment.exactness["processes"] == 2
     assert not list(place.runs.glob("machines-*")), "a run each"
     ours, one = (trajectory(place.runs / name)[:SPOILT] for name in ("machines", "one"))
     assert len(ours) == SPOILT and [row[1] for row in ours] == pytest.approx(

@@ -17,9 +17,9 @@ from torch import nn
 from lora_trainer import families
 from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import build_config
 from lora_trainer.network.quantize import QuantizedLinear
+from lora_trainer.reporting.run_record import read as read_record
 from lora_trainer.run import device as run_device
 from lora_trainer.run import prepare
 from lora_trainer.training.actions import Progress
@@ -163,7 +163,7 @@ def test_a_training_gets_a_base_in_few_bits_and_the_planned_micro_batches(
     quantised = [name for name, layer in layers.items() if isinstance(layer, QuantizedLinear)]
     assert quantised and whole
     assert not [name for name in quantised if set(name.split(".")) & whole]
-    planned = read_json_object(place.run / "run.json")["plan"]["memory"]["images_at_once"]
+    planned = read_record(place.run).plan.memory.images_at_once
     sides = [tuple(int(side) // facts.vae_factor for side in size.split("x")) for size in planned]
     assert any(width != height for width, height in sides)
     assert training.images_at_once == {

@@ -15,9 +15,12 @@ from safetensors.numpy import load_file
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.files import json_bytes
+from lora_trainer.common.records import as_json
 from lora_trainer.config.config import setting_keys
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.run_record import read as read_record
 from lora_trainer.reporting.status import read_status
 from tests.fakes.runs import (
     QUIET,
@@ -72,7 +75,9 @@ def test_a_run_leaves_what_design_names(place: Toy) -> None:
 
 
 def test_run_json_tells_all_about_the_run(place: Toy) -> None:
-    run = json.loads((place.run / "run.json").read_bytes())
+    written = (place.run / "run.json").read_bytes()
+    assert json_bytes(as_json(read_record(place.run))) == written, "all of it is read"
+    run = json.loads(written)
     assert run.keys() >= {"settings", "origins", "base", "plan", "environment", "dataset"}
     assert run["name"] == "toy"
     assert run["settings"].keys() == run["origins"].keys() == set(setting_keys())

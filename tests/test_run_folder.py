@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.records import as_json
 from lora_trainer.config.config import all_settings, flatten, setting_keys
 from lora_trainer.config.running import Config
 from lora_trainer.run import run_folder
@@ -60,31 +60,64 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
         assert claimed == folder and [path.name for path in folder.iterdir()] == [".lock"]
 
 
+RECORD: dict[str, Any] = {
+    "name": "toy",
+    "started_at_s": 1.5,
+    "settings": {"train.steps": 6},
+    "base": {"source": "embedded", "identities": {"denoiser": "cd"}},
+    "environment": {"exactness": {"torch": "2.13.0"}},
+    "dataset": {"fingerprint": "ab"},
+    "plan": {"memory": {"images_at_once": {"64x64": 2}}},
+}
+"""As little as a resume reads of run.json."""
+
+
+def known(content: Any) -> Any:
+    """Return a content of run.json without what counts as not known."""
+    if not isinstance(content, dict):
+        return content
+    found = {key: known(entry) for key, entry in content.items()}
+    return {key: entry for key, entry in found.items() if entry not in (None, "", 0, [], {})}
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    record = {
-        "name": "toy",
-        "started_at_s": 1.5,
-        "settings": {"train.steps": 6},
-        "base": {"source": "embedded", "identities": {}},
-        "environment": {"exactness": {}},
-        "dataset": {"fingerprint": "ab"},
-        "plan": {"memory": {"images_at_once": {}}},
-    }
     for name in ("toy", "apple", "not-a-run"):
         (tmp_path / name).mkdir()
-    file = tmp_path / "toy" / "run.json"
-    for each in (file, tmp_path / "apple" / "run.json"):
-        each.write_text(json.dumps(record))
+    for name in ("toy", "apple"):
+        (tmp_path / name / "run.json").write_text(json.dumps(RECORD))
     read = run_folder.read_run(tmp_path / "toy")
-    assert json.loads(json.dumps(asdict(read))) == record | {
-        "dataset": {"fingerprint": "ab", "held_out": []}
-    }
-    for key in record:
-        file.write_text(json.dumps({name: record[name] for name in record if name != key}))
-        with pytest.raises(RequestError, match=f"has no {key}"):
-            run_folder.read_run(tmp_path / "toy")
+    assert known(as_json(read)) == RECORD, "all of it, and nothing else"
+    assert as_json(read)["dataset"]["held_out"] == []
     with pytest.raises(RequestError, match="runs beside it: apple, toy"):
         run_folder.read_run(tmp_path / "zebra")
+
+
+@pytest.mark.parametrize(
+    ("part", "damaged", "key"),
+    [
+        *((name, None, name) for name in RECORD),
+        ("name", 7, "name"),
+        ("started_at_s", "noon", "started_at_s"),
+        ("settings", ["train.steps"], "settings"),
+        ("base", {"identities": {}}, "base.source"),
+        ("base", {"source": "x", "identities": {"vae": 7}}, "base.identities"),
+        ("environment", {"exactness": [1]}, "environment.exactness"),
+        ("dataset", {"fingerprint": "ab", "held_out": "a.png"}, "dataset.held_out"),
+        ("plan", {"memory": [1]}, "plan.memory"),
+        ("plan", {"memory": {"images_at_once": {"64x64": "2"}}}, "plan.memory.images_at_once"),
+    ],
+)
+def test_a_resume_says_which_part_of_run_json_it_lacks(
+    tmp_path: Path, part: str, damaged: Any, key: str
+) -> None:
+    """Where the part is None it is missing."""
+    content = {
+        name: value for name, value in {**RECORD, part: damaged}.items() if value is not None
+    }
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=f"run.json has no {key} that can be read") as refused:
+        run_folder.read_run(tmp_path)
+    assert refused.value.exit_code == 2 and "restore that file" in str(refused.value)
 
 
 def test_a_run_without_a_state_begins_again_without_what_it_had_logged(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from random_bases import ROOT, write_true_size
 
 from benchmarks.gpu_day.device import Here
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.common.files import read_json_object
+from lora_trainer.common.records import as_json
+from lora_trainer.reporting.run_record import read
 from tests.fakes.tiny_base import write_base
 
 GIB = 1 << 30
@@ -31,8 +32,6 @@ TIERS = {6: "6-8", 8: "6-8", 12: "10-12", 16: "16-24", 24: "16-24"}
 IMAGES = 12
 SIZES_PX = ((1024, 1024), (1216, 832), (832, 1216))
 TINY_PX = ((32, 32), (48, 24), (24, 48))
-CONTEXT = "runtime"
-"""The item of a plan that the allocator does not see."""
 
 
 class NotTrained(Exception):
@@ -98,31 +97,33 @@ def summary(run: Path) -> dict[str, Any]:
 
     `measured_bytes` is the highest that the allocator held, with the plan's share for CUDA's context.
     """
-    record, events = read_json_object(run / "run.json"), read_jsonl(run / "events.jsonl")
+    record, events = read(run), read_jsonl(run / "events.jsonl")
     steps = [row for row in events if row["event"] == "step"]
-    plan, settings = record["plan"]["memory"], record["settings"]
-    context = sum(item["bytes"] for item in plan["items"] if item["name"] == CONTEXT)
+    memory = record.plan.memory
     reserved = max(row["vram_reserved_bytes"] for row in steps)
-    measured = reserved + context if reserved else max(row["host_bytes"] for row in steps)
+    # With the context of CUDA, which the allocator does not see.
+    measured = (
+        reserved + memory.runtime_bytes if reserved else max(row["host_bytes"] for row in steps)
+    )
     changes = [row for row in events if row["event"] == "change"]
     problems = read_jsonl(run / "problems.jsonl")
     return {
-        "predicted_bytes": plan["peak_bytes"],
-        "predicted_phases": plan["phases"],
+        "predicted_bytes": memory.peak_bytes,
+        "predicted_phases": memory.phases,
         "measured_bytes": measured,
-        "over": plan["peak_bytes"] / measured - 1,
+        "over": memory.peak_bytes / measured - 1,
         "allocated_bytes": max(row["vram_bytes"] for row in steps),
         "whole_device_bytes": max(row["vram_used_bytes"] for row in steps),
         "host_bytes": max(row["host_bytes"] for row in steps),
         "step_s": statistics.median(
             row["seconds"] for row in steps if row["step"] > min(WARM_STEPS, len(steps) - 1)
         ),
-        "predicted_time": record["plan"]["time"],
+        "predicted_time": as_json(record.plan.time),
         "changes": [f"{row['key']}: {row['old']} -> {row['new']}" for row in changes],
         "problems": [row["what"] for row in problems if row["severity"] != "note"],
         "settings": {
             key: value
-            for key, value in settings.items()
+            for key, value in record.settings.items()
             if key.startswith(("memory.", "data.resolution", "optimizer.name", "hardware.compile"))
         },
     }

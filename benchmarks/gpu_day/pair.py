@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from benchmarks.gpu_day.capped import NotTrained, base_folder, dataset, trained
 from benchmarks.gpu_day.device import Here
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.common.files import read_json_object
+from lora_trainer.reporting.run_record import read
 
 BASE = "sd15"
 STEPS = {True: 3, False: 10}
@@ -71,7 +71,7 @@ def _two(here: Here) -> dict[str, Any]:
 
 def compared(one: Path, two: Path) -> dict[str, Any]:
     """Return how far the run of two processes is from that of one; raises NotTrained if it is not of two."""
-    processes = read_json_object(two / "run.json")["environment"]["exactness"]["processes"]
+    processes = read(two).environment.exactness.get("processes")
     if processes != 2:
         raise NotTrained(f"{two.name} is of {processes} processes")
     losses, times = [], []

@@ -21,7 +21,7 @@ from lora_trainer.common.wording import (
 )
 from lora_trainer.hardware.nvml import CardState
 from lora_trainer.reporting.charts import Html
-from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
+from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import RunStatus
 
 from ..bases import EMBEDDED
@@ -156,8 +156,8 @@ def take(seen: Look, history: RunHistory) -> Take | None:
         learned=judgement(history, measured[best.step]) if best.step in measured else "",
         best_step=_best_step(history, files),
         others=tuple((f"{step:,}", run_url(run, files[step])) for step in others),
-        is_try_out=mapping(history.run, "base").get("source") == EMBEDDED,
-        trigger=str(mapping(history.run, "settings").get("data.trigger") or ""),
+        is_try_out=history.run.base.source == EMBEDDED,
+        trigger=str(history.run.settings.get("data.trigger") or ""),
         page="/library?" + urlencode({"file": ref}),
         again=_again(run),
     )
@@ -278,12 +278,12 @@ def memory(history: RunHistory) -> Memory | None:
     """
     if not history.steps:
         return None
-    planned = mapping(mapping(history.run, "plan"), "memory")
+    planned = history.run.plan.memory
     last = history.steps[-1]
     reserved_bytes = _highest(row.vram_reserved_bytes for row in history.steps)
     on_card = reserved_bytes > 0
     highest = (
-        reserved_bytes + _runtime_bytes(planned)
+        reserved_bytes + planned.runtime_bytes
         if on_card
         else _highest(row.host_bytes for row in history.steps)
     )
@@ -291,16 +291,10 @@ def memory(history: RunHistory) -> Memory | None:
         now_of="on the GPU, with all that uses it, now {size}" if on_card else "now {size}",
         now_bytes=last.vram_used_bytes if on_card else last.host_bytes,
         highest_bytes=highest,
-        predicted_bytes=number(planned, "peak_bytes"),
-        limit_bytes=number(planned, "limit_bytes") if on_card else math.nan,
+        predicted_bytes=planned.peak_bytes,
+        limit_bytes=planned.limit_bytes if on_card else math.nan,
     )
     return found if found.highest_bytes > 0 else None
-
-
-def _runtime_bytes(planned: object) -> float:
-    items = sequence(planned, "items") if isinstance(planned, dict) else ()
-    named = [item for item in items if isinstance(item, dict) and item.get("name") == "runtime"]
-    return math.fsum(_known(number(item, "bytes")) for item in named)
 
 
 def _highest(values: Iterable[float]) -> float:

@@ -25,6 +25,7 @@ from lora_trainer.common.files import (
 )
 from lora_trainer.queue import commands
 from lora_trainer.reporting.history import mapping, number
+from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import read_status
 
 from .. import lora_files, runs
@@ -182,10 +183,10 @@ def _refuse_busy(work: Workplace, run: Path) -> None:
 
 def _uses(run: Path, dataset: Path) -> bool:
     try:
-        words = read_json_object(run / "run.json").get("command")
+        words = read(run).command
     except RequestError:
         return False
-    return isinstance(words, list) and str(dataset) in map(str, words)
+    return str(dataset) in words
 
 
 def _is_plain(here: str, place: str) -> bool:

@@ -18,8 +18,9 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.events import Listener
 from lora_trainer.common.processes import made_to_stay, quiet_libraries, read_dist_env
+from lora_trainer.common.records import as_json
 from lora_trainer.config import Priority
-from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.plan_text import plan_record
 from lora_trainer.run.prepare import Prepared, Request, prepare
 from lora_trainer.run.run_folder import name_of_new_run
 
@@ -48,7 +49,8 @@ class TrainingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return settings with origins, memory, time and disk, as `lora-train plan --json` prints them."""
-        return plan_json(self.prepared)
+        found: dict[str, Any] = as_json(plan_record(self.prepared))
+        return found
 
 
 def plan(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeGuard, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from lora_trainer.common.records import as_json, figure, is_step, reader_of
 
 Severity = Literal["note", "warning", "error"]
 # Most severe first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-
-# More than any run has, and a number that floats hold exactly.
-MOST_STEPS = 2**53
 
 # Fields that a row has only where they are not the default, which stands here.
 _RARE: Mapping[str, Mapping[str, object]] = {"sample": {"asked": False}, "change": {"step": None}}
@@ -38,7 +37,9 @@ class Event:
         values = ((name, getattr(self, name)) for name in _NAMES[type(self)])
         rare = _RARE.get(self.kind, {})
         return {
-            name: _plain(value) for name, value in values if name not in rare or value != rare[name]
+            name: as_json(value)
+            for name, value in values
+            if name not in rare or value != rare[name]
         }
 
     @property
@@ -46,18 +47,6 @@ class Event:
         """Those of its values that are texts."""
         values = ((name, getattr(self, name)) for name in _NAMES[type(self)])
         return {name: value for name, value in values if isinstance(value, str)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, SampleFile):
-        return {"prompt": value.prompt, "seed": value.seed, "file": value.file}
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return value
 
 
 # ---- any command
@@ -422,23 +411,6 @@ _NAMES: Mapping[type[Event], Sequence[str]] = {
 # ---- a row as an event
 
 
-def is_step(value: Any) -> TypeGuard[int]:
-    """Whether a value of a file is a number of steps that a program can have counted."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
-
-
-# Above every figure of a run.
-_MOST = 1e100
-
-
-def figure(value: Any) -> float:
-    """Return a number of a file, NaN for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return math.nan
-    # Also false for NaN. A sum of larger ones would be infinite, and infinite ones have none.
-    return value if abs(value) < _MOST else math.nan
-
-
 def event_of_row(row: Mapping[str, Any]) -> Event | None:
     """Return a row of events.jsonl or problems.jsonl as an event; None for one without a kind or its step.
 
@@ -457,107 +429,16 @@ def event_of_row(row: Mapping[str, Any]) -> Event | None:
     return kind(**values, time_s=time_s)
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _count(value: Any) -> int:
-    return value if is_step(value) else 0
-
-
-def _count_or_none(value: Any) -> int | None:
-    return value if is_step(value) else None
-
-
-def _figure_or_none(value: Any) -> float | None:
-    number = figure(value)
-    return number if math.isfinite(number) else None
-
-
-def _is_true(value: Any) -> bool:
-    return value is True
-
-
-def _any(value: Any) -> Any:
-    return value
-
-
 def _severity(value: Any) -> Severity:
     return value if value in SEVERITIES else "warning"
 
 
-def _seed(value: Any) -> int | str:
-    return value if isinstance(value, int) else _text(value)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(_text, _list(value)))
-
-
-def _figures(value: Any) -> tuple[float, ...]:
-    return tuple(map(figure, _list(value)))
-
-
-def _pairs(value: Any) -> tuple[tuple[float, float], ...]:
-    pairs = (pair for pair in _list(value) if isinstance(pair, list) and len(pair) == 2)
-    return tuple((float(figure(first)), float(figure(second))) for first, second in pairs)
-
-
-def _images(value: Any) -> tuple[SampleFile, ...]:
-    rows = (row for row in _list(value) if isinstance(row, dict))
-    return tuple(
-        SampleFile(
-            prompt=_text(row.get("prompt")),
-            seed=_seed(row.get("seed")),
-            file=_text(row.get("file")),
-        )
-        for row in rows
-    )
-
-
-def _counts_by_name(value: Any) -> dict[str, int]:
-    return {name: _count(entry) for name, entry in _object(value).items()}
-
-
-def _figures_by_name(value: Any) -> dict[str, float]:
-    return {name: figure(entry) for name, entry in _object(value).items()}
-
-
-_READ: Mapping[Any, Callable[[Any], Any]] = {
-    str: _text,
-    str | None: _text_or_none,
-    int: _count,
-    int | None: _count_or_none,
-    float: figure,
-    float | None: _figure_or_none,
-    bool: _is_true,
-    object: _any,
-    Severity: _severity,
-    Sequence[str]: _texts,
-    Sequence[float]: _figures,
-    Sequence[tuple[float, float]]: _pairs,
-    Sequence[SampleFile]: _images,
-    Mapping[str, int]: _counts_by_name,
-    Mapping[str, float]: _figures_by_name,
-}
-"""How a value of a row becomes one of a field of each type."""
-
-
 def _readers(kind: type[Event]) -> dict[str, Callable[[Any], Any]]:
     types = get_type_hints(kind)
-    return {name: _READ[types[name]] for name in _NAMES[kind]}
+    return {
+        name: _severity if types[name] == Severity else reader_of(types[name])
+        for name in _NAMES[kind]
+    }
 
 
 _READERS = {kind: _readers(kind) for kind in KINDS.values()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -82,12 +82,19 @@ class DatasetReport:
     buckets: Mapping[str, int]
     pictures: tuple[Mapping[str, Any], ...]
 
+    @property
+    def rounded(self) -> DatasetReport:
+        """The report with the score and its parts as they are written."""
+        parts = {name: round(value, 4) for name, value in self.parts.items()}
+        return replace(self, score=round(self.score, 4), parts=parts)
+
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `check --json` and run.json, without the single images."""
+        """Return plain values for `check --json`, without the single images."""
+        rounded = self.rounded
         return {
             "images": self.images,
-            "score": round(self.score, 4),
-            "parts": {name: round(value, 4) for name, value in self.parts.items()},
+            "score": rounded.score,
+            "parts": rounded.parts,
             "findings": [asdict(finding) for finding in self.findings],
             "buckets": dict(self.buckets),
         }

@@ -20,8 +20,8 @@ from typing import Any
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.event_kinds import Cached, Step
 from lora_trainer.common.events import read_events
-from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import flatten
+from lora_trainer.reporting.run_record import read
 from lora_trainer.run.prepare import Prepared, Request, prepare
 
 WARMUP_STEPS = 2
@@ -157,20 +157,20 @@ def _row(settings: Settings, folder: Path) -> BenchRow:
     """Return the measurements in a finished run's folder."""
     events = read_events(folder / "events.jsonl")
     steps = [event for event in events if isinstance(event, Step) and event.step > WARMUP_STEPS]
-    plan = read_json_object(folder / "run.json")["plan"]
+    memory = read(folder).plan.memory
     seconds = statistics.median(step.seconds for step in steps)
     images = steps[-1].images / steps[-1].step
     reserved = max(step.vram_reserved_bytes for step in steps)
-    # The GPU's context and libraries, which the allocator does not see.
-    context = sum(item["bytes"] for item in plan["memory"]["items"] if item["name"] == "runtime")
     cached = next(event for event in events if isinstance(event, Cached))
     return BenchRow(
         name=_name(settings),
         settings=settings,
         seconds_per_step=seconds,
         images_per_s=images / seconds,
-        peak_bytes=reserved + context if reserved else max(step.host_bytes for step in steps),
-        predicted_bytes=plan["memory"]["peak_bytes"],
+        peak_bytes=reserved + int(memory.runtime_bytes)
+        if reserved
+        else max(step.host_bytes for step in steps),
+        predicted_bytes=int(memory.peak_bytes),
         cached_images_per_s=(
             cached.latents / cached.seconds if cached.latents and cached.seconds else None
         ),

@@ -34,10 +34,11 @@ from lora_trainer.common.event_kinds import (
     Stopped,
     Validation,
     event_of_row,
-    figure,
 )
 from lora_trainer.common.events import json_row
 from lora_trainer.common.files import open_regular, read_json_object
+from lora_trainer.common.records import figure, of_json
+from lora_trainer.reporting.run_record import RUN_FILE, RunRecord
 
 Row = Mapping[str, Any]
 
@@ -66,7 +67,7 @@ class RunHistory:
     """A run as its folder tells it; steps ascend."""
 
     folder: Path
-    run: Row
+    run: RunRecord
     started: RunStarted
     """How its last session began; nothing is known of one that was not recorded."""
     steps: tuple[Step, ...]
@@ -241,8 +242,8 @@ class HistoryReader:
 
     def read(self) -> RunHistory:
         """Return the run as its files have it now; raises RequestError for a file that cannot be read."""
-        file = self.folder / "run.json"
-        run = read_json_object(file) if os.path.lexists(file) else {}
+        file = self.folder / RUN_FILE
+        run = of_json(RunRecord, read_json_object(file) if os.path.lexists(file) else {})
         try:
             return self._read(run)
         except OSError as error:
@@ -252,7 +253,7 @@ class HistoryReader:
                 fix="put back the file that the run wrote",
             ) from error
 
-    def _read(self, run: Row) -> RunHistory:
+    def _read(self, run: RunRecord) -> RunHistory:
         anew, events = self._events.read()
         so_far = self._sum = _EventSum() if anew else self._sum
         for event in events:

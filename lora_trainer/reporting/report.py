@@ -28,6 +28,7 @@ from PIL import Image
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.event_kinds import SEVERITIES
 from lora_trainer.common.files import read_json_object, read_regular, write_atomic
+from lora_trainer.common.records import as_json
 from lora_trainer.common.wording import (
     INTERRUPTED_EXIT_CODES,
     against_base,
@@ -38,7 +39,6 @@ from lora_trainer.common.wording import (
 from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, loss_curve, rate_curve, render, smoothed_losses
 from lora_trainer.reporting.history import (
-    Row,
     RunHistory,
     SampleImage,
     mapping,
@@ -46,6 +46,7 @@ from lora_trainer.reporting.history import (
     read_history,
     sequence,
 )
+from lora_trainer.reporting.run_record import FindingRecord
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS
 
 REPORT_FILE = "report.html"
@@ -68,8 +69,8 @@ def document(history: RunHistory) -> Html:
         value_text,
     )
     run = history.run
-    data, values, infos = mapping(run, "dataset"), mapping(run, "settings"), all_settings()
-    findings = [_finding(row) for row in sequence(data, "findings") if isinstance(row, dict)]
+    data, values, infos = run.dataset, run.settings, all_settings()
+    findings = [_finding(found) for found in data.findings]
     # As run.json has them: tuples are lists there.
     defaults = json.loads(json.dumps({info.key: info.default for info in infos}))
     at_default = [key for key in values if key in defaults and values[key] == defaults[key]]
@@ -80,7 +81,7 @@ def document(history: RunHistory) -> Html:
     return render(
         REPORT_FILE,
         history=history,
-        name=str(run.get("name") or history.started.name or history.folder.name),
+        name=run.name or history.started.name or history.folder.name,
         interrupted=INTERRUPTED_EXIT_CODES,
         size_of=partial(size_in, history.folder),
         grid=sample_grid(history),
@@ -98,14 +99,14 @@ def document(history: RunHistory) -> Html:
             for problem in history.problems
         ),
         data=data,
-        buckets=_buckets(data),
+        buckets=_buckets(data.buckets),
         findings=_counted(sorted(findings, key=lambda finding: finding.file)),
         values=values,
         units={info.key: info.unit for info in infos},
         at_default=at_default,
         timings=list(_timings(history)),
-        environment=list(flat(mapping(run, "environment"))),
-        command=shlex.join(str(word) for word in sequence(run, "command")),
+        environment=list(flat(as_json(run.environment))),
+        command=shlex.join(run.command),
         severities=SEVERITIES,
         weights=WEIGHTS,
         utc=partial(datetime.datetime.fromtimestamp, tz=datetime.UTC),
@@ -134,13 +135,13 @@ class Remark:
     """How many of the same there were."""
 
 
-def _finding(row: Row) -> Remark:
+def _finding(found: FindingRecord) -> Remark:
     return Remark(
-        severity=str(row.get("severity") or ""),
-        what=str(row.get("what") or ""),
-        file=str(row.get("file") or ""),
-        advice=str(row.get("advice") or ""),
-        code=str(row.get("code") or ""),
+        severity=found.severity,
+        what=found.what,
+        file=found.file or "",
+        advice=found.advice,
+        code=found.code,
     )
 
 
@@ -151,9 +152,8 @@ def _counted(remarks: Iterable[Remark]) -> list[Remark]:
     return sorted(counted, key=lambda remark: ranks.get(remark.severity, len(ranks)))
 
 
-def _buckets(data: Row) -> list[tuple[str, float, float]]:
+def _buckets(counts: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """Return the buckets with their images and the share of the largest one, the largest first."""
-    counts = {name: number(mapping(data, "buckets"), name) for name in mapping(data, "buckets")}
     most = max(filter(math.isfinite, counts.values()), default=1.0)
     ordered = sorted(counts.items(), key=lambda entry: -entry[1])
     return [(name, count, count / most) for name, count in ordered]
@@ -192,18 +192,13 @@ def _timings(history: RunHistory) -> Iterator[tuple[str, str]]:
     # NaN is never the larger one.
     peaks = {name: max([0.0, *(getattr(row, name) for row in history.steps)]) for name in _MEMORY}
     yield from ((_MEMORY[name], bytes_text(peak)) for name, peak in peaks.items() if peak)
-    memory = mapping(mapping(history.run, "plan"), "memory")
-    predicted = number(memory, "peak_bytes")
+    memory = history.run.plan.memory
+    predicted = memory.peak_bytes
     if not predicted > 0:
         return
     yield "memory, predicted peak", bytes_text(predicted)
-    context = sum(
-        number(item, "bytes")
-        for item in sequence(memory, "items")
-        if isinstance(item, dict) and item.get("name") == "runtime"
-    )
     reserved = peaks["vram_reserved_bytes"]
-    measured = reserved + context if reserved else peaks["host_bytes"]
+    measured = reserved + memory.runtime_bytes if reserved else peaks["host_bytes"]
     if measured:
         yield "predicted over measured", f"{100 * (predicted / measured - 1):+.0f} %"
 

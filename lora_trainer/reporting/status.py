@@ -21,7 +21,6 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.event_kinds import (
-    MOST_STEPS,
     BaseLosses,
     Event,
     Finished,
@@ -35,6 +34,7 @@ from lora_trainer.common.event_kinds import (
 )
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import read_regular, retry_while_open, write_atomic
+from lora_trainer.common.records import MOST_STEPS
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, loss_text, one_line
 
 

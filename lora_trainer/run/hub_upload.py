@@ -19,12 +19,12 @@ from PIL import Image
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.files import read_json_object
 from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
 from lora_trainer.lora_file.metadata import header_settings, tells_of_dataset
+from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt
 
 if TYPE_CHECKING:
@@ -172,11 +172,10 @@ def _model_card(
     format, texts = key_format(contents.parts), contents.metadata
     # As the run's record names it, else as the header does; it may be a path.
     try:
-        record = read_json_object(file.parent / "run.json").get("base")
+        source = read(file.parent).base.source
     except RequestError:  # a file that lies elsewhere
-        record = None
-    source = record.get("source") if isinstance(record, dict) else None
-    if not isinstance(source, str):
+        source = ""
+    if not source:
         source = texts.get("ss_sd_model_name", "")
     base = source if is_repository(source) and not Path(source).exists() else None
     trigger = texts.get("modelspec.trigger_phrase") or None

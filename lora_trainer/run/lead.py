@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from lora_trainer.common.errors import (
 )
 from lora_trainer.common.event_kinds import Phase, Problem, Resumed, RunStarted, Stopped
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
-from lora_trainer.common.files import json_bytes, system_refused, write_atomic
+from lora_trainer.common.files import system_refused
 from lora_trainer.common.processes import no_thread, read_dist_env
 from lora_trainer.common.wording import gib, without_secrets
 from lora_trainer.config.config import build_config, flatten
@@ -38,6 +38,14 @@ from lora_trainer.families.files.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
+from lora_trainer.reporting.run_record import (
+    BaseRecord,
+    DatasetRecord,
+    EnvironmentRecord,
+    FindingRecord,
+    RunRecord,
+    write,
+)
 from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import ended, start_trackers
 from lora_trainer.run.build import plan_cache, refuse_small_cache
@@ -53,14 +61,12 @@ from lora_trainer.run.device import (
 from lora_trainer.run.follow import follow, send_orders
 from lora_trainer.run.hub_upload import check_upload
 from lora_trainer.run.machine_report import doctor_json
-from lora_trainer.run.plan_text import plan_json, run_warnings
+from lora_trainer.run.plan_text import plan_record, run_warnings
 from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
 from lora_trainer.run.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
-    RUN_FILE,
     STATES,
-    RunRecord,
     TrainingJob,
     checked_name,
     claim,
@@ -152,7 +158,7 @@ def _plan_and_run(request: Request, ranks: ProcessGroup, listeners: Sequence[Lis
         )
         _announce(job, resumption)
         record = _run_record(job, request, environment)
-        write_atomic(folder / RUN_FILE, json_bytes(record))
+        write(folder, record)
         with (
             _end_recorded(folder, events),
             in_use(prepared.cache_root),
@@ -405,36 +411,51 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             )
 
 
-def _run_record(job: TrainingJob, request: Request, environment: dict[str, Any]) -> dict[str, Any]:
+def _run_record(job: TrainingJob, request: Request, environment: dict[str, Any]) -> RunRecord:
     prepared, layout = job.prepared, job.prepared.facts.located
+    report = prepared.report.rounded
     # Of the base only the name of its file or folder: its path may reveal private names.
     base = layout.files.get("denoiser", layout.folder)
-    return {
-        "name": job.folder.name,
-        "version": __version__,
-        "command": [without_secrets(word) for word in request.command],
-        "started_at_s": job.started_at_s,
-        "settings": flatten(prepared.config),
-        "origins": {key: asdict(origin) for key, origin in prepared.plan.origins.items()},
-        "base": {
-            "family": prepared.family.name,
-            "source": prepared.facts.source,
-            "path": base.name,
-            "identities": prepared.identities,
-        },
-        "plan": {key: value for key, value in plan_json(prepared).items() if key != "settings"},
-        "environment": {
-            "exactness": environment,
-            "python": sys.version.split()[0],
-            "allocator": allocator_settings(os.environ),
-            **doctor_json(prepared.hardware),
-        },
-        "dataset": {
-            **prepared.report.to_json(),
-            "name": prepared.dataset.folder.resolve().name,
-            "images": len(prepared.dataset.records),
-            "fingerprint": prepared.dataset.fingerprint,
-            "buckets": bucket_counts(prepared.trained),
-            "held_out": [record.name for record in prepared.held_out],
-        },
-    }
+    return RunRecord(
+        name=job.folder.name,
+        version=__version__,
+        command=[without_secrets(word) for word in request.command],
+        started_at_s=job.started_at_s,
+        settings=flatten(prepared.config),
+        origins=prepared.plan.origins,
+        base=BaseRecord(
+            family=prepared.family.name,
+            source=prepared.facts.source,
+            path=base.name,
+            identities=prepared.identities,
+        ),
+        plan=replace(plan_record(prepared), settings={}),
+        environment=EnvironmentRecord(
+            exactness=environment,
+            rest={
+                "python": sys.version.split()[0],
+                "allocator": allocator_settings(os.environ),
+                **doctor_json(prepared.hardware),
+            },
+        ),
+        dataset=DatasetRecord(
+            images=len(prepared.dataset.records),
+            score=report.score,
+            parts=report.parts,
+            findings=[
+                FindingRecord(
+                    kind=found.kind,
+                    severity=found.severity,
+                    file=found.file,
+                    what=found.what,
+                    advice=found.advice,
+                    code=found.code,
+                )
+                for found in report.findings
+            ],
+            buckets=bucket_counts(prepared.trained),
+            name=prepared.dataset.folder.resolve().name,
+            fingerprint=prepared.dataset.fingerprint,
+            held_out=[record.name for record in prepared.held_out],
+        ),
+    )

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,9 +22,21 @@ from lora_trainer.dataset.records import finding
 from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.key_formats import format_notes, planned_contents
+from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import MOST_HOURS
+from lora_trainer.reporting.plan_record import (
+    HostMemoryRecord,
+    MemoryItemRecord,
+    MemoryRecord,
+    PlanRecord,
+    ProcessesRecord,
+    RemarkRecord,
+    SamplingRecord,
+    SettingRecord,
+    TimeRecord,
+)
 from lora_trainer.run.prepare import Prepared
 
 STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
@@ -54,64 +64,73 @@ def finding_line(finding: Finding) -> str:
 LEAST_PART = 0.01
 
 
-def plan_json(prepared: Prepared) -> dict[str, Any]:
-    """Return the machine-readable plan; scripts rely on its keys."""
-    plan, memory, host = prepared.plan, prepared.plan.memory, prepared.plan.host
-
-    return {
-        "family": prepared.family.name,
-        "base": prepared.facts.source,
-        "tier": prepared.resolved.tier,
-        "priority": prepared.resolved.priority,
-        "preset": prepared.resolved.preset,
-        "settings": {
-            key: {
-                "value": value,
-                "origin": plan.origins[key].layer,
-                "reason": plan.origins[key].reason,
-            }
-            for key, value in flatten(prepared.config).items()
-        },
-        "memory": {
-            "items": [asdict(item) for item in memory.items],
-            "phase": memory.peak_phase,
-            "phases": dict(memory.phases),
-            "by_phase": {
-                phase: [asdict(item) for item in items] for phase, items in memory.by_phase.items()
-            },
-            "peak_bytes": memory.peak_bytes,
-            "limit_bytes": memory.limit_bytes,
-            "fits": memory.fits,
-            "images_at_once": prepared.at_once_by_size,
-            "host": None
-            if host is None
-            else {
-                "items": [asdict(item) for item in host.items],
-                "bytes": host.peak_bytes,
-                "limit_bytes": host.limit_bytes,
-            },
-        },
-        "time": {
-            "steps": plan.steps,
-            "epochs": plan.epochs,
-            "images": len(prepared.trained),
-            "held_out": len(prepared.held_out),
-            "seconds_per_step": list(plan.seconds_per_step),
-            "run_s": [plan.run_time.low_s, plan.run_time.high_s],
-            "parts_s": {part: list(pair) for part, pair in plan.run_time.parts.items()},
-            "note": plan.time_note,
-            "corrections": list(plan.time_corrections),
-            "regularisation_per_epoch": prepared.inputs.regularisation_per_epoch,
-        },
-        "sampling": {"prompts": list(prepared.sample_prompts)},
-        "disk": dict(plan.disk_bytes),
-        "processes": {"count": prepared.inputs.processes, "images": list(shares(prepared))},
-        "remarks": [
-            {"kind": remark.kind, "what": remark.what, "advice": remark.advice}
-            for remark in run_warnings(prepared)
-        ],
-        "images": image_counts(prepared),
+def plan_record(prepared: Prepared) -> PlanRecord:
+    """Return the plan as scripts, the GUI and run.json have it."""
+    plan = prepared.plan
+    settings = {
+        key: SettingRecord(
+            value=value, origin=plan.origins[key].layer, reason=plan.origins[key].reason
+        )
+        for key, value in flatten(prepared.config).items()
     }
+    remarks = [
+        RemarkRecord(kind=remark.kind, what=remark.what, advice=remark.advice)
+        for remark in run_warnings(prepared)
+    ]
+    return PlanRecord(
+        family=prepared.family.name,
+        base=prepared.facts.source,
+        tier=prepared.resolved.tier,
+        priority=prepared.resolved.priority,
+        preset=prepared.resolved.preset,
+        settings=settings,
+        memory=_memory_record(prepared),
+        time=_time_record(prepared),
+        sampling=SamplingRecord(prompts=prepared.sample_prompts),
+        disk=plan.disk_bytes,
+        processes=ProcessesRecord(count=prepared.inputs.processes, images=list(shares(prepared))),
+        remarks=remarks,
+        images=image_counts(prepared),
+    )
+
+
+def _memory_record(prepared: Prepared) -> MemoryRecord:
+    memory, host = prepared.plan.memory, prepared.plan.host
+    return MemoryRecord(
+        items=_item_records(memory.items),
+        phase=memory.peak_phase,
+        phases={str(phase): size for phase, size in memory.phases.items()},
+        by_phase={phase: _item_records(items) for phase, items in memory.by_phase.items()},
+        peak_bytes=memory.peak_bytes,
+        limit_bytes=memory.limit_bytes,
+        fits=memory.fits,
+        images_at_once=prepared.at_once_by_size,
+        host=None
+        if host is None
+        else HostMemoryRecord(
+            items=_item_records(host.items), bytes=host.peak_bytes, limit_bytes=host.limit_bytes
+        ),
+    )
+
+
+def _item_records(items: Iterable[MemoryItem]) -> list[MemoryItemRecord]:
+    return [MemoryItemRecord(name=item.name, bytes=item.bytes, note=item.note) for item in items]
+
+
+def _time_record(prepared: Prepared) -> TimeRecord:
+    plan = prepared.plan
+    return TimeRecord(
+        steps=plan.steps,
+        epochs=plan.epochs,
+        images=len(prepared.trained),
+        held_out=len(prepared.held_out),
+        seconds_per_step=plan.seconds_per_step,
+        run_s=(plan.run_time.low_s, plan.run_time.high_s),
+        parts_s=plan.run_time.parts,
+        note=plan.time_note,
+        corrections=plan.time_corrections,
+        regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
+    )
 
 
 def image_counts(prepared: Prepared) -> dict[str, int]:

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.event_kinds import Finished, Step, Stopped, is_step
+from lora_trainer.common.event_kinds import Finished, Step, Stopped
 from lora_trainer.common.events import read_events, read_jsonl
 from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
@@ -23,10 +21,12 @@ from lora_trainer.common.files import (
     windows_name_problem,
     write_atomic,
 )
+from lora_trainer.common.records import is_step, of_json, unreadable
 from lora_trainer.common.wording import json_text
 from lora_trainer.config.config import all_settings, flatten, retired_in, validation_users
 from lora_trainer.config.declare import as_paths
 from lora_trainer.config.running import Config
+from lora_trainer.reporting.run_record import RUN_FILE, RunRecord
 
 if TYPE_CHECKING:  # these import torch
     from lora_trainer.cache.cache_plan import Needs
@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # these import torch
 
 # What a resumed run has before it has ended again.
 _ENDS = (Finished.kind, Stopped.kind)
-RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 PROBLEMS_FILE = "problems.jsonl"
 STATES = "states"
@@ -49,59 +48,6 @@ BEST_RECORD = "best.json"
 MAX_NAME_BYTES = 180
 # A setting of earlier versions that had no effect in a run without validations.
 _BY_VALIDATIONS = "train.lower_on_plateau"
-
-
-# ---- run.json, as far as later commands read it; reports read further keys, each by itself, as they may be missing
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseRecord:
-    """The base of a run: its name, and the checksum of each of its parts."""
-
-    source: str
-    identities: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentRecord:
-    """What rounding depends on, such as torch's version, by name."""
-
-    exactness: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetRecord:
-    """The dataset of a run; `held_out` names the images of its validation."""
-
-    fingerprint: str
-    held_out: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryRecord:
-    """The planned micro-batch by "WIDTHxHEIGHT" of the bucket."""
-
-    images_at_once: Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRecord:
-    """The plan of a run."""
-
-    memory: MemoryRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """A run, as its run.json has it; a field that some release did not write has a default."""
-
-    name: str
-    started_at_s: float
-    settings: Mapping[str, Any]
-    base: BaseRecord
-    environment: EnvironmentRecord
-    dataset: DatasetRecord
-    plan: PlanRecord
 
 
 def checked_name(name: str, *, is_new: bool = True) -> str:
@@ -165,14 +111,13 @@ def read_run(path: Path) -> RunRecord:
             f"{path} holds no run to resume; runs beside it: {', '.join(others) or 'none'}",
             fix="name one with --name or --resume-from FOLDER, or start without --resume",
         )
-    try:
-        return TypeAdapter(RunRecord).validate_python(read_json_object(path / RUN_FILE))
-    except ValidationError as error:
-        key = ".".join(map(str, error.errors()[0]["loc"]))
+    content = read_json_object(path / RUN_FILE)
+    if key := unreadable(RunRecord, content):
         raise RequestError(
             f"{path / RUN_FILE} has no {key} that can be read, so the run cannot be resumed",
             fix="restore that file, or start a new run",
-        ) from None
+        )
+    return of_json(RunRecord, content)
 
 
 def cut_events(folder: Path, *, step: int) -> None:

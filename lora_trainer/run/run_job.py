@@ -33,6 +33,7 @@ from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.planning.plan import MOST_SHAPES, pass_shapes
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
+from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.run.build import (
     TrainComponents,
     build_components,
@@ -45,7 +46,7 @@ from lora_trainer.run.device import (
     oom_fallbacks,
 )
 from lora_trainer.run.hub_upload import push
-from lora_trainer.run.run_folder import EVENTS_FILE, RUN_FILE, STATES, TrainingJob, cut_events
+from lora_trainer.run.run_folder import EVENTS_FILE, STATES, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
 from lora_trainer.training.actions import (

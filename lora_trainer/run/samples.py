@@ -66,10 +66,11 @@ from lora_trainer.lora_file.tensor_file import file_of, holds_adapter
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.reporting.sample_files import try_names
 from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
 from lora_trainer.run.device import CPU, best_device
-from lora_trainer.run.run_folder import RUN_FILE, TrainingJob, read_run
+from lora_trainer.run.run_folder import TrainingJob, read_run
 from lora_trainer.training.actions import Progress
 
 # Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word.

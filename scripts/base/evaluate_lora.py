@@ -52,7 +52,8 @@ from lora_trainer.dataset.images import decode  # noqa: E402 - after sys.path
 from lora_trainer.dataset.scan import scan  # noqa: E402 - after sys.path
 from lora_trainer.families.files.locate import identified, locate  # noqa: E402 - after sys.path
 from lora_trainer.lora_file.write import final_export_name  # noqa: E402 - after sys.path
-from lora_trainer.run.run_folder import EVENTS_FILE, RunRecord, read_run  # noqa: E402 - after sys.path
+from lora_trainer.reporting.run_record import RunRecord  # noqa: E402 - after sys.path
+from lora_trainer.run.run_folder import EVENTS_FILE, read_run  # noqa: E402 - after sys.path
 
 OTHERS = 100
 FIRST_SEED = 40_000

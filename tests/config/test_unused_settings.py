@@ -11,10 +11,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.records import as_json
 from lora_trainer.config import constraints
 from lora_trainer.config.config import SettingInfo, all_settings
 from lora_trainer.run import prepare
-from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.plan_text import plan_record
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.runs import Toy, run_cli, toy
 from tests.fakes.runs import trajectory as measured
@@ -85,7 +86,7 @@ def asked(place: Toy, beside: Mapping[str, Any]) -> dict[str, Any]:
 
 def plan_of(place: Toy, settings: Mapping[str, Any]) -> dict[str, Any]:
     request = prepare.Request(dataset=place.dataset, overrides=dict(settings))
-    return plan_json(prepare.prepare(request, hardware=PROCESSOR))
+    return as_json(plan_record(prepare.prepare(request, hardware=PROCESSOR)))
 
 
 def beside_others(

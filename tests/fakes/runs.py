@@ -27,6 +27,7 @@ from safetensors.numpy import load_file
 
 from lora_trainer.cli import main
 from lora_trainer.common.events import read_jsonl
+from lora_trainer.reporting.run_record import read as read_record
 
 ROOT = Path(__file__).resolve().parents[2]
 Sizes = Sequence[tuple[int, int]]
@@ -265,8 +266,7 @@ def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def settings_of(run: Path) -> dict[str, Any]:
     """Return the settings in run.json."""
-    settings: dict[str, Any] = json.loads((run / "run.json").read_bytes())["settings"]
-    return settings
+    return dict(read_record(run).settings)
 
 
 def pixels(file: Path) -> Any:

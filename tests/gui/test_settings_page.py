@@ -26,10 +26,11 @@ from starlette.testclient import TestClient
 
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.records import as_json
 from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
 from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.run import prepare
-from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.plan_text import plan_record
 from tests.fakes.runs import toy
 
 Call = Callable[..., Any]
@@ -225,7 +226,7 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     place = toy(tmp_path)
     overrides = {"data.cache_dir": str(place.cache), "adapter.rank": 8, "hardware.device": "cpu"}
     request = prepare.Request(dataset=place.dataset, overrides=overrides)
-    plan = json.loads(json.dumps(plan_json(prepare.prepare(request))))
+    plan = as_json(plan_record(prepare.prepare(request)))
     call = caller(work, draft, plan)
     call("replace", text='{"adapter.rank": 8, "hardware.device": "cpu"}')
     found = call("plan")

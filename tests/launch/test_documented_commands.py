@@ -6,7 +6,6 @@ training that one does is in tests/test_processes.py. Its samples have two steps
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.common.events import read_jsonl
+from lora_trainer.reporting.run_record import read as read_record
 from tests.fakes.runs import ROOT, events
 
 STEPS = 8
@@ -53,12 +53,12 @@ def test_two_processes_are_one_training(tmp_path: Path) -> None:
     launch("accelerate")
     run = tmp_path / "runs" / "two"
     assert [path.name for path in run.parent.iterdir()] == ["two"], "one run, not two"
-    record = json.loads((run / "run.json").read_bytes())
-    assert record["environment"]["exactness"]["processes"] == 2
-    assert record["settings"]["logging.trackers"] == ["tensorboard"]
+    record = read_record(run)
+    assert record.environment.exactness["processes"] == 2
+    assert record.settings["logging.trackers"] == ["tensorboard"]
     assert len(events(run, "step")) == STEPS
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
-    every = record["settings"]["sampling.every_steps"]  # the plan draws fewer on a slow machine
+    every = record.settings["sampling.every_steps"]  # the plan draws fewer on a slow machine
     assert [row["step"] for row in events(run, "sample")] == sorted(
         {*range(0, STEPS, every), STEPS}
     )

@@ -26,11 +26,12 @@ from lora_trainer.gui.workplace import Workplace
 from rich.console import Console
 
 from lora_trainer.common.errors import MachineError
+from lora_trainer.common.records import as_json
 from lora_trainer.common.wording import bytes_text, duration_text, gib
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.plan import plan
 from lora_trainer.run.machine_report import checks, doctor_text
-from lora_trainer.run.plan_text import plan_json, plan_text
+from lora_trainer.run.plan_text import plan_record, plan_text
 from lora_trainer.run.prepare import Prepared
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import FLUX, QWEN, SDXL, WITHOUT_CARD, machine, mini_facts, request
@@ -90,7 +91,7 @@ def usable(hardware: Hardware) -> int:
 
 def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     """Yield (place, what it says, what the plan says) where the two differ."""
-    values, text = plan_json(run), printed(plan_text(run))
+    values, text = as_json(plan_record(run)), printed(plan_text(run))
     memory, time = values["memory"], values["time"]
     peak, limit = memory["peak_bytes"], memory["limit_bytes"]
     whole = run.plan.run_time
