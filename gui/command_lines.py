@@ -22,9 +22,11 @@ from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import user_path, windows_name_problem
+from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware.machine import detect
+from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.run_record import read
 
 from .bases import EMBEDDED, RECOMMENDED
@@ -179,6 +181,11 @@ class Answer:
 
     values: Mapping[str, Any] | None
     error: str = ""
+
+    @property
+    def plan(self) -> PlanRecord | None:
+        """The JSON of `plan`; None where the command refused."""
+        return None if self.values is None else of_json(PlanRecord, self.values)
 
 
 def ask(words: Words, *, program: Words = TRAINER) -> Answer:

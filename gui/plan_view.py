@@ -1,16 +1,16 @@
 """What a plan says of memory, in words and in the parts of a bar, for the pages that show a plan.
 
-Input: the JSON of `lora-train plan --json`. Outputs: texts in English and sizes.
+Input: the memory of a plan. Outputs: texts in English and sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lora_trainer.common.wording import bytes_text
-from lora_trainer.reporting.history import number
+from lora_trainer.reporting.plan_record import MemoryItemRecord, MemoryRecord
 
 _PARTS = (
     ("program", "program {size}", ("runtime", "library workspaces")),
@@ -45,27 +45,26 @@ class MemoryPart:
         return self.label.format(size=bytes_text(self.size_bytes))
 
 
-def memory_parts(items: Sequence[Any]) -> Iterator[MemoryPart]:
+def memory_parts(items: Sequence[MemoryItemRecord]) -> Iterator[MemoryPart]:
     """Yield the pieces of the bar that a plan's memory items make."""
-    rows = [row for row in items if isinstance(row, dict)]
     named = {name for _, _, names in _PARTS for name in names}
     for css, label, names in (*_PARTS[:-1], (*_REST, None), _PARTS[-1]):
         size = sum(
-            number(row, "bytes")
-            for row in rows
-            if (row.get("name") in names if names is not None else row.get("name") not in named)
+            item.bytes
+            for item in items
+            if (item.name in names if names is not None else item.name not in named)
         )
         if size:
             yield MemoryPart(css=css, label=label, size_bytes=size)
 
 
-def fit_sentence(memory: Mapping[str, Any]) -> str:
+def fit_sentence(memory: MemoryRecord) -> str:
     """Return in a sentence whether it fits."""
-    peak = bytes_text(number(memory, "peak_bytes"))
-    phase = _PHASES.get(str(memory.get("phase")), str(memory.get("phase")))
-    if memory.get("limit_bytes") is None:
+    peak = bytes_text(memory.peak_bytes)
+    phase = _PHASES.get(memory.phase, memory.phase)
+    if not math.isfinite(memory.limit_bytes):
         return f"Needs {peak} at most, while {phase}; no limit is known."
-    limit = bytes_text(number(memory, "limit_bytes"))
-    if memory.get("fits"):
+    limit = bytes_text(memory.limit_bytes)
+    if memory.fits:
         return f"Fits: needs {peak} of {limit} at most, while {phase}."
     return f"Does not fit: needs {peak}, and {limit} may be used."

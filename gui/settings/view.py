@@ -1,7 +1,7 @@
 """What the page All settings shows: the form, a draft in it, and what the plan makes of it.
 
-Inputs: the settings model, a draft, the JSON of `lora-train plan --json`. Outputs: the form for fields.html, JSON
-values for the script. Texts of values are those of setting_text.py, so that the script converts nothing.
+Inputs: the settings model, a draft, a plan. Outputs: the form for fields.html, JSON values for the script. Texts of
+values are those of setting_text.py, so that the script converts nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from lora_trainer.config.config import SettingInfo, all_settings, flatten
 from lora_trainer.config.layers import CONCEPT, AskedFor, Resolved, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.importing.words import words_of_settings
-from lora_trainer.reporting.history import mapping, number, sequence
+from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, SettingRecord
 
 from ..command_lines import Answer
 from ..drafts import Draft
@@ -33,8 +33,6 @@ from ..setting_edit import FOLDER, as_json, given
 from ..setting_text import text_of
 from ..workplace import Workplace
 from . import presets
-
-Values = Mapping[str, Any]
 
 _DEFAULT = "default"
 # Where a value comes from in words, by the layer of the plan; another layer is named itself.
@@ -143,21 +141,22 @@ def planned(draft: Draft, answer: Answer, said: Words) -> dict[str, Any]:
 
     Without a plan the defaults stand in its place, with the reason why there is none.
     """
-    plan = answer.values or {}
-    settings = mapping(plan, "settings")
+    plan = answer.plan
+    settings = plan.settings if plan is not None else {}
     values = {
         **flatten(Config()),
         **given(draft),
-        **{key: mapping(settings, key).get("value") for key in settings},
+        **{key: setting.value for key, setting in settings.items()},
     }
-    preset = _preset(plan)
+    preset = None if plan is None else _preset(plan)
     return {
         "stamp": stamp(draft),
         "error": worded(answer.error.removeprefix("error: "), said),
         "fields": {
             info.key: _in_force(
                 info,
-                {"value": values[info.key], **mapping(settings, info.key)},
+                settings.get(info.key)
+                or SettingRecord(value=values[info.key], origin=_DEFAULT, reason=""),
                 preset=preset,
                 said=said,
             )
@@ -169,21 +168,21 @@ def planned(draft: Draft, answer: Answer, said: Words) -> dict[str, Any]:
             if (reason := info.unused(values))
         },
         "blamed": [info.key for info in all_settings() if f"{info.key}=" in answer.error],
-        "said": list(_sentences(plan, said)),
-        "memory": _memory(mapping(plan, "memory"), said) if plan else None,
+        "said": [] if plan is None else list(_sentences(plan, said)),
+        "memory": None if plan is None else _memory(plan.memory, said),
     }
 
 
 def _in_force(
-    info: SettingInfo, row: Values, *, preset: Resolved | None, said: Words
+    info: SettingInfo, setting: SettingRecord, *, preset: Resolved | None, said: Words
 ) -> dict[str, str]:
     """Return the value in force, its layer and that in words, why, and what it were without the draft's own."""
-    origin = str(row.get("origin", _DEFAULT))
+    origin = setting.origin
     found = {
-        "text": text_of(info, row["value"]),
+        "text": text_of(info, setting.value),
         "layer": origin,
         "from": said(_FROM[origin]) if origin in _FROM else said("from {}", origin),
-        "reason": worded(str(row.get("reason") or ""), said),
+        "reason": worded(setting.reason, said),
         "preset": text_of(info, info.default),
         "preset_from": said(_DEFAULT),
     }
@@ -193,53 +192,47 @@ def _in_force(
     return found
 
 
-def _preset(plan: Values) -> Resolved | None:
+def _preset(plan: PlanRecord) -> Resolved | None:
     """Return the layers below what the draft sets; None where the plan does not say which they are."""
-    priority = next((name for name in PRIORITIES if name == plan.get("priority")), None)
+    priority = next((name for name in PRIORITIES if name == plan.priority), None)
     if priority is None:
         return None
-    chosen = mapping(mapping(plan, "settings"), CONCEPT).get("value")
+    chosen = plan.value(CONCEPT)
     concept = {CONCEPT: chosen} if isinstance(chosen, str) else {}
     try:
         return resolve(
             AskedFor(overrides=concept),
-            family=str(plan.get("family")),
-            tier=str(plan.get("tier")),
+            family=plan.family,
+            tier=plan.tier,
             priority=priority,
         )
     except (RequestError, KeyError):
         return None
 
 
-def _sentences(plan: Values, said: Words) -> Iterator[str]:
+def _sentences(plan: PlanRecord, said: Words) -> Iterator[str]:
     """Yield what is trained, for how long, and what the plan warns of."""
-    if not plan:
-        return
-    time = mapping(plan, "time")
-    what = (plan.get("base"), plan.get("preset"), plan.get("priority"), time.get("steps"))
-    pair = [value for value in sequence(time, "run_s") if isinstance(value, int | float)]
-    if len(pair) == 2:
-        low, high = map(duration_text, pair)
+    what = (plan.base, plan.preset, plan.priority, plan.time.steps)
+    if plan.time.range_s is not None:
+        low, high = map(duration_text, plan.time.range_s)
         yield said("{}, preset {}, {}: {} steps, about {} to {}.", *what, low, high)
     else:
         yield said("{}, preset {}, {}: {} steps.", *what)
-    for row in sequence(plan, "remarks"):
-        if isinstance(row, dict):
-            found, advice = (worded(str(row.get(key, "")), said) for key in ("what", "advice"))
-            yield f"{found}: {advice}."
+    for remark in plan.remarks:
+        yield f"{worded(remark.what, said)}: {worded(remark.advice, said)}."
 
 
-def _memory(memory: Values, said: Words) -> dict[str, Any]:
+def _memory(memory: MemoryRecord, said: Words) -> dict[str, Any]:
     """Return the bar: its pieces and the limit as shares of its length."""
-    peak, limit = number(memory, "peak_bytes"), number(memory, "limit_bytes")
+    limit = memory.limit_bytes
     known = math.isfinite(limit)
-    length = max(peak, limit if known else 0.0) * _ROOM or 1.0
+    length = max(memory.peak_bytes, limit if known else 0.0) * _ROOM or 1.0
     return {
         "said": said.message(fit_sentence(memory)),
-        "fits": memory.get("fits") is not False,
+        "fits": memory.fits is not False,
         "parts": [
             {"css": part.css, "text": said.message(part.text), "share": part.size_bytes / length}
-            for part in memory_parts(sequence(memory, "items"))
+            for part in memory_parts(memory.items)
         ],
         "limit": limit / length if known else None,
     }

@@ -13,6 +13,7 @@ from typing import Any
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.plan_record import PlanRecord
 
 from .. import bases, command_lines, drafts, run_actions, runs, uploads
 from ..datasets import check
@@ -181,22 +182,23 @@ def plan_part(work: Workplace, draft: Draft, said: Words) -> PlanPart:
         answer = command_lines.ask(command_lines.plan_words(draft, work))
     except LoraTrainError as problem:
         return _no_plan(draft, str(problem), said)
-    if answer.values is None:
+    found = answer.plan
+    if found is None:
         return _no_plan(draft, answer.error.removeprefix("error: "), said)
     return PlanPart(
-        html=plan.plan(answer.values, said),
-        beside=plan.beside(answer.values, said),
-        filled=plan.filled(answer.values),
-        length=plan.length(answer.values),
-        button=said(_train_label(work, answer.values)),
+        html=plan.plan(found, said),
+        beside=plan.beside(found, said),
+        filled=plan.filled(found),
+        length=plan.length(found),
+        button=said(_train_label(work, found)),
         works=True,
     )
 
 
-def _train_label(work: Workplace, values: Mapping[str, Any]) -> str:
+def _train_label(work: Workplace, found: PlanRecord) -> str:
     """Return what the button does with a plan: another training that goes on comes first."""
     waits = any(not item.has_ended for item in commands.items(work.runs))
-    is_try_out = values.get("base") == bases.EMBEDDED
+    is_try_out = found.base == bases.EMBEDDED
     if waits or worker.outside(work.runs, ()):
         return "Add try-out to queue" if is_try_out else "Add to queue"
     return "Train a try-out" if is_try_out else "Train"
@@ -284,16 +286,16 @@ def fits(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[str, 
         answer = plans.of(draft)
     except (LoraTrainError, OSError) as problem:
         return {"fits": "", "said": said("Not known"), "why": said.message(plain(str(problem)))}
-    if answer.values is None:
+    found = answer.plan
+    if found is None:
         why = said.message(plain(answer.error.partition(" Fix: ")[0]))
         return {"fits": "bad", "said": said("Does not fit this machine"), "why": why}
-    fit, told = plan.pace(answer.values, said)
-    base = str(answer.values.get("base"))
-    if base == bases.EMBEDDED:
+    fit, told = plan.pace(found, said)
+    if found.base == bases.EMBEDDED:
         fit, told = "slow", said("A try-out, not for ComfyUI or Forge")
     return {
         "fits": fit,
         "said": told,
-        "why": plan.fit(answer.values, said),
-        "picks": bases.title(base),
+        "why": plan.fit(found, said),
+        "picks": bases.title(found.base),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lora_trainer.common.records import NEEDED, ONLY_IF_ANY
 
@@ -77,9 +78,9 @@ class TimeRecord:
 
     steps: int | None
     epochs: float
-    images: float
+    images: int
     """Images that are trained on."""
-    held_out: float
+    held_out: int
     """Images of the validation."""
     seconds_per_step: Sequence[float]
     """The shortest and the longest."""
@@ -93,6 +94,12 @@ class TimeRecord:
     """What of it is known of this machine, for people."""
     regularisation_per_epoch: float
     """Images of regularisation in an epoch."""
+
+    @property
+    def range_s(self) -> tuple[float, float] | None:
+        """The shortest and the longest time of all of it, None where it is not known."""
+        ends = [end for end in self.run_s if math.isfinite(end)]
+        return (ends[0], ends[1]) if len(ends) == 2 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,3 +149,8 @@ class PlanRecord:
     remarks: Sequence[RemarkRecord]
     images: Mapping[str, int]
     """`all` of them, and for each kind of warning how many have it."""
+
+    def value(self, key: str) -> Any:
+        """Return the value of a setting, None where the plan does not have it."""
+        setting = self.settings.get(key)
+        return None if setting is None else setting.value

@@ -16,7 +16,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,9 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.event_kinds import SEVERITIES
+from lora_trainer.common.event_kinds import SEVERITIES, Problem
 from lora_trainer.common.files import read_json_object, read_regular, write_atomic
-from lora_trainer.common.records import as_json
+from lora_trainer.common.records import as_json, of_json
 from lora_trainer.common.wording import (
     INTERRUPTED_EXIT_CODES,
     against_base,
@@ -41,13 +41,10 @@ from lora_trainer.reporting.charts import Html, loss_curve, rate_curve, render, 
 from lora_trainer.reporting.history import (
     RunHistory,
     SampleImage,
-    mapping,
-    number,
     read_history,
-    sequence,
 )
-from lora_trainer.reporting.run_record import FindingRecord
-from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS
+from lora_trainer.reporting.run_record import DatasetRecord, FindingRecord
+from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS, ScoreRecord
 
 REPORT_FILE = "report.html"
 
@@ -62,56 +59,86 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def document(history: RunHistory) -> Html:
-    """Return the whole page."""
-    functions = (
-        *(against_base, column_name, duration_text, mapping, number, sequence, smoothed_losses),
-        value_text,
-    )
-    run = history.run
-    data, values, infos = run.dataset, run.settings, all_settings()
-    findings = [_finding(found) for found in data.findings]
+@dataclass(frozen=True, kw_only=True)
+class ReportView:
+    """What report.html shows of a run."""
+
+    name: str
+    history: RunHistory
+    grid: SampleGrid | None
+    """None for a run that made no samples."""
+    loss_curve: Html
+    rate_curve: Html
+    score: ScoreRecord | None
+    """None where it was not measured."""
+    problems: Sequence[Remark]
+    data: DatasetRecord
+    buckets: Sequence[tuple[str, float, float]]
+    """Each bucket with its images and the share of the largest one."""
+    findings: Sequence[Remark]
+    values: Mapping[str, Any]
+    """Every setting."""
+    units: Mapping[str, str]
+    """The unit of each setting."""
+    at_default: Sequence[str]
+    """Settings that are folded away."""
+    timings: Sequence[tuple[str, str]]
+    environment: Sequence[tuple[str, Any]]
+    command: str
+    """As a shell takes it."""
+
+
+def report_view(history: RunHistory) -> ReportView:
+    """Return what a run's folder tells, as the page shows it."""
+    run, infos = history.run, all_settings()
     # As run.json has them: tuples are lists there.
     defaults = json.loads(json.dumps({info.key: info.default for info in infos}))
-    at_default = [key for key in values if key in defaults and values[key] == defaults[key]]
-    try:
-        score = read_json_object(history.folder / VALIDATION_FILE)
-    except (OSError, RequestError):
-        score = None
-    return render(
-        REPORT_FILE,
-        history=history,
+    findings = sorted(map(_finding, run.dataset.findings), key=lambda finding: finding.file)
+    return ReportView(
         name=run.name or history.started.name or history.folder.name,
-        interrupted=INTERRUPTED_EXIT_CODES,
-        size_of=partial(size_in, history.folder),
+        history=history,
         grid=sample_grid(history),
         loss_curve=loss_curve(history),
         rate_curve=rate_curve(history),
-        score=score,
-        problems=_counted(
-            Remark(
-                severity=problem.severity,
-                what=problem.what,
-                file=problem.file or "",
-                advice=problem.fix,
-                code=problem.code,
-            )
-            for problem in history.problems
-        ),
-        data=data,
-        buckets=_buckets(data.buckets),
-        findings=_counted(sorted(findings, key=lambda finding: finding.file)),
-        values=values,
+        score=_score(history.folder),
+        problems=_counted(map(_problem, history.problems)),
+        data=run.dataset,
+        buckets=_buckets(run.dataset.buckets),
+        findings=_counted(findings),
+        values=run.settings,
         units={info.key: info.unit for info in infos},
-        at_default=at_default,
+        at_default=[
+            key for key, value in run.settings.items() if key in defaults and defaults[key] == value
+        ],
         timings=list(_timings(history)),
         environment=list(flat(as_json(run.environment))),
         command=shlex.join(run.command),
-        severities=SEVERITIES,
-        weights=WEIGHTS,
-        utc=partial(datetime.datetime.fromtimestamp, tz=datetime.UTC),
-        **{each.__name__: each for each in functions},
     )
+
+
+def document(history: RunHistory) -> Html:
+    """Return the whole page."""
+    return render(
+        REPORT_FILE,
+        **vars(report_view(history)),
+        against_base=against_base,
+        column_name=column_name,
+        duration_text=duration_text,
+        interrupted=INTERRUPTED_EXIT_CODES,
+        severities=SEVERITIES,
+        size_of=partial(size_in, history.folder),
+        smoothed_losses=smoothed_losses,
+        utc=partial(datetime.datetime.fromtimestamp, tz=datetime.UTC),
+        value_text=value_text,
+        weights=WEIGHTS,
+    )
+
+
+def _score(folder: Path) -> ScoreRecord | None:
+    try:
+        return of_json(ScoreRecord, read_json_object(folder / VALIDATION_FILE))
+    except (OSError, RequestError):
+        return None
 
 
 _MEMORY = {
@@ -133,6 +160,16 @@ class Remark:
     code: str
     count: int = 1
     """How many of the same there were."""
+
+
+def _problem(problem: Problem) -> Remark:
+    return Remark(
+        severity=problem.severity,
+        what=problem.what,
+        file=problem.file or "",
+        advice=problem.fix,
+        code=problem.code,
+    )
 
 
 def _finding(found: FindingRecord) -> Remark:
@@ -222,11 +259,28 @@ EMBEDDED_MAX_PX = 384
 SMALL_PX = 128
 
 
-def sample_grid(history: RunHistory) -> dict[str, Any] | None:
-    """Return the grid's `steps`, `rows` of (prompt, seed, cells) and `left_out`; None when the run made no samples.
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A sample in the grid: an image as a data URI; without one, `words` say why, `fault` more exactly."""
 
-    A cell is an image as a data URI; without one, `words` say why, `fault` more exactly.
-    """
+    words: str
+    uri: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleGrid:
+    """The samples of a run, a row for each prompt and a column for each step."""
+
+    steps: Sequence[int]
+    rows: Sequence[tuple[str, str, Sequence[Cell]]]
+    """The prompt, the seed and a cell for each step."""
+    left_out: int
+    """Sampled steps that have no column."""
+
+
+def sample_grid(history: RunHistory) -> SampleGrid | None:
+    """Return the grid of a run's samples; None when it made none."""
     images = {(image.prompt, image.seed, image.step): image for image in history.samples}
     if not images:
         return None
@@ -238,7 +292,7 @@ def sample_grid(history: RunHistory) -> dict[str, Any] | None:
         (prompt, seed, [_cell(images.get((prompt, seed, step)), history.folder) for step in steps])
         for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)
     ]
-    return {"steps": steps, "rows": rows, "left_out": len(all_steps) - len(steps)}
+    return SampleGrid(steps=steps, rows=rows, left_out=len(all_steps) - len(steps))
 
 
 def column_name(step: int) -> str:
@@ -246,9 +300,9 @@ def column_name(step: int) -> str:
     return f"step {step:,}" if step else "base"
 
 
-def _cell(image: SampleImage | None, folder: Path) -> dict[str, str]:
+def _cell(image: SampleImage | None, folder: Path) -> Cell:
     if image is None:
-        return {"words": "not sampled", "uri": "", "fault": ""}
+        return Cell(words="not sampled")
     try:
         data = read_regular(inside(folder, image.file))
         with Image.open(io.BytesIO(data)) as picture:
@@ -261,10 +315,9 @@ def _cell(image: SampleImage | None, folder: Path) -> dict[str, str]:
                 data = buffer.getvalue()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for some damaged PNG chunks.
-        fault = f"{image.file}: {type(error).__name__}"
-        return {"words": "unreadable", "uri": "", "fault": fault}
+        return Cell(words="unreadable", fault=f"{image.file}: {type(error).__name__}")
     uri = f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
-    return {"words": f"{column_name(image.step)}: {image.prompt}", "uri": uri, "fault": ""}
+    return Cell(words=f"{column_name(image.step)}: {image.prompt}", uri=uri)
 
 
 def size_in(folder: Path, file: str) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from lora_trainer.common.records import as_json
+
 # Weight of each part in the score; the weights add up to 1.
 WEIGHTS: Mapping[str, float] = {
     "gain": 0.25,
@@ -164,6 +166,27 @@ def _clipped(value: float) -> float:
 VALIDATION_FILE = "validation.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreRecord:
+    """validation.json and `validate --json`: the score of a LoRA file; its fields in the order of the file."""
+
+    file: str
+    score: float
+    """0 to 1, of the measured parts; NaN without any."""
+    complete: bool
+    """Whether every part was measured."""
+    parts: Mapping[str, float]
+    """The measured parts, each 0 to 1, in the order of their weight."""
+    left_out: Mapping[str, str]
+    """Reasons by part that was left out."""
+    weight_left_out: float
+    """Weight of the missing parts, 0 to 1."""
+    figures: Mapping[str, Any]
+    """Measured figures."""
+    notes: Sequence[str]
+    """Remarks."""
+
+
 @dataclass(kw_only=True)
 class Validation:
     """One adapter file's validation. Parts are added as they are measured."""
@@ -204,14 +227,16 @@ class Validation:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, parts in the order of their weight."""
         score = self.score
-        return {
-            "file": self.file,
-            "score": None if score is None else round(score, 4),
-            "complete": self.complete,
-            "parts": self.rounded_parts,
-            "left_out": {name: self.left_out[name] for name in WEIGHTS if name in self.left_out},
-            "weight_left_out": round(self.weight_left_out, 4),
+        record = ScoreRecord(
+            file=self.file,
+            score=math.nan if score is None else round(score, 4),
+            complete=self.complete,
+            parts=self.rounded_parts,
+            left_out={name: self.left_out[name] for name in WEIGHTS if name in self.left_out},
+            weight_left_out=round(self.weight_left_out, 4),
             # NaN and infinity, which a broken adapter gives, become null.
-            "figures": json.loads(TypeAdapter(Any).dump_json(self.figures)),
-            "notes": list(self.notes),
-        }
+            figures=json.loads(TypeAdapter(Any).dump_json(self.figures)),
+            notes=self.notes,
+        )
+        values: dict[str, Any] = as_json(record)
+        return values

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def caller(work: Workplace, draft: drafts.Draft, plan: Any = None, *, language: 
     """Return what asks as the script does; `draft` is named unless another one is."""
 
     def answer(words: Any) -> Any:
-        return SimpleNamespace(values=plan, error="" if plan else " ".join(words))
+        return command_lines.Answer(values=plan, error="" if plan else " ".join(words))
 
     api = Api(work=work, plans=command_lines.Plans(work, ask=answer))
     client = TestClient(

@@ -27,8 +27,10 @@ from starlette.testclient import TestClient
 
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.records import of_json
 from lora_trainer.config.config import parse_assignment
 from lora_trainer.queue import commands
+from lora_trainer.reporting.plan_record import PlanRecord
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
 SAID = words(ENGLISH)
@@ -211,6 +213,10 @@ def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_
     assert 'data-base="auto"' in shown.html
 
 
+def plan_of(values: dict[str, Any]) -> PlanRecord:
+    return of_json(PlanRecord, values)
+
+
 def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     memory = {"items": [{"name": "base", "bytes": 2**30, "note": "<n>"}], "peak_bytes": 2**31}
     values = {
@@ -225,18 +231,19 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
             "train.seed": {"value": 42, "origin": "default", "reason": ""},
         },
     }
-    html = plan.plan(values, SAID)
+    found = plan_of(values)
+    html = plan.plan(found, SAID)
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
     assert "About 60 s to 2 min" in html
-    assert "not for ComfyUI" in plan.beside(values, SAID)
-    assert 'data-base="stabilityai/' in plan.beside(values, SAID)
+    assert "not for ComfyUI" in plan.beside(found, SAID)
+    assert 'data-base="stabilityai/' in plan.beside(found, SAID)
     for shown in (plan.beside, plan.plan):
-        assert "not for ComfyUI" not in shown({**values, "base": "owner/name"}, SAID)
+        assert "not for ComfyUI" not in shown(replace(found, base="owner/name"), SAID)
     assert "&lt;n&gt;" in html and "Train: Steps" in html and "Seed" not in html
     over = {**values, "memory": {**memory, "limit_bytes": 2**30, "fits": False}}
-    assert "Does not fit: needs 2.0 GiB, and 1.0 GiB may be used" in plan.plan(over, SAID)
+    assert "Does not fit: needs 2.0 GiB, and 1.0 GiB may be used" in plan.plan(plan_of(over), SAID)
     unknown = {**values, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}
-    html = plan.plan(unknown, SAID)
+    html = plan.plan(plan_of(unknown), SAID)
     assert "no limit is known" in html and "unmeasured" in html
 
 

@@ -45,6 +45,7 @@ VALUES: Mapping[Any, Any] = {
     str: "a word",
     str | None: "a word",
     float: 1.5,
+    int: 4,
     int | None: 3,
     bool | None: True,
     object: [1, None],

@@ -7,6 +7,7 @@ compared with the plan's own values.
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,10 +27,11 @@ from lora_trainer.gui.workplace import Workplace
 from rich.console import Console
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.records import as_json
+from lora_trainer.common.records import as_json, of_json
 from lora_trainer.common.wording import bytes_text, duration_text, gib
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.plan import plan
+from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.run.machine_report import checks, doctor_text
 from lora_trainer.run.plan_text import plan_record, plan_text
 from lora_trainer.run.prepare import Prepared
@@ -91,9 +93,12 @@ def usable(hardware: Hardware) -> int:
 
 def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     """Yield (place, what it says, what the plan says) where the two differ."""
-    values, text = as_json(plan_record(run)), printed(plan_text(run))
-    memory, time = values["memory"], values["time"]
-    peak, limit = memory["peak_bytes"], memory["limit_bytes"]
+    written, text = json.dumps(as_json(plan_record(run))), printed(plan_text(run))
+    values = of_json(PlanRecord, json.loads(written))
+    if json.dumps(as_json(values)) != written:
+        yield "json: read", json.dumps(as_json(values)), written
+    memory, time = values.memory, values.time
+    peak, limit = memory.peak_bytes, memory.limit_bytes
     whole = run.plan.run_time
     said_in_english = words_of(ENGLISH)
     page = words(str(plan_page.plan(values, said_in_english)))
@@ -110,13 +115,13 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     yield from said("plan: limit", rf"predicted peak: .*? of {SIZE}, while", text, gib(limit))
     yield from said("page: peak", rf"needs {SIZE}", page, bytes_text(peak))
     yield from said("page: limit", rf"needs {SIZE[1:-1]} of {SIZE}", page, bytes_text(limit))
-    yield from said("plan: images", r"(\d+) images trained", text, str(time["images"]))
-    yield from said("plan: held out", r"(\d+) held out", text, str(time["held_out"]))
-    yield from said("plan: steps", r"length ([\d,]+) steps", text, str(time["steps"]))
-    yield from said("page: steps", r", ([\d,]+) steps (?:\(.*?\) )?Fits", page, str(time["steps"]))
+    yield from said("plan: images", r"(\d+) images trained", text, str(time.images))
+    yield from said("plan: held out", r"(\d+) held out", text, str(time.held_out))
+    yield from said("plan: steps", r"length ([\d,]+) steps", text, str(time.steps))
+    yield from said("page: steps", r", ([\d,]+) steps (?:\(.*?\) )?Fits", page, str(time.steps))
     if (length_of.images, length_of.held_out, filled["train.steps"]) != (
         *(len(run.trained), len(run.held_out)),
-        str(time["steps"]),
+        str(time.steps),
     ):
         yield "fields", f"{length_of} {filled}", str(time)
     if filled["data.resolution"] != str(run.config.data.resolution):
@@ -124,20 +129,20 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     ends = f"({duration_text(whole.low_s)} to {duration_text(whole.high_s)})"
     if ends not in text:
         yield "plan: time", text, ends
-    if time["run_s"] != [whole.low_s, whole.high_s]:
-        yield "json: time", str(time["run_s"]), ends
-    parts = [sum(ends) for ends in zip(*time["parts_s"].values(), strict=True)]
-    if parts != pytest.approx(time["run_s"]):
-        yield "json: parts of the time", str(parts), str(time["run_s"])
+    if time.range_s != (whole.low_s, whole.high_s):
+        yield "json: time", str(time.run_s), ends
+    parts = [sum(ends) for ends in zip(*time.parts_s.values(), strict=True)]
+    if parts != pytest.approx(list(time.run_s)):
+        yield "json: parts of the time", str(parts), str(time.run_s)
     pace = plan_page.pace(values, said_in_english)[1]
     length = plan_page.duration(values, said_in_english).text
     if pace.lower().rpartition(": ")[2] not in length.lower():
         yield "card: time", pace, length
-    for item in (*memory["items"], *(memory["host"] or {"items": ()})["items"]):
-        if gib(item["bytes"]) not in text:
-            yield "plan: item", item["name"], gib(item["bytes"])
-    if sum(item["bytes"] for item in memory["items"]) != peak:
-        yield "json: items", str(memory["items"]), str(peak)
+    for item in (*memory.items, *(memory.host.items if memory.host is not None else ())):
+        if gib(item.bytes) not in text:
+            yield "plan: item", item.name, gib(item.bytes)
+    if sum(item.bytes for item in memory.items) != peak:
+        yield "json: items", str(memory.items), str(peak)
     if limit != usable(run.hardware):
         yield "limit", str(limit), str(usable(run.hardware))
 
