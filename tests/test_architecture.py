@@ -22,7 +22,11 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 PROGRAMS = sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 TORCH_FREE_ROOMS = ("common", "hardware", "config", "costs", "families", "planning", "dataset")
 # The modules of these rooms that work on tensors: calls of torch that differ by device, networks on `meta`.
-ON_TENSORS = {"lora_trainer.hardware.device_calls", "lora_trainer.costs.trace"}
+ON_TENSORS = {
+    "lora_trainer.hardware.device_calls",
+    "lora_trainer.costs.meta_kernels",
+    "lora_trainer.costs.trace",
+}
 # Seconds of import each; none may be paid for by --help, plan, check, presets or inspect.
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "bitsandbytes", "gradio")
 
