@@ -76,6 +76,13 @@ class LayerNames:
         self._denoiser: dict[str, tuple[LayerRows, ...]] = {}
         self._text: dict[str, dict[str, LayerRows]] = {}
         for component, shapes in layers.items():
+            if (inside := family.text.inside.get(component)) is not None:
+                # Of a network among the denoiser's tensors files have the names that it has there, or diffusers'.
+                for name in shapes:
+                    layer = (LayerRows(key=f"{component}.{name}"),)
+                    self._denoiser[_flat(inside + name)] = layer
+                    self._denoiser[_flat(f"{component}.{name}")] = layer
+                continue
             if component != DENOISER:
                 self._text[component] = {
                     flat: LayerRows(key=f"{component}.{name}")

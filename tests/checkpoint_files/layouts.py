@@ -55,6 +55,9 @@ def _network(family: str, release: int, original: bool) -> Shapes:
     if family == "sd2":  # the weight that shows its prediction, here of no deviation: epsilon
         block = "output_blocks.11.1" if original else "up_blocks.3.attentions.2"
         shapes[f"{block}.transformer_blocks.0.norm1.bias"] = (320,)
+    for component, start in families.family(family).text.inside.items() if original else ():
+        inner = families.family(family).text.layers[component]
+        shapes |= {f"{start}{layer}.weight": shape for layer, shape in inner.items()}
     parameters = tiny_table(family)["tests"].get("parameters", {})
     shapes |= {name: tuple(shape) for name, shape in parameters.items()}
     return shapes

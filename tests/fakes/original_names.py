@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from diffusers.loaders import single_file_utils
 from pytest import MonkeyPatch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_trainer import families
+from tests.fakes.family_bases import base_of
 from tests.fakes.tiny_base import tiny_table
 
 _TESTS = {name: tiny_table(name)["tests"] for name in families.NAMES}
@@ -61,6 +63,9 @@ def original_names(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for pattern, new in NORMS[name].items():
             key = re.sub(pattern, new, key)
         renamed[key] = tensor.clone()
+    for component, start in families.family(name).text.inside.items():
+        (file,) = (base_of(name) / component).glob("*.safetensors")
+        renamed |= {f"{start}{key}": tensor for key, tensor in load_file(file).items()}
     return renamed
 
 

@@ -60,7 +60,7 @@ def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pat
     steps = described.pop("draws", [])
     steps += [f"make {part}" for part in tables if f"make {part}" not in steps]
     parts = {
-        part: TOKENIZERS[value]() if part.startswith("tokenizer") and value else value or None
+        part: TOKENIZERS[value]() if "tokenizer" in part and value else value or None
         for part, value in described.items()
         if not isinstance(value, bool | dict)
     }
@@ -74,6 +74,11 @@ def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pat
                 DRAWS[verb](attrgetter(place)(SimpleNamespace(**parts)))
             elif described[part] is not None:
                 parts[part] = make_part(described[part])
+        if issubclass(kind, diffusers.ModularPipeline):
+            modular: Any = kind()
+            modular.update_components(**parts)
+            modular.save_pretrained(str(folder), overwrite_modular_index=True)
+            return folder
         pipeline = kind(**parts, **flags)
     pipeline.save_pretrained(folder)
     return folder
@@ -83,7 +88,8 @@ def make_part(entries: Mapping[str, Any]) -> Any:
     while "like" in entries:
         own = dict(entries)
         entries = {**PARTS[own.pop("like")], **own}
-    values = dict(entries)
+    # TOML has no null: "none" stands for it.
+    values = {key: None if value == "none" else value for key, value in entries.items()}
     name = values.pop("class")
     if hasattr(diffusers, name):
         return getattr(diffusers, name)(**values)

@@ -65,6 +65,10 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
             )
         elif part.role == "clip_l" and kind.endswith("WithProjection"):
             role = "clip_l_projected"
+        if hasattr(diffusers, kind):
+            conditioner = getattr(diffusers, kind)(**TEXTS[role])
+            yield conditioner, conditioner
+            continue
         network_class = getattr(transformers, kind)
         network = network_class(network_class.config_class(**TEXTS[role]))
         loaded = network.model if is_qwen3 else network

@@ -123,7 +123,13 @@ class Family(ABC):
 
     def detect_file(self, header: Header) -> frozenset[Part]:
         """Return the parts a single-file checkpoint of this family holds; empty: not of this family."""
-        tensors = {name: header[full] for name, full in self.denoiser_names(header).items()}
+        names = dict(self.denoiser_names(header))
+        for (
+            start
+        ) in self.text.inside.values():  # what tells a family from another with its denoiser
+            inner = base_parts.inner_names(header, start).items()
+            names |= {start + name: full for name, full in inner}
+        tensors = {name: header[full] for name, full in names.items()}
         is_own = any(fits(tensors, marks) for marks in family_table(self.name)["files"]["base"])
         parts: set[Part] = {"denoiser"} if is_own else set()
         channels = self.published[0].vae.get("latent_channels", 0)
@@ -228,7 +234,7 @@ class Family(ABC):
         if not self.text.encoder_files:
             # The order is a part of the identity: weights before configurations, a checkpoint once.
             texts = sorted(dict.fromkeys(texts), key=lambda file: file.name == "config.json")
-        tokenizers = (layout.folder / base_parts.tokenizer_of(name) for name in encoders)
+        tokenizers = (layout.folder / self.text.tokenizer_of(name) for name in encoders)
         vocabularies = [file for each in tokenizers for file in base_parts.tokenizer_files(each)]
         return {**files, "text_encoder": (*texts, *vocabularies)}
 
@@ -260,6 +266,9 @@ class Family(ABC):
                 refuse_quantised(each)
             return count_parameters(files, unread=unread)
         header = read_header(file)
+        if component in self.text.inside:
+            inner = base_parts.inner_names(header, self.text.inside[component])
+            return base_parts.elements(header, (inner or base_parts.part_names(header)).values())
         names = base_parts.part_names(header, self.text.prefixes[component]).items()
         read = (full for name, full in names if not name.startswith(unread))
         return base_parts.elements(header, read)
@@ -270,7 +279,9 @@ class Family(ABC):
 
     def denoiser_names(self, header: Header) -> Mapping[str, str]:
         """Return the denoiser's tensors in a single file, name without prefix -> name in the file."""
-        return base_parts.denoiser_names(header)
+        inside = tuple(self.text.inside.values())
+        names = base_parts.denoiser_names(header).items()
+        return {name: full for name, full in names if not name.startswith(inside)}
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
@@ -312,7 +323,7 @@ class Family(ABC):
             # Of Qwen2.5-VL the vision tower and the language head are freed here.
             used = network.get_submodule(text.inner)
             networks[component] = used.requires_grad_(False).eval().to(device)
-            folder = layout.folder / base_parts.tokenizer_of(component)
+            folder = layout.folder / text.tokenizer_of(component)
             tokenizers[component] = load_tokenizer(folder, kind=encoder.kind)
         return text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
 
@@ -402,6 +413,8 @@ class Family(ABC):
         `component` is `denoiser`, `text_encoder`, ...; `module` the name in the network that
         `load_denoiser` or `load_text_encoder` gives.
         """
+        if component in self.text.inside and format != "diffusers":
+            component, module = DENOISER, self.text.inside[component] + module
         if component != DENOISER:
             role = self.text.roles[component]
             start = _TEXT_MODELS.get(self.text.networks[component].kind, "")  # T5's have none

@@ -76,10 +76,12 @@ def refuse_channels(source: str, architecture: Mapping[str, Any], *, allowed: in
 
 
 def encoders(
-    *networks: TextNetwork, encoder: type[TransformersEncoder], **options: Any
+    *networks: TextNetwork,
+    encoder: type[TransformersEncoder],
+    components: tuple[str, ...] = ("text_encoder", "text_encoder_2", "text_encoder_3"),
+    **options: Any,
 ) -> TextInputs:
     """Return the text encoders, in the order of the pipeline; `options` are further fields."""
-    components = ("text_encoder", "text_encoder_2", "text_encoder_3")
     by_component = dict(zip(components, networks, strict=False))
     return TextInputs(
         networks=by_component,

@@ -13,6 +13,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.layout import Header
 from lora_trainer.families.files.base_parts import config_value, holds_vae, load_base_vae, vae_names
+from lora_trainer.families.files.recognise import fits, signature_tables
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,42 @@ class PackedLatents(VaeLatents):
         _, factor = self.shape(vae.config)
         width, height = (side // factor for side in size_px)
         return unpack(tokens, height=height, width=width)
+
+
+class VideoLatents(VaeLatents):
+    """Latents of Wan's video VAE and Qwen-Image's, standardised by channel; an image is a video of one frame.
+
+    The denoiser in training has them without the frame, [B, C, H, W], the pipeline's output is [B, C, 1, H, W].
+    """
+
+    def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        # diffusers spells the key so. It has an entry for each halving of the image's
+        # sides, True where the number of frames is halved too.
+        return int(config["z_dim"]), 2 ** len(config["temperal_downsample"])
+
+    def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
+        return any(fits(header, marks) for marks in signature_tables()["video_vaes"])
+
+    def names(self, header: Header) -> Iterable[str]:
+        # All: in Wan's names (`conv1`, `conv2`) those of AutoencoderKL would be a part of them.
+        return header
+
+    def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        latents = vae.encode(pixels.unsqueeze(2)).latent_dist
+        shift, scale = _statistics(vae, like=latents.mean)
+        return ((latents.mean - shift) / scale).squeeze(2), (latents.std / scale).squeeze(2)
+
+    def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+        frame = latents.float()
+        shift, scale = _statistics(vae, like=frame)
+        pixels: Tensor = vae.decode(frame * scale + shift, return_dict=False)[0]
+        return pixels[:, :, 0]
+
+
+def _statistics(vae: Any, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of the latents by channel, [1, C, 1, 1, 1]."""
+    mean, std = like.new_tensor(vae.config.latents_mean), like.new_tensor(vae.config.latents_std)
+    return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.families.base.facts import BaseFacts, Conditioning
 from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.modular import modular_images
 from lora_trainer.families.base.traits import PipelineTraits
-from lora_trainer.families.files.base_parts import load_base_vae, tokenizer_of
+from lora_trainer.families.files.base_parts import load_base_vae
 
 if TYPE_CHECKING:
     import torch
@@ -83,11 +84,19 @@ def build_sampler(
     family: Family, facts: BaseFacts, *, denoiser: nn.Module, device: torch.device
 ) -> Sampler:
     """Return a sampler around a denoiser that is on `device`, to which the VAE moves only while it decodes."""
+    vae = load_base_vae(facts.located)
+    if (blocks := family.pipeline.blocks) is not None:
+        components = {
+            family.traits.folder: denoiser,
+            "scheduler": facts.release.sampling_scheduler(),
+        }
+        images = modular_images(blocks, components, latents_of=vae)
+        images.set_progress_bar_config(disable=True)
+        return Sampler(pipeline=images, denoiser=denoiser, vae=vae, device=device, family=family)
     # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
     # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
     texts = family.text.roles
-    absent = dict.fromkeys((*texts, *map(tokenizer_of, texts), "vae"))
-    vae = load_base_vae(facts.located)
+    absent = dict.fromkeys((*texts, *map(family.text.tokenizer_of, texts), "vae"))
     pipeline = _pipeline(family, facts, **{family.traits.folder: denoiser}, **absent)
     # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
     pipeline.vae_scale_factor = facts.vae_factor
@@ -102,6 +111,10 @@ def _pipeline(family: Family, facts: BaseFacts, **components: Any) -> Any:
     """Return diffusers' pipeline with the base's scheduler and these components, the others of its folder."""
     import diffusers
 
+    if (blocks := family.pipeline.blocks) is not None:
+        return modular_images(
+            blocks, {**components, "scheduler": facts.release.sampling_scheduler()}
+        )
     return getattr(diffusers, family.pipeline.class_name).from_pretrained(
         facts.located.folder,
         scheduler=facts.release.sampling_scheduler(),
@@ -147,7 +160,7 @@ def pipeline_arguments(
     """
     traits, roles = family.pipeline, family.text.roles
     if facts.chunks > 1 or facts.system_prompt != family.text.system_prompt:
-        tokenizers = {name: getattr(pipeline, tokenizer_of(name)) for name in roles}
+        tokenizers = {name: getattr(pipeline, family.text.tokenizer_of(name)) for name in roles}
         networks = {name: getattr(pipeline, name) for name in roles}
         encoder = family.text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
         denoiser = getattr(pipeline, family.traits.folder)
@@ -179,7 +192,8 @@ def plain_pipeline(
 
     cpu, names = torch.device("cpu"), family.text.roles
     text: Any = family.load_text_encoder(facts, dtype=dtype, device=cpu)
-    tokenizers = {tokenizer_of(name): each for name, each in text.tokenizers.items()}
+    folder_of = family.text.tokenizer_of
+    tokenizers = {folder_of(name): each for name, each in text.tokenizers.items()}
     vae = load_base_vae(facts.located)
     decode = vae.decode
     # Pipelines pass latents in the dtype of the networks.
@@ -190,7 +204,7 @@ def plain_pipeline(
         **{family.traits.folder: family.load_denoiser(facts, dtype=dtype, device=cpu)},
         vae=vae,
         # A base without one of its encoders (Stable Diffusion 3 without T5) has None in its place.
-        **{**dict.fromkeys((*names, *map(tokenizer_of, names))), **text.networks, **tokenizers},
+        **{**dict.fromkeys((*names, *map(folder_of, names))), **text.networks, **tokenizers},
     )
     family.pipeline.mend(pipeline)
     return pipeline.to(device)

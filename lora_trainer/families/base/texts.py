@@ -33,6 +33,9 @@ class TextInputs:
     configuration with the channels of the text. `tokens`: length of every text, 0 where that is `max_tokens`.
     `masked`: texts keep their own length and come with a `text_mask`. `multiple`: the network pads texts to a
     multiple of this many tokens. `one_length`: the texts of one forward pass must have one length.
+    `inside`: component -> start of its tensors' names among the denoiser's, of a network of diffusers that files
+    keep there; its input and output are text, so it runs with the encoders. `tokenizers`: component -> folder of its
+    tokenizer, where that is not the encoder's name.
     `unread`: prefixes of tensors in the encoders' files that are never loaded and so cost no memory; `inner`: the
     part of a network that is kept. `optional`: component that a base may lack. `penultimate`: the denoiser reads
     the layer before the last. `encoder_files`: single encoders can be read from files of their own (`Layout.text`).
@@ -51,6 +54,8 @@ class TextInputs:
     masked: bool = False
     multiple: int = 1
     one_length: bool = False
+    inside: Mapping[str, str] = field(default_factory=dict)
+    tokenizers: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     inner: str = ""
     optional: str = ""
@@ -75,6 +80,10 @@ class TextInputs:
     def roles(self) -> Mapping[str, str]:
         """Component -> ComfyUI's name of the encoder ("clip_l", "t5xxl")."""
         return {component: network.role for component, network in self.networks.items()}
+
+    def tokenizer_of(self, component: str) -> str:
+        """Return the folder of a component's tokenizer, which is its name in the pipeline."""
+        return self.tokenizers.get(component, component.replace("text_encoder", "tokenizer"))
 
     def batch_group_key(self, conditioning: Conditioning) -> int:
         """Return the key that the samples of one forward pass must share: their text's length, or 0."""

@@ -63,9 +63,23 @@ class NetworkTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """diffusers' blocks of a modular pipeline, by the names that they have in it; a name stands for all blocks in it.
+
+    `encoding` are those that make of a prompt what the denoiser reads, `decoding` those that make images of latents.
+    """
+
+    class_name: str
+    encoding: tuple[str, ...]
+    decoding: tuple[str, ...] = ("decode",)
+    workflow: str = "text2image"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineTraits:
     """Facts of diffusers' text-to-image pipeline of a family.
 
+    `blocks`: of a family that has a modular pipeline only; `class_name` is then what the index of its folder names.
     `absent`: arguments that switch off its optional components. `text_arguments`: conditioning of a prompt -> the
     pipeline's argument for it, of texts as `as_read` returns the prompt's and the negative prompt's.
     `scale_argument`: its guidance scale, which is `scale_offset` less than ours, prompt + (scale - 1) (prompt -
@@ -78,6 +92,7 @@ class PipelineTraits:
     """
 
     class_name: str
+    blocks: Blocks | None = None
     absent: Mapping[str, Any] = field(default_factory=dict)
     text_arguments: Mapping[str, str] = field(
         default_factory=lambda: {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}

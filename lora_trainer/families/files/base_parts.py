@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from lora_trainer.families.base.layout import Header, Layout
 from lora_trainer.families.base.releases import TextNetwork
 from lora_trainer.families.base.texts import TextInputs
 from lora_trainer.families.base.unet_numbers import UNET_CLASS
-from lora_trainer.families.files.hub_files import TEXT_SUFFIXES
+from lora_trainer.families.files.hub_files import MODULAR_INDEX, TEXT_SUFFIXES, index_in
 from lora_trainer.families.files.weight_files import AGAIN, read_header, read_tensors
 
 if TYPE_CHECKING:
@@ -61,20 +61,49 @@ def config_value(config: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def components(folder: Path) -> Mapping[str, str]:
-    """Return component name -> class name of a diffusers folder; empty without model_index.json.
+    """Return component name -> class name of a diffusers folder, plain or modular; empty without an index.
 
     The pipeline's own class has the key "".
     """
-    index = folder / "model_index.json"
-    if not index.is_file():
+    index = index_in(folder)
+    if index is None:
         return {}
     index_json = read_json(index)
     classes = {
-        name: value[1]
+        name: kind
         for name, value in index_json.items()
-        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+        if isinstance(value, list) and (kind := _class_in(value))
     }
     return {"": str(index_json.get("_class_name", "")), **classes}
+
+
+def _class_in(entry: Sequence[Any]) -> str:
+    """Return the class in a component's entry of an index, "" where it states none.
+
+    A plain index has [library, class]. A modular one has a third value, where the component is loaded from, and the
+    first two are null unless it was saved with the component.
+    """
+    if len(entry) == 3 and isinstance(entry[2], dict):
+        hint = entry[2].get("type_hint")
+        entry = entry[:2] if entry[1] is not None or not isinstance(hint, list) else hint
+    return entry[1] if len(entry) == 2 and isinstance(entry[1], str) else ""
+
+
+def elsewhere(folder: Path) -> Mapping[str, str]:
+    """Return component -> repository of what a modular folder names and does not hold itself."""
+    index = index_in(folder)
+    if index is None or index.name != MODULAR_INDEX:
+        return {}
+    entries = ((name, value) for name, value in read_json(index).items() if isinstance(value, list))
+    places = {
+        name: value[2]
+        for name, value in entries
+        if len(value) == 3 and isinstance(value[2], dict) and not (folder / name).is_dir()
+    }
+    return {
+        name: str(place.get("pretrained_model_name_or_path") or "no repository")
+        for name, place in places.items()
+    }
 
 
 def weights(folder: Path) -> tuple[Path, ...]:
@@ -116,11 +145,6 @@ def _shards(index: Path) -> tuple[Path, ...]:
             fix=AGAIN,
         )
     return tuple(files)
-
-
-def tokenizer_of(component: str) -> str:
-    """Return the folder of a text encoder's tokenizer, which is its name in the pipeline."""
-    return component.replace("text_encoder", "tokenizer")
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
@@ -274,7 +298,7 @@ def _tensors(file: Path, vae: Any) -> dict[str, Tensor]:
 
 # ---- transformers and text encoders
 
-DENOISER_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+DENOISER_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.")
 # `role` is ComfyUI's name of the encoder in an all-in-one file.
 ENCODER_PREFIX = "text_encoders.{role}.transformer."
 _OTHERS = ("text_encoders.", "text_encoder.", "conditioner.", "cond_stage_model.")
@@ -286,6 +310,14 @@ def denoiser_names(header: Header) -> dict[str, str]:
     other = (*VAE_PREFIXES, *_OTHERS, *VAE_MODULES)
     names = part_names(header, *DENOISER_PREFIXES).items()
     return {name: full for name, full in names if not name.startswith(other)}
+
+
+def inner_names(header: Header, prefix: str) -> dict[str, str]:
+    """Return the tensors of a network that stands among a denoiser's, name without prefixes -> name in the file."""
+    names = part_names(header, *DENOISER_PREFIXES)
+    return {
+        name.removeprefix(prefix): full for name, full in names.items() if name.startswith(prefix)
+    }
 
 
 def elements(header: Header, names: Iterable[str]) -> int:
@@ -336,11 +368,14 @@ def load_text_network(
     import transformers
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
-    encoder, unread, prefix = text.networks[component], text.unread, text.prefixes[component]
+    encoder, unread = text.networks[component], text.unread
     folder, file = layout.folder / component, layout.text_file(component)
+    if component in text.inside:
+        return _load_inner(encoder.network, folder, file, text.inside[component], dtype=dtype)
     kind = getattr(transformers, encoder.network)
     if file is None:
         return whole(kind, folder, dtype=dtype)
+    prefix = text.prefixes[component]
     config = kind.config_class.from_pretrained(folder, local_files_only=True)
     names = {
         name: full
@@ -381,6 +416,26 @@ def load_text_network(
             fix=COMPANION,
         )
     return loaded
+
+
+def _load_inner(
+    class_name: str, folder: Path, file: Path | None, prefix: str, *, dtype: torch.dtype
+) -> nn.Module:
+    """Load a network of diffusers that reads text from its folder, or from among a denoiser's tensors in a file."""
+    import diffusers
+    from accelerate import init_empty_weights
+
+    kind = getattr(diffusers, class_name)
+    if file is None:
+        return whole(kind, folder, dtype=dtype)
+    with init_empty_weights():
+        network = kind.from_config(read_json(folder / "config.json"))
+    header = read_header(file)
+    names = inner_names(header, prefix) or part_names(
+        header
+    )  # a file of its own may have no prefix
+    tensors = read_tensors(file, names, dtype=dtype)
+    return fill(network, tensors, file=file, part="text conditioner").eval()
 
 
 def load_denoiser_file(

@@ -20,8 +20,14 @@ from lora_trainer.common.wording import is_hub_id
 
 # Configurations, vocabularies, SentencePiece's models, chat templates.
 TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
-_TOP_TEXTS = frozenset({"model_index.json", "config.json"})
-_FOLDERS = re.compile(r"scheduler|(?:tokenizer|text_encoder)(?:_\d)?|unet|transformer|vae")
+# The index of a plain and of a modular diffusers folder: the second kind's pipeline is made of blocks.
+INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
+INDEXES = (INDEX, MODULAR_INDEX)
+_TOP_TEXTS = frozenset({*INDEXES, "config.json"})
+# The folders of a base's components.
+_FOLDERS = re.compile(
+    r"scheduler|(?:tokenizer|text_encoder)(?:_\d)?|t5_tokenizer|text_conditioner|unet|transformer|vae"
+)
 # Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 _HALF = re.compile(r"\.fp16\.(?:.*\.)?safetensors$|\.safetensors\.index\.fp16\.(?:.*\.)?json$")
@@ -30,7 +36,6 @@ _HALF = re.compile(r"\.fp16\.(?:.*\.)?safetensors$|\.safetensors\.index\.fp16\.(
 # Ends of the names of weight files; `.sft` is safetensors under the name that FLUX.1's first release used.
 SAFETENSORS, GGUF = ".safetensors", ".gguf"
 SUFFIXES = frozenset({SAFETENSORS, ".sft", GGUF})
-_INDEX = "model_index.json"
 # One of the files that a network is cut into: none of them is a checkpoint.
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 # Folders of repositories that hold other things than checkpoints beside them.
@@ -50,8 +55,8 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
             f"{source!r} is neither a file or folder on this machine nor a model on the Hub (OWNER/NAME)",
             fix="check the path or the name",
         )
-    # A repository of a VAE alone has no model_index.json.
-    for name in ("model_index.json", "config.json"):
+    # A repository of a VAE alone has no index.
+    for name in (*INDEXES, "config.json"):
         cached_path = try_to_load_from_cache(source, name, revision=revision)
         # None: never asked for. The Hub's library also returns an object for files known to be absent there.
         if isinstance(cached_path, str):
@@ -59,7 +64,7 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
     # Of a repository of a checkpoint alone `fetch` has left word that there is no index: without that word a checkpoint
     # in the cache may lie beside a diffusers folder that was not fetched. `snapshot_download` without a network wants
     # every file of the repository, and here one is enough.
-    if try_to_load_from_cache(source, _INDEX, revision=revision) is None:
+    if try_to_load_from_cache(source, INDEX, revision=revision) is None:
         return None
     cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=source, repo_type="model")
     commit = revision or constants.DEFAULT_REVISION
@@ -91,10 +96,16 @@ def checkpoint_in(folder: Path) -> Path | None:
 
     Raises InputError that names them for several; a folder without any is left to who knows what it should be.
     """
-    if (folder / _INDEX).is_file() or not folder.is_dir():
+    if index_in(folder) is not None or not folder.is_dir():
         return None
     found = checkpoints(_files_in(folder))
     return folder / _only(found, where=str(folder)) if found else None
+
+
+def index_in(folder: Path) -> Path | None:
+    """Return the index of a diffusers folder, None for any other folder."""
+    files = (folder / name for name in INDEXES)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _only(found: Sequence[str], *, where: str) -> str:
@@ -113,9 +124,9 @@ def _only(found: Sequence[str], *, where: str) -> str:
 def wanted_companion(names: Iterable[str], *, source: str, without: frozenset[str]) -> list[str]:
     """Choose the files of the companion that a user named; raises InputError where it is not a diffusers folder."""
     all_names = list(names)
-    if _INDEX not in all_names:
+    if not _has_index(all_names):
         raise InputError(
-            f"base.companion {source} has no {_INDEX}: it is not a diffusers folder",
+            f"base.companion {source} has no {INDEX}: it is not a diffusers folder",
             fix="name a diffusers folder or its Hub id, or leave base.companion at auto",
         )
     return wanted(all_names, without=without)
@@ -127,14 +138,14 @@ def wanted_base(names: Iterable[str], *, source: str, without: frozenset[str]) -
     Raises InputError, before anything is downloaded, for several checkpoints and for none.
     """
     all_names = list(names)
-    if _INDEX in all_names:
+    if _has_index(all_names):
         return wanted(all_names, without=without)
     if found := checkpoints(all_names):
         return [_only(found, where=source)]
     pickles = any(name.endswith((".ckpt", ".pt", ".pth", ".bin")) for name in all_names)
     held = "pickles only, which can run code when opened" if pickles else "no weights of a base"
     raise InputError(
-        f"{source} holds neither {_INDEX} nor a checkpoint ({', '.join(sorted(SUFFIXES))}), but {held}",
+        f"{source} holds neither {INDEX} nor a checkpoint ({', '.join(sorted(SUFFIXES))}), but {held}",
         fix="give the repository of a diffusers folder or of a checkpoint",
     )
 
@@ -191,13 +202,13 @@ def fetch(
         )
         bar = _counting_bar(partial(on_bytes, source), missing_bytes)
         download = partial(snapshot_download, source, revision=revision, tqdm_class=bar)
-        if _INDEX in files:
+        if _has_index(files):
             texts = [name for name in files if PurePosixPath(name).suffix in TEXT_SUFFIXES]
             check(Path(download(allow_patterns=texts)))
         folder = Path(download(allow_patterns=files))
-        if _INDEX not in files and checkpoints(files):
+        if not _has_index(files) and checkpoints(files):
             with suppress(EntryNotFoundError):  # which the library remembers
-                hf_hub_download(source, _INDEX, revision=revision)
+                hf_hub_download(source, INDEX, revision=revision)
         return folder
     # A subclass of RepositoryNotFoundError, so it has to come first.
     except GatedRepoError:
@@ -297,6 +308,10 @@ def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
             half = {path for path in readable if path.parent == folder and _HALF.search(path.name)}
             chosen |= whole or half
     return sorted(map(str, chosen))
+
+
+def _has_index(names: Iterable[str]) -> bool:
+    return not set(INDEXES).isdisjoint(names)
 
 
 def _is_read(path: PurePosixPath) -> bool:

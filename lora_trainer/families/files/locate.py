@@ -25,7 +25,7 @@ from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import Layout, Part
 from lora_trainer.families.base.tables import family_table
-from lora_trainer.families.files.base_parts import read_json
+from lora_trainer.families.files.base_parts import elsewhere, read_json
 from lora_trainer.families.files.hub_files import (
     GGUF,
     SUFFIXES,
@@ -327,8 +327,13 @@ def _folder(
 
 
 def _check_configurations(folder: Path, *, source: str) -> None:
-    """Raise InputError for a diffusers folder whose configurations name another family or an unread quantisation."""
+    """Raise InputError for a diffusers folder of another family, without a part, or in an unread quantisation."""
     families.detect(folder)
+    for name, repository in elsewhere(folder).items():
+        raise InputError(
+            f"{source} has no folder {name}: its index says that it is loaded from {repository}",
+            fix="give a folder or repository that has all parts of the base",
+        )
     for file in sorted(folder.glob("*/config.json")):
         quantised = read_json(file).get("quantization_config")
         if isinstance(quantised, dict):

@@ -29,7 +29,7 @@ from lora_trainer.families.base.layout import Header, Part
 from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.stated import stated_in
 from lora_trainer.families.base.tables import family_table
-from lora_trainer.families.files.base_parts import elements, read_json, tokenizer_of
+from lora_trainer.families.files.base_parts import elements, inner_names, read_json
 from lora_trainer.families.files.hub_files import SUFFIXES, TEXT_SUFFIXES, fetch
 from lora_trainer.families.files.recognise import LORA, first_fit, other_model, text_encoder_in
 from lora_trainer.families.files.weight_files import read_header, refuse_quantised
@@ -155,7 +155,9 @@ def encoder_files(
             )
         return text
     for component, prefix in family.text.prefixes.items():
-        if file is not None and any(name.startswith(prefix) for name in header):
+        inside = family.text.inside.get(component)
+        is_in = any(name.startswith(prefix) for name in header)
+        if file is not None and (is_in if inside is None else inner_names(header, inside)):
             text[component] = file
     for name in settings.text_encoders:
         path = Path(user_path(name))
@@ -198,9 +200,10 @@ def _encoder_width(role: str, component: str, folder: Path | None) -> Any:
     if folder is None:
         return text_network(role).width
     config = read_json(folder / component / "config.json")
-    # Qwen2.5-VL nests its language model's numbers; d_model is T5's word for the width.
+    # Qwen2.5-VL nests its language model's numbers; d_model is T5's word for the width, target_dim a conditioner's.
     inner = config.get("text_config", config)
-    return inner.get("hidden_size", inner.get("d_model"))
+    words = ("hidden_size", "d_model", "target_dim")
+    return next((inner[word] for word in words if word in inner), None)
 
 
 def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
@@ -325,7 +328,10 @@ def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | 
     encoders = {name: part for name, part in parts.items() if name.startswith("text_encoder")}
     if not encoders or not {*present} >= {"vae", *encoders}:
         return None
-    tokenizers = {tokenizer_of(name): table["tokenizers"][part] for name, part in encoders.items()}
+    text = families.family(facts.family).text
+    tokenizers = {
+        text.tokenizer_of(name): table["tokenizers"][part] for name, part in encoders.items()
+    }
     networks = {"transformer": facts.release.architecture, "vae": table["configs"][parts["vae"]]}
     texts = {name: table["configs"][part] for name, part in encoders.items()}
     index = {

@@ -8,7 +8,7 @@ pipelines and refused. Single files have diffusers' names, with or without Comfy
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,12 @@ from lora_trainer.families.base.flow import (
     encoders,
     target_endings,
 )
-from lora_trainer.families.base.latents import PackedLatents, pack, unpack
+from lora_trainer.families.base.latents import VideoLatents, pack, unpack
 from lora_trainer.families.base.layout import Header, Layout
 from lora_trainer.families.base.releases import text_network
-from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder, text_config
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits, VaePeak
 from lora_trainer.families.files.base_parts import components, denoiser_names
-from lora_trainer.families.files.recognise import fits
 from lora_trainer.families.files.weight_files import read_header
 
 if TYPE_CHECKING:
@@ -64,35 +62,18 @@ class QwenVLEncoder(MaskedEncoder):
         }
 
 
-class FrameLatents(PackedLatents):
-    """Latents of a video VAE, standardised by channel; an image is a video of one frame, [B, C, 1, H, W]."""
+class FrameLatents(VideoLatents):
+    """Latents that the pipeline holds as tokens."""
 
     # As the editing pipelines encode an image ("argmax"), musubi-tuner and sd-scripts a dataset (`mode()`).
     # diffusers' training script and ai-toolkit draw.
     are_drawn = False
 
-    def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
-        # diffusers spells the key so. It has an entry for each halving of the image's
-        # sides, True where the number of frames is halved too.
-        return int(config["z_dim"]), 2 ** len(config["temperal_downsample"])
-
-    def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
-        return any(fits(header, marks) for marks in family_table("qwen")["files"]["vae"])
-
-    def names(self, header: Header) -> Iterable[str]:
-        # All: in Wan's names (`conv1`, `conv2`) those of AutoencoderKL would be a part of them.
-        return header
-
-    def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        latents = vae.encode(pixels.unsqueeze(2)).latent_dist
-        shift, scale = _statistics(vae, like=latents.mean)
-        return ((latents.mean - shift) / scale).squeeze(2), (latents.std / scale).squeeze(2)
-
     def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        frame = self.unpacked(vae, latents.float(), size_px).unsqueeze(2)
-        shift, scale = _statistics(vae, like=frame)
-        pixels: Tensor = vae.decode(frame * scale + shift, return_dict=False)[0]
-        return pixels[:, :, 0]
+        _, factor = self.shape(vae.config)
+        width, height = (side // factor for side in size_px)
+        frame = unpack(latents.float(), height=height, width=width).unsqueeze(2)
+        return super().decode(vae, frame, size_px)
 
 
 class QwenImage(FlowFamily):
@@ -198,9 +179,3 @@ def _as_deep(release: BaseRelease, header: Header) -> BaseRelease:
     pattern = re.compile(r"transformer_blocks\.(\d+)\.")
     blocks = {match[1] for name in denoiser_names(header) if (match := pattern.match(name))}
     return replace(release, architecture={**release.architecture, "num_layers": len(blocks)})
-
-
-def _statistics(vae: Any, *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of the latents by channel, [1, C, 1, 1, 1]."""
-    mean, std = like.new_tensor(vae.config.latents_mean), like.new_tensor(vae.config.latents_std)
-    return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
