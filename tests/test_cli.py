@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 import struct
 import threading
@@ -327,6 +328,14 @@ def test_check_shows_score_buckets_and_every_finding(
     sizes = {"width_px", "height_px", "bucket", "kept", "cropped_fraction", "upscaled"}
     assert all(picture.keys() == {"file", "score"} | sizes for picture in report["pictures"])
     assert report["caption_limit"].keys() == {"tokenizer", "tokens"}
+    # A plan has read the same images, and says so.
+    assert "\ncheck " not in said("plan", *small)
+    severities = [one["severity"] for one in report["findings"]]
+    assert severities.count("error") == 1
+    asked = ("--base", "embedded", "--set", "data.max_bad_fraction=0.5")
+    line = row(said("plan", odd, *asked), "check ")
+    assert f"1 error and {severities.count('warning')} warnings about the images: " in line
+    assert line.rstrip().endswith(f"{shlex.quote(str(odd))} --base embedded")
     for one in report["findings"]:
         assert one.keys() == {"kind", "severity", "file", "advice", "what", "code"}
         where = f"{one['file']}: " if one["file"] else ""

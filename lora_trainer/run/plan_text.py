@@ -7,6 +7,7 @@ base, the processes, the GPU and the exported file; those of the dataset are in 
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -14,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lora_trainer.common.event_kinds import SEVERITIES
 from lora_trainer.common.events import Finding, shown
 from lora_trainer.common.processes import share
 from lora_trainer.common.wording import duration_text, gib
@@ -170,6 +172,7 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         "preset": f"{resolved.preset}, priority {resolved.priority}",
         "data": f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
         f"{regularisation}; {buckets}",
+        "check": _check_text(prepared),
         "length": f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
         "micro-batch": f"images by bucket: {', '.join(sizes)}",
         "processes": f"{len(images)}: {split} of {sum(images)} images a step"
@@ -189,6 +192,22 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
     settings = _settings_table(prepared, everything=everything)
     lines: list[RenderableType] = ["", *remarks] if remarks else []
     return Group(table, "", *_memory_tables(plan), "", *settings, *lines)
+
+
+def _check_text(prepared: Prepared) -> str:
+    """Return how much `check` finds wrong with the images, and the command that lists it; empty for nothing."""
+    counts = Counter(found.severity for found in prepared.report.findings)
+    named = [
+        f"{counts[severity]:,} {severity}{'s' if counts[severity] > 1 else ''}"
+        for severity in SEVERITIES
+        if counts[severity] and severity != "note"
+    ]
+    if not named:
+        return ""
+    command = ["lora-train", "check", str(prepared.dataset.folder)]
+    if prepared.plan.origins["base.model"].is_users:
+        command += ["--base", str(prepared.config.base.model)]
+    return f"{' and '.join(named)} about the images: {shown(shlex.join(command))}"
 
 
 def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableType]:

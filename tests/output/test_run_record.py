@@ -214,3 +214,5 @@ def test_nothing_is_known_of_an_empty_record() -> None:
     assert unreadable(RunRecord, {}) == "name"
     for key in ("name", "fingerprint"):
         assert of_json(RunRecord, {"dataset": {key: "x"}}).dataset.is_known
+    (finding,) = of_json(RunRecord, {"dataset": {"findings": [1, {"what": "x"}]}}).dataset.findings
+    assert (finding.what, finding.file) == ("x", None), "what is not an object is passed over"
