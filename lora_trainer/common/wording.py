@@ -153,22 +153,32 @@ _SECRET_NAME = re.compile(
 
 def without_secrets(text: str) -> str:
     """Return `text` with all tokens and passwords removed."""
+    return _struck(text, _environment_secrets())
+
+
+def _environment_secrets() -> list[str]:
+    """Return the values of secret variables, the longest first."""
+    values = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    long = (value for value in values if len(value) >= _MIN_LENGTH)
+    # A short secret may be part of a longer one, which must be replaced before it.
+    return sorted(long, key=len, reverse=True)
+
+
+def _struck(text: str, secrets: Iterable[str]) -> str:
     for pattern, substitute in _FORMS:
         text = pattern.sub(substitute, text)
-    values = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
-    # A short secret may be part of a longer one, which must be replaced before it.
-    for value in sorted(values, key=len, reverse=True):
-        if len(value) >= _MIN_LENGTH:
-            text = text.replace(value, STRUCK)
+    for value in secrets:
+        text = text.replace(value, STRUCK)
     return text
 
 
 def secret_keys(values: Mapping[str, Any]) -> list[str]:
     """Return the keys whose value contains a secret at any depth."""
+    secrets = _environment_secrets()
     return [
         key
         for key, value in values.items()
-        if any(without_secrets(text) != text for text in _texts(value))
+        if any(_struck(text, secrets) != text for text in _texts(value))
     ]
 
 

@@ -276,6 +276,7 @@ def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+@cache
 def setting_keys() -> tuple[str, ...]:
     """Return all `section.name` keys."""
     return tuple(info.key for info in all_settings())
@@ -391,7 +392,7 @@ def check_keys(values: Mapping[str, Any]) -> None:
 
 def unknown_setting(key: str) -> str:
     """Return a sentence on a key that is not a setting, with the nearest setting; "" for a setting."""
-    if setting_of(key) in (*setting_keys(), *RETIRED_SETTINGS):
+    if setting_of(key) in setting_keys() or setting_of(key) in RETIRED_SETTINGS:
         return ""
     return f"unknown setting {key!r}.{did_you_mean(key, _near_keys(key))}"
 

@@ -110,13 +110,16 @@ class FrozenBase:
                 blocks[block] = blocks.get(block, 0) + size
         return tuple(blocks.values())
 
-    def streamed_bytes(self, count: int) -> int:
-        """Return the bytes that `count` streamed blocks take in host memory, and that each pass copies."""
-        return moved_bytes(self.block_bytes, count) if count else 0
+    @cached_property
+    def streamed_bytes(self) -> Callable[[int], int]:
+        """Return the bytes that so many streamed blocks take in host memory, and that each pass copies."""
+        return cache(lambda count: moved_bytes(self.block_bytes, count) if count else 0)
 
-    def buffer_bytes(self, count: int) -> int:
-        """Return the bytes of the device buffers through which `count` streamed blocks pass."""
-        return self.streamed_bytes(count) - saved_bytes(self.block_bytes, count)
+    @cached_property
+    def buffer_bytes(self) -> Callable[[int], int]:
+        """Return the bytes of the device buffers through which so many streamed blocks pass."""
+        blocks = self.block_bytes
+        return cache(lambda count: self.streamed_bytes(count) - saved_bytes(blocks, count))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -191,9 +194,16 @@ class BaseCosts:
 
     def adapted(self, settings: AdapterSettings) -> Mapping[str, tuple[int, ...]]:
         """Return `adapter_shapes` of the modules that these settings adapt."""
-        shapes = self.adapter_shapes(settings.targets)
-        names = self.family.without_refiners(shapes, refiners=settings.refiners)
-        return {name: shapes[name] for name in names}
+        return self._adapted(settings.targets, settings.refiners)
+
+    @cached_property
+    def _adapted(self) -> Callable[[Targets, bool], Mapping[str, tuple[int, ...]]]:
+        def adapted(targets: Targets, refiners: bool) -> Mapping[str, tuple[int, ...]]:
+            shapes = self.adapter_shapes(targets)
+            names = self.family.without_refiners(shapes, refiners=refiners)
+            return {name: shapes[name] for name in names}
+
+        return cache(adapted)
 
     @cached_property
     def linear_shapes(self) -> Mapping[str, tuple[int, int]]:

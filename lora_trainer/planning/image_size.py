@@ -9,7 +9,6 @@ the base and the settings and not on the dataset or on what else is running.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.families.base.facts import BaseFacts
@@ -74,8 +73,7 @@ def smaller_sides(facts: BaseFacts, family: Family) -> tuple[int, ...]:
 
 
 def _at(inputs: PlanInput, side_px: int, reason: str = "") -> PlanInput:
-    return replace(
-        inputs,
+    return inputs.changed(
         decided={**inputs.decided, SIDE: (side_px, reason)},
         buckets=inputs.buckets_by_side.get(side_px, inputs.buckets),
     )
@@ -83,8 +81,7 @@ def _at(inputs: PlanInput, side_px: int, reason: str = "") -> PlanInput:
 
 def _typical(inputs: PlanInput) -> PlanInput:
     """Return the input of a run of `IMAGES` plain images on this machine."""
-    return replace(
-        inputs,
+    return inputs.changed(
         images=IMAGES,
         samples_per_epoch=IMAGES,
         fewest_repeats=1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,12 @@ class PlanInput:
     def costs(self) -> BaseCosts:
         """The costs of the base."""
         return BaseCosts(family=self.family, facts=self.facts)
+
+    def changed(self, **values: Any) -> PlanInput:
+        """Return the input of another run on the same base, whose costs are not counted anew."""
+        other = replace(self, **values)
+        vars(other)["costs"] = self.costs
+        return other
 
     @property
     def epoch(self) -> int:
