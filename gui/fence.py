@@ -17,7 +17,8 @@ from .bases import EMBEDDED
 from .workplace import Workplace
 
 _NO_PATH = ("", "auto", EMBEDDED)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# A repository, or a file in it.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:/[\w-][\w.-]*\.safetensors)?")
 
 
 def fenced(settings: Mapping[str, Any], work: Workplace) -> dict[str, Any]:

@@ -159,12 +159,16 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 # ---- what is remarked
 
 
-def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
+def test_what_a_user_will_miss_is_remarked_and_nothing_else(
+    place: Toy, tmp_path: Path
+) -> None:
     """Of the base, the GPU, the time, the adapter, and programs that read the file."""
     plain = planned(place, base__model="embedded")
     few_steps = replace(plain.facts.release, distilled=True)
     distilled = with_inputs(plain, facts=replace(plain.facts, release=few_steps))
-    assistant = planned(place, base__assistant="a.safetensors")
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"its size is enough for a plan")
+    assistant = planned(place, base__assistant=str(file))
     flux = asked(place, base__model="black-forest-labs/FLUX.1-dev")
     larger = replace(flux, overrides={**flux.overrides, "data.resolution": 1024})
     roomy = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
@@ -182,6 +186,7 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
     }
     beginnings = {
         "distilled": ["embedded is distilled"],
+        "helped": ["embedded is trained together with "],
         "4 GiB": ["the GPU has 4.0 GiB"],
         "long": ["about "],
         "dora": ["adapter.dora runs in fp32 beside", "output.format=kohya: diffusers drops"],
@@ -190,6 +195,37 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
     for name, run in runs.items():
         for row, start in zip(remarks(run), beginnings.get(name, []), strict=True):
             assert row["what"].startswith(start) and row["advice"], name
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        each.ids[0]
+        for name in families.NAMES
+        for each in families.family(name).published
+        if each.assistant
+    ],
+)
+def test_the_assistant_that_is_published_for_a_base_is_planned_with_it(
+    source: str, place: Toy
+) -> None:
+    """Named with the way without it, and in the memory, also on 8 GiB."""
+    hardware = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
+    helped = planned(place, hardware, base__model=source)
+    assistant = helped.facts.release.assistant
+    assert assistant is not None and helped.config.base.assistant == assistant.source
+    (said,) = [row for row in remarks(helped) if row["kind"] == "assisted"]
+    assert assistant.source in said["what"] and "to download" in said["what"]
+    assert "--set base.assistant=none" in said["advice"]
+    items = {item.name: item.bytes for item in helped.plan.memory.by_phase["training"]}
+    assert items["assistant weights"] == assistant.download_bytes
+    assert helped.plan.memory.fits
+    alone = planned(place, hardware, base__model=source, base__assistant="none")
+    kinds = [row["kind"] for row in remarks(alone)]
+    assert "assisted" not in kinds and ("distilled" in kinds) == alone.facts.release.distilled
+    if alone.facts.release.distilled:
+        undone = planned(place, hardware, base__model=source, base__distilled=False)
+        assert (undone.config.base.assistant == "none") != undone.facts.release.distilled
 
 
 # ---- the data

@@ -210,7 +210,7 @@ def public_text(value: str) -> str:
 def public_source(value: str) -> str:
     """Reduce a setting that names a model: a Hub id stays, of a file or folder the name is left.
 
-    "owner/name" could be a folder too; it is taken for a Hub id.
+    "owner/name" could be a folder too; it is taken for a Hub id. Of a file in a repository the file's name is left.
     """
     text = public_text(value)
     if is_hub_id(text) and not text.endswith(_WEIGHTS):

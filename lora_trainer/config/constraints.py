@@ -104,11 +104,6 @@ def _broken_by_memory(config: Config) -> Iterator[str]:
             f"memory.streamed_blocks={streamed} needs every block recomputed, not "
             "memory.gradient_checkpointing=none: use selective, full or offloaded"
         )
-    if streamed not in ("auto", 0) and config.base.assistant is not None:
-        yield (
-            "memory.streamed_blocks and base.assistant cannot be combined, because the assistant's weights "
-            "do not move with streamed blocks: leave one of them out"
-        )
     if memory.text_encoder_offload is True and (adapter.text_encoder or adapter.new_tokens):
         yield (
             "memory.text_encoder_offload works while caching only, and adapter.text_encoder=true and "

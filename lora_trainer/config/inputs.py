@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from lora_trainer.config.declare import (
     CHUNK_TOKENS,
@@ -30,6 +30,9 @@ Separator = Annotated[str, Field(min_length=1, max_length=20)]
 CaptionWords = Annotated[str, Field(max_length=1000)]
 SystemPrompt = Annotated[str, Field(max_length=1000)]
 CaptionLines = Literal["join", "one"]
+NO_ASSISTANT = "none"
+# Runs of releases before the word have null.
+Assistant = Annotated[str, BeforeValidator(lambda value: NO_ASSISTANT if value is None else value)]
 # The key in `data.folders` of the images directly in the dataset folder.
 OWN_FOLDER = "."
 NO_FOLDERS: Needs = {"data.folders": ({},)}
@@ -88,10 +91,12 @@ class BaseSettings(Section):
         "sentence put before every prompt, for Lumina 2; auto: the base's own, by its name; empty: none",
         replans=True,
     )
-    assistant: str | None = setting(
-        None,
-        "LoRA file that undoes a base's distillation during training; not in samples and exports",
+    assistant: Assistant = setting(
+        "auto",
+        "LoRA that undoes a base's distillation in training only: a file, a Hub id, "
+        "OWNER/NAME/FILE, none; auto: the published one",
         path=True,
+        hub=True,
         replans=True,
     )
 

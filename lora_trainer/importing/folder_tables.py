@@ -105,8 +105,9 @@ class FolderTable(dict[str, Any]):
         return self.names.get(key, THERE)
 
     def sourced(self, key: str, default: Any = None) -> Sourced:
-        """Return a value and its flat key."""
-        return self.get(key, default), self.name(key)
+        """Return a value and its flat key; null is what a missing key is."""
+        value = self.get(key)
+        return default if value is None else value, self.name(key)
 
 
 def read_folders(

@@ -16,8 +16,10 @@ from typing import Any
 
 import yaml
 
+from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
+from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.importing.command_lines import SHELLS, read_commands, read_variables
 from lora_trainer.importing.foreign import LIST, Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers import (
@@ -87,6 +89,8 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
             foreign.set("data.validation_fraction", 0.0, note="nothing is held out there")
         if "optimizer.name" in foreign.settings and "data.caption_dropout" not in foreign.settings:
             foreign.set("data.caption_dropout", 0.0, note="it is not there")
+        if "base.assistant" not in foreign.settings and _may_get_assistant(foreign):
+            foreign.set("base.assistant", NO_ASSISTANT, note="none is used there")
         build_config(foreign.settings)
         foreign.without_equivalent |= still_open
     except RequestError as error:
@@ -105,6 +109,15 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
         foreign.sources[key] = " ".join(name_in_file.get(word, word) for word in source.split(" "))
     foreign.unknown = [name_in_file.get(key, key) for key in foreign.unknown]
     return foreign
+
+
+def _may_get_assistant(foreign: Foreign) -> bool:
+    """Return whether the base may be one that is trained with an assistant here, and without one there."""
+    if not foreign.is_flow or foreign.table.get("has_default_assistants"):
+        return False
+    known = families.known_base(str(foreign.settings.get("base.model", "")))
+    published = families.family(known.family).published if known else ()
+    return known is None or any(release.assistant for release in published)
 
 
 def decoded(raw: bytes, file: str) -> str:

@@ -52,7 +52,7 @@ def attach_assistant(denoiser: nn.Module, tensors: AdapterTensors) -> LoraStreng
         if not _is_plain(module):
             raise InputError(
                 f"the assistant is a {kind_name(module)} adapter; only a plain LoRA can run beside a base",
-                fix="give a plain LoRA, or leave base.assistant out",
+                fix="give a plain LoRA, or train without one: --set base.assistant=none",
             )
     assistant = attach_lora({DENOISER: denoiser}, tensors)
     assistant.strength = 1.0
@@ -128,16 +128,16 @@ def _is_plain(module: ModuleTensors) -> bool:
 def _low_rank(layer: Layer, module: ModuleTensors) -> Apply:
     shape = tuple(frozen_weight(layer).shape)
     rank = module.tensors["down"].shape[0]
-    down = module.tensors["down"].float().reshape(rank, *shape[1:])
-    up = module.tensors["up"].float() * module.scale
-    up = up.reshape(shape[0], rank, *(1,) * (len(shape) - 2))
+    down = module.tensors["down"].reshape(rank, *shape[1:])
+    up = module.tensors["up"].reshape(shape[0], rank, *(1,) * (len(shape) - 2))
     factors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def apply(x: Tensor) -> Tensor:
         location = (x.device, x.dtype)
         # The input's device, not the layer's: a streamed layer's weights are in host memory between passes.
         if location not in factors:
-            factors[location] = (down.to(*location), up.to(*location))
+            # Scaled in fp32: a file's scale need not be a power of two.
+            factors[location] = (down.to(*location), (up.float() * module.scale).to(*location))
         own_down, own_up = factors[location]
         middle = _applied(layer, x, own_down)
         return (

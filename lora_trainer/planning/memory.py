@@ -93,7 +93,8 @@ class Load:
     """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
 
     `twice` is the share of a step's images that appear a second time for class preservation, `as_base` the
-    share for which the base's own prediction is computed too. Of GPU memory beside tensors, `expandable` says that
+    share for which the base's own prediction is computed too, `assistant_bytes` the size of the LoRA that the base is
+    trained with. Of GPU memory beside tensors, `expandable` says that
     the allocator grows its segments, `desktop_bytes` are left to other programs, and `cublas_bytes` are the
     workspace of each thread that runs matrix products.
     """
@@ -118,6 +119,7 @@ class Load:
     twice: float = 0.0
     as_base: float = 0.0
     keeps_best: bool = False
+    assistant_bytes: int = 0
     expandable: bool = True
     desktop_bytes: int = 0
     cublas_bytes: int = CUBLAS_BYTES
@@ -207,6 +209,8 @@ def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     states, paged = state_bytes(tensors, load.optimizer, load.optimizer_options)
     parameters = total_elements(tensors)
     yield from _weights(load, costs)
+    if load.assistant_bytes:
+        yield MemoryItem("assistant weights", load.assistant_bytes, "frozen, off in sample images")
     # Trained text encoders and their activations stay on the device for the whole run.
     if load.adapter.text_encoder or load.adapter.new_tokens:
         weights = costs.parameters("text_encoder") * ELEMENT_BYTES[load.precision]

@@ -27,8 +27,10 @@ from lora_trainer.config.declare import (
     Precision,
     settled,
 )
+from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
+from lora_trainer.families.files.assistants import assistant_bytes
 from lora_trainer.hardware.machine import DISPLAY_MARGIN_BYTES, spill_margin_bytes
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import (
@@ -189,6 +191,9 @@ class MemoryChooser:
             twice=twice,
             as_base=twice + learned_from_base,
             keeps_best=config.output.keep_best,
+            assistant_bytes=0
+            if config.base.assistant == NO_ASSISTANT
+            else assistant_bytes(config.base.assistant, self.inputs.facts),
         )
         if gpu is None:
             return load
@@ -223,9 +228,8 @@ class MemoryChooser:
 
     @property
     def _streamable(self) -> int:
-        """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
-        is_possible = self.evaluator.has_host and self.config.base.assistant is None
-        return len(self.evaluator.costs.blocks) if is_possible else 0
+        """Most blocks that can be streamed."""
+        return len(self.evaluator.costs.blocks) if self.evaluator.has_host else 0
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:

@@ -22,6 +22,7 @@ from lora_trainer.config.declare import (
     Precision,
     settled,
 )
+from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.optimizers import SCHEDULE, SCHEDULE_FREE
 from lora_trainer.config.running import Config, RunConfig
@@ -238,6 +239,12 @@ class _Planner:
         self.decide_auto(
             "base.distilled", facts.release.distilled, "by the base's files and its name"
         )
+        assistant = facts.release.assistant
+        self.decide_auto(
+            "base.assistant",
+            assistant.source if assistant else NO_ASSISTANT,
+            "published for this base" if assistant else "none is published for this base",
+        )
         if facts.system_prompt is not None:
             self.decide_auto("base.system_prompt", facts.system_prompt, "by the base's name")
         # Settings that this machine cannot follow: a preset's value is replaced, the user's refused.
@@ -369,7 +376,7 @@ class _Planner:
             return "text lengths vary with this base"
         if objective.prior == "base" or objective.preservation_weight:
             return "the base's own prediction is of a varying number of samples"
-        if config.base.assistant:
+        if config.base.assistant != NO_ASSISTANT:
             return "base.assistant computes its part in hooks"
         if config.memory.gradient_checkpointing in KEEP_ATTENTION:
             return "this gradient checkpointing keeps results of single kernels"

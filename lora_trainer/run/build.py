@@ -23,8 +23,8 @@ from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.event_kinds import Cached
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import user_path
 from lora_trainer.config.declare import QUANTIZATIONS, BasePrecision
+from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_rules import new_word
@@ -33,6 +33,7 @@ from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.families.base.noise_levels import levels_of
 from lora_trainer.families.base.texts import WEIGHTS, TextEncoder
+from lora_trainer.families.files.assistants import local_assistant
 from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES
@@ -201,8 +202,10 @@ def load_networks(prepared: Prepared) -> Networks:
         if word := new_word(config):
             text.learn(word)
     assistant = None
-    if (file := config.base.assistant) is not None:
-        tensors = read_tensors(Path(user_path(file)), names=layer_names(prepared, None))
+    if (source := config.base.assistant) != NO_ASSISTANT:
+        file = local_assistant(source)
+        assert file is not None, f"{source} was fetched before"
+        tensors = read_tensors(file, names=layer_names(prepared, None))
         assistant = attach_assistant(denoiser, tensors)
     return Networks(denoiser=denoiser, text=text, assistant=assistant)
 

@@ -18,10 +18,12 @@ from rich.text import Text
 from lora_trainer.common.event_kinds import SEVERITIES
 from lora_trainer.common.events import Finding, shown
 from lora_trainer.common.processes import share
-from lora_trainer.common.wording import duration_text, gib
+from lora_trainer.common.wording import bytes_text, duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
+from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.dataset.records import finding
 from lora_trainer.families.base.traits import FileFormat
+from lora_trainer.families.files.assistants import assistant_bytes, local_assistant
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.key_formats import format_notes, planned_contents
 from lora_trainer.planning.memory import MemoryItem
@@ -282,8 +284,17 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     config, facts, processes = prepared.config, prepared.facts, prepared.inputs.processes
     for assumed in facts.release.assumed:
         yield finding("release", what=assumed.sentence, setting=assumed.advice)
-    if facts.release.distilled and config.base.assistant is None:
+    assistant = config.base.assistant
+    if facts.release.distilled and assistant == NO_ASSISTANT:
         yield finding("distilled", source=facts.source)
+    if assistant != NO_ASSISTANT:
+        absent_bytes = 0 if local_assistant(assistant) else assistant_bytes(assistant, facts)
+        yield finding(
+            "assisted",
+            source=facts.source,
+            assistant=assistant,
+            download=f"; {bytes_text(absent_bytes)} to download" if absent_bytes else "",
+        )
     batch = config.train.batch_size
     if batch % processes:
         name = "processes.idle" if batch < processes else "processes.wait"

@@ -25,7 +25,7 @@ from lora_trainer.config.config import (
 )
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHUNK_TOKENS
-from lora_trainer.config.inputs import DataSettings
+from lora_trainer.config.inputs import NO_ASSISTANT, DataSettings
 from lora_trainer.config.layers import (
     AskedFor,
     Resolved,
@@ -51,6 +51,7 @@ from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regular
 from lora_trainer.dataset.scan import BAD_MASK, cache_folder, read_dataset
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
+from lora_trainer.families.files.assistants import fetch_assistant
 from lora_trainer.families.files.hub_files import OnBytes, unheard
 from lora_trainer.families.files.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
@@ -320,6 +321,8 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
         locate(prepared.config.base, on_bytes=request.on_bytes)
         prepared = prepare(request, hardware=hardware)
     config = prepared.config
+    if config.base.assistant != NO_ASSISTANT:
+        fetch_assistant(config.base.assistant, on_bytes=request.on_bytes)
     facts = with_choices(
         locate(config.base, on_bytes=request.on_bytes),
         config.base,

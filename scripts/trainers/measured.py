@@ -118,7 +118,7 @@ def ours(imported: Foreign, family: str) -> Numbers:
 
 def _config(imported: Foreign, family: str) -> Config:
     build_config(imported.settings)
-    overrides = {**imported.settings, "base.companion": "auto", "base.assistant": None}
+    overrides = {**imported.settings, "base.companion": "auto", "base.assistant": "none"}
     asked = AskedFor(overrides=overrides)
     return resolve_settings(asked, family=family, tier="16-24", priority="balanced").config
 

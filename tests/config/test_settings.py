@@ -97,7 +97,6 @@ BROKEN: list[dict[str, Any]] = [
     {"output.weights": "ema"},
     {"memory.base_precision": "bf16", "train.precision": "fp32"},
     {"memory.streamed_blocks": 2, "memory.gradient_checkpointing": "none"},
-    {"memory.streamed_blocks": 2, "base.assistant": "a.safetensors"},
     {"memory.text_encoder_offload": True, "adapter.text_encoder": True},
 ]
 """Settings that break one rule among settings each; the first is refused by name."""

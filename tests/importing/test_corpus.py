@@ -145,7 +145,7 @@ def test_the_corpus_is_whole_and_a_written_file_plans(
     for number, folder in enumerate(values["data.folders"]):
         write_dataset(dataset / folder, images=4, first=4 * number)
     capsys.readouterr()
-    sets = [f"data.cache_dir={tmp_path / 'cache'}", "base.companion=auto", "base.assistant=null"]
+    sets = [f"data.cache_dir={tmp_path / 'cache'}", "base.companion=auto", "base.assistant=none"]
     line = ["plan", str(dataset), "--config", str(toml), "--base", str(base), "--json"]
     assert run_cli([*line, *(f"--set={one}" for one in sets)]) == 0
     plan = json.loads(capsys.readouterr().out)["settings"]

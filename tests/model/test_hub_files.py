@@ -42,7 +42,7 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.hub_server import REVISION, HubServer, hub_in_process
 from tests.fakes.ldm_file import write_checkpoint
-from tests.fakes.runs import run_cli, toy
+from tests.fakes.runs import apart, events, run_cli, settings_of, toy
 from tests.fakes.tiny_base import released_files, t5_tokenizer
 
 KLEIN = "black-forest-labs/FLUX.2-klein-base-4B"
@@ -202,6 +202,34 @@ def test_a_first_run_from_the_hub_trains(tmp_path: Path, hub: HubServer) -> None
     missing.unlink()  # as an earlier version left it, or a download that was cut
     assert locate(BaseSettings(model=own_name)).layout is not None
     assert missing.is_file()
+
+
+def test_a_distilled_base_is_trained_with_the_assistant_published_for_it(
+    tmp_path: Path, hub: HubServer
+) -> None:
+    """Fetched like the base, on in training, off in sample images; `none` trains without it."""
+    base, place = "somebody/z-image-turbo-tuned", toy(tmp_path / "place", images=3)
+    publish(hub, "Tongyi-MAI/Z-Image-Turbo", base_of("zimage"), name=base)
+    settings = {"data__resolution": side_of(facts_of("zimage")), "sampling__every_steps": 2}
+
+    def run(name: str, **more: Any) -> Path:
+        line = place.arguments("--name", name, steps=2, **settings, **more)
+        line[line.index("--base") + 1] = base
+        assert run_cli(line) == 0
+        return place.runs / name
+
+    alone = run("alone", base__assistant="none")
+    (assistant,) = [
+        each.assistant for each in families.family("zimage").published if each.assistant
+    ]
+    offer(hub, assistant.id, tmp_path, {assistant.file: (alone / "alone.safetensors").read_bytes()})
+    helped = run("helped")
+    assert hub.fetched.count(assistant.file) == 1
+    assert settings_of(helped)["base.assistant"] == assistant.source
+    losses = [[row["loss"] for row in events(each, "step")] for each in (alone, helped)]
+    assert losses[0] != losses[1]
+    first = Path("samples") / "step-00000000" / "00.png"
+    assert apart(alone / first, helped / first) == 0
 
 
 # ---- a repository without a diffusers folder

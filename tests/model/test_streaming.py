@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import declare
+from lora_trainer.families.base.layout import DENOISER
+from lora_trainer.lora.lora_hooks import attach_assistant
 from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing, storage_key
+from tests.fakes.adapters import adapter_for
 from tests.fakes.family_bases import CPU
 from tests.fakes.trainee import Trainee, block_sizes, same, trainee
 
@@ -101,6 +104,20 @@ def test_steps_and_predictions_are_the_same_bits(name: str) -> None:
         assert torch.equal(at.predict(), predicted)
     assert same(at.gradients(micro_batch=1), split)
     assert len(blocks.loads) > 2 * len(blocks.names), "two buffers were enough for all blocks"
+
+
+def test_an_assistant_stays_where_it_is_needed_while_blocks_are_streamed() -> None:
+    """Streaming was refused with one, so Turbo releases did not fit small GPUs."""
+
+    def assisted(denoiser: nn.Module) -> None:
+        names = families.family("zimage").lora_targets(denoiser, "transformer")
+        attach_assistant(denoiser, adapter_for(DENOISER, denoiser, names))
+
+    at = trainee("zimage", prepare=assisted)
+    whole = at.gradients()
+    assert not same(whole, trainee("zimage").gradients())
+    streamed(at)
+    assert same(at.gradients(), whole)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux"])

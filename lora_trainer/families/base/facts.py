@@ -107,6 +107,26 @@ class Licence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Assistant:
+    """A published LoRA that is on while a base is trained, and off while it draws.
+
+    It undoes what training would break: a distillation to few steps or to no guidance.
+    """
+
+    id: str
+    """Its repository on the Hub."""
+    file: str = ""
+    """Its file there; "" where the repository has one weight file."""
+    download_bytes: int
+    """Size of the file, whose tensors have 16 bits."""
+
+    @property
+    def source(self) -> str:
+        """It as `base.assistant` names it."""
+        return f"{self.id}/{self.file}" if self.file else self.id
+
+
+@dataclass(frozen=True, kw_only=True)
 class BaseRelease:
     """What a base is, whoever uses it: a public release as its family.toml states it, or what files state of one."""
 
@@ -136,6 +156,8 @@ class BaseRelease:
     """It draws in few steps, an ability that is lost in training."""
     distillation: str = ""
     """How it was distilled ("lightning"); "" where it is not distilled."""
+    assistant: Assistant | None = None
+    """The LoRA that it is trained with by default."""
     prediction: Prediction = "flow"
     """What the denoiser predicts."""
     zero_terminal_snr: bool = False

@@ -210,13 +210,19 @@ class Family(ABC):
         """
         variant = release.variant.partition(" ")[0]
         rows = [each for each in self.published if each.distilled == bool(kind)]
-        same = next((each.drawing for each in rows if each.variant == variant), None)
+        same = next((each for each in rows if each.variant == variant), None)
         if kind:
-            drawing = same or few_step_drawing(self.name, kind)
+            drawing = same.drawing if same else few_step_drawing(self.name, kind)
             drawing = replace(drawing, steps=steps or drawing.steps)
         else:
-            drawing = same or self.published[0].drawing
-        return replace(release, distilled=bool(kind), distillation=kind, drawing=drawing)
+            drawing = (same or self.published[0]).drawing
+        return replace(
+            release,
+            distilled=bool(kind),
+            distillation=kind,
+            drawing=drawing,
+            assistant=same.assistant if same else None,
+        )
 
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files of each of `PARTS`; their hash is the part's identity."""

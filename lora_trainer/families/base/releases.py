@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.families.base.facts import BaseRelease, Licence, SamplingRecipe
+from lora_trainer.families.base.facts import Assistant, BaseRelease, Licence, SamplingRecipe
 from lora_trainer.families.base.layout import PARTS
 from lora_trainer.families.base.tables import family_names, family_table, made_tables
 from lora_trainer.families.base.traits import OtherNames
@@ -83,6 +83,7 @@ def released(family: str) -> tuple[BaseRelease, ...]:
             "parameters": {part: sizes[part] for part in PARTS},
             "drawing": SamplingRecipe(**values["drawing"]),
             "licence": Licence(**licence) if licence else None,
+            "assistant": Assistant(**values["assistant"]) if "assistant" in values else None,
         }
         releases.append(BaseRelease(**values))
     return tuple(releases)

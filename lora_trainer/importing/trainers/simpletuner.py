@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
 from lora_trainer.importing.command_lines import options_of
@@ -305,6 +306,8 @@ def _single_keys(foreign: Foreign) -> None:
     """Carry over the options that count only where they are on, or for some bases or words."""
     is_noise = not foreign.is_flow
     foreign.carry_if_on("base.assistant", "assistant_lora_path")
+    if foreign.flag("disable_assistant_lora"):
+        foreign.set("base.assistant", NO_ASSISTANT, "disable_assistant_lora")
     if is_noise:
         foreign.carry_if_on("base.vae", "pretrained_vae_model_name_or_path")
         prediction = foreign.says("prediction_type")
