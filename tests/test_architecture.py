@@ -26,6 +26,7 @@ ON_TENSORS = {
     "lora_trainer.hardware.device_calls",
     "lora_trainer.costs.meta_kernels",
     "lora_trainer.costs.trace",
+    "lora_trainer.families.files.dequantise",
 }
 # Seconds of import each; none may be paid for by --help, plan, check, presets or inspect.
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "bitsandbytes", "gradio")

@@ -302,7 +302,7 @@ def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said:
     assert 0 < memory["limit_bytes"] <= 24 * 2**30 and memory["fits"]
     assert settings.keys() == {info.key for info in all_settings()}
     assert all(each.keys() == {"value", "origin", "reason"} for each in settings.values())
-    assert "distilled" in [remark["kind"] for remark in remarks]
+    assert "assisted" in [remark["kind"] for remark in remarks]
     assert all(f": {one['what']}. {one['advice']}" in shown for one in remarks)
     last = shown.splitlines()[-len(remarks) :]
     assert all(line.startswith(("warning: ", "note: ")) for line in last)

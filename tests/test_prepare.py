@@ -159,9 +159,7 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 # ---- what is remarked
 
 
-def test_what_a_user_will_miss_is_remarked_and_nothing_else(
-    place: Toy, tmp_path: Path
-) -> None:
+def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy, tmp_path: Path) -> None:
     """Of the base, the GPU, the time, the adapter, and programs that read the file."""
     plain = planned(place, base__model="embedded")
     few_steps = replace(plain.facts.release, distilled=True)

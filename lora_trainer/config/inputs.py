@@ -93,8 +93,7 @@ class BaseSettings(Section):
     )
     assistant: Assistant = setting(
         "auto",
-        "LoRA that undoes a base's distillation in training only: a file, a Hub id, "
-        "OWNER/NAME/FILE, none; auto: the published one",
+        "LoRA that undoes a distillation in training: a file, Hub id or none; auto: the one published",
         path=True,
         hub=True,
         replans=True,
