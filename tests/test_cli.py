@@ -294,7 +294,7 @@ def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said:
     shown, plan = said("plan", *asked), json.loads(said("plan", *asked, "--json"))
     designed = {"family", "tier", "priority", "settings", "memory", "time", "disk", "sampling"}
     designed |= {"images"}
-    assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
+    assert plan.keys() == designed | {"base", "preset", "processes", "remarks", "timesteps"}
     memory, settings, remarks = (plan[key] for key in ("memory", "settings", "remarks"))
     beside = {"phase", "phases", "by_phase", "images_at_once", "host"}
     assert memory.keys() == {"items", "peak_bytes", "limit_bytes", "fits"} | beside

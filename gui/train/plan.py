@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.wording import bytes_text
-from lora_trainer.reporting.charts import Html
+from lora_trainer.planning.timesteps import shares_sentence
+from lora_trainer.reporting.charts import Html, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
@@ -92,6 +93,8 @@ def plan(found: PlanRecord, said: Words) -> Html:
         limit=_limit(memory),
         items=[(item.name, item.bytes, item.note) for item in memory.items],
         disk=_disk(found, said),
+        timesteps=timestep_bars(found.timesteps),
+        timesteps_sentence=said.message(shares_sentence(found.timesteps)),
         decided=list(_decided(found, said)),
     )
 

@@ -17,7 +17,8 @@ from lora_trainer.families.base.noise_levels import TIMESTEPS, Size, timesteps_o
 PARTS = 20
 # Evenly spread numbers that stand for the random ones of each size.
 _DRAWS = 1000
-_BARS = "▁▂▃▄▅▆▇█"
+# From few to many: for terminals that have these signs, and for all.
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 
 
 def timestep_shares(
@@ -39,12 +40,17 @@ def share_below(shares: Sequence[float], timestep: float) -> float:
     return sum(shares[: round(timestep / TIMESTEPS * len(shares))])
 
 
-def shares_text(shares: Sequence[float]) -> str:
+def shares_text(shares: Sequence[float], *, signs: str = BLOCKS) -> str:
     """Return the shares as a row of bars with two numbers, for a terminal."""
     most = max(shares)
     bars = "".join(
-        _BARS[min(int(share / most * len(_BARS)), len(_BARS) - 1)] if share else " "
+        signs[min(int(share / most * len(signs)), len(signs) - 1)] if share else " "
         for share in shares
     )
+    return f"0 (clean) |{bars}| 1000 (noise); {shares_sentence(shares)}"
+
+
+def shares_sentence(shares: Sequence[float]) -> str:
+    """Return two numbers that tell much noise from little."""
     half, low = share_below(shares, 500), share_below(shares, 200)
-    return f"0 (clean) |{bars}| 1000 (noise); {half:.0%} are below 500, {low:.0%} below 200"
+    return f"{100 * half:.0f} % are below 500, {100 * low:.0f} % below 200"

@@ -28,6 +28,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lora_trainer.common.event_kinds import Resumed, Saved, Step
 from lora_trainer.common.wording import bytes_text, loss_text
+from lora_trainer.planning.timesteps import shares_sentence
 from lora_trainer.reporting.history import Mark, RunHistory, is_recovery
 from lora_trainer.reporting.status import Smoothed
 
@@ -328,6 +329,23 @@ def _chart_mark(mark: Mark) -> ChartMark:
             css = "memory" if is_recovery(mark) else change.kind
             words = f"{change.key} {change.old} -> {change.new}: {change.reason}"
     return ChartMark(step=mark.step, css=css, words=words)
+
+
+def timestep_bars(shares: Sequence[float]) -> Html:
+    """Return the shares of timesteps from 0 (no noise) to 1000 as bars; nothing where they are not known."""
+    if not shares or not all(math.isfinite(share) for share in shares) or max(shares) <= 0:
+        return Html("")
+    most, width = max(shares), 1000 / len(shares)
+    bars = "".join(
+        f'<rect x="{number * width + 2:.0f}" y="{100 * (1 - share / most):.1f}" width="{width - 4:.0f}" '
+        f'height="{100 * share / most:.1f}"><title>{number * width:.0f} to {(number + 1) * width:.0f}: '
+        f"{share:.1%}</title></rect>"
+        for number, share in enumerate(shares)
+    )
+    return Html(
+        f'<svg class="timesteps" viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" '
+        f'aria-label="{shares_sentence(shares)}">{bars}</svg>'
+    )
 
 
 def rate_curve(history: RunHistory) -> Html:

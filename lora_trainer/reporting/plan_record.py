@@ -149,6 +149,8 @@ class PlanRecord:
     remarks: Sequence[RemarkRecord]
     images: Mapping[str, int]
     """`all` of them, and for each kind of warning how many have it."""
+    timesteps: Sequence[float]
+    """The share of the timesteps that are drawn in each of equal parts of 0 (no noise) to 1000 (noise alone)."""
 
     def value(self, key: str) -> Any:
         """Return the value of a setting, None where the plan does not have it."""

@@ -37,7 +37,15 @@ from lora_trainer.common.wording import (
     step_seconds_text,
 )
 from lora_trainer.config.config import all_settings
-from lora_trainer.reporting.charts import Html, loss_curve, rate_curve, render, smoothed_losses
+from lora_trainer.planning.timesteps import shares_sentence
+from lora_trainer.reporting.charts import (
+    Html,
+    loss_curve,
+    rate_curve,
+    render,
+    smoothed_losses,
+    timestep_bars,
+)
 from lora_trainer.reporting.history import (
     RunHistory,
     SampleImage,
@@ -69,6 +77,9 @@ class ReportView:
     """None for a run that made no samples."""
     loss_curve: Html
     rate_curve: Html
+    timesteps: Html
+    """Empty for a run of a release that did not plan them."""
+    timesteps_sentence: str
     score: ScoreRecord | None
     """None where it was not measured."""
     problems: Sequence[Remark]
@@ -100,6 +111,8 @@ def report_view(history: RunHistory) -> ReportView:
         grid=sample_grid(history),
         loss_curve=loss_curve(history),
         rate_curve=rate_curve(history),
+        timesteps=timestep_bars(history.run.plan.timesteps),
+        timesteps_sentence=shares_sentence(history.run.plan.timesteps),
         score=_score(history.folder),
         problems=_counted(map(_problem, history.problems)),
         data=run.dataset,

@@ -10,8 +10,9 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,7 @@ from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import MOST_HOURS
+from lora_trainer.planning.timesteps import ASCII, BLOCKS, shares_text, timestep_shares
 from lora_trainer.reporting.plan_record import (
     HostMemoryRecord,
     MemoryItemRecord,
@@ -95,7 +97,23 @@ def plan_record(prepared: Prepared) -> PlanRecord:
         processes=ProcessesRecord(count=prepared.inputs.processes, images=list(shares(prepared))),
         remarks=remarks,
         images=image_counts(prepared),
+        timesteps=_timesteps(prepared),
     )
+
+
+def _timesteps(prepared: Prepared) -> tuple[float, ...]:
+    sizes_px = prepared.inputs.buckets
+    return timestep_shares(prepared.facts, prepared.config.objective, sizes_px)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Timesteps:
+    """The timesteps that are drawn, as bars of the signs that the terminal has."""
+
+    shares: tuple[float, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(shares_text(self.shares, signs=ASCII if options.ascii_only else BLOCKS))
 
 
 def _memory_record(prepared: Prepared) -> MemoryRecord:
@@ -187,6 +205,7 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
     for name, text in rows.items():
         if text:
             add_row(table, name, text)
+    table.add_row(Text("timesteps"), _Timesteps(shares=_timesteps(prepared)))
     remarks = [
         Text(finding_line(remark), style=STYLES[remark.severity])
         for remark in run_warnings(prepared)

@@ -47,5 +47,5 @@ def test_a_range_of_timesteps_shows() -> None:
     shares = timestep_shares(facts, settings, [SIZE])
     assert shares == pytest.approx([0] * (PARTS // 2) + [2 / PARTS] * (PARTS // 2), abs=1e-3)
     assert shares_text(shares) == (
-        "0 (clean) |          ██████████| 1000 (noise); 0% are below 500, 0% below 200"
+        "0 (clean) |          ██████████| 1000 (noise); 0 % are below 500, 0 % below 200"
     )
