@@ -24,6 +24,7 @@ from scripts import (
     model_table,
     plan_tables,
     preset_table,
+    release_table,
     row_tables,
     timestep_table,
     write_cost_tables,
@@ -57,6 +58,7 @@ PAGES: Sequence[Page] = (
     Page(file=timestep_table.PAGE, new=timestep_table.with_timestep_table),
     Page(file=plan_tables.PAGE, new=lambda text: plan_tables.page().rstrip() + "\n"),
     Page(file=model_table.PAGE, new=model_table.with_model_tables),
+    Page(file=release_table.PAGE, new=release_table.with_release_table),
 )
 
 

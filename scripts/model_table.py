@@ -8,12 +8,14 @@ tests/scripts/test_tables.py fails when the page holds another table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lora_trainer.config.declare import settled
+from lora_trainer.families import known_base
 from scripts.marked_tables import with_table
 from scripts.plan_tables import CARDS, planned, releases
+from scripts.release_table import NOT_STATED
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 MODELS, TIMES = "models", "times"
@@ -26,9 +28,13 @@ FIRST_SCREEN = {
 }
 
 
-def model_table(names: Mapping[str, str]) -> str:
+def model_table(names: Mapping[str, str], *, has_licences: bool) -> str:
     """Return the table of releases {source: name in the table} as Markdown."""
-    lines = [f"| model | steps | {' | '.join(CARDS)} |", f"|---|---:|{'---:|' * len(CARDS)}"]
+    licences, rule = ("licence | download | ", "---|---:|") if has_licences else ("", "")
+    lines = [
+        f"| model | {licences}steps | {' | '.join(CARDS)} |",
+        f"|---|{rule}---:|{'---:|' * len(CARDS)}",
+    ]
     for source, name in names.items():
         plans = [planned(source, card) for card in CARDS]
         cells = [
@@ -38,14 +44,26 @@ def model_table(names: Mapping[str, str]) -> str:
         steps = " to ".join(
             f"{n:,}" for n in sorted({settled(p.config.train.steps) for p in plans})
         )
-        lines.append(f"| {name} | {steps} | {' | '.join(cells)} |")
+        terms = [*_terms(source)] if has_licences else []
+        lines.append(f"| {' | '.join((name, *terms, steps, *cells))} |")
     return "\n".join(lines) + "\n"
+
+
+def _terms(source: str) -> Iterator[str]:
+    """Yield licence and download of a release."""
+    facts = known_base(source)
+    assert facts is not None
+    licence = facts.release.licence
+    yield licence.name if licence else NOT_STATED
+    yield f"{facts.release.download_bytes / 1e9:.0f} GB"
 
 
 def with_model_tables(page: str) -> str:
     """Return the text of README.md with new tables between their markers."""
-    page = with_table(page, MODELS, model_table({source: source for source in releases()}))
-    return with_table(page, TIMES, model_table(FIRST_SCREEN))
+    page = with_table(
+        page, MODELS, model_table({source: source for source in releases()}, has_licences=True)
+    )
+    return with_table(page, TIMES, model_table(FIRST_SCREEN, has_licences=False))
 
 
 if __name__ == "__main__":
