@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from lora_trainer.costs import meta_kernels
 from lora_trainer.costs.sample_cost import SampleCost, Workload
@@ -134,7 +133,6 @@ class _FrozenRmsNorm(torch.autograd.Function):
         return torch.zeros_like(gradient), None
 
 
-_FLOPS = {**flop_registry, _ATEN.addmm_: flop_registry[_ATEN.addmm]}
 _ALLOCATIONS = {
     _ATEN.empty,
     _ATEN.empty_like,
@@ -180,11 +178,10 @@ class LiveStorages(TorchDispatchMode):
         if function.is_view or packet is _ATEN._unsafe_view:
             return function(*args, **kwargs)
         self.kernels += packet not in _ALLOCATIONS
-        result = meta_kernels.run(function, args, kwargs)
-        if packet in _FLOPS:
-            self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+        result, flops = meta_kernels.run(function, args, kwargs)
+        self.flops += flops
         if not function._schema.is_mutable:  # else it wrote to a storage that was there before
-            for output in tree_leaves(result):
+            for output in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(output, Tensor):
                     self._watch(output)
         return result

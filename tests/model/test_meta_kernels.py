@@ -30,12 +30,14 @@ class Part:
     """A kernel whose output is part of a larger storage."""
 
     _schema = SimpleNamespace(is_mutable=False)
+    overloadpacket = None
 
     def __call__(self) -> Tensor:
         return meta(8)[:4]
 
 
 IMAGE, GROUPS = meta(2, 8, 6, 4), meta(8)
+FLOPS = {"product": 2 * 3 * 4 * 5, "an output left out": 2 * 2 * 6 * 4 * 4 * 8 * 9}
 CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "product": (ATEN.mm.default, (meta(3, 4), meta(5, 4).t())),
     "in another order": (ATEN.clone.default, (meta(3, 4, 5).transpose(0, 2),)),
@@ -65,7 +67,8 @@ def test_the_second_time_is_as_the_first(case: str) -> None:
     function, args = CASES[case]
     given = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
     for _ in range(3):
-        result = meta_kernels.run(function, args, {})
+        result, flops = meta_kernels.run(function, args, {})
+        assert flops == FLOPS.get(case, 0)
         assert outcome(result) == outcome(function(*args))
         made = result if isinstance(result, tuple) else (result,)
         storages = [each.untyped_storage()._cdata for each in made if each is not None]
@@ -75,14 +78,16 @@ def test_the_second_time_is_as_the_first(case: str) -> None:
 
 def test_values_elsewhere_are_looked_at_each_time() -> None:
     for values, count in (([1, 0, 1], 2), ([1, 1, 1], 3)):
-        found = meta_kernels.run(ATEN.nonzero.default, (torch.tensor(values),), {})
+        found, _ = meta_kernels.run(ATEN.nonzero.default, (torch.tensor(values),), {})
         assert found.shape == (count, 1)
 
 
 def test_what_writes_gives_the_tensor_that_it_wrote_to() -> None:
     for _ in range(2):
         sums = meta(3, 5)
-        assert meta_kernels.run(ATEN.addmm_.default, (sums, meta(3, 4), meta(4, 5)), {}) is sums
+        given = (sums, meta(3, 4), meta(4, 5))
+        written, flops = meta_kernels.run(ATEN.addmm_.default, given, {})
+        assert written is sums and flops == 2 * 3 * 4 * 5
 
 
 def test_what_changes_a_storage_does_so_each_time() -> None:
