@@ -49,8 +49,9 @@ def _cell(family: Family, format: FileFormat) -> str:
     if format not in formats.original:
         return f"`{family.lora_key_name(format, DENOISER, layer)}`"
     own = family.layer_names(layers).layers
-    joined = next(each for each, parts in own.items() if layer in parts)
-    return f"`{formats.comfyui_prefix}{joined}`, q, k and v as one layer"
+    spelt = next(each for each, parts in own.items() if layer in parts)
+    joined = ", q, k and v as one layer" if format in formats.joined else ""
+    return f"`{formats.comfyui_prefix}{spelt}`{joined}"
 
 
 def with_family_table(page: str) -> str:

@@ -83,6 +83,7 @@ UNIFORM = Reference(name="sd-scripts, diffusers: uniform", below=_every_timestep
 PLAIN = _logit_normal(lambda _side_px: 1.0)
 AI_TOOLKIT = Reference(name="ai-toolkit: `timestep_type: sigmoid`", below=PLAIN)
 ONE_TRAINER = Reference(name="OneTrainer, `#z-image LoRA`: logit-normal, shift 1", below=PLAIN)
+LOGIT_NORMAL = Reference(name="sd-scripts, diffusion-pipe: logit-normal, shift 1", below=PLAIN)
 FLUX_SHIFT = Reference(
     name="sd-scripts: `flux_shift`; OneTrainer, `#flux LoRA`",
     below=_logit_normal(_by_tokens(most=4096, high=1.15)),
@@ -104,6 +105,7 @@ FORMULAS: Mapping[str, Reference] = {
     "uniform": UNIFORM,
     "sigmoid": AI_TOOLKIT,
     "z-image": ONE_TRAINER,
+    "logit_normal": LOGIT_NORMAL,
     "flux_shift": FLUX_SHIFT,
     "flux2_shift": FLUX2_SHIFT,
     "lumina_shift": LUMINA_SHIFT,

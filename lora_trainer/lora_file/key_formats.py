@@ -238,7 +238,7 @@ def format_for(family: Family, requested: FormatRequest, contents: AdapterConten
     if apart or contents.input_dora:
         name = KIND_NAMES[apart[0]] if apart else "DoRA with a magnitude for each input"
         joined: str = packaged(READERS)["refused_joined"]
-        refused |= dict.fromkeys(family.formats.original, joined.format(name=name))
+        refused |= dict.fromkeys(family.formats.joined, joined.format(name=name))
     possible = [format for format in family.formats.written if format not in refused]
     if not possible:
         listed = "; ".join(f"{each}: {refused[each]}" for each in family.formats.written)

@@ -8,6 +8,7 @@ the predictions, with and without the LoRA, relative to the largest prediction.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -39,14 +40,16 @@ def main() -> None:
     text, noisy, sigma = torch.randn(1, 7, 12), torch.randn(1, 4, 8, 8), torch.tensor([0.3])
     network = _comfy_network(base)
     print(f"ComfyUI at {given.commit}")
-    _compare("base", _ours(base, {}, noisy, sigma, text), _theirs(network, noisy, sigma, text))
+    compare("base", _ours(base, {}, noisy, sigma, text), _theirs(network, noisy, sigma, text))
     with TemporaryDirectory() as folder:
         file = Path(folder) / "a.safetensors"
         layers = layer_shapes(base.denoiser)
         export(file, tensors, name="lumina2", format="comfyui", layers=layers)
-        count = _patch(network, file, base)
+        import comfy.model_base
+
+        count = patched(network, file, kind=comfy.model_base.Lumina2, unet_config={})
         print(f"{count} of {len(load_file(file)) // 2} modules of the file patch a weight")
-    _compare("LoRA", _ours(base, tensors, noisy, sigma, text), _theirs(network, noisy, sigma, text))
+    compare("LoRA", _ours(base, tensors, noisy, sigma, text), _theirs(network, noisy, sigma, text))
 
 
 def _comfy_network(base: Base) -> nn.Module:
@@ -89,17 +92,19 @@ def _comfy_network(base: Base) -> nn.Module:
     return loaded
 
 
-def _patch(network: nn.Module, file: Path, base: Base) -> int:
-    """Load a file as ComfyUI does and change the weights; return how many it changes."""
+def patched(network: nn.Module, file: Path, *, kind: Any, unet_config: Mapping[str, Any]) -> int:
+    """Load a file as ComfyUI does and change the weights; return how many it changes.
+
+    `kind` is ComfyUI's class of the model, which its key maps ask for.
+    """
     import comfy.lora
     import comfy.lora_convert
-    import comfy.model_base
 
-    class Model(comfy.model_base.Lumina2):  # type: ignore[misc,name-defined]
+    class Model(kind):  # type: ignore[misc]  # a class that is not known here
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.diffusion_model = network
-            self.model_config = SimpleNamespace(unet_config={})
+            self.model_config = SimpleNamespace(unet_config=unet_config)
 
     model = Model()
     keys = comfy.lora.model_lora_keys_unet(model, {})
@@ -132,7 +137,7 @@ def _theirs(network: Any, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         return prediction
 
 
-def _compare(what: str, ours: Tensor, theirs: Tensor) -> None:
+def compare(what: str, ours: Tensor, theirs: Tensor) -> None:
     error = float((ours - theirs).abs().max() / ours.abs().max())
     print(
         f"{what}: largest difference {error:.1e} of the largest prediction {ours.abs().max():.2f}"

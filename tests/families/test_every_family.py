@@ -178,7 +178,7 @@ def test_the_exported_file_gives_the_live_output_in_a_fresh_pipeline(
     """Of one prediction, and of the run's last sample."""
     run, family, facts = place.runs / "whole", families.family(name), facts_of(name)
     file = run / "whole.safetensors"
-    if family.formats.written[0] in family.formats.original:
+    if family.formats.written[0] in family.formats.joined:
         # Its layers are joined, and diffusers parts them by the widths of the releases alone.
         file = tmp_path / "whole.safetensors"
         line = ["convert", str(run / file.name), "--format", "diffusers", "--output", str(file)]

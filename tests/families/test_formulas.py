@@ -156,6 +156,19 @@ def auraflow(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     return answer
 
 
+def anima(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """diffusion-pipe's: time from image (0) to noise (1), the text filled up to 512 rows of zeros without a mask."""
+    text = torch.zeros(len(noisy), 512, told["text"].shape[2])
+    text[:, : told["text"].shape[1]] = told["text"]
+    answer: Tensor = network(
+        noisy[:, :, None],
+        timestep=sigma,
+        encoder_hidden_states=text,
+        padding_mask=torch.zeros(1, 1, 8 * HEIGHT, 8 * WIDTH),
+    ).sample[:, :, 0]
+    return answer
+
+
 VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "flux": flux,
     "chroma": chroma,
@@ -165,6 +178,7 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "zimage": zimage,
     "lumina2": lumina2,
     "auraflow": auraflow,
+    "anima": anima,
 }
 """Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
 
@@ -236,6 +250,22 @@ def one_clip(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]}
 
 
+def anima_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """What the blocks of the modular pipeline give the network, without the zeros behind T5's tokens."""
+    states = diffusers.modular_pipelines.anima.encoders.AnimaTextEncoderStep.encode_prompt(
+        pipeline, prompt, prepare_unconditional_embeds=False
+    )
+    text = pipeline.text_conditioner(
+        source_hidden_states=states["qwen_prompt_embeds"],
+        target_input_ids=states["t5_input_ids"],
+        target_attention_mask=states["t5_attention_mask"],
+        source_attention_mask=states["qwen_attention_mask"],
+    )
+    length = states["t5_input_ids"].shape[1]
+    assert text.shape[1] == 512 and not text[:, length:].any()
+    return {"text": text[:, :length]}
+
+
 IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "sd15": one_clip,
     "sd2": one_clip,
@@ -254,6 +284,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "auraflow": lambda pipeline, prompt: {
         "text": pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)[0]
     },
+    "anima": anima_text,
 }
 
 
@@ -265,6 +296,10 @@ def encoder(name: str) -> TextEncoder:
 @cache
 def pipeline_of(name: str) -> Any:
     """Return the pipeline as diffusers itself loads the base's folder."""
+    if families.family(name).pipeline.blocks is not None:
+        modular: Any = diffusers.ModularPipeline.from_pretrained(base_of(name))
+        modular.load_components()
+        return modular
     return getattr(diffusers, families.family(name).pipeline.class_name).from_pretrained(
         base_of(name)
     )

@@ -365,7 +365,7 @@ def test_a_config_that_is_missing_not_json_or_hostile_is_named(
 
 
 DRAWN = ("sd15", "sd2", "sdxl", "sd3", "flux", "chroma", "lumina2")
-MEANS = ("flux2", "qwen", "zimage")
+MEANS = ("flux2", "qwen", "zimage", "anima")
 
 
 def test_latents_are_means_in_the_families_whose_references_take_them() -> None:

@@ -141,6 +141,7 @@ FACTS = {
     f"{SD}-3.5-large-turbo": ("3-5-large", "stable-diffusion-3-5-large", "large-turbo", True, 3.0),
     "Tongyi-MAI/Z-Image-Turbo": ("zimage", "Z-Image", "turbo", True, 3.0),
     "Qwen/Qwen-Image": ("qwen_image", "Qwen-Image", "", False, None),
+    "circlestone-labs/Anima-Base-v1.0-Diffusers": ("anima", "anima", "", False, 3.0),
     "Alpha-VLLM/Lumina-Image-2.0": ("lumina2", "lumina-2", "", False, 3.158193),
 }  # fmt: skip
 """Release -> its names in metadata, variant, whether it is distilled, the published shift at 1024 px."""

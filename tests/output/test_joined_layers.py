@@ -145,6 +145,7 @@ UNREAD = {
     **{("chroma", each): "Forge reads nothing" for each in ("diffusers", "comfyui")},
     ("qwen", "comfyui"): "InvokeAI does not recognise",
     ("lumina2", "diffusers"): "ComfyUI finds no layer",
+    ("anima", "diffusers"): "ComfyUI finds no layer",
     ("lumina2", "comfyui"): "diffusers loads these names only",
 }  # fmt: skip
 

@@ -99,6 +99,10 @@ class VideoLatents(VaeLatents):
     The denoiser in training has them without the frame, [B, C, H, W], the pipeline's output is [B, C, 1, H, W].
     """
 
+    # As Wan's own code and the editing pipelines of Qwen-Image encode an image ("argmax"), diffusion-pipe,
+    # musubi-tuner and sd-scripts a dataset (`mode()`). diffusers' training script and ai-toolkit draw.
+    are_drawn = False
+
     def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
         # diffusers spells the key so. It has an entry for each halving of the image's
         # sides, True where the number of frames is halved too.

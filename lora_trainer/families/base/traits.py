@@ -133,8 +133,8 @@ class AdapterFormats:
     refused, that is the programs that could not read it, and the format to use. `names` are those of a family
     whose releases share them. ComfyUI maps diffusers' own keys of to_q, to_k and to_v, behind `comfyui_prefix`,
     to rows of its fused weight; where it does not, `original` has the format: its names are those of the
-    releases' own code (transformer_names.toml), where several layers are one weight. `unread`: what a program
-    loses of a file in a format, a sentence.
+    releases' own code (transformer_names.toml), where several layers are one weight if it `joins`. `unread`: what
+    a program loses of a file in a format, a sentence.
     """
 
     written: tuple[FileFormat, ...]
@@ -142,7 +142,13 @@ class AdapterFormats:
     names: AdapterNames | None = None
     comfyui_prefix: str = "transformer."
     original: frozenset[FileFormat] = frozenset()
+    joins: bool = True
     unread: Mapping[FileFormat, str] = field(default_factory=dict)
+
+    @property
+    def joined(self) -> frozenset[FileFormat]:
+        """The formats in which several layers are one weight."""
+        return self.original if self.joins else frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,10 +65,6 @@ class QwenVLEncoder(MaskedEncoder):
 class FrameLatents(VideoLatents):
     """Latents that the pipeline holds as tokens."""
 
-    # As the editing pipelines encode an image ("argmax"), musubi-tuner and sd-scripts a dataset (`mode()`).
-    # diffusers' training script and ai-toolkit draw.
-    are_drawn = False
-
     def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         _, factor = self.shape(vae.config)
         width, height = (side // factor for side in size_px)

@@ -56,7 +56,7 @@ def read_training(foreign: Foreign) -> None:
             fix="see docs/models.md for those that are",
         )
     is_flow = any(foreign.on(key) is not None for key in foreign.table["base"]["flow_keys"])
-    is_flow |= module.rpartition("_")[2] in ("flux", "sd3", "lumina")
+    is_flow |= module.rpartition("_")[2] in ("flux", "sd3", "lumina", "anima")
     foreign.is_flow, foreign.trains_text = is_flow, not is_flow
     read_adapter(foreign)
     _text_encoder(foreign, read_rates(foreign))
@@ -181,6 +181,8 @@ def _objective(foreign: Foreign) -> None:
         return
     if _is_lumina(foreign):
         _lumina(foreign)
+    elif module.endswith("anima") or foreign.on("qwen3") is not None:
+        _anima(foreign)
     elif is_sd3:
         set_density(foreign, sign=1, shift=foreign.sourced("training_shift", 1.0))
     else:
@@ -273,6 +275,20 @@ def _lumina(foreign: Foreign) -> None:
     kind = foreign.word("model_prediction_type", "raw")
     if kind != "raw":
         foreign.is_nearest("model_prediction_type", f"{kind}: raw, the velocity as it is")
+
+
+def _anima(foreign: Foreign) -> None:
+    """Set the timesteps of Anima's trainer, whose word is another and which has no shift unless it is asked for."""
+    sampling = foreign.word("timestep_sampling", "sigmoid")
+    shift = foreign.sourced("discrete_flow_shift", 1.0)
+    if sampling == "sigma":
+        set_density(foreign, sign=-1, shift=shift)
+        return
+    if sampling == "flux_shift":
+        shift = training.shift_by_tokens(foreign, "timestep_sampling", sampling)
+    elif sampling != "shift":
+        shift = (1.0, "timestep_sampling")
+    set_sampling(foreign, sampling, shift)
 
 
 # ---- keys that count only where they are on, or for some bases or words

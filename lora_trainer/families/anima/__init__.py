@@ -1,0 +1,1 @@
+"""The family of Anima, and of what is made from it."""

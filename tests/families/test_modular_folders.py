@@ -1,0 +1,216 @@
+"""Bases that diffusers knows as modular pipelines, and a network between text encoder and denoiser: Anima."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.families.base.sampling import build_sampler
+from lora_trainer.families.files.locate import describe
+from lora_trainer.families.files.weight_files import read_header
+from lora_trainer.lora.tensors import update
+from lora_trainer.lora_file.key_formats import format_for, planned_contents
+from tests.fakes.adapters import adapter_for, adapter_of, export, tool
+from tests.fakes.family_bases import (
+    CPU,
+    base_of,
+    conditioning_of,
+    copy_of,
+    denoiser_of,
+    draw,
+    edit_json,
+    encoder_of,
+    facts_of,
+    network_of,
+    pipeline_of,
+)
+from tests.fakes.original_names import original_names
+
+FAMILY = families.family("anima")
+INDEX = "modular_model_index.json"
+CONDITIONER = "text_conditioner/diffusion_pytorch_model.safetensors"
+
+
+def release_file(file: Path, prefix: str = "net.") -> Path:
+    """Write transformer and text conditioner as the release has them, with tables that no network here has."""
+    tensors = original_names("anima", denoiser_of("anima").state_dict())
+    tables = {"pos_embedder.seq": torch.arange(9.0), "accum_iteration": torch.zeros(1)}
+    save_file({prefix + key: tensor for key, tensor in {**tensors, **tables}.items()}, file)
+    return file
+
+
+# ---- folders
+
+
+def test_the_index_may_name_classes_in_its_hints_alone_and_other_repositories(
+    tmp_path: Path,
+) -> None:
+    """As of folders whose index was written before the parts; a local copy keeps the places on the Hub."""
+    folder = copy_of("anima", tmp_path / "base")
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    for value in index.values():
+        if isinstance(value, list):
+            value[0] = value[1] = None
+            value[2]["pretrained_model_name_or_path"] = "circlestone-labs/Anima-Base-v1.0-Diffusers"
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    assert families.detect(folder) is FAMILY
+    facts = describe(BaseSettings(model=str(folder)))
+    assert facts.parts == facts_of("anima").parts
+    sampler = build_sampler(FAMILY, facts, denoiser=network_of(facts), device=CPU)
+    (told,) = (encoder_of(facts).encode_prompts([text]) for text in ("a toy",))
+    image = sampler.image(told, told, seed=1, size_px=(32, 16), steps=1, guidance_scale=1.0)
+    assert image.size == (32, 16)
+
+
+def test_a_part_that_lies_in_another_repository_is_named(tmp_path: Path) -> None:
+    folder = copy_of("anima", tmp_path / "base")
+    (folder / "vae").rename(tmp_path / "vae")
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index["vae"][2]["pretrained_model_name_or_path"] = "Qwen/Qwen-Image"
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(InputError, match="has no folder vae: .* loaded from Qwen/Qwen-Image"):
+        describe(BaseSettings(model=str(folder)))
+
+
+def test_cosmos_predict_2_is_another_base(tmp_path: Path) -> None:
+    """It has the same transformer on T5's text, and no text conditioner."""
+    folder = copy_of("anima", tmp_path / "base")
+    (folder / INDEX).rename(folder / "model_index.json")
+    kinds = {"transformer": ["diffusers", "CosmosTransformer3DModel"], INDEX: None}
+    edit_json(folder / "model_index.json", _class_name="Cosmos2TextToImagePipeline", **kinds)
+    edit_json(folder / "model_index.json", text_conditioner=None)
+    with pytest.raises(InputError, match="is not a base model of a supported family"):
+        families.detect(folder)
+    file = release_file(tmp_path / "cosmos.safetensors")
+    tensors = load_file(file)
+    save_file({key: each for key, each in tensors.items() if "llm_adapter" not in key}, file)
+    with pytest.raises(InputError, match="is Cosmos Predict 2, not a base model"):
+        describe(BaseSettings(model=str(file)))
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("prefix", ["net.", "model.diffusion_model."])
+def test_the_text_conditioner_comes_from_the_file_of_the_transformer(
+    prefix: str, tmp_path: Path
+) -> None:
+    file = release_file(tmp_path / "anima-base-v1.0.safetensors", prefix)
+    assert families.detect_file(read_header(file)) == (FAMILY, {"denoiser"})
+    folder = copy_of("anima", tmp_path / "companion")
+    other = {key: tensor + 1 for key, tensor in load_file(folder / CONDITIONER).items()}
+    save_file(other, folder / CONDITIONER)
+    facts = describe(BaseSettings(model=str(file), companion=str(folder)))
+    own = facts_of("anima")
+    assert facts.parts["text_encoder"] == own.parts["text_encoder"]
+    texts, wanted = (encoder_of(each).encode_prompts(["a cat"]) for each in (facts, own))
+    assert torch.equal(texts["text"], wanted["text"])
+    denoisers = (network_of(each).state_dict() for each in (facts, own))
+    one, two = (dict(sorted(each.items())) for each in denoisers)
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    # One that lacks it takes the companion's.
+    tensors = denoiser_of("anima").state_dict()
+    save_file({f"diffusion_model.{key}": each for key, each in tensors.items()}, file)
+    facts = describe(BaseSettings(model=str(file), companion=str(folder)))
+    assert not torch.equal(encoder_of(facts).encode_prompts(["a cat"])["text"], wanted["text"])
+
+
+def test_a_file_is_as_deep_as_it_is(tmp_path: Path) -> None:
+    """Anima-2.9B has 36 blocks."""
+    tensors = load_file(release_file(tmp_path / "anima-deep.safetensors"))
+    more = {
+        name.replace("blocks.1.", "blocks.2."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith("net.blocks.1.")
+    }
+    save_file({**tensors, **more}, tmp_path / "anima-deep.safetensors")
+    source = str(tmp_path / "anima-deep.safetensors")
+    facts = describe(BaseSettings(model=source, companion=str(base_of("anima"))))
+    assert facts.release.architecture["num_layers"] == 3
+    assert len(list(network_of(facts).get_submodule("transformer_blocks").children())) == 3
+
+
+# ---- texts
+
+
+def test_an_empty_prompt_beside_others_is_what_it_is_alone() -> None:
+    """Qwen3 has no token for it: attention to nothing would not be a number in some kernels."""
+    encoder = encoder_of(facts_of("anima"))
+    alone, together = encoder.encode_prompts([""]), encoder.encode_prompts(["", "a red cat"])
+    assert alone["text_mask"].tolist() == [[1]] and alone["text"].isfinite().all()
+    torch.testing.assert_close(together["text"][:1, :1], alone["text"], atol=1e-5, rtol=1e-5)
+    assert not together["text"][0, 1:].any()
+
+
+def test_an_image_beyond_the_positions_is_refused() -> None:
+    facts = facts_of("anima")
+    told = conditioning_of(FAMILY, facts, ["a toy"])
+    noisy, times = torch.zeros(1, 16, 2, 258), torch.tensor([500.0])
+    with pytest.raises(RequestError, match="258 latents a side, .* positions for 256"):
+        FAMILY.predict(denoiser_of("anima"), noisy, times, told)
+
+
+# ---- adapters
+
+
+def test_diffusers_reads_the_names_that_comfyui_reads(tmp_path: Path) -> None:
+    """The strength is in the factors: diffusers renames these keys and would lose an alpha."""
+    facts, tensors = facts_of("anima"), adapter_of("anima")
+    export(tmp_path / "a.safetensors", tensors, name="anima", format="comfyui")
+    names = load_file(tmp_path / "a.safetensors")
+    starts = ("diffusion_model.blocks.0.", "diffusion_model.blocks.1.")
+    assert all(name.startswith(starts) and name.endswith(".weight") for name in names)
+    pipeline = pipeline_of(facts)
+    pipeline.load_lora_weights(str(tmp_path), weight_name="a.safetensors")
+    network: Any = denoiser_of("anima")
+    with torch.no_grad():
+        for key, module in tensors.items():
+            weight = network.get_parameter(f"{key.partition('.')[2]}.weight")
+            weight += update(module, weight).reshape(weight.shape)
+        told = conditioning_of(FAMILY, facts, ["one toy"])
+        noisy, times = draw(1, 16, 8, 4), torch.tensor([300.0])
+        loaded = FAMILY.predict(pipeline.transformer, noisy, times, told)
+        wanted = FAMILY.predict(network, noisy, times, told)
+    torch.testing.assert_close(loaded, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_every_kind_of_adapter_has_a_file_where_no_layers_are_joined() -> None:
+    for kind in ("lora", "loha", "lokr", "oft"):
+        assert format_for(FAMILY, "auto", planned_contents(AdapterSettings(kind=kind))) == "comfyui"
+
+
+def test_layers_of_the_text_conditioner_in_files_of_others_are_kept(tmp_path: Path) -> None:
+    """ai-toolkit's and sd-scripts' files have them where they were asked for."""
+    conditioner = encoder_of(facts_of("anima")).networks["text_conditioner"]
+    names = ["blocks.0.self_attn.q_proj", "blocks.0.mlp.2"]
+    tensors = adapter_for("text_conditioner", conditioner, names)
+    for format, start in (
+        ("comfyui", "diffusion_model.llm_adapter."),
+        ("diffusers", "text_conditioner."),
+    ):
+        file = tmp_path / f"{format}.safetensors"
+        export(file, tensors, name="anima", format=format)
+        assert all(name.startswith(start) for name in load_file(file))
+    tool(
+        "convert",
+        file,
+        format="comfyui",
+        base=base_of("anima"),
+        output=tmp_path / "b.safetensors",
+        precision="fp32",
+    )
+    first, second = (load_file(tmp_path / f"{name}.safetensors") for name in ("comfyui", "b"))
+    assert first.keys() == second.keys()
+    for name in first:
+        if "lora_A" in name:
+            other = name.replace("lora_A", "lora_B")
+            torch.testing.assert_close(second[other] @ second[name], first[other] @ first[name])
