@@ -93,7 +93,18 @@ def test_every_imported_package_is_declared() -> None:
     optional = project["optional-dependencies"]
     extras = [
         line
-        for name in ("caption", "cuda", "gui", "heic", "log", "mcp", "optim", "parquet", "xformers")
+        for name in (
+            "caption",
+            "cuda",
+            "gguf",
+            "gui",
+            "heic",
+            "log",
+            "mcp",
+            "optim",
+            "parquet",
+            "xformers",
+        )
         for line in optional[name]
     ]
     lines = [*project["dependencies"], *extras]

@@ -250,6 +250,10 @@ NF4_BLOCK = 64
 # Scales, themselves in 8 bits, that share a scale (double quantisation).
 NF4_SCALES_BLOCK = 256
 NF4_SCALE_LEVELS = 256
+# Weights of a layer that are encoded at a time, whole blocks, and the bytes of temporaries for each: in nf4 five
+# tensors of 4 bytes on a processor.
+ENCODED_AT_ONCE = 2**23
+ENCODING_BYTES = 20
 
 
 def weight_bytes(*, fan_in: int, out: int, precision: BasePrecision) -> int:

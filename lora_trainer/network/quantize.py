@@ -21,7 +21,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, package_problem
-from lora_trainer.config.declare import INT8_MAX, NF4_BLOCK, NF4_SCALES_BLOCK, Quantization
+from lora_trainer.config.declare import (
+    ENCODED_AT_ONCE,
+    INT8_MAX,
+    NF4_BLOCK,
+    NF4_SCALES_BLOCK,
+    Quantization,
+)
 
 # The stored tensors of a weight by name: `codes` and scales.
 Stored = Mapping[str, Tensor]
@@ -30,12 +36,18 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 
 
 def quantize(
-    network: nn.Module, kind: Quantization, *, device: torch.device, skip: Collection[str] = ()
+    network: nn.Module,
+    kind: Quantization,
+    *,
+    device: torch.device,
+    skip: Collection[str] = (),
+    settle: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Quantise the layers of `quantizable` in place; each goes to `device` for that and back.
 
     So a network in host memory is never on `device` as a whole, and the codes have the same bits wherever
-    they are stored afterwards. Raises MachineError when nf4's library is missing.
+    they are stored afterwards. `settle` gives a layer its weights where the network has none yet. Raises
+    MachineError when nf4's library is missing.
     """
     if kind == "nf4":
         try:
@@ -48,6 +60,8 @@ def quantize(
     for name in quantizable(network, skip=skip):
         layer = network.get_submodule(name)
         assert isinstance(layer, nn.Linear)
+        if settle is not None:
+            settle(layer)
         network.set_submodule(name, QuantizedLinear(layer, kind, device=device))
 
 
@@ -175,6 +189,12 @@ class _FrozenLinear(torch.autograd.Function):
 
 def _encode_scaled(weight: Tensor, *, dtype: torch.dtype) -> Stored:
     """Return codes and the scale of each row, float32 [out, 1]: its largest absolute value over the codes' largest."""
+    rows = max(1, ENCODED_AT_ONCE // weight.shape[1])
+    parts = [_encode_rows(part, dtype=dtype) for part in weight.split(rows)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _encode_rows(weight: Tensor, *, dtype: torch.dtype) -> Stored:
     largest = INT8_MAX if dtype == torch.int8 else torch.finfo(dtype).max
     scale = weight.abs().amax(dim=1, keepdim=True).float() / largest
     scale = torch.where(scale == 0, 1.0, scale)  # a non-finite row keeps a non-finite scale
@@ -194,17 +214,23 @@ def _decode_scaled(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def _encode_nf4(weight: Tensor) -> Stored:
-    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
-    codes, state = quantize_4bit(
-        weight.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
-    )
+    # Blocks are encoded alone, so in parts they get the same bits.
+    blocks = weight.contiguous().flatten().split(ENCODED_AT_ONCE)
+    encode = partial(quantize_4bit, blocksize=NF4_BLOCK, quant_type="nf4")
+    encoded = [encode(part, compress_statistics=False) for part in blocks]
+    codes = torch.cat([part for part, _ in encoded])
+    scales = torch.cat([state.absmax for _, state in encoded])
+    # bitsandbytes' own second quantisation, that of the scales: around their mean.
+    mean = scales.mean()
+    scale, state = quantize_blockwise(scales - mean, blocksize=NF4_SCALES_BLOCK)
     return {
         "codes": codes,
-        "scale": state.absmax,
-        "scale_scale": state.state2.absmax,
-        "scale_levels": state.state2.code,
-        "scale_mean": state.offset,
+        "scale": scale,
+        "scale_scale": state.absmax,
+        "scale_levels": state.code,
+        "scale_mean": mean,
     }
 
 

@@ -26,7 +26,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lora_trainer.common.wording import GIB
-from lora_trainer.config.declare import BasePrecision, Checkpointing, Precision
+from lora_trainer.config.declare import (
+    ENCODED_AT_ONCE,
+    ENCODING_BYTES,
+    BasePrecision,
+    Checkpointing,
+    Precision,
+)
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
@@ -191,7 +197,7 @@ def predict(load: Load, costs: BaseCosts, *, limit_bytes: int) -> Prediction:
     # Where the device has memory of its own, files pass through the host's memory (`predict_host`).
     if not KINDS[load.device].own_memory:
         reading = MemoryItem("file being read", READ_BYTES, "mapped, a part at a time")
-        phases["loading"] = [*resident, reading]
+        phases["loading"] = [*resident, *_encoding(load, costs), reading]
     phases["training"] = [*resident, *_training(load, costs)]
     if load.samples:
         # Drawn between two steps: no activations, but everything that stays for the next step.
@@ -260,6 +266,15 @@ def _weights(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     if count:
         note = f"{count} of {len(base.block_bytes)} blocks come from host memory"
         yield MemoryItem("streaming buffers", base.buffer_bytes(count), note)
+
+
+def _encoding(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
+    """Yield what a layer takes while it is quantised: tensors of the base are read and encoded one at a time."""
+    base = load.frozen_base(costs)
+    if base.is_quantized:
+        elements = base.dequantized_bytes // ELEMENT_BYTES[load.precision]
+        size = base.dequantized_bytes + ENCODING_BYTES * min(elements, ENCODED_AT_ONCE)
+        yield MemoryItem("layer being quantised", size, "read, and a part of it encoded at a time")
 
 
 def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
@@ -464,7 +479,8 @@ def predict_host(
         size = costs.parameters("text_encoder") * ELEMENT_BYTES[load.text_precision]
         note = f"{load.text_precision}, while texts are cached"
         phases["texts"].append(MemoryItem("text encoders", size, note))
-    # A streamed base is quantised in host memory before the GPU gets its blocks.
+    # Layer by layer a base goes to the GPU; one that is streamed waits here until its blocks move there.
+    phases["quantising"].extend(_encoding(load, costs))
     if load.streamed_blocks and (base := load.frozen_base(costs)).is_quantized:
         note = f"{load.base_precision}, before its blocks move to the GPU"
         phases["quantising"].append(MemoryItem("base while it is quantised", base.bytes, note))

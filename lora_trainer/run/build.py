@@ -23,7 +23,8 @@ from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.event_kinds import Cached
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.declare import QUANTIZATIONS, BasePrecision
+from lora_trainer.common.processes import give_back_heap
+from lora_trainer.config.declare import BasePrecision
 from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.config.optimizers import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
@@ -183,17 +184,19 @@ class Networks:
 def load_networks(prepared: Prepared) -> Networks:
     config, device, family = prepared.config, planned_device(prepared), prepared.family
     precision = DTYPES[config.train.precision]
-    # A base that will be streamed or quantised is loaded into host memory first: as a whole and
-    # unquantised it might not fit on the device.
+    # A base that will be streamed is loaded into host memory first: as a whole it might not fit on the device.
     streamed = config.memory.streamed_blocks
     base_precision: BasePrecision = config.memory.base_precision
-    smaller = streamed or base_precision in QUANTIZATIONS
-    load_device = CPU if smaller else device
-    denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=load_device)
-    apply_attention(denoiser, config.memory.attention)
+    quantise = None
     if base_precision in ("int8", "fp8", "nf4"):
         skip = family.traits.quantization_skip
-        quantize(denoiser, base_precision, device=device, skip=skip)
+        quantise = partial(quantize, kind=base_precision, device=device, skip=skip)
+    denoiser = family.load_denoiser(
+        prepared.facts, dtype=precision, device=CPU if streamed else device, quantise=quantise
+    )
+    if quantise is not None:
+        give_back_heap()  # each layer was there in 16 bits, and parts of it in 32
+    apply_attention(denoiser, config.memory.attention)
     if not streamed:
         denoiser.to(device)
     text = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,9 +20,17 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.families.files.deferred import Deferred, settled
 from lora_trainer.families.files.locate import describe
-from lora_trainer.families.files.weight_files import read_header, read_tensors, refuse_quantised
+from lora_trainer.families.files.weight_files import (
+    TensorReader,
+    read_header,
+    read_tensors,
+    refuse_quantised,
+)
+from lora_trainer.network.quantize import QuantizedLinear, quantize
 from tests.fakes.family_bases import (
+    CPU,
     base_of,
     denoiser_of,
     encoder_of,
@@ -30,6 +41,7 @@ from tests.fakes.family_bases import (
 from tests.fakes.ldm_file import unet_tensors
 from tests.fakes.original_names import NORMS, original_names, split_at
 from tests.fakes.quantised import LAYOUTS, quantised
+from tests.fakes.runs import run_cli, toy, trajectory
 
 KITCHEN = Path(__file__).with_name("kitchen.safetensors")
 PREFIX = "model.diffusion_model."
@@ -152,6 +164,144 @@ def test_a_layer_s_factors_of_its_inputs_are_part_of_its_weight(tmp_path: Path) 
     assert torch.equal(read, values["a.weight"] * factors)
     inputs = torch.randn(3, 32)
     torch.testing.assert_close(inputs @ read.T, (inputs * factors) @ values["a.weight"].T)
+
+
+# ---- into the planned precision, one layer at a time
+
+
+class Watch:
+    """Follows the tensors that are read from files: how many bytes of them are alive at once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.peak_bytes, self._alive = 0, dict[int, int]()
+        self.sizes, real = list[int](), TensorReader.read
+
+        def read(reader: TensorReader, name: str) -> Tensor:
+            tensor = real(reader, name)
+            self.sizes.append(tensor.nbytes)
+            number = len(self.sizes)
+            self._alive[number] = tensor.nbytes
+            weakref.finalize(tensor.untyped_storage(), self._alive.pop, number)
+            self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+            return tensor
+
+        patch.setattr(TensorReader, "read", read)
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_a_quantised_load_gives_the_bits_of_a_whole_one_layer_by_layer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file in ComfyUI's layouts, and from a folder; int8 stands for all, which share the seam."""
+    stored, metadata, _, _ = quantised(denoiser_tensors(name), *LAYOUTS)
+    file = written(stored, tmp_path / f"{name}-base.safetensors", metadata)
+    family = families.family(name)
+    quantise = partial(quantize, kind="int8", device=CPU, skip=family.traits.quantization_skip)
+    for facts in (facts_at(base_of(name), family=name, denoiser=file), facts_of(name)):
+        whole = network_of(facts, torch.bfloat16)
+        quantise(whole)
+        with monkeypatch.context() as patch:
+            watch = Watch(patch)
+            network = family.load_denoiser(
+                facts, dtype=torch.bfloat16, device=CPU, quantise=quantise
+            )
+        wanted, found = whole.state_dict(), network.state_dict()
+        assert found.keys() == wanted.keys() and not network.training
+        for key, tensor in wanted.items():
+            assert type(found[key]) is Tensor, key
+            assert torch.equal(found[key].float(), tensor.float()), key
+        assert not any(parameter.requires_grad for parameter in network.parameters())
+        kept = sum(tensor.nbytes for tensor in wanted.values() if tensor.dtype == torch.bfloat16)
+        # A tensor from which several layers are made, and one of these.
+        assert watch.peak_bytes <= kept + 2 * max(watch.sizes)
+        assert any(isinstance(module, QuantizedLinear) for module in network.modules())
+
+
+def test_no_view_keeps_a_mapped_file_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms stand between the weights: one that was a view would keep all that was read with it."""
+    tensors = {key: tensor.bfloat16() for key, tensor in denoiser_tensors("zimage").items()}
+    file = written(tensors, tmp_path / "z_image.safetensors")
+    facts = facts_at(base_of("zimage"), family="zimage", denoiser=file)
+    views, real = list[weakref.ref[Any]](), safetensors.safe_open
+
+    class Watched:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.file = real(*args, **options)
+
+        def __enter__(self) -> Watched:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.__exit__(*error)
+
+        def get_tensor(self, name: str) -> Tensor:
+            tensor: Tensor = self.file.get_tensor(name)
+            views.append(weakref.ref(tensor.untyped_storage()))
+            return tensor
+
+    quantise = partial(quantize, kind="int8", device=CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr("lora_trainer.families.files.weight_files.safe_open", Watched)
+        family = families.family("zimage")
+        network = family.load_denoiser(facts, dtype=torch.bfloat16, device=CPU, quantise=quantise)
+    assert views and not any(view() is not None for view in views)
+    assert network.state_dict()
+
+
+def test_tensors_that_are_not_the_network_s_are_refused_before_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = denoiser_tensors("flux") | {f"{PREFIX}txt_in.weight": torch.zeros(8, 96)}
+    file = written(tensors, tmp_path / "flux.safetensors")
+    facts = facts_at(base_of("flux"), family="flux", denoiser=file)
+    watch = Watch(monkeypatch)
+    family, quantise = families.family("flux"), partial(quantize, kind="int8", device=CPU)
+    with pytest.raises(InputError, match="not that of its companion"):
+        family.load_denoiser(facts, dtype=torch.bfloat16, device=CPU, quantise=quantise)
+    assert not watch.sizes
+
+
+def test_what_is_computed_of_a_deferred_tensor_is_read_when_it_is_asked_for() -> None:
+    asked = list[str]()
+    values = {"a": torch.arange(24.0).reshape(12, 2), "b": torch.tensor([3.0])}
+
+    def deferred(name: str) -> Deferred:
+        def value() -> Tensor:
+            asked.append(name)
+            return values[name]
+
+        return Deferred(values[name].to("meta"), value)
+
+    query, key, value = deferred("a").chunk(3)
+    joined = torch.cat([key, query]).t().contiguous()
+    assert joined.shape == (2, 8) and value.dtype == torch.float32 and not asked
+    assert torch.equal(settled(joined), torch.cat([values["a"][4:8], values["a"][:4]]).t())
+    assert asked == ["a", "a"]
+    assert deferred("b").item() == 3.0, "numbers have no form that is deferred"
+
+
+def test_the_command_trains_on_a_quantised_file_as_on_its_values(tmp_path: Path) -> None:
+    exact = [layout for layout in LAYOUTS if not EXACT[layout]]
+    stored, metadata, values, used = quantised(unet_tensors(base_of("sd15")), *exact)
+    assert used == {*exact}
+    place, runs = toy(tmp_path), []
+    for name, tensors in (("quantised", stored), ("plain", values)):
+        file = written(tensors, tmp_path / f"{name}.safetensors", metadata)
+        line = place.arguments(
+            *("--name", name),
+            steps=2,
+            base__companion=str(base_of("sd15")),
+            memory__base_precision="int8",
+            sampling__every_steps=0,
+            train__validate_every_steps=0,
+        )
+        line[line.index("--base") + 1] = str(file)
+        assert run_cli(line) == 0
+        runs.append(trajectory(place.runs / name))
+    assert len(runs[0]) == 2 and runs[0] == runs[1]
 
 
 # ---- what is not read

@@ -15,7 +15,7 @@ from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.quantize import QuantizedLinear, quantizable, quantize
-from lora_trainer.planning.memory import predict
+from lora_trainer.planning.memory import predict, predict_host
 from lora_trainer.planning.run_time import step_time, step_work
 from tests.fakes.family_bases import denoiser_of, facts_of
 from tests.fakes.nvml import GIB
@@ -73,6 +73,21 @@ def test_more_of_anything_takes_more(micro_batch: int, rank: int, side_px: int) 
     )
     for name in ("activations", "largest temporary", "inputs"):
         assert more[name] == micro_batch * one[name]
+
+
+def test_a_quantised_base_is_planned_to_be_loaded_layer_by_layer() -> None:
+    """On a processor beside the file that is read; beside a GPU only streamed blocks wait in the machine's memory."""
+    costs = costs_of(FLUX)
+    whole = costs.frozen_base("bf16", "bf16").bytes
+    load = load_of(base_precision="nf4", precision="bf16")
+    loading = predict(replace(load, device="cpu"), costs, limit_bytes=0).phases["loading"]
+    assert costs.frozen_base("bf16", "nf4").bytes < loading < whole / 2
+    beside, streamed = (
+        predict_host(each, costs, limit_bytes=0, pinnable_bytes=None).phases["quantising"]
+        for each in (load, replace(load, streamed_blocks=10))
+    )
+    assert 2 * GIB < beside < 3 * GIB
+    assert streamed - beside == costs.frozen_base("bf16", "nf4").bytes
 
 
 def test_a_pass_without_gradients_peaks_below_training() -> None:

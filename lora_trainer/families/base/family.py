@@ -10,11 +10,11 @@ A new family is a folder NAME/ with a family.py whose `FAMILY` is of a subclass 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Targets
@@ -58,6 +58,12 @@ _TEXT_MODELS = {
     "qwen3vl": "model.",
     "gemma2": "model.",
 }
+
+
+class Quantise(Protocol):
+    """Quantises layers of a network whose tensors have no values yet: `settle` gives them to a layer."""
+
+    def __call__(self, network: nn.Module, *, settle: Callable[[nn.Module], None]) -> None: ...
 
 
 class Family(ABC):
@@ -334,37 +340,57 @@ class Family(ABC):
         return text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
 
     def load_denoiser(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+        self,
+        facts: BaseFacts,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantise: Quantise | None = None,
     ) -> nn.Module:
-        """Load the denoiser frozen, in `dtype`."""
+        """Load the denoiser frozen, in `dtype`.
+
+        With `quantise` its tensors are made one by one, as that asks for them: the network is never in memory whole
+        in `dtype`.
+        """
         from accelerate import init_empty_weights
 
-        layout = facts.located
         # Not under torch.device("meta"): accelerate's context leaves buffers real, and a
         # buffer that no file holds would stay without values.
         with init_empty_weights():
             network: Any = self.empty_denoiser(facts.release.architecture)
+        loaded: nn.Module
+        if quantise is None:
+            self._fill_denoiser(facts.located, network, partial(read_tensors, dtype=dtype))
+            loaded = network.eval().requires_grad_(False).to(device)
+            return loaded
+        from lora_trainer.families.files.deferred import DeferredFiles, settle
+
+        with DeferredFiles(dtype=dtype) as files:
+            self._fill_denoiser(facts.located, network, files.tensors)
+            network.eval().requires_grad_(False)
+            quantise(network, settle=partial(settle, device=device))
+            for module in network.modules():
+                settle(module, device=device)
+        loaded = network.to(device)
+        return loaded
+
+    def _fill_denoiser(self, layout: Layout, network: Any, read: base_parts.ReadTensors) -> None:
         if single := layout.part_file("denoiser"):
             names = self.denoiser_names(read_header(single))
-            base_parts.load_denoiser_file(single, network, names, dtype=dtype)
-        else:
-            folder = layout.part_folder("denoiser", self.traits.folder)
-            tensors: dict[str, Tensor] = {}
-            # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
-            for file in base_parts.weights(folder):
-                own_names = {name: name for name in read_header(file)}
-                tensors |= read_tensors(file, own_names, dtype=dtype)
-            network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
-            # Of a transformer diffusers leaves tensors out that it does not know.
-            if self.traits.class_name != UNET_CLASS:
-                tensors = {name: tensors[name] for name in network.state_dict() if name in tensors}
-            base_parts.fill(
-                network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
-            )
-            # Else a device that shares the host's memory holds the base twice while it moves.
-            del tensors
-        loaded: nn.Module = network.eval().requires_grad_(False).to(device)
-        return loaded
+            base_parts.load_denoiser_file(single, network, names, read)
+            return
+        folder = layout.part_folder("denoiser", self.traits.folder)
+        tensors: dict[str, Tensor] = {}
+        # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
+        for file in base_parts.weights(folder):
+            tensors |= read(file, {name: name for name in read_header(file)})
+        network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
+        # Of a transformer diffusers leaves tensors out that it does not know.
+        if self.traits.class_name != UNET_CLASS:
+            tensors = {name: tensors[name] for name in network.state_dict() if name in tensors}
+        base_parts.fill(
+            network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
+        )
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
         """Build the denoiser from its configuration, weights undefined; call under a `meta` device."""

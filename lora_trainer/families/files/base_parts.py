@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+# Returns tensors of a file, wanted name -> tensor, by names in the file.
+ReadTensors = Callable[[Path, Mapping[str, str]], dict[str, "Tensor"]]
 COMPANION = "name the base model it was made from with --set base.companion=..."
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
 _STEMS = ("diffusion_pytorch_model", "model")
@@ -439,15 +441,15 @@ def _load_inner(
 
 
 def load_denoiser_file(
-    file: Path, network: Any, names: Mapping[str, str], *, dtype: torch.dtype
+    file: Path, network: Any, names: Mapping[str, str], read: ReadTensors
 ) -> nn.Module:
-    """Fill a network of diffusers on `meta` with the tensors `names` of a file, in `dtype`, on the CPU.
+    """Fill a network of diffusers on `meta` with the tensors `names` of a file, which `read` reads.
 
     diffusers' own conversion renames and splits the tensors of the original layout.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    state = read_tensors(file, names, dtype=dtype)
+    state = read(file, names)
     kind = type(network).__name__
     is_unet = kind == UNET_CLASS
     # A file in diffusers' own names is not converted; the strict loading says which tensors it lacks, and of

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -46,6 +45,8 @@ MAX_DIMENSIONS = 16
 MAX_KEY_LENGTH = 1_000
 # How much of a file is mapped at a time while its tensors are read.
 READ_BYTES = 2**28
+# Tensors of fewer bytes are copied from a mapped file.
+VIEWED_BYTES = 2**20
 AGAIN = "download the base model again"
 _Layouts = Mapping[str, WeightLayout | UnreadLayoutError]
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
@@ -241,49 +242,89 @@ def unread_quantisation(file: Path) -> str:
 def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return tensors cast to `dtype`, wanted name -> tensor; `names` maps it to the name in the file.
 
+    Raises InputError for a broken file, as `TensorReader` does.
+    """
+    with TensorReader(file, dtype=dtype) as reader:
+        return {name: reader.read(stored) for name, stored in names.items()}
+
+
+class TensorReader:
+    """Reads tensors of a file one by one, cast to `dtype`.
+
     Quantised weights are restored in float32, some rows at a time; tensors stored in `dtype` are views of the mapped
     file. Pages of a mapped file that were read count as memory of the process until the mapping is closed.
     The file is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16
-    copy. Raises InputError for a broken file.
+    copy. Small tensors are copied, and with `copies` all: one view keeps all that was read of its mapping in memory.
+    Raises InputError for a broken file.
     """
-    tensors: dict[str, Tensor] = {}
-    if file.suffix == GGUF:
-        require_gguf(file)
-        from diffusers.models.model_loading_utils import load_gguf_checkpoint
+
+    def __init__(self, file: Path, *, dtype: torch.dtype, copies: bool = False) -> None:
+        self._file, self._dtype, self._mapping = file, dtype, ExitStack()
+        self._viewed_bytes = math.inf if copies else VIEWED_BYTES
+        self._tensors, self._layouts = _raw_header(file)
+        self._mapped: Any = None
+        self._left_bytes = 0
+        if file.suffix == GGUF:
+            require_gguf(file)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; reading goes on with a new mapping."""
+        self._mapped, self._left_bytes = None, 0
+        self._mapping.close()
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor of that name in the file."""
+        if self._left_bytes <= 0:
+            self.close()
+            self._open()
+        if self._file.suffix == GGUF:
+            return self._read_gguf(name)
+        try:
+            stored: Tensor = self._mapped.get_tensor(name)
+            self._left_bytes -= stored.nbytes
+            match self._layouts.get(name, self._layouts.get("")):
+                case WeightLayout() as layout:
+                    from lora_trainer.families.files.dequantise import dequantised
+
+                    beside = {each: self._mapped.get_tensor(each) for each in layout.beside}
+                    return dequantised(stored, layout, beside, dtype=self._dtype)
+                case UnreadLayoutError() as error:
+                    raise _unread(self._file, str(error))
+            return stored.to(self._dtype, copy=stored.nbytes < self._viewed_bytes)
+        except SafetensorError as error:
+            raise self._broken(error) from None
+
+    def _open(self) -> None:
+        self._left_bytes = READ_BYTES
+        if self._file.suffix == GGUF:
+            from gguf import GGUFReader
+
+            self._mapped = {each.name: each for each in GGUFReader(str(self._file)).tensors}
+            return
+        try:
+            self._mapped = self._mapping.enter_context(safe_open(self._file, framework="pt"))
+        except SafetensorError as error:
+            raise self._broken(error) from None
+
+    def _read_gguf(self, name: str) -> Tensor:
+        import torch
         from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
 
-        shapes, packed_tensors = read_header(file), load_gguf_checkpoint(str(file))
-        for name, stored_name in names.items():
-            # Taken out, so that packed weights do not lie in memory beside their dequantised copies.
-            packed = packed_tensors.pop(stored_name)
-            if isinstance(packed, GGUFParameter):
-                packed = dequantize_gguf_tensor(packed)
-            tensors[name] = packed.reshape(shapes[stored_name].shape).to(dtype)
-        return tensors
-    from lora_trainer.families.files.dequantise import dequantised
+        kind, packed = self._mapped[name].tensor_type, self._mapped[name].data
+        self._left_bytes -= packed.nbytes
+        values = torch.from_numpy(packed.copy())
+        if kind.name not in ("F32", "F16"):
+            values = dequantize_gguf_tensor(GGUFParameter(values, quant_type=kind))
+        return values.reshape(self._tensors[name].shape).to(self._dtype)
 
-    layouts = _raw_header(file)[1]
-    unread = deque(names.items())
-    try:
-        while unread:
-            with safe_open(file, framework="pt") as mapped:
-                read_bytes = 0
-                while unread and read_bytes < READ_BYTES:
-                    name, stored_name = unread.popleft()
-                    stored = mapped.get_tensor(stored_name)
-                    read_bytes += stored.nbytes
-                    match layouts.get(stored_name, layouts.get("")):
-                        case None:
-                            tensors[name] = stored.to(dtype)
-                        case WeightLayout() as layout:
-                            beside = {each: mapped.get_tensor(each) for each in layout.beside}
-                            tensors[name] = dequantised(stored, layout, beside, dtype=dtype)
-                        case UnreadLayoutError() as error:
-                            raise _unread(file, str(error))
-                    del stored  # a tensor of the file keeps the whole mapping open
-    except SafetensorError as error:
-        raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
-    return tensors
+    def _broken(self, error: SafetensorError) -> InputError:
+        return InputError(f"{self._file} is not a whole safetensors file ({error})", fix=AGAIN)
 
 
 def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
