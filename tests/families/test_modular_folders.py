@@ -30,6 +30,7 @@ from tests.fakes.family_bases import (
     edit_json,
     encoder_of,
     facts_of,
+    image_encoder_of,
     network_of,
     pipeline_of,
 )
@@ -122,6 +123,30 @@ def test_the_text_conditioner_comes_from_the_file_of_the_transformer(
     save_file({f"diffusion_model.{key}": each for key, each in tensors.items()}, file)
     facts = describe(BaseSettings(model=str(file), companion=str(folder)))
     assert not torch.equal(encoder_of(facts).encode_prompts(["a cat"])["text"], wanted["text"])
+
+
+def test_a_file_of_all_parts_needs_configurations_and_tokenizers_alone(tmp_path: Path) -> None:
+    """As ComfyUI saves a checkpoint."""
+    folder, file = (
+        copy_of("anima", tmp_path / "companion"),
+        tmp_path / "anima-base-v1.0.safetensors",
+    )
+    tensors = load_file(release_file(file, "model.diffusion_model."))
+    parts = {"vae": "vae.", "text_encoder": "text_encoders.qwen3_06b.transformer.model."}
+    for part, start in parts.items():
+        (weights,) = (folder / part).glob("*.safetensors")
+        tensors |= {start + key: tensor for key, tensor in load_file(weights).items()}
+    save_file(tensors, file)
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    facts, own = describe(BaseSettings(model=str(file), companion=str(folder))), facts_of("anima")
+    for part in parts:
+        assert facts.parts[part] == own.parts[part]  # type: ignore[index]  # names of parts
+    texts, wanted = (encoder_of(each).encode_prompts(["a cat"]) for each in (facts, own))
+    assert torch.equal(texts["text"], wanted["text"])
+    vaes = [image_encoder_of(each).vae.state_dict() for each in (facts, own)]
+    assert all(torch.equal(vaes[0][key], tensor) for key, tensor in vaes[1].items())
+    assert len(network_of(facts).state_dict()) == len(denoiser_of("anima").state_dict())
 
 
 def test_a_file_is_as_deep_as_it_is(tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.layout import Header
-from lora_trainer.families.files.base_parts import config_value, holds_vae, load_base_vae, vae_names
+from lora_trainer.families.files.base_parts import (
+    VAE_PREFIXES,
+    config_value,
+    holds_vae,
+    load_base_vae,
+    part_names,
+    vae_names,
+)
 from lora_trainer.families.files.recognise import fits, signature_tables
 
 if TYPE_CHECKING:
@@ -109,11 +116,13 @@ class VideoLatents(VaeLatents):
         return int(config["z_dim"]), 2 ** len(config["temperal_downsample"])
 
     def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
-        return any(fits(header, marks) for marks in signature_tables()["video_vaes"])
+        names = part_names(header, *VAE_PREFIXES).items()
+        tensors = {name: header[full] for name, full in names}
+        return any(fits(tensors, marks) for marks in signature_tables()["video_vaes"])
 
     def names(self, header: Header) -> Iterable[str]:
         # All: in Wan's names (`conv1`, `conv2`) those of AutoencoderKL would be a part of them.
-        return header
+        return part_names(header, *VAE_PREFIXES).values()
 
     def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         latents = vae.encode(pixels.unsqueeze(2)).latent_dist

@@ -287,7 +287,8 @@ def _tensors(file: Path, vae: Any) -> dict[str, Tensor]:
 
     header = read_header(file)
     if type(vae).__name__ == "AutoencoderKLQwenImage":
-        tensors = read_tensors(file, {name: name for name in header}, dtype=torch.float32)
+        names = part_names(header, *VAE_PREFIXES)
+        tensors = read_tensors(file, names, dtype=torch.float32)
         is_wan = "conv1.weight" in tensors
         return converted(file, lambda: convert_wan_vae_to_diffusers(tensors)) if is_wan else tensors
     tensors = read_tensors(file, vae_names(header), dtype=torch.float32)
