@@ -23,7 +23,6 @@ from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.event_kinds import Cached
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.declare import BasePrecision
 from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.config.optimizers import SCHEDULE_FREE
@@ -44,6 +43,7 @@ from lora_trainer.network.block_swap import Streamed, stream_blocks
 from lora_trainer.network.compiling import apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.offload import Offloaded
+from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.network.quantize import quantize
 from lora_trainer.run.device import CPU, oom_as_error, planned_device
 from lora_trainer.run.prepare import Prepared
@@ -195,7 +195,7 @@ def load_networks(prepared: Prepared) -> Networks:
         prepared.facts, dtype=precision, device=CPU if streamed else device, quantise=quantise
     )
     if quantise is not None:
-        give_back_heap()  # each layer was there in 16 bits, and parts of it in 32
+        free_memory()  # each layer was there in 16 bits, and parts of it in 32
     apply_attention(denoiser, config.memory.attention)
     if not streamed:
         denoiser.to(device)

@@ -166,6 +166,17 @@ def test_a_layer_s_factors_of_its_inputs_are_part_of_its_weight(tmp_path: Path) 
     torch.testing.assert_close(inputs @ read.T, (inputs * factors) @ values["a.weight"].T)
 
 
+def test_rows_that_fill_up_a_block_are_cut_off(tmp_path: Path) -> None:
+    """As many as the bias has rows, where the file does not say the weight's own shape."""
+    weight = torch.randn(30, 64, generator=torch.Generator().manual_seed(0))
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, 2))
+    stored, _, values, _ = quantised({"a.weight": padded}, "nvfp4")
+    file = written(stored | {"a.bias": torch.zeros(30)}, tmp_path / "a.safetensors")
+    assert read_header(file)["a.weight"].shape == (30, 64)
+    read = read_tensors(file, {"a": "a.weight"}, dtype=torch.float32)["a"]
+    assert torch.equal(read, values["a.weight"][:30])
+
+
 # ---- into the planned precision, one layer at a time
 
 

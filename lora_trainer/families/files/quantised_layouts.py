@@ -156,10 +156,13 @@ def _layout(
         raise UnreadLayoutError(f"as {called} ({second} is {list(tensors[second].shape)})")
     if factors in tensors and math.prod(tensors[factors].shape) not in (1, columns):
         raise UnreadLayoutError(f"as {called} ({factors} is {list(tensors[factors].shape)})")
-    stored = (rows, columns) if kind == "nvfp4" else info.shape
+    shape = (rows, columns) if kind == "nvfp4" else info.shape
+    if kind in ("mxfp8", "nvfp4"):
+        bias = tensors.get(f"{name.removesuffix('weight')}bias")
+        shape = _true_shape(name, (rows, columns), entry or {}, bias)
     return WeightLayout(
         kind=kind,
-        shape=_true_shape(name, stored, entry or {}, is_padded=kind in ("mxfp8", "nvfp4")),
+        shape=shape,
         scale=scale,
         second_scale=second,
         input_factors=factors if factors in tensors else "",
@@ -224,12 +227,14 @@ def _check_scale(
 
 
 def _true_shape(
-    name: str, stored: tuple[int, ...], entry: Mapping[str, Any], *, is_padded: bool
+    name: str, stored: tuple[int, int], entry: Mapping[str, Any], bias: TensorInfo | None
 ) -> tuple[int, ...]:
-    """Return the shape of a weight in the network: mxfp8 and nvfp4 are padded, and some converters say from what."""
+    """Return the shape in the network of a weight that may be padded: as its file says, or with its bias's rows."""
     stated = entry.get("orig_shape")
-    if stated is None or not is_padded:
-        return stored
+    if stated is None:
+        rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 else stored[0]
+        # Rows are filled up to 32 at most (mxfp8); a bias of another length belongs to a damaged file.
+        return (rows if 0 < stored[0] - rows < MXFP8_BLOCK else stored[0], stored[1])
     is_it = isinstance(stated, list) and len(stated) == 2 and all(type(n) is int for n in stated)
     if not is_it or not all(0 < n <= most for n, most in zip(stated, stored, strict=True)):
         raise UnreadLayoutError(f"({name} is {list(stored)}, its orig_shape {stated!r:.40})")
