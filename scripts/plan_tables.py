@@ -18,6 +18,7 @@ from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.layers import AskedFor, lowered_to, resolve
 from lora_trainer.families import NAMES, family, known_base
 from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.hardware.machine import GIB, Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import MemoryItem
@@ -37,14 +38,15 @@ BASES = {
 }
 TRAINED, HELD_OUT = 18, 2
 DESKTOP_GIB = 0.5
-MACHINE_GIB = 28
+RAM_GIB, MACHINE_GIB = 32, 28
+"""The machine's memory, and how much of it is free."""
 TEXT = """# Plans
 
 This page shows what `lora-train plan` chooses and predicts for four GPUs. `scripts/plan_tables.py` writes the page
 without downloading or loading a base model. It assumes:
 
 * a GPU that is empty except for half a GiB that the desktop takes;
-* 28 GiB of free memory in the machine;
+* 28 GiB of free memory in the machine, for FLUX.2 dev 60;
 * 20 images at training resolution (18 trained, 2 held out);
 * default settings.
 
@@ -125,6 +127,9 @@ A larger dataset takes longer: the number of steps grows with the number of imag
 takes longer. `plan` shows the time of each part of the run, and warns if the whole run takes longer than the hours
 above.
 
+FLUX.2 dev, of 32 billion parameters, keeps to no hours on GPUs below 24 GiB: a step takes half a minute there, at the
+smallest size too. `plan` warns of it.
+
 The table shows the hours of a run, and the size of its images in px:
 """
 TIMES = """On a processor, the embedded miniature base is trained in minutes, but a base of true size takes days.
@@ -168,7 +173,7 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
     """Plan a base on one of the GPUs."""
     facts = known_base(source)
     assert facts is not None
-    hardware = machine(card)
+    hardware = machine(card, ram_gib=ram_gib_of(source))
     resolved = resolve(
         AskedFor(),
         family=facts.family,
@@ -193,8 +198,17 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
     )
 
 
-def machine(card: str) -> Hardware:
-    """Return a machine with that GPU."""
+def ram_gib_of(source: str) -> int:
+    """Return the memory of the machine that a release is planned with."""
+    facts = known_base(source)
+    assert facts is not None
+    rows = family_table(facts.family)["releases"]
+    row = next((row for row in rows if source in row["ids"]), {})
+    return int(row.get("ram_gib", RAM_GIB))
+
+
+def machine(card: str, *, ram_gib: int = RAM_GIB) -> Hardware:
+    """Return a machine with that GPU and memory."""
     size = CARDS[card]
     gpu = Gpu(
         index=0,
@@ -210,8 +224,8 @@ def machine(card: str) -> Hardware:
         gpu_reason="assumed",
         cpu_name="",
         cpu_threads=8,
-        ram_total_bytes=32 * GIB,
-        ram_free_bytes=MACHINE_GIB * GIB,
+        ram_total_bytes=ram_gib * GIB,
+        ram_free_bytes=(ram_gib - RAM_GIB + MACHINE_GIB) * GIB,
         packages={"bitsandbytes": "assumed"},
         reasons={"cpu_threads": "assumed"},
         expandable_segments=True,

@@ -106,6 +106,9 @@ def transformers() -> Iterator[Case]:
         # Its VAE cannot be read from a file and is downloaded all the same.
         ("klein with a VAE", klein, "flux2", "klein-base-4b", BOTH, {}),
         ("diffusers klein", network("flux2", original=False), "flux2", "klein-base-4b", BOTH, {}),
+        ("flux2-dev", network("flux2dev"), "flux2dev", "dev", BOTH, {"file": "flux2-dev.safetensors"}),
+        ("city96 FLUX.2 dev", network("flux2dev"), "flux2dev", "dev", BOTH, gguf("Q4_K", "flux2-dev-Q4_K_M")),
+        ("diffusers FLUX.2 dev", network("flux2dev", original=False), "flux2dev", "dev", BOTH, {}),
         ("z_image_turbo", network("zimage"), "zimage", "turbo", BOTH, {"file": "z_image_turbo_bf16.safetensors"}),
         ("diffusers Z-Image", network("zimage", original=False), "zimage", "base", BOTH, {}),
         ("all-in-one Z-Image", prefixed(UNET, network("zimage")) | vae | qwen, "zimage", "base", NOTHING, {}),
@@ -167,7 +170,6 @@ def refused() -> Iterator[Case]:
         ("Flex.1-alpha", without(flux, r"double_blocks\.(?:[89]|1\d)\."), "pruned FLUX.1"),
         ("LongCat-Image", flux | {"txt_in.weight": (3072, 3584)}, "LongCat"),
         ("Chroma1-Radiance", network("chroma") | {"nerf_image_embedder.embedder.0.weight": (64, 67)}, "Radiance"),
-        ("flux2-dev", network("flux2") | {"double_stream_modulation_img.lin.weight": (36864, 6144)}, "FLUX.2 dev"),
         ("Qwen-Image-Edit-2511", network("qwen") | {"__index_timestep_zero__": ()}, "Qwen-Image-Edit"),
         ("vae-ft-mse-840000", a.vae(), "a VAE alone"),
         ("flux2-vae", a.vae(32) | {"bn.running_mean": (128,)}, "VAE of FLUX.2 alone"),

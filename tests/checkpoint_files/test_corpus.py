@@ -48,7 +48,9 @@ def test_a_checkpoint_is_described_from_its_header(case: Case, tmp_path: Path) -
     assert facts.parts["denoiser"].parameters == denoiser_parameters(case)
     whole = case.missing == "configurations"
     assert (facts.download_bytes == 0) == whole
-    assert facts.download_bytes < 30e9, "the denoiser is not counted"
+    # A text encoder is the largest part that a file can lack: of FLUX.2 dev it has 48 GB, of the others 20 at most.
+    most = 50e9 if case.family == "flux2dev" else 30e9
+    assert facts.download_bytes < most, "the denoiser is not counted"
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=ids)

@@ -19,8 +19,16 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
-from transformers import AddedToken, CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
+from transformers import (
+    AddedToken,
+    CLIPTokenizer,
+    GemmaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+    T5Tokenizer,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lora_trainer import families
@@ -169,11 +177,36 @@ def _qwen2_tokenizer(*, words: tuple[str, ...] = (), chat: str | None = None) ->
     return tokenizer
 
 
+def _mistral_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with Mistral's marks, `<s>` in front; the release has it within a processor."""
+    known = WORDS["mistral"]
+    names = [*known["special"], *sorted(bytes_to_unicode().values()), "Ġa"]
+    vocabulary = {name: at for at, name in enumerate(names)}
+    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "a")]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(known["special"])
+    plain.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", names.index("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_max_length=131072,
+        chat_template=known["chat_template"],
+    )
+
+
 TOKENIZERS: Mapping[str, Callable[[], Any]] = {
     "clip": clip_tokenizer,
     "clip padded with !": lambda: clip_tokenizer(pad_token="!"),  # as in SDXL's release
     "t5": t5_tokenizer,
     "gemma": _gemma_tokenizer,
     "qwen3": lambda: _qwen2_tokenizer(chat=QWEN["chat_template"]),
+    "mistral": _mistral_tokenizer,
     "qwen image": lambda: _qwen2_tokenizer(words=tuple(QWEN["template_words"])),
 }

@@ -88,7 +88,7 @@ def sd3(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
 
 
 def flux2(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
-    """Ids (0, row, column, 0) of the image and (0, 0, 0, place) of the text."""
+    """Ids (0, row, column, 0) of the image and (0, 0, 0, place) of the text; klein's and dev's."""
     text = told["text"]
     tokens = network(
         hidden_states=noisy.flatten(2).transpose(1, 2),
@@ -174,6 +174,7 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "chroma": chroma,
     "sd3": sd3,
     "flux2": flux2,
+    "flux2dev": flux2,
     "qwen": qwen,
     "zimage": zimage,
     "lumina2": lumina2,
@@ -195,7 +196,7 @@ def test_the_loss_is_that_of_the_training_script(
     facts = facts_at(write_base(name, tmp_path / "base", **options))
     family, network = families.family(name), network_of(facts)
     told = dict(conditioning_of(family, facts, PROMPTS))
-    assert ("guidance" in told) == (name == "flux" or bool(options))
+    assert ("guidance" in told) == (name in {"flux", "flux2dev"} or bool(options))
     if "guidance" in told:
         told["guidance"] = torch.full([2], 3.5)
     assert {*families.NAMES} == VELOCITIES.keys() | {"sd15", "sd2", "sdxl"}
@@ -273,6 +274,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "sd3": pooled,
     "flux": flux_text,
     "flux2": lambda pipeline, prompt: {"text": pipeline.encode_prompt(prompt)[0]},
+    "flux2dev": lambda pipeline, prompt: {"text": pipeline.encode_prompt(prompt)[0]},
     "chroma": chroma_text,
     "zimage": lambda pipeline, prompt: {
         "text": pipeline.encode_prompt([prompt], do_classifier_free_guidance=False)[0][0][None]

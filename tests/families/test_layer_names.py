@@ -145,7 +145,10 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
         # kohya's and ComfyUI's spellings of families that are written otherwise here
         ("lora_unet_joint_blocks_0_x_block_attn_qkv", (1536,), "sd3"),
         ("diffusion_model.double_blocks.0.img_attn.qkv", (3072,), "flux"),
-        ("diffusion_model.double_blocks.0.img_attn.qkv", (6144,), "flux2"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", (6144,), "flux2dev"),
+        ("transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj", (6144,), "flux2dev"),
+        ("transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj", (4096,), "flux2"),
+        ("transformer.transformer_blocks.0.attn.add_q_proj", (6144,), "flux2dev"),
         ("diffusion_model.double_blocks.0.img_attn.qkv", (4096,), "flux2"),
         ("diffusion_model.double_stream_modulation_img.lin", (3072,), "flux2"),
         ("diffusion_model.distilled_guidance_layer.layers.0.in_layer", (5120,), "chroma"),
@@ -183,9 +186,14 @@ def test_modules_that_tell(modules: str, widths: tuple[int, ...], expected: str)
 
 
 def test_metadata_says_whose_joint_blocks_they_are_and_tensors_that_tell_weigh_more() -> None:
-    for block, width, stated in ((0, 6144, "flux2"), (0, 3072, "chroma"), (19, 3072, "chroma")):
+    for block, width, stated, family in (
+        (0, 6144, "flux2", "flux2dev"),  # ai-toolkit's name of dev
+        (0, 4096, "flux2_klein_9b", "flux2"),
+        (0, 3072, "chroma", "chroma"),
+        (19, 3072, "chroma", "chroma"),
+    ):
         widths = {f"transformer_blocks.{block}.attn.to_q": width}
-        assert adapter_family(widths, metadata={"ss_base_model_version": stated}) == stated
+        assert adapter_family(widths, metadata={"ss_base_model_version": stated}) == family
     assert adapter_family({f"unet.{BLOCK}.attn2.to_k": 0}, metadata={}) == "unknown"
     widths = {f"unet.{BLOCK}.attn2.to_k": 768}
     assert adapter_family(widths, metadata={"ss_base_model_version": "sdxl_base_v1-0"}) == "sd15"

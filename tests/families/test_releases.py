@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,7 @@ VAES = {name: family_table(name)["shared"]["vae"] for name in families.NAMES}
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
 """Families whose download is counted: every parameter in two bytes, those that are not loaded too."""
 SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
+SIZES["flux2dev"] = SIZES["flux2"]
 """Family -> native side, step of bucket sides and pixels of a latent; 1024, 64 and 8 in the others."""
 
 
@@ -71,8 +73,13 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
             continue
         network_class = getattr(transformers, kind)
         network = network_class(network_class.config_class(**TEXTS[role]))
-        loaded = network.model if is_qwen3 else network
-        yield network, loaded.get_submodule(families.family(name).text.inner)
+        whole = network.model if is_qwen3 else network
+        text = families.family(name).text
+        loaded: Any = whole.get_submodule(text.inner)
+        if text.blocks:
+            loaded = deepcopy(loaded)
+            del loaded.layers[text.blocks :], loaded.norm
+        yield network, loaded
 
 
 def vae(kind: str) -> Any:

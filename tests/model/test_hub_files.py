@@ -96,6 +96,11 @@ def _write_text(base: Path, folder: Path, name: str, *, read: Sequence[str]) -> 
     match target.name:
         case "generation_config.json":
             target.write_text("{}")
+        # Of a processor that reads pictures too; the tokenizer beside it is all that is loaded.
+        case (
+            "preprocessor_config.json" | "processor_config.json" | "video_preprocessor_config.json"
+        ):
+            target.write_text("{}")
         case "chat_template.jinja" if not source.is_file():  # Qwen-Image reads none of it
             target.write_text("{{ messages[0].content }}")
         case "vocab.json":

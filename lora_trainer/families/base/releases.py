@@ -31,9 +31,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 Row = tuple[str, list[int], list[str]]
 
 
-# Keys of a release that say how it is shown, not what it is: a sentence, its place among all releases, and the
-# formula of scripts/timestep_table.py that it is compared with.
-SHOWN = ("good_for", "offered", "timesteps")
+# Keys of a release that say how it is shown, not what it is: a sentence, its place among all releases, the formula of
+# scripts/timestep_table.py that it is compared with, the machine's memory that scripts/plan_tables.py assumes for it.
+SHOWN = ("good_for", "offered", "timesteps", "ram_gib")
 
 
 @cache

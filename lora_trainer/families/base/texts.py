@@ -5,6 +5,7 @@ Torch-free to import; text/ has the encoders.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from lora_trainer.families.base.unet_numbers import TIME_IDS, UNET_CLASS, unet_n
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# The number of a language model's block in the name of its tensor.
+_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix.
 WEIGHTS = ".weights"
 
@@ -37,7 +40,8 @@ class TextInputs:
     keep there; its input and output are text, so it runs with the encoders. `tokenizers`: component -> folder of its
     tokenizer, where that is not the encoder's name.
     `unread`: prefixes of tensors in the encoders' files that are never loaded and so cost no memory; `inner`: the
-    part of a network that is kept. `optional`: component that a base may lack. `penultimate`: the denoiser reads
+    part of a network that is kept; of a language model's blocks only the first `blocks`, 0: all, whose last output is
+    read before the final norm. `optional`: component that a base may lack. `penultimate`: the denoiser reads
     the layer before the last. `encoder_files`: single encoders can be read from files of their own (`Layout.text`).
     `system_prompt`: the sentence that the family's release puts before every prompt, None where its text has none;
     `before_prompts` returns what a system prompt puts before a prompt, marks included.
@@ -58,6 +62,7 @@ class TextInputs:
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     inner: str = ""
+    blocks: int = 0
     optional: str = ""
     penultimate: bool = False
     encoder_files: bool = False
@@ -75,6 +80,14 @@ class TextInputs:
         Adapter files of any trainer may contain them.
         """
         return {component: network.layers for component, network in self.networks.items()}
+
+    def reads(self, name: str) -> bool:
+        """Return whether a tensor of the encoders' files, of that name there, is loaded."""
+        if name.startswith(self.unread):
+            return False
+        match = _BLOCK.search(name)
+        is_norm = name.endswith("norm.weight") and match is None
+        return not self.blocks or (int(match[1]) < self.blocks if match else not is_norm)
 
     @cached_property
     def roles(self) -> Mapping[str, str]:

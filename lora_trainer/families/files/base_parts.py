@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -161,10 +163,11 @@ def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(files.values()))
 
 
-def whole(kind: Any, folder: Path, *, dtype: torch.dtype) -> nn.Module:
+def whole(kind: Any, folder: Path, *, dtype: torch.dtype, **options: Any) -> nn.Module:
     """Load a network of diffusers or transformers from its folder; raises InputError when tensors are missing.
 
-    Both libraries would leave missing tensors random or uninitialised and only log a warning.
+    Both libraries would leave missing tensors random or uninitialised and only log a warning. `options`: another
+    configuration than the folder's.
     """
     network: nn.Module
     network, report = kind.from_pretrained(
@@ -173,12 +176,26 @@ def whole(kind: Any, folder: Path, *, dtype: torch.dtype) -> nn.Module:
         use_safetensors=True,
         dtype=dtype,
         variant="fp16" if ".fp16" in weights(folder)[0].name else None,
+        **options,
     )
     if missing := sorted(report["missing_keys"]):
         raise InputError(
             f"base model part {folder} lacks {len(missing)} tensors, first {missing[0]}", fix=AGAIN
         )
     return network
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keep transformers from logging what is not an error."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def converted(
@@ -371,21 +388,35 @@ def load_text_network(
     import transformers
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
-    encoder, unread = text.networks[component], text.unread
+    encoder = text.networks[component]
     folder, file = layout.folder / component, layout.text_file(component)
     if component in text.inside:
         return _load_inner(encoder.network, folder, file, text.inside[component], dtype=dtype)
     kind = getattr(transformers, encoder.network)
-    if file is None:
+    if file is None and not text.blocks:
         return whole(kind, folder, dtype=dtype)
     prefix = text.prefixes[component]
     config = kind.config_class.from_pretrained(folder, local_files_only=True)
+    if text.blocks:
+        config.get_text_config().num_hidden_layers = text.blocks
+    if file is None:
+        # transformers would log the blocks that are left out.
+        with _errors_only():
+            return whole(kind, folder, dtype=dtype, config=config)
     names = {
         name: full
         for name, full in part_names(read_header(file), prefix).items()
-        if name.startswith("visual.") or not name.startswith(unread)
+        if name.startswith("visual.") or text.reads(name)
     }
     state = read_tensors(file, names, dtype=dtype)
+    if text.blocks:
+        # ComfyUI's files of a model of text and images have the language model's own names.
+        state = {
+            f"{text.inner}.{name.removeprefix('model.')}"
+            if re.match(r"model\.(?:layers|embed_tokens|norm)\.", name)
+            else name: tensor
+            for name, tensor in state.items()
+        }
     if prefix.endswith(".model."):
         full, sizes = {prefix + name: state[name] for name in state}, SimpleNamespace(config=config)
         state = converted(file, lambda: convert_open_clip_checkpoint(sizes, full, prefix=prefix))
@@ -411,7 +442,7 @@ def load_text_network(
             f"the text encoder in {file} is not that of {folder / 'config.json'}: {detail}",
             fix=COMPANION,
         ) from None
-    missing = sorted(name for name in report["missing_keys"] if not name.startswith(unread))
+    missing = sorted(filter(text.reads, report["missing_keys"]))
     if missing or report["mismatched_keys"]:
         first = (missing or sorted(map(str, report["mismatched_keys"])))[0]
         raise InputError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
@@ -327,16 +327,18 @@ class TensorReader:
         return InputError(f"{self._file} is not a whole safetensors file ({error})", fix=AGAIN)
 
 
-def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
+def count_parameters(
+    files: Iterable[Path], *, reads: Callable[[str], bool] = lambda name: True
+) -> int:
     """Count the parameters in safetensors files; position ids and batch statistics are none.
 
-    `unread` are prefixes of tensors that loading leaves out.
+    `reads` tells of a tensor's name whether it is loaded.
     """
     return sum(
         math.prod(info.shape)
         for file in files
         for name, info in read_header(file).items()
-        if not name.endswith(_NO_PARAMETERS) and not name.startswith(unread)
+        if not name.endswith(_NO_PARAMETERS) and reads(name)
     )
 
 

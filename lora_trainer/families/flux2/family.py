@@ -1,7 +1,7 @@
 """FLUX.2 klein, 4B and 9B, distilled and base: a Qwen3 text encoder, a VAE normalised per channel.
 
 Caches, `predict` and the denoiser have 2x2 squares of the VAE's latents as channels, [B, 128, H/16, W/16].
-FLUX.2-dev has the same architecture and names but another text encoder.
+FLUX.2 dev, a family of its own, has the same network and VAE but another text encoder.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from lora_trainer.families.base.text.transformers_encoder import (
     qwen3_config,
 )
 from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
-from lora_trainer.families.files.base_parts import read_json
+from lora_trainer.families.files.base_parts import components, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 # Keys of the configuration that differ between the sizes of klein.
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
+
+
+# The class of dev's text encoder, by which folders of dev and klein are told apart.
+MISTRAL = "Mistral3ForConditionalGeneration"
 
 
 class KleinEncoder(Qwen3Encoder):
@@ -64,11 +68,7 @@ class SquareLatents(VaeLatents):
     def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         from torch.nn.functional import pixel_unshuffle
 
-        # The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipeline
-        # applies them by hand as here (Flux2KleinPipeline.__call__, before it decodes).
-        norm = vae.bn
-        shift = norm.running_mean.view(1, -1, 1, 1)
-        scale = (norm.running_var + vae.config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
+        shift, scale = statistics(vae)
         latents = vae.encode(pixels).latent_dist
         # Channels vary slowest, then row and column in the square, as in the pipeline's `_patchify_latents`; another
         # order would train, too, and give an adapter of no use elsewhere.
@@ -79,6 +79,17 @@ class SquareLatents(VaeLatents):
         # The pipeline itself undoes normalisation and squares.
         pixels: Tensor = vae.decode(latents.float(), return_dict=False)[0]
         return pixels
+
+
+def statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of the squares of latents by channel, [1, 4 C, 1, 1].
+
+    The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipelines apply them by hand as
+    here (Flux2KleinPipeline.__call__, before it decodes).
+    """
+    norm = vae.bn
+    scale = (norm.running_var + vae.config.batch_norm_eps).sqrt()
+    return norm.running_mean.view(1, -1, 1, 1), scale.view(1, -1, 1, 1)
 
 
 class Flux2(FlowFamily):
@@ -115,6 +126,10 @@ class Flux2(FlowFamily):
     latents = SquareLatents()
 
     # ---- facts
+
+    def detect(self, folder: Path) -> bool:
+        """Return whether it is klein's folder; dev's has the same network and another text encoder."""
+        return super().detect(folder) and components(folder).get("text_encoder") != MISTRAL
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         names = self.denoiser_names(header)

@@ -62,6 +62,8 @@ class TransformersEncoder(TextEncoder):
     """Tokens of the template that do not count among `max_tokens`."""
     padding_side: ClassVar[str | None] = None
     """None: the tokenizer's own."""
+    adds_special_tokens: ClassVar[bool] = True
+    """The tokenizer puts its own special tokens around the template; False where the template has them."""
 
     def template(self, prompt: str) -> str:
         """Return the text that is tokenized for a prompt."""
@@ -83,6 +85,7 @@ class TransformersEncoder(TextEncoder):
             **side,
             max_length=length,
             truncation=True,
+            add_special_tokens=self.adds_special_tokens,
             return_tensors="pt",
         )
         return tokens["input_ids"], tokens["attention_mask"]
@@ -107,7 +110,10 @@ class TransformersEncoder(TextEncoder):
 
     def prompt_room(self) -> int:
         """Return the prompt tokens that fit beside special tokens and the empty template."""
-        template_tokens = len(self.tokenizers[self.last](self.template("")).input_ids)
+        empty = self.tokenizers[self.last](
+            self.template(""), add_special_tokens=self.adds_special_tokens
+        )
+        template_tokens = len(empty.input_ids)
         return self.facts.release.max_tokens + self.free_tokens - template_tokens
 
 
