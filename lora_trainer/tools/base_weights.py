@@ -174,10 +174,12 @@ def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     family, layout = families.family(facts.family), facts.located
     tensors: dict[str, WeightLocation] = {}
     parts = family.parts(layout)
-    for part in (DENOISER, "text_encoder") if family.text.trainable else (DENOISER,):
+    # Adapters of others change networks that stand among the denoiser's tensors in files.
+    changeable = {DENOISER, *(family.text.roles if family.text.trainable else family.text.inside)}
+    for part in (DENOISER, "text_encoder"):
         for path in parts[part]:
-            if path.suffix == SUFFIX:
-                component = part if part == DENOISER else path.parent.name
+            component = part if part == DENOISER else path.parent.name
+            if path.suffix == SUFFIX and component in changeable:
                 file = open_file(path, stack)
                 for name, entry in file.entries.items():
                     if entry.dtype in SLOT_DTYPES:  # others are positions and counters

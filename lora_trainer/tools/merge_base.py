@@ -21,6 +21,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import disk_error, retry_while_open, sync_folder, temporary_beside
 from lora_trainer.common.wording import public_text
 from lora_trainer.families.base.layout import WeightPlace
+from lora_trainer.families.files.hub_files import index_in
 from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import update
 from lora_trainer.lora_file.read_tensors import tensor_bytes
@@ -49,7 +50,6 @@ from lora_trainer.tools.base_weights import (
     rows_at,
 )
 
-INDEX = "model_index.json"
 _WEIGHTS = frozenset(
     {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf"}
 )
@@ -101,7 +101,7 @@ def _refuse_folder(base: BaseWeights, output: Path, *, force: bool) -> None:
         raise RequestError(f"the folder {output.parent} does not exist", fix="create it first")
     if output.resolve().is_relative_to(base.path.resolve()):
         raise RequestError(f"{output} lies in the base model", fix="give another --output")
-    replaceable = force and (output / INDEX).is_file()
+    replaceable = force and index_in(output) is not None
     if output.exists() and not replaceable:
         fault = (
             "is not a diffusers folder, so --force does not replace it"

@@ -239,3 +239,15 @@ def test_layers_of_the_text_conditioner_in_files_of_others_are_kept(tmp_path: Pa
         if "lora_A" in name:
             other = name.replace("lora_A", "lora_B")
             torch.testing.assert_close(second[other] @ second[name], first[other] @ first[name])
+    # `merge --into` bakes them in where the base keeps the network: in its folder, or in the transformer's file.
+    single = release_file(tmp_path / "anima-base-v1.0.safetensors")
+    for base, output in ((base_of("anima"), "folder"), (single, "merged.safetensors")):
+        tool("merge", tmp_path / "b.safetensors", into=base, output=tmp_path / output)
+    tool("merge", file, into=base_of("anima"), output=tmp_path / "folder", force=True)
+    baked = load_file(tmp_path / "folder" / CONDITIONER)
+    whole = load_file(tmp_path / "merged.safetensors")
+    for name in names:
+        before = conditioner.get_parameter(f"{name}.weight")
+        wanted = before + update(tensors[f"text_conditioner.{name}"], before)
+        torch.testing.assert_close(baked[f"{name}.weight"], wanted)
+        torch.testing.assert_close(whole[f"net.llm_adapter.{name}.weight"], wanted)
