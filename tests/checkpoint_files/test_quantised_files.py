@@ -20,6 +20,8 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.families.base.releases import text_network
+from lora_trainer.families.files import recognise
 from lora_trainer.families.files.deferred import Deferred, settled
 from lora_trainer.families.files.locate import describe
 from lora_trainer.families.files.weight_files import (
@@ -29,6 +31,9 @@ from lora_trainer.families.files.weight_files import (
     refuse_quantised,
 )
 from lora_trainer.network.quantize import QuantizedLinear, quantize
+from tests.checkpoint_files.cases import Case
+from tests.checkpoint_files.files import write
+from tests.checkpoint_files.layouts import text
 from tests.fakes.family_bases import (
     CPU,
     base_of,
@@ -153,6 +158,29 @@ def test_text_encoders_are_read_from_quantised_files(name: str, tmp_path: Path) 
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("file", "role", "layout", "kind"),
+    [
+        ("t5xxl_fp8_scaled", "t5xxl", "float8_e4m3fn", "t5"),
+        ("t5xxl_int8_convrot", "t5xxl", "int8_tensorwise", "t5"),
+        ("qwen_3_4b_fp8_mixed", "qwen3_4b", "float8_e4m3fn", "qwen3"),
+        ("qwen_3_4b_fp4_mixed", "qwen3_4b", "nvfp4", "qwen3"),
+        ("gemma_2_2b_mxfp8", "gemma2_2b", "mxfp8", "gemma2"),
+    ],
+)
+def test_text_encoders_of_true_size_are_recognised(
+    file: str, role: str, layout: str, kind: str, tmp_path: Path
+) -> None:
+    shapes = text(role)
+    case = Case(file, shapes, layout=layout, file=f"{file}.safetensors")
+    path = write(case, tmp_path)
+    refuse_quantised(path)
+    header = read_header(path)
+    assert {name: info.shape for name, info in header.items()} == shapes
+    found = recognise.text_encoder_in(header)
+    assert found is not None and found[1:] == (kind, text_network(role).width)
 
 
 def test_a_layer_s_factors_of_its_inputs_are_part_of_its_weight(tmp_path: Path) -> None:
@@ -319,8 +347,8 @@ def test_the_command_trains_on_a_quantised_file_as_on_its_values(tmp_path: Path)
 
 
 def stating(**entry: Any) -> dict[str, Tensor]:
-    text = json.dumps(entry).encode()
-    return {"comfy_quant": torch.tensor(list(text), dtype=torch.uint8)}
+    content = json.dumps(entry).encode()
+    return {"comfy_quant": torch.tensor(list(content), dtype=torch.uint8)}
 
 
 def turned(group: Any) -> dict[str, Tensor]:
@@ -382,8 +410,8 @@ def read_a(file: Path) -> object:
 
 def test_a_list_of_layers_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     stored, _, _, _ = quantised({"a.weight": torch.ones(16, 64)}, "nvfp4", listed=True)
-    for text in ("[", '{"layers": 1}'):
-        file = written(stored, tmp_path / "a.safetensors", {"_quantization_metadata": text})
+    for broken in ("[", '{"layers": 1}'):
+        file = written(stored, tmp_path / "a.safetensors", {"_quantization_metadata": broken})
         with pytest.raises(InputError, match="its _quantization_metadata cannot be read"):
             refuse_quantised(file)
     entry = {"layers": {"a": {"format": "nvfp4"}, "gone": {"format": "nvfp4"}}}
