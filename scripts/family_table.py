@@ -51,7 +51,7 @@ def _cell(family: Family, format: FileFormat) -> str:
     own = family.layer_names(layers).layers
     spelt = next(each for each, parts in own.items() if layer in parts)
     joined = ", q, k and v as one layer" if format in formats.joined else ""
-    return f"`{formats.comfyui_prefix}{spelt}`{joined}"
+    return f"`{family.lora_key_name(format, DENOISER, spelt)}`{joined}"
 
 
 def with_family_table(page: str) -> str:

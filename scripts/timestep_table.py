@@ -97,6 +97,9 @@ LUMINA_SHIFT = Reference(
 QWEN_SHIFT = Reference(
     name="musubi-tuner: `qwen_shift`", below=_logit_normal(_by_tokens(most=8192, high=0.9))
 )
+KREA2_SHIFT = Reference(
+    name="musubi-tuner: `krea2_shift`", below=_logit_normal(_by_tokens(most=6400, high=1.15))
+)
 SD3 = Reference(
     name="diffusers, train_dreambooth_lora_sd3: logit-normal, the scheduler's shift 3",
     below=_logit_normal(lambda _side_px: 3.0),
@@ -110,6 +113,7 @@ FORMULAS: Mapping[str, Reference] = {
     "flux2_shift": FLUX2_SHIFT,
     "lumina_shift": LUMINA_SHIFT,
     "qwen_shift": QWEN_SHIFT,
+    "krea2_shift": KREA2_SHIFT,
     "sd3": SD3,
 }
 """By the name that `timesteps` of a release has in family.toml."""

@@ -56,8 +56,8 @@ SHORT_TEXT_TOKENS = 64
 CHUNKED_TEXT_TOKENS = 231
 """Three chunks of CLIP's 77 tokens."""
 EMBEDDED = Path(lora_trainer.__file__).with_name("embedded")
-COUNTED = re.compile(r"n(?:um)?_(?!refiner)(?:\w+_)?layers")
-"""Keys of a configuration that count equal blocks."""
+COUNTED = re.compile(r"n(?:um)?_(?!refiner|text)(?:\w+_)?layers")
+"""Keys of a configuration that count equal blocks; Krea 2's `num_text_layers` counts states of each token."""
 UNEQUAL = "dual_attention_layers"
 """Key that names blocks unlike the others; a network with such is traced whole."""
 FEW_BLOCKS = 3
@@ -215,19 +215,25 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
     for (size, wide), levels in kinds.items():
         key = entry(size, wide=wide)
         known_targets = known.get(key, {})
-        costs[key] = {
-            targets: traces(
-                family,
-                facts,
-                points_of(grid),
-                levels,
-                element_bytes=size,
-                wide=wide,
-                targets=targets,
-                known=known_targets.get(targets, {}),
+        by_targets = costs.setdefault(key, {})
+        for targets in TARGETS:
+            endings = family.traits.endings
+            # Blocks without modulation: `all` is what `transformer` is.
+            same = next((each for each in by_targets if endings[each] == endings[targets]), None)
+            by_targets[targets] = (
+                by_targets[same]
+                if same is not None
+                else traces(
+                    family,
+                    facts,
+                    points_of(grid),
+                    levels,
+                    element_bytes=size,
+                    wide=wide,
+                    targets=targets,
+                    known=known_targets.get(targets, {}),
+                )
             )
-            for targets in TARGETS
-        }
     print(f"{facts.source}: {time.monotonic() - started:.0f} s", flush=True)
     return {
         "name": facts.source,

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from lora_trainer.costs import meta_kernels
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
-from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.family import Family, fp32_parts
 from lora_trainer.lora.adapter_layers import CUSTOM
 from lora_trainer.network.gradient_checkpointing import (
     BlockRunner,
@@ -372,8 +372,9 @@ def traced_network(
     with torch.device("meta"):
         network = family.empty_denoiser(facts.release.architecture)
     network.requires_grad_(False).train()
-    for tensor in (*network.parameters(), *network.buffers()):
-        if tensor.is_floating_point():
+    fp32 = fp32_parts(network)
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if tensor.is_floating_point() and set(fp32).isdisjoint(name.split(".")):
             tensor.data = tensor.data.to(dtype)
     modules = family.lora_targets(network, workload.targets)
     add_adapters(network, modules, rank=workload.rank, wide=workload.wide_adapter)

@@ -49,7 +49,7 @@ def original_names(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
     names = families.family(name).layer_names(shapes)
     renamed: dict[str, Tensor] = {}
-    left = dict(state)
+    left, flat = dict(state), _TESTS[name].get("flat")
     for own, layers in names.layers.items():
         if not ORIGINAL.match(own):
             continue
@@ -62,7 +62,7 @@ def original_names(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, tensor in left.items():
         for pattern, new in NORMS[name].items():
             key = re.sub(pattern, new, key)
-        renamed[key] = tensor.clone()
+        renamed[key] = tensor.flatten() if flat and re.search(flat, key) else tensor.clone()
     for component, start in families.family(name).text.inside.items():
         (file,) = (base_of(name) / component).glob("*.safetensors")
         renamed |= {f"{start}{key}": tensor for key, tensor in load_file(file).items()}

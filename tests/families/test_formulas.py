@@ -169,6 +169,21 @@ def anima(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     return answer
 
 
+def krea2(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """diffusers/examples/dreambooth/train_dreambooth_lora_krea2.py; one by one, without padding."""
+    answers = []
+    for latents, level, text in zip(noisy, sigma, texts(told), strict=True):
+        ids = diffusers.Krea2Pipeline.prepare_position_ids(len(text), HEIGHT // 2, WIDTH // 2, CPU)
+        answers += network(
+            hidden_states=squares(latents[None]),
+            encoder_hidden_states=text.reshape(1, len(text), 12, -1),
+            timestep=level[None],
+            position_ids=ids,
+            return_dict=False,
+        )[0]
+    return image(torch.stack(answers))
+
+
 VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "flux": flux,
     "chroma": chroma,
@@ -180,6 +195,7 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "lumina2": lumina2,
     "auraflow": auraflow,
     "anima": anima,
+    "krea2": krea2,
 }
 """Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
 
@@ -247,6 +263,13 @@ def lumina2_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": text[:, : int(mask.sum())]}
 
 
+def krea2_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """The pipeline pads before the end of the template; the network sees no padding and text has no positions."""
+    text, mask = pipeline.encode_prompt([prompt])
+    assert not mask.all() or "word" in prompt
+    return {"text": text[mask].flatten(-2)[None]}
+
+
 def one_clip(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]}
 
@@ -287,6 +310,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
         "text": pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)[0]
     },
     "anima": anima_text,
+    "krea2": krea2_text,
 }
 
 

@@ -50,14 +50,14 @@ def encoder(kind: type[Qwen3VLEncoder], *, max_tokens: int = 60) -> Qwen3VLEncod
     facts = SimpleNamespace(release=SimpleNamespace(max_tokens=max_tokens))
     return kind(
         networks={"text_encoder": inner},
-        tokenizers={"text_encoder": TOKENIZERS["qwen image"]()},
+        tokenizers={"text_encoder": TOKENIZERS["qwen3 vl"]()},
         facts=cast(Any, facts),
     )
 
 
 def states_alone(prompt: str) -> Sequence[Tensor]:
     """Return the states of all blocks of a text that stands alone; the last one before the norm."""
-    ids = TOKENIZERS["qwen image"]()(f"system{prompt}<|im_end|>\n", return_tensors="pt").input_ids
+    ids = TOKENIZERS["qwen3 vl"]()(f"system{prompt}<|im_end|>\n", return_tensors="pt").input_ids
     kept: list[Tensor] = []
     text = whole().get_submodule(QWEN3_VL_INNER)
     hook = text.layers[-1].register_forward_hook(lambda module, args, output: kept.append(output))

@@ -279,7 +279,11 @@ def test_every_target_learns_and_lies_in_a_block(name: str) -> None:
     grads = {module: denoiser.get_submodule(module).weight.grad for module in modules}
     assert not [module for module, grad in grads.items() if grad is None or not grad.any()]
     if family.traits.folder == "transformer":
-        assert all(re.match(family.traits.block_pattern, module) for module in modules)
+        refiners = family.traits.refiners  # Krea 2's are not among the blocks that can be streamed
+        assert all(
+            re.match(family.traits.block_pattern, module) or module.startswith(refiners)
+            for module in modules
+        )
 
 
 # ---- single files

@@ -149,6 +149,8 @@ FACTS = {
     "Tongyi-MAI/Z-Image-Turbo": ("zimage", "Z-Image", "turbo", True, 3.0),
     "Qwen/Qwen-Image": ("qwen_image", "Qwen-Image", "", False, None),
     "circlestone-labs/Anima-Base-v1.0-Diffusers": ("anima", "anima", "", False, 3.0),
+    "krea/Krea-2-Raw": ("krea2", "Krea-2", "raw", False, 2.475024),
+    "krea/Krea-2-Turbo": ("krea2", "Krea-2", "turbo", True, 2.475024),
     "Alpha-VLLM/Lumina-Image-2.0": ("lumina2", "lumina-2", "", False, 3.158193),
 }  # fmt: skip
 """Release -> its names in metadata, variant, whether it is distilled, the published shift at 1024 px."""

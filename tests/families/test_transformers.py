@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -375,3 +376,35 @@ def test_pony_is_told_by_its_name_and_reads_longer_texts() -> None:
         release = facts_at(base_of("auraflow"), source=source).release
         assert release.max_tokens == tokens
         assert release.variant == ("v0.3" if tokens == 256 else "pony-v7")
+
+
+# ---- Krea 2
+
+
+def test_norms_of_krea_2_stay_in_float32(tmp_path: Path) -> None:
+    """As diffusers loads them: bf16 has no number between 1 and 1.0078, and the network adds 1 to their weights."""
+    folder = base_of("krea2")
+    tensors = original_names("krea2", load_file(folder / WEIGHTS))
+    file = tmp_path / "raw.safetensors"
+    save_file(tensors, file)
+    theirs = diffusers.Krea2Transformer2DModel.from_pretrained(
+        folder / "transformer", torch_dtype=torch.bfloat16
+    ).state_dict()
+    for facts in (facts_of("krea2"), facts_at(folder, family="krea2", denoiser=file)):
+        ours = network_of(facts, torch.bfloat16).state_dict()
+        assert {name: tensor.dtype for name, tensor in ours.items()} == {
+            name: tensor.dtype for name, tensor in theirs.items()
+        }
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert theirs["transformer_blocks.0.norm1.weight"].dtype == torch.float32
+
+
+def test_a_folder_of_krea_2_says_whether_it_is_distilled(tmp_path: Path) -> None:
+    folder = copy_of("krea2", tmp_path / "base")
+    assert facts_at(folder).release.variant == "raw"
+    edit_json(folder / "model_index.json", is_distilled=True)
+    facts = facts_at(folder)
+    assert (facts.release.variant, facts.release.drawing.steps) == ("turbo", 8)
+    edit_json(folder / "model_index.json", text_encoder_select_layers=[1, 2, 3])
+    with pytest.raises(InputError, match=r"reads the states \[1, 2, 3\] of its text encoder"):
+        facts_at(folder)

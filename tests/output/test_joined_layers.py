@@ -144,6 +144,7 @@ UNREAD = {
     **{("sd3", each): "Forge reads nothing" for each in ("diffusers", "comfyui")},
     **{("chroma", each): "Forge reads nothing" for each in ("diffusers", "comfyui")},
     ("qwen", "comfyui"): "InvokeAI does not recognise",
+    ("krea2", "kohya"): "diffusers does not read these names",
     ("lumina2", "diffusers"): "ComfyUI finds no layer",
     ("anima", "diffusers"): "ComfyUI finds no layer",
     ("lumina2", "comfyui"): "diffusers loads these names only",

@@ -31,11 +31,11 @@ from lora_trainer.families.base.text.transformers_encoder import (
     text_config,
 )
 from lora_trainer.families.base.traits import (
+    VIDEO_VAE,
     AdapterFormats,
     AdapterNames,
     Blocks,
     PipelineTraits,
-    VaePeak,
 )
 from lora_trainer.families.files.base_parts import components
 from lora_trainer.families.files.weight_files import read_header
@@ -119,8 +119,7 @@ class Anima(FlowFamily):
             # What ZenTrainer and sd-scripts leave out by default too.
             modulation=tuple(f"norm{part}.linear_{n}" for part in (1, 2, 3) for n in (1, 2)),
         ),
-        # Qwen-Image's VAE.
-        vae_peak=VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026)),
+        vae_peak=VIDEO_VAE,
     )
     pipeline = PipelineTraits(
         class_name="AnimaModularPipeline",

@@ -351,7 +351,7 @@ class Family(ABC):
         device: torch.device,
         quantise: Quantise | None = None,
     ) -> nn.Module:
-        """Load the denoiser frozen, in `dtype`.
+        """Load the denoiser frozen, in `dtype` but for what diffusers keeps in float32.
 
         With `quantise` its tensors are made one by one, as that asks for them: the network is never in memory whole
         in `dtype`.
@@ -362,14 +362,16 @@ class Family(ABC):
         # buffer that no file holds would stay without values.
         with init_empty_weights():
             network: Any = self.empty_denoiser(facts.release.architecture)
+        fp32 = (*fp32_parts(network), *self.traits.fp32_in_files)
         loaded: nn.Module
         if quantise is None:
-            self._fill_denoiser(facts.located, network, partial(read_tensors, dtype=dtype))
+            read = partial(read_tensors, dtype=dtype, fp32=fp32)
+            self._fill_denoiser(facts.located, network, read)
             loaded = network.eval().requires_grad_(False).to(device)
             return loaded
         from lora_trainer.families.files.deferred import DeferredFiles, settle
 
-        with DeferredFiles(dtype=dtype) as files:
+        with DeferredFiles(dtype=dtype, fp32=fp32) as files:
             self._fill_denoiser(facts.located, network, files.tensors)
             network.eval().requires_grad_(False)
             quantise(network, settle=partial(settle, device=device))
@@ -481,3 +483,9 @@ class Family(ABC):
             and shape[0] == 2 * shape[1]
         )
         return other_names(self.name, shapes, swapped=swapped)
+
+
+def fp32_parts(network: nn.Module) -> tuple[str, ...]:
+    """Return parts of names of the parameters that are in float32 whatever the network's dtype, as in diffusers."""
+    declared: Any = getattr(network, "_keep_in_fp32_modules", None)
+    return tuple(declared or ())

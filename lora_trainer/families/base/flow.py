@@ -7,8 +7,9 @@ folder with `transformer`, `vae`, a scheduler, and one or more text encoders, ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from lora_trainer.families.base.traits import (
 from lora_trainer.families.files import base_parts
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 # Attention of blocks that attend to image and text at once.
@@ -63,6 +64,31 @@ def text_lengths(mask: Tensor) -> list[int]:
     # A single text has no padding. Reading the mask would synchronise with the device, and a meta tensor
     # (costs are traced without padding) has no values to read.
     return [longest] * batch if batch == 1 or mask.is_meta else mask.sum(dim=1).tolist()
+
+
+def recomputed(blocks: nn.ModuleList) -> nn.ModuleList:
+    """Return a list of blocks that gradient checkpointing reaches; diffusers gives it to some lists of a network only.
+
+    The network calls each block with its inputs in the order of the block's arguments, named or not.
+    """
+    from torch import is_grad_enabled
+    from torch.nn import ModuleList
+
+    class Recomputed(ModuleList):
+        # diffusers sets both where it finds the first.
+        gradient_checkpointing = False
+        _gradient_checkpointing_func: Any
+
+        def __iter__(self) -> Iterator[Any]:
+            given = super().__iter__()
+            if self.gradient_checkpointing and is_grad_enabled():
+                return (partial(self._recompute, block) for block in given)
+            return given
+
+        def _recompute(self, block: nn.Module, *args: Any, **named: Any) -> Any:
+            return self._gradient_checkpointing_func(block, *args, *named.values())
+
+    return Recomputed(blocks)
 
 
 def refuse_channels(source: str, architecture: Mapping[str, Any], *, allowed: int) -> None:

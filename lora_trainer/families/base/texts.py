@@ -5,6 +5,7 @@ Torch-free to import; text/ has the encoders.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,12 @@ class TextInputs:
     `networks`: component -> encoder as released, in the order of the pipeline. `prefixes`: component -> start of
     its tensors' names in checkpoints; one that ends with `.model.` means OpenCLIP's layout. `encoder` makes the
     `TextEncoder` of networks and tokenizers by component and the base's facts. `width`: key of the denoiser's
-    configuration with the channels of the text. `tokens`: length of every text, 0 where that is `max_tokens`.
-    `masked`: texts keep their own length and come with a `text_mask`. `multiple`: the network pads texts to a
-    multiple of this many tokens. `one_length`: the texts of one forward pass must have one length.
-    `inside`: component -> start of its tensors' names among the denoiser's, of a network of diffusers that files
-    keep there; its input and output are text, so it runs with the encoders. `tokenizers`: component -> folder of its
-    tokenizer, where that is not the encoder's name.
+    configuration with the channels of the text, or keys whose product they are. `tokens`: length of every text, 0
+    where that is `max_tokens`. `masked`: texts keep their own length and come with a `text_mask`. `multiple`: the
+    network pads texts to a multiple of this many tokens. `one_length`: the texts of one forward pass must have one
+    length. `inside`: component -> start of its tensors' names among the denoiser's, of a network of diffusers that
+    files keep there; its input and output are text, so it runs with the encoders. `tokenizers`: component -> folder of
+    its tokenizer, where that is not the encoder's name.
     `unread`: prefixes of tensors in the encoders' files that are never loaded and so cost no memory; `inner`: the
     part of a network that is kept; of a language model's blocks only the first `blocks`, 0: all, whose last output is
     read before the final norm. `optional`: component that a base may lack. `penultimate`: the denoiser reads
@@ -115,7 +116,8 @@ class TextInputs:
         # A U-Net embeds the pooled text and the image's sizes together.
         if is_unet and (both := numbers["projection_class_embeddings_input_dim"]):
             pooled = int(both) - TIME_IDS * int(numbers["addition_time_embed_dim"])
-        shapes: dict[str, tuple[int, ...]] = {"text": (1, tokens, int(numbers[self.width]))}
+        width = math.prod(int(numbers[key]) for key in self.width.split())
+        shapes: dict[str, tuple[int, ...]] = {"text": (1, tokens, width)}
         if pooled:
             shapes["pooled"] = (1, int(pooled))
         if self.masked:

@@ -26,6 +26,8 @@ class VaePeak:
 
 
 AUTOENCODER_KL = VaePeak(encoding=640, decoding=768, blocked=(640, 960))  # 5 and 6 maps of 128
+# Wan's and Qwen-Image's: it pads each map by two frames and caches maps for a next frame, which an image never has.
+VIDEO_VAE = VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,8 @@ class NetworkTraits:
     the main ones, which `adapter.refiners` leaves out. `sides`: shares of the base's own size that it can be trained at
     too, the largest first. `shifts_by_tokens`: trainers shift the noise by the size of the
     image as FLUX.1's sampler does, though the base's own sampler has one shift for all. `shares_vae`: whether the
-    VAE in another family's checkpoint counts, as FLUX.1's does for those that use it too.
+    VAE in another family's checkpoint counts, as FLUX.1's does for those that use it too. `fp32_in_files`: parts of
+    the original code's names of the tensors that diffusers keeps in float32 by its own names.
     """
 
     class_name: str
@@ -60,6 +63,7 @@ class NetworkTraits:
     shifts_by_tokens: bool = False
     vae_peak: VaePeak = AUTOENCODER_KL
     shares_vae: bool = False
+    fp32_in_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

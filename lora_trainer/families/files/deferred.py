@@ -6,7 +6,7 @@ result remembers what it is made of, and is made when its layer asks. Then the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,13 @@ def settled(value: Any) -> Any:
 class DeferredFiles:
     """The files of one network, of whose tensors one at a time is read, when its values are asked for.
 
+    `dtype` and `fp32` as in `TensorReader`.
+
     A tensor from which several layers are made is kept until another is read.
     """
 
-    def __init__(self, *, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, *, dtype: torch.dtype, fp32: Collection[str] = ()) -> None:
+        self._dtype, self._fp32 = dtype, fp32
         self._last: tuple[TensorReader | None, str, Tensor | None] = (None, "", None)
 
     def __enter__(self) -> DeferredFiles:
@@ -93,11 +95,11 @@ class DeferredFiles:
 
     def tensors(self, file: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Return deferred tensors of a file, wanted name -> tensor; `names` maps it to the name in the file."""
-        reader = TensorReader(file, dtype=self._dtype, copies=True)
+        reader = TensorReader(file, dtype=self._dtype, fp32=self._fp32, copies=True)
         header = read_header(file)
         return {
             name: Deferred(
-                torch.empty(header[stored].shape, dtype=self._dtype, device="meta"),
+                torch.empty(header[stored].shape, dtype=reader.dtype_of(stored), device="meta"),
                 partial(self._read, reader, stored),
             )
             for name, stored in names.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from mmap import ACCESS_READ, mmap
@@ -239,17 +239,19 @@ def unread_quantisation(file: Path) -> str:
     return ""
 
 
-def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
+def read_tensors(
+    file: Path, names: Mapping[str, str], *, dtype: torch.dtype, fp32: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return tensors cast to `dtype`, wanted name -> tensor; `names` maps it to the name in the file.
 
-    Raises InputError for a broken file, as `TensorReader` does.
+    `fp32` as in `TensorReader`, which raises InputError for a broken file.
     """
-    with TensorReader(file, dtype=dtype) as reader:
+    with TensorReader(file, dtype=dtype, fp32=fp32) as reader:
         return {name: reader.read(stored) for name, stored in names.items()}
 
 
 class TensorReader:
-    """Reads tensors of a file one by one, cast to `dtype`.
+    """Reads tensors of a file one by one, cast to `dtype`, or to float32 with a part of their name in `fp32`.
 
     Quantised weights are restored in float32, some rows at a time; tensors stored in `dtype` are views of the mapped
     file. Pages of a mapped file that were read count as memory of the process until the mapping is closed.
@@ -258,8 +260,11 @@ class TensorReader:
     Raises InputError for a broken file.
     """
 
-    def __init__(self, file: Path, *, dtype: torch.dtype, copies: bool = False) -> None:
+    def __init__(
+        self, file: Path, *, dtype: torch.dtype, fp32: Collection[str] = (), copies: bool = False
+    ) -> None:
         self._file, self._dtype, self._mapping = file, dtype, ExitStack()
+        self._fp32 = frozenset(fp32)
         self._viewed_bytes = math.inf if copies else VIEWED_BYTES
         self._tensors, self._layouts = _raw_header(file)
         self._mapped: Any = None
@@ -278,6 +283,12 @@ class TensorReader:
         self._mapped, self._left_bytes = None, 0
         self._mapping.close()
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which the tensor of that name is read."""
+        import torch
+
+        return self._dtype if self._fp32.isdisjoint(name.split(".")) else torch.float32
+
     def read(self, name: str) -> Tensor:
         """Return the tensor of that name in the file."""
         if self._left_bytes <= 0:
@@ -293,10 +304,10 @@ class TensorReader:
                     from lora_trainer.families.files.dequantise import dequantised
 
                     beside = {each: self._mapped.get_tensor(each) for each in layout.beside}
-                    return dequantised(stored, layout, beside, dtype=self._dtype)
+                    return dequantised(stored, layout, beside, dtype=self.dtype_of(name))
                 case UnreadLayoutError() as error:
                     raise _unread(self._file, str(error))
-            return stored.to(self._dtype, copy=stored.nbytes < self._viewed_bytes)
+            return stored.to(self.dtype_of(name), copy=stored.nbytes < self._viewed_bytes)
         except SafetensorError as error:
             raise self._broken(error) from None
 
@@ -321,7 +332,7 @@ class TensorReader:
         values = torch.from_numpy(packed.copy())
         if kind.name not in ("F32", "F16"):
             values = dequantize_gguf_tensor(GGUFParameter(values, quant_type=kind))
-        return values.reshape(self._tensors[name].shape).to(self._dtype)
+        return values.reshape(self._tensors[name].shape).to(self.dtype_of(name))
 
     def _broken(self, error: SafetensorError) -> InputError:
         return InputError(f"{self._file} is not a whole safetensors file ({error})", fix=AGAIN)

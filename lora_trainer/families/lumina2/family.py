@@ -7,9 +7,8 @@ velocity towards the image; `predict` converts both to timestep = 1000 sigma, ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base.facts import Conditioning
@@ -17,6 +16,7 @@ from lora_trainer.families.base.flow import (
     FlowFamily,
     TransformerTraits,
     encoders,
+    recomputed,
     target_endings,
     text_lengths,
 )
@@ -125,26 +125,11 @@ class Lumina2(FlowFamily):
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
         """Let gradient checkpointing reach the refiner blocks: diffusers 0.42.1 recomputes `layers` only."""
-        from torch import is_grad_enabled
-        from torch.nn import ModuleList
-
         # Without it swapped weights were overwritten before the backward pass of the refiners,
         # and torch refused ("modified by an inplace operation").
-        class Refiner(ModuleList):
-            gradient_checkpointing = (
-                False  # diffusers sets it where it is, with the function to use
-            )
-            _gradient_checkpointing_func: Any
-
-            def __iter__(self) -> Iterator[Any]:
-                blocks = super().__iter__()
-                if self.gradient_checkpointing and is_grad_enabled():
-                    return (partial(self._gradient_checkpointing_func, block) for block in blocks)
-                return blocks
-
         network: Any = super().empty_denoiser(architecture)
-        network.noise_refiner = Refiner(network.noise_refiner)
-        network.context_refiner = Refiner(network.context_refiner)
+        network.noise_refiner = recomputed(network.noise_refiner)
+        network.context_refiner = recomputed(network.context_refiner)
         refined: nn.Module = network
         return refined
 

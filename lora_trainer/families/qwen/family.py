@@ -26,7 +26,12 @@ from lora_trainer.families.base.latents import VideoLatents, pack, unpack
 from lora_trainer.families.base.layout import Header, Layout
 from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder, text_config
-from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits, VaePeak
+from lora_trainer.families.base.traits import (
+    VIDEO_VAE,
+    AdapterFormats,
+    AdapterNames,
+    PipelineTraits,
+)
 from lora_trainer.families.files.base_parts import components, denoiser_names
 from lora_trainer.families.files.weight_files import read_header
 
@@ -98,8 +103,7 @@ class QwenImage(FlowFamily):
             *("attn.add_q_proj", "attn.to_add_out"),
             *("txt_mlp.net.0.proj", "txt_mlp.net.2"),
         ),
-        # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
-        vae_peak=VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026)),
+        vae_peak=VIDEO_VAE,
     )
     pipeline = PipelineTraits(
         class_name="QwenImagePipeline",

@@ -298,7 +298,8 @@ def _shift(foreign: Foreign, word: str, module: str) -> Sourced:
     if _NETWORKS["own_shift"].get(module) in (word, word.replace("qinglong_qwen", "qwen_shift")):
         return "resolution", key
     if word.endswith("_shift") or word.startswith("qinglong"):
-        high, most = (0.9, 8192) if "qwen" in word else (1.15, 4096)
+        sizes = {"qwen": (0.9, 8192), "krea2": (1.15, 6400)}
+        high, most = next((row for name, row in sizes.items() if name in word), (1.15, 4096))
         token_px = 32 if module == "lora_flux_2" else 16
         return training.shift_by_tokens(foreign, key, word, high=high, most=most, token_px=token_px)
     if word == "shift":

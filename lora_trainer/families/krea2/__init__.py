@@ -1,0 +1,1 @@
+"""The family of Krea 2, and of what is made from it."""
