@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lora_trainer.common.processes import give_back_heap
 from lora_trainer.families.files.weight_files import TensorReader, read_header
 
 # What torch's functions return that can be made later.
@@ -110,6 +111,7 @@ class DeferredFiles:
         if kept is None or self._last[:2] != (reader, name):
             del kept
             self._let_go(reader)
+            give_back_heap()  # what encoding the layer before has left between the codes that stay
             kept = reader.read(name)
             self._last = (reader, name, kept)
         return kept
