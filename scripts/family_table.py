@@ -49,8 +49,8 @@ def _cell(family: Family, format: FileFormat) -> str:
     if format not in formats.original:
         return f"`{family.lora_key_name(format, DENOISER, layer)}`"
     own = family.layer_names(layers).layers
-    spelt = next(each for each, parts in own.items() if layer in parts)
-    joined = ", q, k and v as one layer" if format in formats.joined else ""
+    spelt = next((each for each, parts in own.items() if layer in parts), layer)
+    joined = ", q, k and v as one layer" if len(own.get(spelt, ())) > 1 else ""
     return f"`{family.lora_key_name(format, DENOISER, spelt)}`{joined}"
 
 

@@ -33,6 +33,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lora_trainer import families
 from lora_trainer.families.base.tables import FAMILIES
+from lora_trainer.families.base.text.qwen3_vl import text_processor
 from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 
 PARTS = tomllib.loads(Path(__file__).with_name("tiny_parts.toml").read_text(encoding="utf-8"))
@@ -68,7 +69,7 @@ def write_base(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pat
     steps = described.pop("draws", [])
     steps += [f"make {part}" for part in tables if f"make {part}" not in steps]
     parts = {
-        part: TOKENIZERS[value]() if "tokenizer" in part and value else value or None
+        part: TOKENIZERS[value]() if value in TOKENIZERS else value or None
         for part, value in described.items()
         if not isinstance(value, bool | dict)
     }
@@ -201,6 +202,13 @@ def _mistral_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def _qwen3_vl_processor() -> Any:
+    """Return a tokenizer in the place of Qwen3-VL's processor, under whose name it is saved."""
+    processor = text_processor(_qwen2_tokenizer(chat=QWEN["chat_template"]))
+    type(processor).__module__, type(processor).__name__ = "transformers", "Qwen3VLProcessor"
+    return processor
+
+
 TOKENIZERS: Mapping[str, Callable[[], Any]] = {
     "clip": clip_tokenizer,
     "clip padded with !": lambda: clip_tokenizer(pad_token="!"),  # as in SDXL's release
@@ -208,6 +216,7 @@ TOKENIZERS: Mapping[str, Callable[[], Any]] = {
     "gemma": _gemma_tokenizer,
     "qwen3": lambda: _qwen2_tokenizer(chat=QWEN["chat_template"]),
     "mistral": _mistral_tokenizer,
+    "qwen3 vl processor": _qwen3_vl_processor,
     "qwen image": lambda: _qwen2_tokenizer(words=tuple(QWEN["template_words"])),
     # The end of the template has five tokens, as in the release.
     "qwen3 vl": lambda: _qwen2_tokenizer(

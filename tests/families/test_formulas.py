@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from lora_trainer import families
 from lora_trainer.families.base.texts import TextEncoder
@@ -184,6 +185,22 @@ def krea2(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     return image(torch.stack(answers))
 
 
+def qwen21(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """SimpleTuner's: a slot of the mask for each 2x2 latents; one by one, as the text's length places the image."""
+    answers = []
+    for latents, level, text in zip(noisy, sigma, texts(told), strict=True):
+        slots = torch.zeros(1, len(text), dtype=torch.bool), torch.ones(1, HEIGHT * WIDTH // 4)
+        answers += network(
+            hidden_states=latents.flatten(1).T[None],
+            encoder_hidden_states=text[None],
+            timestep=level[None],
+            img_shapes=[[(1, HEIGHT, WIDTH)]],
+            img_mask=torch.cat(slots, dim=1).bool(),
+            return_dict=False,
+        )[0][:, -HEIGHT * WIDTH :]
+    return torch.stack(answers).transpose(1, 2).unflatten(2, (HEIGHT, WIDTH))
+
+
 VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "flux": flux,
     "chroma": chroma,
@@ -196,6 +213,7 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "auraflow": auraflow,
     "anima": anima,
     "krea2": krea2,
+    "qwen21": qwen21,
 }
 """Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
 
@@ -270,6 +288,13 @@ def krea2_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": text[mask].flatten(-2)[None]}
 
 
+def qwen21_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """The pipeline has no limit: it gets as much as there is room for."""
+    tokenizer, room = pipeline.processor.tokenizer, encoder("qwen21").prompt_room()
+    kept = tokenizer.decode(tokenizer(prompt).input_ids[:room])
+    return {"text": pipeline.encode_prompt(kept)[0]}
+
+
 def one_clip(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]}
 
@@ -311,6 +336,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     },
     "anima": anima_text,
     "krea2": krea2_text,
+    "qwen21": qwen21_text,
 }
 
 
@@ -326,9 +352,12 @@ def pipeline_of(name: str) -> Any:
         modular: Any = diffusers.ModularPipeline.from_pretrained(base_of(name))
         modular.load_components()
         return modular
-    return getattr(diffusers, families.family(name).pipeline.class_name).from_pretrained(
-        base_of(name)
-    )
+    traits, own = families.family(name).pipeline, dict[str, Any]()
+    if traits.processor is not None:  # the release's needs torchvision
+        own["processor"] = traits.processor(
+            AutoTokenizer.from_pretrained(base_of(name) / "processor")
+        )
+    return getattr(diffusers, traits.class_name).from_pretrained(base_of(name), **own)
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own

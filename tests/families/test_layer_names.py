@@ -151,6 +151,8 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
         ("transformer.transformer_blocks.0.attn.add_q_proj", (6144,), "flux2dev"),
         ("diffusion_model.double_blocks.0.img_attn.qkv", (4096,), "flux2"),
         ("diffusion_model.double_stream_modulation_img.lin", (3072,), "flux2"),
+        ("diffusion_model.transformer_blocks.3.img_mlp.gate_up", (4096,), "qwen21"),
+        ("transformer.transformer_blocks.20.attn.to_q", (4096,), "qwen21"),
         ("diffusion_model.distilled_guidance_layer.layers.0.in_layer", (5120,), "chroma"),
         ("diffusion_model.layers.0.attention.qkv", (3840,), "zimage"),
         ("diffusion_model.layers.0.attention.qkv", (2304,), "lumina2"),

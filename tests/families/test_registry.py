@@ -379,7 +379,10 @@ def test_latents_are_means_in_the_families_whose_references_take_them() -> None:
 
 
 # Components of pipelines: networks and what goes with them.
-COMPONENTS = ("vae", "scheduler", "unet", "transformer", "text_encoder", "tokenizer")
+COMPONENTS = (
+    *("vae", "scheduler", "unet", "transformer"),
+    *("text_encoder", "tokenizer", "processor"),
+)
 
 
 @pytest.mark.parametrize("name", families.NAMES)

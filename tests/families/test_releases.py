@@ -24,6 +24,7 @@ from lora_trainer.families.base import releases
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.releases import part_row, part_rows, released_layers, text_network
 from lora_trainer.families.base.tables import family_table
+from lora_trainer.families.qwen21.family import decoded_frame
 from lora_trainer.lora.adapter import denoiser_layers
 from tests.fakes.tiny_base import tiny_table
 
@@ -50,7 +51,7 @@ VAES = {name: family_table(name)["shared"]["vae"] for name in families.NAMES}
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
 """Families whose download is counted: every parameter in two bytes, those that are not loaded too."""
 SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
-SIZES["flux2dev"] = SIZES["flux2"]
+SIZES["flux2dev"] = SIZES["qwen21"] = SIZES["flux2"]
 """Family -> native side, step of bucket sides and pixels of a latent; 1024, 64 and 8 in the others."""
 
 
@@ -76,9 +77,9 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
         whole = network.model if is_qwen3 else network
         text = families.family(name).text
         loaded: Any = whole.get_submodule(text.inner)
-        if text.blocks:
+        if not text.reads(f"{text.inner}.norm.weight"):
             loaded = deepcopy(loaded)
-            del loaded.layers[text.blocks :], loaded.norm
+            del loaded.layers[text.blocks or len(loaded.layers) :], loaded.norm
         yield network, loaded
 
 
@@ -239,16 +240,25 @@ def peaks(kind: str, side_px: int = 256) -> list[float]:
 
     At this size attention is small.
     """
-    frame, channels = {"qwen": ((1,), 16), "flux2": ((), 32), "sd": ((), 4)}.get(kind, ((), 16))
+    frame, channels = {
+        "qwen": ((1,), 16),
+        "qwen21": ((1,), 64),
+        "flux2": ((), 32),
+        "sd": ((), 4),
+    }.get(kind, ((), 16))
+    colours, factor = (4, 16) if kind == "qwen21" else (3, 8)
     with torch.device("meta"), torch.no_grad():
         network = vae(kind).eval().requires_grad_(False)
-        pixels = torch.empty(1, 3, *frame, side_px, side_px)
-        latents = torch.empty(1, channels, *frame, side_px // 8, side_px // 8)
+        pixels = torch.empty(1, colours, *frame, side_px, side_px)
+        latents = torch.empty(1, channels, *frame, side_px // factor, side_px // factor)
         weights = [*network.parameters(), *network.buffers()]
         with BlockedStorages(ignored=[*weights, pixels]) as encoding:
             network.encode(pixels)
         with BlockedStorages(ignored=[*weights, latents]) as decoding:
-            network.decode(latents)
+            if kind == "qwen21":  # as its family decodes
+                decoded_frame(network, latents)
+            else:
+                network.decode(latents)
     both = (encoding, decoding)
     counted = [*(each.peak_bytes for each in both), *(each.blocked_bytes for each in both)]
     return [each / 4 / side_px**2 for each in counted]

@@ -7,7 +7,7 @@ folder with `transformer`, `vae`, a scheduler, and one or more text encoders, ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Precision, Targets
+from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.releases import TextNetwork
 from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
@@ -89,6 +90,34 @@ def recomputed(blocks: nn.ModuleList) -> nn.ModuleList:
             return self._gradient_checkpointing_func(block, *args, *named.values())
 
     return Recomputed(blocks)
+
+
+def in_one_length(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    noisy: Tensor,
+    timesteps: Tensor,
+    conditioning: Conditioning,
+) -> Tensor:
+    """Call `run` with noisy latents, timesteps and texts of one length, once for each length; return what it returns.
+
+    No call needs a mask. Reading the lengths synchronises with the device once.
+    """
+    import torch
+
+    text, mask = conditioning["text"], conditioning["text_mask"]
+    lengths = text_lengths(mask)
+    if len(set(lengths)) == 1:
+        return run(noisy, timesteps, text[:, : lengths[0]])
+    groups = {
+        length: [row for row, row_length in enumerate(lengths) if row_length == length]
+        for length in sorted(set(lengths))
+    }
+    parts = [
+        run(noisy[rows], timesteps[rows], text[rows, :length]) for length, rows in groups.items()
+    ]
+    order = torch.tensor([row for rows in groups.values() for row in rows])
+    # `order` lists the batch's rows as grouped by length; its argsort puts them back.
+    return torch.cat(parts)[order.argsort().to(noisy.device)]
 
 
 def refuse_channels(source: str, architecture: Mapping[str, Any], *, allowed: int) -> None:

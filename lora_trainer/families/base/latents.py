@@ -126,17 +126,17 @@ class VideoLatents(VaeLatents):
 
     def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         latents = vae.encode(pixels.unsqueeze(2)).latent_dist
-        shift, scale = _statistics(vae, like=latents.mean)
+        shift, scale = statistics(vae, like=latents.mean)
         return ((latents.mean - shift) / scale).squeeze(2), (latents.std / scale).squeeze(2)
 
     def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         frame = latents.float()
-        shift, scale = _statistics(vae, like=frame)
+        shift, scale = statistics(vae, like=frame)
         pixels: Tensor = vae.decode(frame * scale + shift, return_dict=False)[0]
         return pixels[:, :, 0]
 
 
-def _statistics(vae: Any, *, like: Tensor) -> tuple[Tensor, Tensor]:
+def statistics(vae: Any, *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of the latents by channel, [1, C, 1, 1, 1]."""
     mean, std = like.new_tensor(vae.config.latents_mean), like.new_tensor(vae.config.latents_std)
     return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

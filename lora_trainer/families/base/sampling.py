@@ -4,8 +4,9 @@ import.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lora_trainer.common.processes import give_back_heap
 from lora_trainer.families.base.facts import BaseFacts, Conditioning
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.modular import modular_images
+from lora_trainer.families.base.text.transformers_encoder import load_tokenizer
 from lora_trainer.families.base.traits import PipelineTraits
 from lora_trainer.families.files.base_parts import load_base_vae
 
@@ -32,6 +34,8 @@ class Sampler:
     vae: Any
     device: torch.device
     family: Family
+    sigmas: Callable[[int], Sequence[float] | None] = lambda steps: None
+    """The base's own noise levels of as many steps, None where the pipeline makes them."""
 
     def image(
         self,
@@ -47,6 +51,7 @@ class Sampler:
         import torch
         from diffusers.image_processor import VaeImageProcessor
 
+        sigmas = self.sigmas(steps)
         latents = self.pipeline(
             **_arguments(
                 self.family.pipeline,
@@ -59,6 +64,7 @@ class Sampler:
             width=size_px[0],
             height=size_px[1],
             num_inference_steps=steps,
+            **({} if sigmas is None else {"sigmas": list(sigmas)}),
             output_type="latent",
         ).images.to(self.device)
         give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
@@ -96,7 +102,13 @@ def build_sampler(
     # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
     # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
     texts = family.text.roles
-    absent = dict.fromkeys((*texts, *map(family.text.tokenizer_of, texts), "vae"))
+    absent: dict[str, Any] = dict.fromkeys((*texts, *map(family.text.tokenizer_of, texts), "vae"))
+    if (processor := family.pipeline.processor) is not None:
+        # The pipeline asks it while it is made.
+        for name, encoder in family.text.networks.items():
+            part = family.text.tokenizer_of(name)
+            tokenizer = load_tokenizer(facts.located.folder / part, kind=encoder.kind)
+            absent[part] = processor(tokenizer)
     pipeline = _pipeline(family, facts, **{family.traits.folder: denoiser}, **absent)
     # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
     pipeline.vae_scale_factor = facts.vae_factor
@@ -104,7 +116,14 @@ def build_sampler(
         pipeline.vae = SimpleNamespace(bn=vae.bn, config=vae.config)  # without the network
         pipeline.vae_scale_factor //= 2
     pipeline.set_progress_bar_config(disable=True)
-    return Sampler(pipeline=pipeline, denoiser=denoiser, vae=vae, device=device, family=family)
+    return Sampler(
+        pipeline=pipeline,
+        denoiser=denoiser,
+        vae=vae,
+        device=device,
+        family=family,
+        sigmas=partial(family.pipeline.sigmas, facts),
+    )
 
 
 def _pipeline(family: Family, facts: BaseFacts, **components: Any) -> Any:
@@ -193,7 +212,8 @@ def plain_pipeline(
     cpu, names = torch.device("cpu"), family.text.roles
     text: Any = family.load_text_encoder(facts, dtype=dtype, device=cpu)
     folder_of = family.text.tokenizer_of
-    tokenizers = {folder_of(name): each for name, each in text.tokenizers.items()}
+    processed = family.pipeline.processor or (lambda tokenizer: tokenizer)
+    tokenizers = {folder_of(name): processed(each) for name, each in text.tokenizers.items()}
     vae = load_base_vae(facts.located)
     decode = vae.decode
     # Pipelines pass latents in the dtype of the networks.

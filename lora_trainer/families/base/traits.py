@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,7 +92,8 @@ class PipelineTraits:
     `guidance`: how a base of this architecture, distilled or not, follows a guidance scale. `states`: arguments that
     say what a base is; else a pipeline would take them from the folder that brings its other parts.
     `reads_vae`: it reads the VAE's statistics also for latents, and counts them before they are folded to squares.
-    `mend` changes a whole pipeline.
+    `sigmas`: the noise levels of as many steps of a base that has its own, else None. `processor` makes of a tokenizer
+    what the pipeline takes in its place. `mend` changes a whole pipeline.
     """
 
     class_name: str
@@ -114,6 +115,8 @@ class PipelineTraits:
     )
     states: Callable[[BaseFacts], Mapping[str, Any]] = lambda facts: {}
     reads_vae: bool = False
+    sigmas: Callable[[BaseFacts, int], Sequence[float] | None] = lambda facts, steps: None
+    processor: Callable[[Any], Any] | None = None
     mend: Callable[[Any], None] = lambda pipeline: None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base.facts import Conditioning
@@ -16,7 +17,7 @@ from lora_trainer.families.base.flow import (
     TransformerFormats,
     TransformerTraits,
     encoders,
-    text_lengths,
+    in_one_length,
 )
 from lora_trainer.families.base.latents import PackedLatents
 from lora_trainer.families.base.releases import text_network
@@ -116,26 +117,9 @@ class Chroma(FlowFamily):
         """Run one forward pass per text length in the batch, so that no pass needs a mask.
 
         A mask would rule out flash attention and store a bias of tokens^2 for each block, and
-        diffusers 0.42.1 does not pass it to the single blocks under gradient checkpointing. Reading
-        the lengths synchronises with the device once.
+        diffusers 0.42.1 does not pass it to the single blocks under gradient checkpointing.
         """
-        import torch
-
-        text, mask = conditioning["text"], conditioning["text_mask"]
-        lengths = text_lengths(mask)
-        if len(set(lengths)) == 1:
-            return velocity(denoiser, noisy, timesteps, text[:, : lengths[0]])
-        groups = {
-            length: [row for row, row_length in enumerate(lengths) if row_length == length]
-            for length in sorted(set(lengths))
-        }
-        parts = [
-            velocity(denoiser, noisy[rows], timesteps[rows], text[rows, :length])
-            for length, rows in groups.items()
-        ]
-        order = torch.tensor([row for rows in groups.values() for row in rows])
-        # `order` lists the batch's rows as grouped by length; its argsort puts them back.
-        return torch.cat(parts)[order.argsort().to(noisy.device)]
+        return in_one_length(partial(velocity, denoiser), noisy, timesteps, conditioning)
 
 
 def _zero_guidance(embedding: nn.Module) -> nn.Module:

@@ -22,6 +22,29 @@ QWEN3_VL_UNREAD = ("visual.", "model.visual.", "lm_head.")
 QWEN3_VL_INNER = "model.language_model"
 
 
+def text_processor(tokenizer: Any) -> Any:
+    """Return what a pipeline takes for Qwen3-VL's processor: it reads texts only, and needs no torchvision."""
+    from transformers import ProcessorMixin
+
+    class TextProcessor(ProcessorMixin):
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
+        def __call__(self, *, text: Any, **options: Any) -> Any:
+            return self.tokenizer(text, **options)
+
+        # One conversation, the only kind that the pipelines give.
+        def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
+            return [self.tokenizer.apply_chat_template(conversation, *args, **options)]
+
+        def save_pretrained(
+            self, save_directory: Any, push_to_hub: bool = False, **options: Any
+        ) -> Any:
+            return self.tokenizer.save_pretrained(save_directory)
+
+    return TextProcessor(tokenizer)
+
+
 @dataclass(kw_only=True, eq=False)
 class Qwen3VLEncoder(MaskedEncoder):
     """The language model of Qwen3-VL; `networks` has its `Qwen3VLTextModel`.

@@ -1,0 +1,262 @@
+"""Qwen-Image 2.1 and its Turbo: one causal stream of text and image on the last states of Qwen3-VL 8B.
+
+Conditioning: `text` [B, L, 4096], the prompt within a template whose system message is dropped, and `text_mask` [B, L].
+Text attends to the text before it only and is modulated as at t = 0; the image's places depend on the text's length, so
+that all texts of one forward pass have one length. The VAE has four channels, colours and opacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning
+from lora_trainer.families.base.flow import (
+    FlowFamily,
+    TransformerTraits,
+    encoders,
+    in_one_length,
+    target_endings,
+)
+from lora_trainer.families.base.latents import VideoLatents, statistics
+from lora_trainer.families.base.layout import Header, Layout
+from lora_trainer.families.base.releases import text_network
+from lora_trainer.families.base.tables import family_table
+from lora_trainer.families.base.text.qwen3_vl import (
+    QWEN3_VL_INNER,
+    QWEN3_VL_UNREAD,
+    Qwen3VLEncoder,
+    text_processor,
+)
+from lora_trainer.families.base.text.transformers_encoder import text_config
+from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits, VaePeak
+from lora_trainer.families.files.base_parts import read_json
+from lora_trainer.families.files.recognise import fits
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
+# Keys of the configuration that tell the published network from a larger or smaller one.
+SIZES = ("num_layers", "num_attention_heads", "attention_head_dim")
+# The noise levels that Turbo was distilled to, as its model_index.json has them; its scheduler leaves them as they are.
+TURBO_SIGMAS = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
+
+
+class Qwen21Encoder(Qwen3VLEncoder):
+    """The states behind the last block of Qwen3-VL 8B, before the norm that follows it."""
+
+    layers = (-1,)
+    last_norm = False
+    padding_side = "left"
+    ending = "<|im_end|>\n<|im_start|>assistant\n"
+
+    @property
+    def free_tokens(self) -> int:  # type: ignore[override]  # as the pipeline counts them, by the tokenizer
+        return len(self.tokenizers[self.last](SYSTEM).input_ids)
+
+    def template(self, prompt: str) -> str:
+        return f"{SYSTEM}<|im_start|>user\n{prompt}"
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        # The empty prompt is one blank, as in the pipeline.
+        return super().tokenize([prompt or " " for prompt in prompts])
+
+
+class OpaqueLatents(VideoLatents):
+    """Latents of pictures with opacity; those of a training are opaque. Each latent is a token of the network."""
+
+    native_side = 64
+    # SimpleTuner draws.
+    are_drawn = True
+    vae_peak = VaePeak(encoding=966, decoding=1584, blocked=(1063, 1737))
+
+    def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
+        return any(fits(header, marks) for marks in family_table("qwen21")["files"]["vae"])
+
+    def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        from torch.nn.functional import pad
+
+        # The fourth channel is opacity, 1 everywhere.
+        return super().posterior(vae, pad(pixels, (0, 0, 0, 0, 0, 1), value=1.0))
+
+    def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+        _, factor = self.shape(vae.config)
+        width, height = (side // factor for side in size_px)
+        frame = latents.float().transpose(1, 2).unflatten(2, (1, height, width))
+        shift, scale = statistics(vae, like=frame)
+        return decoded_frame(vae, frame * scale + shift)[:, :3, 0]
+
+
+def decoded_frame(vae: Any, frame: Tensor) -> Tensor:
+    """Return float32 pixels [B, 4, 1, H, W] as `vae.decode` does, without the maps that it keeps for a next frame.
+
+    They are half of its memory, 6 of 12 GiB for an image of 1024 px; the pixels are the same bits.
+    """
+    pixels: Tensor = vae.decoder(vae.post_quant_conv(frame), first_chunk=True)
+    return pixels.clamp(-1.0, 1.0)
+
+
+def _texts_alone(pipeline: Any) -> None:
+    """Let the pipeline read texts with the language model alone, and draw pictures without opacity."""
+    network, decode = pipeline.text_encoder, pipeline.vae.decode
+    # The pipeline looks for the language model within a network of texts and images. Not as a submodule: a network
+    # that holds itself has no end.
+    object.__setattr__(network, "model", network)
+    pipeline.vae.decode = lambda *args, **options: [
+        each[:, :3] for each in decode(*args, **options)
+    ]
+
+
+def turbo_sigmas(facts: BaseFacts, steps: int) -> Sequence[float] | None:
+    """Return the noise levels of a distilled base, between those it was distilled to for another number of steps."""
+    if not facts.release.distilled:
+        return None
+    import numpy as np
+
+    known = [*TURBO_SIGMAS, 0.0]
+    places = np.linspace(0, len(TURBO_SIGMAS), steps, endpoint=False)
+    return [float(level) for level in np.interp(places, range(len(known)), known)]
+
+
+class QwenImage21(FlowFamily):
+    """The family of Qwen-Image 2.1 (Qwen team 2026) and its fine-tunes, for texts without pictures."""
+
+    name = "qwen21"
+    text = encoders(
+        text_network("qwen3vl_8b"),
+        encoder=Qwen21Encoder,
+        unread=(*QWEN3_VL_UNREAD, "model.language_model.norm.", "model.norm."),
+        inner=QWEN3_VL_INNER,
+        width="context_in_dim",
+        masked=True,
+        one_length=True,
+        tokenizers={"text_encoder": "processor"},
+    )
+    traits = TransformerTraits(
+        class_name="QwenImage21Transformer2DModel",
+        patch=1,
+        endings=target_endings(
+            tuple(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+            transformer=tuple(f"img_mlp.{name}" for name in ("gate_layer", "proj", "out")),
+        ),
+        # Turbo is drawn with noise levels of its own; SimpleTuner shifts by the image's size.
+        shifts_by_tokens=True,
+        vae_peak=OpaqueLatents.vae_peak,
+    )
+    pipeline = PipelineTraits(
+        class_name="QwenImage21Pipeline",
+        text_arguments={"text": "prompt_embeds", "text_mask": "prompt_embeds_mask"},
+        scale_argument="true_cfg_scale",
+        states=lambda facts: {"sample_sigmas": None},
+        sigmas=turbo_sigmas,
+        processor=text_processor,
+        mend=_texts_alone,
+    )
+    formats = AdapterFormats(
+        names=AdapterNames(kohya="qwen_image_2.1", modelspec="Qwen-Image-2.1/lora"),
+        written=("comfyui", "diffusers"),
+        refused={
+            "kohya": "no program is known to read Qwen-Image 2.1 in it; use output.format=comfyui, which ComfyUI reads"
+        },
+        comfyui_prefix="diffusion_model.",
+        # ComfyUI's files of the release have gate and up of the MLP as one layer.
+        original=frozenset({"comfyui"}),
+        unread={
+            "comfyui": "diffusers reads the attention layers only under these names; output.format=diffusers has those "
+            "it reads",
+            "diffusers": "ComfyUI reads the attention layers only under these names, as its files join two layers of "
+            "the MLP; output.format=comfyui has those it reads",
+        },
+    )
+    latents = OpaqueLatents()
+
+    # ---- facts
+
+    def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+        """Return whether a folder is distilled, which noise levels in the pipeline's index say."""
+        text_config(layout.folder, kind="qwen3_vl")  # raises for another text encoder
+        if layout.part_file("denoiser") is not None:
+            return plain
+        index = read_json(layout.folder / "model_index.json")
+        return replace(plain, distilled=bool(index.get("sample_sigmas")))
+
+    def as_distilled(
+        self, release: BaseRelease, kind: str, *, steps: int = 0, is_file: bool = False
+    ) -> BaseRelease:
+        """Return it with the variant's name, and a single file with the scheduler of its release."""
+        variant = "turbo" if kind else "base"
+        told = replace(release, variant=variant)
+        if is_file:
+            scheduler = next(each for each in self.published if each.variant == variant).scheduler
+            told = replace(told, scheduler={**told.scheduler, **scheduler})
+        told = super().as_distilled(told, kind, steps=steps, is_file=is_file)
+        own, released = told.architecture, self.published[0].architecture
+        # The published assistant is of the published network.
+        fits = all(own.get(key) == released[key] for key in SIZES)
+        return told if fits else replace(told, assistant=None)
+
+    # ---- training
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        return in_one_length(partial(_velocity, denoiser), noisy, timesteps, conditioning)
+
+
+FAMILY = QwenImage21()
+
+
+def _velocity(network: Any, noisy: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+    """Run the network on texts of one length and one image, as its own `forward` does.
+
+    That one reads where images stand in the text from a mask, which costs a wait for the device in every step and
+    cannot be traced; here the image follows the text.
+    """
+    import torch
+
+    (_, tokens, _), (_, _, height, width) = text.shape, noisy.shape
+    image = network.img_in(noisy.flatten(2).transpose(1, 2))
+    stream = torch.cat([network.txt_in(text), image], dim=1)
+    # The row behind the samples' own is that of t = 0, which text is modulated with.
+    times = torch.cat([timesteps / 1000, timesteps.new_zeros(1)]).to(stream.dtype)
+    embedded = network.time_text_embed(times, stream)
+    is_image = torch.arange(stream.shape[1], device=stream.device) >= tokens
+    block_inputs = (
+        network.modulation(embedded),
+        _positions(network.pos_embed, tokens, height, width, stream.device),
+        None,  # the mask of another attention kernel
+        is_image,
+        *(None, None, None),  # what a sampler caches
+        [(0, tokens, True)],  # parts before the image: one text
+    )
+    for block in network.transformer_blocks:
+        if network.gradient_checkpointing and torch.is_grad_enabled():
+            stream = network._gradient_checkpointing_func(block, stream, *block_inputs)
+        else:
+            stream = block(stream, *block_inputs)
+    velocity = network.proj_out(network.norm_out(stream, embedded, is_image)[:, tokens:])
+    unpacked: Tensor = velocity.transpose(1, 2).unflatten(2, (height, width))
+    return unpacked
+
+
+def _positions(rope: Any, tokens: int, height: int, width: int, device: torch.device) -> Tensor:
+    """Return the rotations of each token, complex [tokens + height width, channels / 2].
+
+    Text counts along all three axes. The image stands still on the first, at the number of text tokens, and has rows
+    and columns around 0; the tables end with the rotations of negative places.
+    """
+    import torch
+
+    rope.freqs = [table.to(device) for table in rope.freqs]  # as its own `forward` does
+    text = torch.arange(tokens, device=device).expand(3, -1)
+    image = torch.cartesian_prod(
+        torch.full((1,), tokens, device=device),
+        torch.arange(height, device=device) - (height - height // 2),
+        torch.arange(width, device=device) - (width - width // 2),
+    )
+    places = torch.cat([text, image.T], dim=1)
+    return torch.cat([table[each] for table, each in zip(rope.freqs, places, strict=True)], dim=-1)
