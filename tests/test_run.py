@@ -22,6 +22,7 @@ from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.run_record import read as read_record
 from lora_trainer.reporting.status import read_status
+from lora_trainer.training.loss import Model
 from tests.fakes.runs import (
     QUIET,
     SETTINGS,
@@ -282,6 +283,27 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
     assert [row[0] for row in trajectory(run)] == [1, 2, 3, 4, 5, 6]
     assert not events(run, "stopped"), "the end of before is dropped"
     assert (run / "report.html").is_file()
+
+
+def test_memory_that_is_used_up_ends_in_one_line_with_the_last_whole_step_saved(
+    copied: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `ulimit -v` does it: Python's own error, which is none of ours."""
+    whole, calls = Model.losses_of, iter(range(100))
+
+    def short(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise MemoryError
+        return whole(*arguments)
+
+    monkeypatch.setattr(Model, "losses_of", short)
+    settings = {**QUIET, "output__save_every_steps": 0, "memory__micro_batch": 2}
+    assert copied.train("--name", "short", train__batch_size=2, **settings) == 5
+    assert "is used up" in capsys.readouterr().err
+    run = copied.runs / "short"
+    (stopped,) = events(run, "stopped")
+    assert stopped["exit_code"] == 5 and stopped["step"] > 0
+    assert [row["step"] for row in events(run, "saved")] == [stopped["step"]]
 
 
 # ---- stopping
