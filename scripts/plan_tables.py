@@ -127,8 +127,9 @@ A larger dataset takes longer: the number of steps grows with the number of imag
 takes longer. `plan` shows the time of each part of the run, and warns if the whole run takes longer than the hours
 above.
 
-FLUX.2 dev, of 32 billion parameters, keeps to no hours on GPUs below 24 GiB: a step takes half a minute there, at the
-smallest size too. `plan` warns of it.
+FLUX.2 dev has 32 billion parameters, and these hours are not kept for it. On GPUs below 24 GiB a step takes half a
+minute, at the smallest size too, because the base model comes from the memory of the machine block by block. On
+24 GiB, `quality` takes a little over 8 hours. `plan` warns of both.
 
 The table shows the hours of a run, and the size of its images in px:
 """
