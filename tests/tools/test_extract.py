@@ -61,7 +61,9 @@ def test_a_known_lora_comes_back_in_every_family(name: str, tmp_path: Path) -> N
     unread = families.family(name).formats.unread.get(done["format"])
     lost = [unread.replace("output.format=", "--format ")] if unread else []  # as tools spell it
     assert done["notes"] == lost, "what programs lose of the format"
-    assert not tool("inspect", done["file"])["problems"]
+    # Of FLUX.2's adapters those of dev are told by their width, which a tiny base does not have.
+    problems = [found["kind"] for found in tool("inspect", done["file"])["problems"]]
+    assert problems == (["metadata-disagrees"] if name == "flux2dev" else [])
 
 
 @pytest.mark.parametrize(
