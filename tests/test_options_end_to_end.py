@@ -125,7 +125,7 @@ def test_the_split_of_a_step_changes_rounding_alone_and_what_is_shown_no_trainin
     # are compared more closely.
     assert np.linalg.norm(one - other) < 3e-3 * np.linalg.norm(other)
     for ours, theirs in zip(trajectory(split), trajectory(place.run), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert ours == pytest.approx(theirs, rel=3e-5)
     shown, averaged = (
         [row["loss"] for row in events(at, "validation")] for at in (split, place.run)
     )
