@@ -1,7 +1,7 @@
 """diffusers' modular pipelines, called like its plain ones.
 
-A modular pipeline is a chain of blocks, each with its inputs and components. Some bases have no other: there is no
-class of theirs in `diffusers.pipelines`. The blocks are taken from diffusers itself, never from the base's folder,
+A modular pipeline is a chain of blocks, each with its inputs and components. Some bases have nothing else:
+`diffusers.pipelines` lacks a class of theirs. The blocks are taken from diffusers itself, never from the base's folder,
 whose index may name code of its own, and the components are given, so nothing is loaded from where the index says.
 """
 
