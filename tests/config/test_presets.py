@@ -35,8 +35,14 @@ MACHINE_GIB = 24.8
 """What a plan may use of the machine that presets are made for: 32 GiB, and a little used."""
 
 
-LARGE = frozenset({"flux2dev"})
-"""Families whose text encoder is larger than the usual machine: they need 8 GiB of GPU and 64 GiB beside it."""
+def more_gib(family: str) -> int:
+    """Return what a family needs of the machine beyond the usual one, as its family.toml states it."""
+    first = next(iter(families.family(family).releases))
+    return plan_tables.ram_gib_of(first) - plan_tables.RAM_GIB
+
+
+LARGE = frozenset(name for name in layers.preset_families() if more_gib(name))
+"""Families whose text encoder is larger than the usual machine: they need 8 GiB of GPU beside a larger one."""
 
 
 def smallest_card_gib(family: str, tier: str) -> float:
@@ -45,7 +51,7 @@ def smallest_card_gib(family: str, tier: str) -> float:
 
 
 def machine_gib(family: str) -> float:
-    return MACHINE_GIB + 32 * (family in LARGE)
+    return MACHINE_GIB + more_gib(family)
 
 
 def smallest_machine(family: str, tier: str) -> Hardware:
