@@ -18,6 +18,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_trainer.gui.server.language import families_words
+
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ROOT / "gui" / "languages"
 PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
@@ -30,9 +32,9 @@ _MARKUP = re.compile(r">([^<>{}]+)<")
 
 
 def known(code: str) -> dict[str, str]:
-    """Return the texts of a language by their English texts."""
+    """Return the texts of a language by their English texts, those of the families too."""
     texts: dict[str, str] = json.loads((LANGUAGES / f"{code}.json").read_text(encoding="utf-8"))
-    return texts
+    return {**texts, **families_words(code)}
 
 
 def sources() -> Iterator[Path]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from lora_trainer import families
 from lora_trainer.config import Priority
@@ -117,8 +118,18 @@ FORMULAS: Mapping[str, Reference] = {
     "sd3": SD3,
 }
 """By the name that `timesteps` of a release has in family.toml."""
+
+
+def _reference(stated: str | Mapping[str, Any]) -> Reference:
+    """Return the trainer that a release names: one of `FORMULAS`, or a logit-normal density with a fixed shift."""
+    if isinstance(stated, str):
+        return FORMULAS[stated]
+    shift = float(stated["shift"])
+    return Reference(name=stated["trainer"], below=_logit_normal(lambda _side_px: shift))
+
+
 REFERENCES: Mapping[str, Reference] = {
-    release["ids"][0]: FORMULAS[release["timesteps"]]
+    release["ids"][0]: _reference(release["timesteps"])
     for name in families.NAMES
     for release in family_table(name)["releases"]
     if "timesteps" in release

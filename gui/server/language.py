@@ -1,15 +1,19 @@
 """The languages of the pages, which are written in English, and the one that a request asks for.
 
-Inputs: a request's cookie and Accept-Language; languages/CODE.json with the texts of each language.
+Inputs: a request's cookie and Accept-Language; languages/CODE.json with the texts of each language, and what the
+family.toml of each family says that a release is good for.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
 from functools import cache
 from pathlib import Path
 
 from starlette.datastructures import Headers
+
+import lora_trainer
 
 from .cookies import cookies
 
@@ -30,7 +34,25 @@ def languages() -> dict[str, str]:
 def words(code: str) -> dict[str, str]:
     """Return the texts of a language by their English texts."""
     texts: dict[str, str] = json.loads((_FOLDER / f"{code}.json").read_text(encoding="utf-8"))
-    return texts
+    return {**texts, **families_words(code)}
+
+
+@cache
+def families_words(code: str) -> dict[str, str]:
+    """Return what the releases of the families are good for, by the English sentences.
+
+    From the files themselves: importing the families takes a second.
+    """
+    folder = Path(lora_trainer.__file__).with_name("families")
+    tables = (
+        tomllib.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*/family.toml")
+    )
+    return {
+        release["good_for"]: release["good_for_in"][code]
+        for table in tables
+        for release in table["releases"]
+        if code in release.get("good_for_in", {})
+    }
 
 
 def wanted(headers: Headers) -> str:

@@ -290,7 +290,7 @@ class BaseCosts:
             import torch
 
             with torch.device("meta"):
-                network = self.family.empty_denoiser(self.facts.release.architecture)
+                network = self.family.training_denoiser(self.facts.release.architecture)
             shapes: dict[str, tuple[int, ...]] = {}
             for name in self.family.lora_targets(network, targets):
                 weight: Any = network.get_submodule(name).weight

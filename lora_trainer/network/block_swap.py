@@ -126,6 +126,15 @@ def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def _recomputing(network: nn.Module, block: str) -> nn.Module:
+    """Return the module that recomputes a block: the nearest that holds it and that diffusers switches."""
+    parts = block.split(".")[:-1]
+    holders = (
+        network.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)
+    )
+    return next((each for each in holders if hasattr(each, "gradient_checkpointing")), network)
+
+
 def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> Streamed:
     """Keep the frozen weights of `count` repeated blocks in host memory; move the rest to `device`.
 
@@ -163,9 +172,7 @@ class Streamed:
         self.names, self.device = tuple(names), device
         blocks = [network.get_submodule(name) for name in names]
         # Weak references: a block's hook holds this object, and a cycle would be freed late.
-        self._parents = [
-            weakref.ref(network.get_submodule(".".join(name.split(".")[:-2]))) for name in names
-        ]
+        self._parents = [weakref.ref(_recomputing(network, name)) for name in names]
         for index in range(len(blocks)):
             self._require_recomputation(index)
         self._blocks = [PackedBlock(block) for block in blocks]

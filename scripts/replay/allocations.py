@@ -88,7 +88,7 @@ def built(load: Load, *, family: Family, facts: BaseFacts, prompt: Prompt) -> Tr
     """Return the network of a load on `meta`, with its adapter and without checkpointing so far."""
     dtype = DTYPES[load.precision]
     with META:
-        network = family.empty_denoiser(facts.release.architecture)
+        network = family.training_denoiser(facts.release.architecture)
     network.requires_grad_(False).train()
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.is_floating_point():

@@ -134,5 +134,5 @@ def _denoiser(name: str) -> nn.Module:
         return denoiser_of(name)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        denoiser = families.family(name).empty_denoiser(architecture | deeper)
+        denoiser = families.family(name).training_denoiser(architecture | deeper)
     return denoiser.requires_grad_(False)

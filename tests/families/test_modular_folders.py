@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,27 @@ def test_a_part_that_lies_in_another_repository_is_named(tmp_path: Path) -> None
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(InputError, match="has no folder vae: .* loaded from Qwen/Qwen-Image"):
         describe(BaseSettings(model=str(folder)))
+
+
+def test_a_folder_may_lack_what_its_blocks_make_and_what_is_not_used(tmp_path: Path) -> None:
+    """As FLUX.3's: its blocks make the scheduler, and what rewrites prompts is elsewhere."""
+    folder = copy_of("anima", tmp_path / "base")
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    del index["scheduler"]
+    hint = ["transformers", "Qwen3_5ForConditionalGeneration"]
+    place = {"pretrained_model_name_or_path": "somebody/upsampler", "type_hint": hint}
+    index["prompt_upsampler"] = [None, None, place]
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    shutil.rmtree(folder / "scheduler")
+    for file in (folder / "tokenizer").iterdir():
+        file.rename(folder / "text_encoder" / file.name)
+    (folder / "tokenizer").rmdir()
+    facts = describe(BaseSettings(model=str(folder)))
+    assert facts.release.scheduler == FAMILY.published[0].scheduler
+    texts, wanted = (
+        encoder_of(each).encode_prompts(["a cat"]) for each in (facts, facts_of("anima"))
+    )
+    assert torch.equal(texts["text"], wanted["text"])
 
 
 def test_cosmos_predict_2_is_another_base(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def _write_weights(part: Path, folder: Path, names: Sequence[str]) -> None:
 
 def _write_text(base: Path, folder: Path, name: str, *, read: Sequence[str]) -> None:
     target, source = folder / name, base / name
+    if not source.is_file() and (own := base / "tokenizer" / source.name).is_file():
+        source = own  # the release has its tokenizer beside the text encoder
     place = source.parent
     match target.name:
         case "generation_config.json":

@@ -196,7 +196,7 @@ def test_a_family_keeps_its_embeddings_and_most_of_its_weights_are_quantised(nam
     """On the default release's true size, without a weight."""
     family = families.family(name)
     with torch.device("meta"):
-        network = family.empty_denoiser(family.published[0].architecture)
+        network = family.training_denoiser(family.published[0].architecture)
     found = quantizable(network, skip=family.traits.quantization_skip)
     linears = {
         key: layer.in_features * layer.out_features

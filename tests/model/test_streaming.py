@@ -209,7 +209,7 @@ def weights_of(block: nn.Module) -> list[Tensor]:
 def test_the_planner_s_bytes_are_those_of_the_network() -> None:
     plain = trainee("sdxl")
     with torch.device("meta"):
-        empty = plain.family.empty_denoiser(plain.facts.release.architecture)
+        empty = plain.family.training_denoiser(plain.facts.release.architecture)
     assert block_sizes(empty) == block_sizes(plain.denoiser)
     block_bytes = [4 * size for size in block_sizes(empty)]
     for count in (3, len(block_bytes)):

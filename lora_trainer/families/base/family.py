@@ -168,7 +168,9 @@ class Family(ABC):
             ids=(source,),
             architecture=architecture,
             vae=base_parts.read_json(vae_folder / "config.json"),
-            scheduler=base_parts.read_json(layout.folder / "scheduler" / "scheduler_config.json"),
+            scheduler=base_parts.scheduler_config(
+                layout.folder, stated=self.published[0].scheduler
+            ),
             parameters={part: self._count(layout, part) for part in PARTS},
             max_tokens=self.published[0].max_tokens,
             drawing=self.published[0].drawing,
@@ -246,7 +248,9 @@ class Family(ABC):
         if not self.text.encoder_files:
             # The order is a part of the identity: weights before configurations, a checkpoint once.
             texts = sorted(dict.fromkeys(texts), key=lambda file: file.name == "config.json")
-        tokenizers = (layout.folder / self.text.tokenizer_of(name) for name in encoders)
+        tokenizers = (
+            base_parts.tokenizer_folder(layout.folder, name, self.text) for name in encoders
+        )
         vocabularies = [file for each in tokenizers for file in base_parts.tokenizer_files(each)]
         return {**files, "text_encoder": (*texts, *vocabularies)}
 
@@ -260,7 +264,8 @@ class Family(ABC):
             files = base_parts.weights(folder)
             for file in files:
                 refuse_quantised(file)
-            return count_parameters(files)
+            reads = self.traits.reads if part == "denoiser" else lambda name: True
+            return count_parameters(files, reads=reads)
         header = read_header(single)
         names = (
             self.denoiser_names(header).values()
@@ -292,7 +297,11 @@ class Family(ABC):
         """Return the denoiser's tensors in a single file, name without prefix -> name in the file."""
         inside = tuple(self.text.inside.values())
         names = base_parts.denoiser_names(header).items()
-        return {name: full for name, full in names if not name.startswith(inside)}
+        return {
+            name: full
+            for name, full in names
+            if not name.startswith(inside) and self.traits.reads(name)
+        }
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
@@ -339,7 +348,7 @@ class Family(ABC):
             if text.blocks:
                 used.norm = Identity()
             networks[component] = used.requires_grad_(False).eval().to(device)
-            folder = layout.folder / text.tokenizer_of(component)
+            folder = base_parts.tokenizer_folder(layout.folder, component, text)
             tokenizers[component] = load_tokenizer(folder, kind=encoder.kind)
         return text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
 
@@ -361,7 +370,7 @@ class Family(ABC):
         # Not under torch.device("meta"): accelerate's context leaves buffers real, and a
         # buffer that no file holds would stay without values.
         with init_empty_weights():
-            network: Any = self.empty_denoiser(facts.release.architecture)
+            network: Any = self.training_denoiser(facts.release.architecture)
         fp32 = (*fp32_parts(network), *self.traits.fp32_in_files)
         loaded: nn.Module
         if quantise is None:
@@ -389,7 +398,8 @@ class Family(ABC):
         tensors: dict[str, Tensor] = {}
         # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
         for file in base_parts.weights(folder):
-            tensors |= read(file, {name: name for name in read_header(file)})
+            wanted = filter(self.traits.reads, read_header(file))
+            tensors |= read(file, {name: name for name in wanted})
         network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
         # Of a transformer diffusers leaves tensors out that it does not know.
         if self.traits.class_name != UNET_CLASS:
@@ -397,6 +407,15 @@ class Family(ABC):
         base_parts.fill(
             network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
         )
+
+    def training_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        """Build the denoiser without what no training reads, weights undefined; call under a `meta` device."""
+        network = self.empty_denoiser(architecture)
+        for name in [name for name, _ in network.named_modules() if not self.traits.reads(name)]:
+            parent, _, child = name.rpartition(".")
+            if self.traits.reads(parent):
+                delattr(network.get_submodule(parent), child)
+        return network
 
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
         """Build the denoiser from its configuration, weights undefined; call under a `meta` device."""

@@ -36,9 +36,14 @@ class ModularImages:
         """Draw; `images` of the result are images, or latents with `output_type="latent"`."""
         from diffusers import ClassifierFreeGuidance
 
-        # The blocks have no argument for it: it is a component.
-        guider = ClassifierFreeGuidance(guidance_scale=guidance_scale)
-        self.modular.update_components(guider=guider)
+        if "guider" in self.modular.component_names:
+            # The blocks have no argument for it: it is a component.
+            guider = ClassifierFreeGuidance(guidance_scale=guidance_scale)
+            self.modular.update_components(guider=guider)
+        else:  # blocks of a base that draws without guidance, and so takes no negative prompt
+            arguments = {
+                name: value for name, value in arguments.items() if not name.startswith("negative_")
+            }
         wanted = "latents" if output_type == LATENTS else "images"
         return SimpleNamespace(images=self.modular(**arguments, output=wanted))
 
@@ -55,21 +60,29 @@ class ModularImages:
 
 
 def modular_images(
-    blocks: Blocks, components: Mapping[str, Any], *, latents_of: Any = None
+    blocks: Blocks,
+    components: Mapping[str, Any],
+    *,
+    architecture: Mapping[str, Any],
+    latents_of: Any = None,
 ) -> ModularImages:
     """Return the blocks that turn prompts into images, or encoded prompts into latents of the VAE `latents_of`.
 
     That VAE is not among the components, so it stays where it is; the blocks read its pixels a latent.
+    `architecture` is the denoiser's configuration.
     """
     import diffusers
 
-    # It warns with every guider that the interface may change.
-    logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)
-    chain = getattr(diffusers, blocks.class_name)().get_workflow(blocks.workflow)
-    left_out = () if latents_of is None else (*blocks.encoding, *blocks.decoding)
-    for name in list(chain.sub_blocks):
-        if any(name == each or name.startswith(f"{each}.") for each in left_out):
-            chain.sub_blocks.pop(name)
+    # It warns with every guider that the interface may change, and of a scheduler that was not made by the blocks.
+    for module in ("guiders.guider_utils", "modular_pipelines.modular_pipeline_utils"):
+        logging.getLogger(f"diffusers.{module}").setLevel(logging.ERROR)
+    name = blocks.class_of(architecture) if blocks.class_of else blocks.class_name
+    chain = getattr(diffusers, name)().get_workflow(blocks.workflow)
+    parts = () if latents_of is None else (*blocks.encoding, *blocks.decoding)
+    left_out = (*blocks.unused, *parts)
+    for block in list(chain.sub_blocks):
+        if any(block == each or block.startswith(f"{each}.") for each in left_out):
+            chain.sub_blocks.pop(block)
     modular = chain.init_pipeline()
     modular.update_components(**components)
     if latents_of is not None:

@@ -16,7 +16,7 @@ from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.modular import modular_images
 from lora_trainer.families.base.text.transformers_encoder import load_tokenizer
 from lora_trainer.families.base.traits import PipelineTraits
-from lora_trainer.families.files.base_parts import load_base_vae
+from lora_trainer.families.files.base_parts import load_base_vae, tokenizer_folder
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,9 @@ def build_sampler(
             family.traits.folder: denoiser,
             "scheduler": facts.release.sampling_scheduler(),
         }
-        images = modular_images(blocks, components, latents_of=vae)
+        images = modular_images(
+            blocks, components, architecture=facts.release.architecture, latents_of=vae
+        )
         images.set_progress_bar_config(disable=True)
         return Sampler(pipeline=images, denoiser=denoiser, vae=vae, device=device, family=family)
     # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
@@ -106,9 +108,9 @@ def build_sampler(
     if (processor := family.pipeline.processor) is not None:
         # The pipeline asks it while it is made.
         for name, encoder in family.text.networks.items():
-            part = family.text.tokenizer_of(name)
-            tokenizer = load_tokenizer(facts.located.folder / part, kind=encoder.kind)
-            absent[part] = processor(tokenizer)
+            folder = tokenizer_folder(facts.located.folder, name, family.text)
+            tokenizer = load_tokenizer(folder, kind=encoder.kind)
+            absent[family.text.tokenizer_of(name)] = processor(tokenizer)
     pipeline = _pipeline(family, facts, **{family.traits.folder: denoiser}, **absent)
     # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
     pipeline.vae_scale_factor = facts.vae_factor
@@ -132,7 +134,9 @@ def _pipeline(family: Family, facts: BaseFacts, **components: Any) -> Any:
 
     if (blocks := family.pipeline.blocks) is not None:
         return modular_images(
-            blocks, {**components, "scheduler": facts.release.sampling_scheduler()}
+            blocks,
+            {**components, "scheduler": facts.release.sampling_scheduler()},
+            architecture=facts.release.architecture,
         )
     return getattr(diffusers, family.pipeline.class_name).from_pretrained(
         facts.located.folder,

@@ -46,7 +46,9 @@ class NetworkTraits:
     too, the largest first. `shifts_by_tokens`: trainers shift the noise by the size of the
     image as FLUX.1's sampler does, though the base's own sampler has one shift for all. `shares_vae`: whether the
     VAE in another family's checkpoint counts, as FLUX.1's does for those that use it too. `fp32_in_files`: parts of
-    the original code's names of the tensors that diffusers keeps in float32 by its own names.
+    the original code's names of the tensors that diffusers keeps in float32 by its own names. `unread`: parts,
+    between the dots of names, of the layers that images from text never go through, diffusers' and the original code's:
+    they are not loaded, and files of adapters may have them.
     """
 
     class_name: str
@@ -64,6 +66,11 @@ class NetworkTraits:
     vae_peak: VaePeak = AUTOENCODER_KL
     shares_vae: bool = False
     fp32_in_files: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def reads(self, name: str) -> bool:
+        """Return whether a tensor or module of the denoiser, of that name, is loaded."""
+        return not self.unread or set(self.unread).isdisjoint(name.split("."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +78,15 @@ class Blocks:
     """diffusers' blocks of a modular pipeline, by the names that they have in it; a name stands for all blocks in it.
 
     `encoding` are those that make of a prompt what the denoiser reads, `decoding` those that make images of latents.
+    `unused` are left out: networks that change a prompt before it is read. `class_of` returns the class of the blocks
+    by the denoiser's configuration, where that is not the same for all releases.
     """
 
     class_name: str
     encoding: tuple[str, ...]
     decoding: tuple[str, ...] = ("decode",)
+    unused: tuple[str, ...] = ()
+    class_of: Callable[[Mapping[str, Any]], str] | None = None
     workflow: str = "text2image"
 
 

@@ -93,21 +93,36 @@ def _class_in(entry: Sequence[Any]) -> str:
     return entry[1] if len(entry) == 2 and isinstance(entry[1], str) else ""
 
 
-def elsewhere(folder: Path) -> Mapping[str, str]:
-    """Return component -> repository of what a modular folder names and does not hold itself."""
+def elsewhere(folder: Path, text: TextInputs, *, parts: Iterable[str]) -> Mapping[str, str]:
+    """Return component -> repository of what a modular folder names and does not hold itself.
+
+    Of the `parts` and text encoders: its index may name others too, such as a network that rewrites prompts.
+    """
     index = index_in(folder)
     if index is None or index.name != MODULAR_INDEX:
         return {}
     entries = ((name, value) for name, value in read_json(index).items() if isinstance(value, list))
+    needed = {name: folder / name for name in (*parts, *text.networks)} | {
+        text.tokenizer_of(name): tokenizer_folder(folder, name, text) for name in text.networks
+    }
     places = {
         name: value[2]
         for name, value in entries
-        if len(value) == 3 and isinstance(value[2], dict) and not (folder / name).is_dir()
+        if len(value) == 3 and isinstance(value[2], dict)
+        if name in needed and not needed[name].is_dir()
     }
     return {
         name: str(place.get("pretrained_model_name_or_path") or "no repository")
         for name, place in places.items()
     }
+
+
+def scheduler_config(folder: Path, *, stated: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the scheduler's configuration, for a modular folder without one `stated`: its blocks make it."""
+    index, scheduler = index_in(folder), folder / "scheduler"
+    if index is not None and index.name == MODULAR_INDEX and not scheduler.is_dir():
+        return stated
+    return read_json(scheduler / "scheduler_config.json")
 
 
 def weights(folder: Path) -> tuple[Path, ...]:
@@ -149,6 +164,13 @@ def _shards(index: Path) -> tuple[Path, ...]:
             fix=AGAIN,
         )
     return tuple(files)
+
+
+def tokenizer_folder(folder: Path, component: str, text: TextInputs) -> Path:
+    """Return the folder of a text encoder's tokenizer: its own, or the encoder's where it lies there."""
+    own, beside = folder / text.tokenizer_of(component), folder / component
+    lies_beside = not own.is_dir() and any((beside / name).is_file() for name in _VOCABULARIES)
+    return beside if lies_beside else own
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:

@@ -328,8 +328,9 @@ def _folder(
 
 def _check_configurations(folder: Path, *, source: str) -> None:
     """Raise InputError for a diffusers folder of another family, without a part, or in an unread quantisation."""
-    families.detect(folder)
-    for name, repository in elsewhere(folder).items():
+    family = families.detect(folder)
+    parts = (family.traits.folder, "vae", "scheduler")
+    for name, repository in elsewhere(folder, family.text, parts=parts).items():
         raise InputError(
             f"{source} has no folder {name}: its index says that it is loaded from {repository}",
             fix="give a folder or repository that has all parts of the base",

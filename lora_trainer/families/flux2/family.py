@@ -194,8 +194,8 @@ class Flux2(FlowFamily):
             # The network multiplies by 1000 again.
             timestep=timesteps / 1000,
             guidance=conditioning.get("guidance"),
-            img_ids=_positions(noisy, rows=noisy.shape[2], columns=noisy.shape[3]),
-            txt_ids=_positions(text, tokens=text.shape[1]),
+            img_ids=token_positions(noisy, rows=noisy.shape[2], columns=noisy.shape[3]),
+            txt_ids=token_positions(text, tokens=text.shape[1]),
             return_dict=False,
         )[0]
         unpacked: Tensor = velocity.transpose(1, 2).reshape(noisy.shape)
@@ -205,7 +205,7 @@ class Flux2(FlowFamily):
 FAMILY = Flux2()
 
 
-def _positions(like: Tensor, *, rows: int = 1, columns: int = 1, tokens: int = 1) -> Tensor:
+def token_positions(like: Tensor, *, rows: int = 1, columns: int = 1, tokens: int = 1) -> Tensor:
     """Return int64 [rows columns tokens, 4]: image (always 0), row, column, index in the text."""
     import torch
 
