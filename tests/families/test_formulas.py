@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from lora_trainer import families
+from lora_trainer.families.base.text.qwen3_vl import text_processor
 from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.training.loss import add_noise, padded_alike, sample_losses, target
 from tests.fakes.family_bases import (
@@ -29,7 +30,9 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.tiny_base import write_base
 
-PROMPTS = ("a red square", "a photo of the blue one, on the left")
+SHORT = "a red square"
+LONGER = "a photo of the blue one, on the left, with a green roof and three small windows"
+PROMPTS = (SHORT, LONGER)
 HEIGHT, WIDTH = 12, 8  # in latents, unequal: rows and columns cannot be taken for one another
 Told = Mapping[str, Tensor]
 
@@ -201,6 +204,24 @@ def qwen21(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     return torch.stack(answers).transpose(1, 2).unflatten(2, (HEIGHT, WIDTH))
 
 
+def flux3(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """SimpleTuner's: rows and columns halved, a flow map told its own time; one by one, each text in its own window."""
+    answers = []
+    for latents, level, text in zip(noisy, sigma, texts(told), strict=True):
+        assert len(text) in (80, 160)
+        places = [[0, row / 2, column / 2, 0] for row in range(HEIGHT) for column in range(WIDTH)]
+        answers += network(
+            hidden_states=latents.flatten(1).T[None],
+            encoder_hidden_states=text[None],
+            timestep=level[None],
+            target_timestep=level[None] if network.config.flow_map else None,
+            img_ids=torch.tensor(places),
+            txt_ids=torch.tensor([[0.0, 0.0, 0.0, place] for place in range(len(text))]),
+            return_dict=False,
+        )[0]
+    return torch.stack(answers).transpose(1, 2).unflatten(2, (HEIGHT, WIDTH))
+
+
 VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "flux": flux,
     "chroma": chroma,
@@ -214,14 +235,19 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "anima": anima,
     "krea2": krea2,
     "qwen21": qwen21,
+    "flux3": flux3,
 }
 """Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in VELOCITIES), ("flux2", {"transformer": {"guidance_embeds": True}})],
-    ids=[*VELOCITIES, "flux2 that reads a guidance scale"],
+    [
+        *((name, {}) for name in VELOCITIES),
+        ("flux2", {"transformer": {"guidance_embeds": True}}),
+        ("flux3", {"transformer": {"flow_map": True}}),
+    ],
+    ids=[*VELOCITIES, "flux2 that reads a guidance scale", "flux3 that is a flow map"],
 )
 def test_the_loss_is_that_of_the_training_script(
     name: str, options: Mapping[str, Any], tmp_path: Path
@@ -230,7 +256,12 @@ def test_the_loss_is_that_of_the_training_script(
     facts = facts_at(write_base(name, tmp_path / "base", **options))
     family, network = families.family(name), network_of(facts)
     told = dict(conditioning_of(family, facts, PROMPTS))
-    assert ("guidance" in told) == (name in {"flux", "flux2dev"} or bool(options))
+    embedded = facts.guidance.embedded
+    assert (
+        ("guidance" in told)
+        == embedded
+        == (name in {"flux", "flux2dev"} or "embeds" in str(options))
+    )
     if "guidance" in told:
         told["guidance"] = torch.full([2], 3.5)
     assert {*families.NAMES} == VELOCITIES.keys() | {"sd15", "sd2", "sdxl"}
@@ -251,7 +282,7 @@ def test_the_loss_is_that_of_the_training_script(
 
 
 FAMILIES = pytest.mark.parametrize("name", families.NAMES)
-SHORT, LONGER, TOO_LONG = "a red square", "a photo of the blue one, on the left", "a word " * 300
+TOO_LONG = "a word " * 300
 
 
 def pooled(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
@@ -315,6 +346,16 @@ def anima_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": text[:, :length]}
 
 
+def flux3_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """Of Qwen3-VL the pipeline's class in transformers; its processor needs torchvision."""
+    step = diffusers.modular_pipelines.flux3.encoders.Flux3TextEncoderStep
+    tokenizer = AutoTokenizer.from_pretrained(base_of("flux3") / "tokenizer")
+    text = step._get_qwen3_vl_prompt_embeds(
+        pipeline.text_encoder, text_processor(tokenizer), prompt, max_sequence_length=640
+    )
+    return {"text": text}
+
+
 IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "sd15": one_clip,
     "sd2": one_clip,
@@ -337,6 +378,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "anima": anima_text,
     "krea2": krea2_text,
     "qwen21": qwen21_text,
+    "flux3": flux3_text,
 }
 
 

@@ -1,0 +1,1 @@
+"""The family of FLUX.3 Klein, and of what is made from it."""
