@@ -1,0 +1,78 @@
+"""A release's folder at its true size, in sparse files of zeros: it takes seconds and a few MB of disk."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lora_trainer import families
+from tests.fakes.tiny_base import write_base
+from tests.families.test_releases import VAES, texts, vae
+
+SAVED_DTYPE = torch.bfloat16
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
+
+
+def write_true_size(source: str, folder: Path) -> Path:
+    """Write the diffusers folder of the release `source`: true configurations and shapes, a tiny base's tokenizers."""
+    facts = families.known_base(source)
+    if facts is None:
+        raise SystemExit(f"{source} is not a release that is planned without its files")
+    family = families.family(facts.family)
+    write_base(facts.family, folder)
+    denoiser = "unet" if (folder / "unet").is_dir() else "transformer"
+    with torch.device("meta"):
+        networks: dict[str, Any] = {
+            denoiser: family.empty_denoiser(facts.release.architecture),
+            "vae": vae(VAES[facts.family]),
+        }
+        whole = (network for network, _ in texts(facts.family, facts))
+        networks |= dict(zip(family.text.networks, whole, strict=True))
+    for name, network in networks.items():
+        _replace(folder / name, network)
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(json.dumps(dict(facts.release.scheduler)))
+    return folder
+
+
+def _replace(folder: Path, network: Any) -> None:
+    """Put this network's configuration and weights, all zeros, in the place of the tiny one's."""
+    (weights,) = folder.glob("*.safetensors")
+    if hasattr(network, "save_config"):
+        network.save_config(folder)
+    else:
+        network.config.architectures = [type(network).__name__]
+        network.config.save_pretrained(folder)
+    _write_zeros(weights, network)
+
+
+def _write_zeros(file: Path, network: nn.Module) -> None:
+    tensors = network.state_dict()
+    if isinstance(network, PreTrainedModel):
+        for name in network._tied_weights_keys or ():
+            tensors.pop(name)
+        tensors = revert_weight_conversion(
+            network, tensors
+        )  # the names of files, which may be older
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        dtype = SAVED_DTYPE if tensor.is_floating_point() else tensor.dtype
+        start, end = end, end + prod(tensor.shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    with file.open("wb") as out:
+        out.write(len(header).to_bytes(8, "little") + header)
+        out.truncate(8 + len(header) + end)

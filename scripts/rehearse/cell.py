@@ -1,0 +1,189 @@
+"""One cell of docs/plans.md: `lora-train` at true size on a pretended card of exactly its memory, then resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.rehearse.card import Card
+from scripts.rehearse.program import COUNTS_VARIABLE, MEMORY_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+STEPS, STEPS_RESUMED = 8, 9
+SETTINGS = (
+    "sampling.every_steps=8",
+    "sampling.steps=1",
+    "output.save_every_steps=8",
+    "train.validate_every_steps=8",
+)
+"""Saving, sampling and validation come at the end."""
+QUIET_STEP = 4
+"""The step whose launches, copies and waits are counted: a step is reported while the second after it is under way."""
+LIMIT_S = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A base, a card, a priority; `ram_gib` is what the machine is said to have."""
+
+    source: str
+    card: Card
+    priority: str
+    ram_gib: float
+    settings: Sequence[str] = ()
+
+    @property
+    def key(self) -> str:
+        return " ".join((self.source, f"{self.card.vram_gib:g}", self.priority, *self.settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was seen. `faults` is empty where the cell holds; memory is in bytes, `quiet_step` has the driver's counts.
+
+    `planned` and `peak` are of the whole run, with what the driver's context takes; `share` is theirs.
+    """
+
+    key: str
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    planned_bytes: int = 0
+    peak_bytes: int = 0
+    quiet_step: Mapping[str, int] = field(default_factory=dict)
+    faults: Sequence[str] = ()
+
+    @property
+    def share(self) -> float:
+        return self.peak_bytes / self.planned_bytes if self.planned_bytes else 0.0
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+PLAN_SETTINGS = (
+    "data.resolution",
+    "memory.base_precision",
+    "memory.gradient_checkpointing",
+    "memory.streamed_blocks",
+    "memory.micro_batch",
+    "optimizer.name",
+)
+LEAST_SHARE = 0.9
+"""A peak below this share of the plan is a fault: the plan keeps memory from the user."""
+
+
+def rehearse(cell: Cell, *, base: Path, dataset: Path, work: Path, libraries: Path) -> Outcome:
+    """Train, then resume in a new process, and judge what the driver counted."""
+    work.mkdir(parents=True, exist_ok=True)
+    run = work / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    settings = [word for value in (*SETTINGS, *cell.settings) for word in ("--set", value)]
+    first = [str(dataset), "--base", str(base), "--output", str(work), "--name", run.name]
+    first += ["--priority", cell.priority, "--steps", str(STEPS), *settings]
+    counts = work / "counts.jsonl"
+    counts.unlink(missing_ok=True)
+    faults = list(_run(cell, first, counts=counts, libraries=libraries))
+    rows = _rows(counts)
+    if not faults:
+        again = [str(dataset), "--resume-from", str(run), "--steps", str(STEPS_RESUMED)]
+        resumed = work / "resumed.jsonl"
+        resumed.unlink(missing_ok=True)
+        faults += [
+            f"resumed: {fault}" for fault in _run(cell, again, counts=resumed, libraries=libraries)
+        ]
+        if not faults and not any(row["step"] == STEPS_RESUMED for row in _rows(resumed)):
+            faults.append(f"resumed: step {STEPS_RESUMED} was not taken")
+    record = _record(run)
+    if record is None:
+        return Outcome(key=cell.key, faults=faults)
+    plan, chosen = record
+    return judged(cell.key, rows, plan=plan, chosen=chosen, faults=faults)
+
+
+def judged(
+    key: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    plan: Mapping[str, Any],
+    chosen: Mapping[str, Any],
+    faults: Sequence[str] = (),
+) -> Outcome:
+    """Compare the counts of a run with its plan; `rows` are lines of the file of counts."""
+    found = list(faults)
+    for row in rows:
+        if row["event"] in ("change", "out_of_memory") or row.get("severity") == "error":
+            found.append(json.dumps({k: v for k, v in row.items() if k != "counts"}))
+    planned = max(plan["memory"]["phases"].values())
+    peak = max((row["counts"]["peak_used"] for row in rows), default=0)
+    if peak > planned:
+        found.append("the peak is above the plan")
+    if peak < LEAST_SHARE * planned:
+        found.append(f"the peak is below {LEAST_SHARE:.0%} of the plan")
+    quiet = _between(rows, QUIET_STEP - 1, QUIET_STEP)
+    if not quiet:
+        found.append(f"step {QUIET_STEP} was not reported")
+    elif quiet["h2d_pageable"] or quiet["d2h_pageable"]:
+        found.append("a step copies memory that is not pinned")
+    if quiet and (quiet["stream_sync"] or quiet["dev_sync"] or quiet["sync_copies"]):
+        found.append("the host waits within a step")
+    return Outcome(
+        key=key,
+        plan=chosen,
+        planned_bytes=planned,
+        peak_bytes=peak,
+        quiet_step=quiet,
+        faults=found,
+    )
+
+
+def _run(cell: Cell, words: Sequence[str], *, counts: Path, libraries: Path) -> Iterator[str]:
+    """Run the command on the card and yield what went wrong: its last line, if it did not end well."""
+    environment = {
+        **cell.card.environment(libraries),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        COUNTS_VARIABLE: str(counts),
+        MEMORY_VARIABLE: str(cell.ram_gib),
+    }
+    command = [sys.executable, "-m", "scripts.rehearse.program", *words]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield f"not done after {LIMIT_S} s"
+        return
+    counts.with_suffix(".log").write_text(done.stdout + done.stderr, encoding="utf-8")
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        yield f"exit code {done.returncode}: {lines[-1] if lines else 'no message'}"
+
+
+def _rows(counts: Path) -> list[dict[str, Any]]:
+    if not counts.is_file():
+        return []
+    return [json.loads(line) for line in counts.read_text(encoding="utf-8").splitlines()]
+
+
+def _between(rows: Sequence[Mapping[str, Any]], first: int, last: int) -> dict[str, int]:
+    """Return how much each count grew from the event of one step to that of another."""
+    steps = {row["step"]: row["counts"] for row in rows if row["event"] == "step"}
+    if first not in steps or last not in steps:
+        return {}
+    return {name: steps[last][name] - steps[first][name] for name in steps[last]}
+
+
+def _record(run: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the plan of run.json and the settings that it chose, or None where there is no run."""
+    try:
+        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return record["plan"], {
+        name.partition(".")[2]: record["settings"][name] for name in PLAN_SETTINGS
+    }

@@ -1,0 +1,82 @@
+"""Rehearsals on a pretended card: what is judged, the bases of true size, and a cell where torch has CUDA."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_trainer import families
+from lora_trainer.families.base.layout import Layout
+from scripts.rehearse.base import write_true_size
+from scripts.rehearse.card import COUNTED
+from scripts.rehearse.cell import QUIET_STEP, ROOT, judged
+
+GIB = 1 << 30
+PLAN: Mapping[str, Any] = {"memory": {"phases": {"images": 2 * GIB, "training": 4 * GIB}}}
+
+
+def rows(peak_bytes: int = int(3.9 * GIB), **grown: int) -> list[dict[str, Any]]:
+    """Return the lines of a run whose quiet step has these counts."""
+    steps = []
+    for step in range(1, QUIET_STEP + 1):
+        counts = {name: grown.get(name, 0) if step == QUIET_STEP else 0 for name in COUNTED}
+        steps.append({"event": "step", "step": step, "counts": {**counts, "peak_used": peak_bytes}})
+    return steps
+
+
+def test_a_run_within_its_plan_holds() -> None:
+    outcome = judged("a", rows(launches=900, event_sync=1), plan=PLAN, chosen={})
+    assert outcome.faults == [] and outcome.share == pytest.approx(0.975)
+    assert outcome.quiet_step["launches"] == 900
+
+
+@pytest.mark.parametrize(
+    ("seen", "fault"),
+    [
+        (rows(peak_bytes=5 * GIB), "the peak is above the plan"),
+        (rows(peak_bytes=3 * GIB), "the peak is below 90% of the plan"),
+        (rows(h2d_pageable=1), "a step copies memory that is not pinned"),
+        (rows(d2h_pageable=1), "a step copies memory that is not pinned"),
+        (rows(stream_sync=1), "the host waits within a step"),
+        (rows(sync_copies=1), "the host waits within a step"),
+        (rows()[:-1], f"step {QUIET_STEP} was not reported"),
+        (
+            [*rows(), {"event": "out_of_memory", "step": 2, "counts": rows()[0]["counts"]}],
+            '{"event": "out_of_memory", "step": 2}',
+        ),
+    ],
+)
+def test_each_fault_is_named(seen: list[dict[str, Any]], fault: str) -> None:
+    assert judged("a", seen, plan=PLAN, chosen={}).faults == [fault]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux", "qwen"])
+def test_a_base_has_its_true_size_and_takes_no_room(family: str, tmp_path: Path) -> None:
+    source = families.family(family).published[0].ids[0]
+    base = write_true_size(source, tmp_path / "base")
+    found = families.detect(base)
+    facts, known = found.facts(Layout(folder=base), source="here"), families.known_base(source)
+    assert known is not None
+    sizes = {part: each.parameters for part, each in facts.parts.items()}
+    assert sizes == {part: each.parameters for part, each in known.parts.items()}
+    assert known.release.architecture.items() <= facts.release.architecture.items()
+    assert sum(file.stat().st_blocks * 512 for file in base.rglob("*")) < 4e6
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None or shutil.which("gcc") is None,
+    reason="torch has no CUDA here, or there is no gcc to build the pretended driver with",
+)
+def test_a_cell_holds_on_a_card_of_its_size(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.rehearse", "--work", str(tmp_path), "--gpu", "8"]
+    command += ["--base", "stable-diffusion-v1-5/stable-diffusion-v1-5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "8 balanced: holds" in done.stdout
