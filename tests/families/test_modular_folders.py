@@ -1,4 +1,4 @@
-"""Bases that diffusers knows as modular pipelines, and a network between text encoder and denoiser: Anima."""
+"""Bases that diffusers knows as modular pipelines: Anima, with a network behind its text encoder, and FLUX.3."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +16,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base.sampling import build_sampler
+from lora_trainer.families.base.sampling import build_sampler, pipeline_arguments
 from lora_trainer.families.files.locate import describe
 from lora_trainer.families.files.weight_files import read_header
 from lora_trainer.lora.tensors import update
@@ -36,6 +37,7 @@ from tests.fakes.family_bases import (
     pipeline_of,
 )
 from tests.fakes.original_names import original_names
+from tests.fakes.tiny_base import write_base
 
 FAMILY = families.family("anima")
 INDEX = "modular_model_index.json"
@@ -273,3 +275,81 @@ def test_layers_of_the_text_conditioner_in_files_of_others_are_kept(tmp_path: Pa
         wanted = before + update(tensors[f"text_conditioner.{name}"], before)
         torch.testing.assert_close(baked[f"{name}.weight"], wanted)
         torch.testing.assert_close(whole[f"net.llm_adapter.{name}.weight"], wanted)
+
+
+# ---- FLUX.3: a distilled release with blocks of its own, and layers that no image from text goes through
+
+
+FLUX3 = families.family("flux3")
+
+
+@pytest.fixture(scope="module")
+def flow_map(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny base like the distilled release."""
+    folder = tmp_path_factory.mktemp("flow") / "base"
+    return write_base("flux3", folder, transformer={"flow_map": True})
+
+
+def test_a_flow_map_is_drawn_by_its_own_blocks_without_guidance(flow_map: Path) -> None:
+    facts = describe(BaseSettings(model=str(flow_map)))
+    release = facts.release
+    assert (release.distilled, release.variant) == (True, "klein")
+    assert (release.drawing.steps, release.drawing.guidance_scale) == (16, 1.0)
+    assert release.assistant is None, "the published one is of another size"
+    assert not facts.guidance.two_passes
+    told, negative = (encoder_of(facts).encode_prompts([text]) for text in ("a toy", "a blur"))
+    sampler, pipeline = (
+        build_sampler(FLUX3, facts, denoiser=network_of(facts), device=CPU),
+        pipeline_of(facts),
+    )
+    size: Any = {"width": 32, "height": 16}
+    for scale in (1.0, 4.0):  # it has no guidance that a scale could change
+        image = sampler.image(
+            told, negative, seed=3, size_px=(32, 16), steps=3, guidance_scale=scale
+        )
+        arguments = pipeline_arguments(
+            FLUX3, pipeline, facts, "a toy", "a blur", guidance_scale=scale
+        )
+        noise = torch.Generator().manual_seed(3)
+        plain = pipeline(**arguments, **size, generator=noise, num_inference_steps=3).images[0]
+        difference = np.asarray(image, dtype=int) - np.asarray(plain, dtype=int)
+        assert np.abs(difference).max() <= 1
+
+
+@pytest.mark.parametrize("is_flow_map", [True, False])
+def test_tensors_say_whether_a_file_is_a_flow_map(
+    is_flow_map: bool, flow_map: Path, tmp_path: Path
+) -> None:
+    """Whatever its companion is, and whatever the file is called."""
+    folders = {True: flow_map, False: base_of("flux3")}
+    state = load_file(folders[is_flow_map] / "transformer" / "diffusion_pytorch_model.safetensors")
+    state["repa_projectors.0.weight"] = torch.ones(2, 2)  # as its training left them
+    file = tmp_path / ("flux3_base.safetensors" if is_flow_map else "flux3_klein.safetensors")
+    save_file(original_names("flux3", state), file)
+    companion = folders[not is_flow_map]
+    facts = describe(BaseSettings(model=str(file), companion=str(companion)))
+    own = describe(BaseSettings(model=str(folders[is_flow_map])))
+    assert facts.release.distilled == is_flow_map
+    counts = [each.parts["denoiser"].parameters for each in (facts, own)]
+    assert counts[0] == counts[1]
+    loaded, wanted = (network_of(each).state_dict() for each in (facts, own))
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[key], wanted[key]) for key in wanted)
+    assert not any("image_cond" in key for key in wanted), "reference images have layers of theirs"
+
+
+def test_layers_for_reference_images_in_files_of_others_are_kept(tmp_path: Path) -> None:
+    """As a trainer of edits writes them; nothing here trains them."""
+    whole = FLUX3.empty_denoiser(facts_of("flux3").release.architecture)
+    names = ["mode_blocks.image_cond.0.attn.to_q", "mode_blocks.image.0.ff.linear_in"]
+    assert names[0] not in FLUX3.lora_targets(denoiser_of("flux3"), "all")
+    file, back = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    export(file, adapter_for("denoiser", whole, names), name="flux3", format="comfyui")
+    assert {key.partition(".lora")[0] for key in load_file(file)} == {
+        "diffusion_model.content_mode_blocks.image_cond.0.q_proj",
+        "diffusion_model.content_mode_blocks.image.0.mlp_in",
+    }
+    tool("convert", file, format="diffusers", output=back, base=base_of("flux3"))
+    assert {key.partition(".lora")[0] for key in load_file(back)} == {
+        f"transformer.{name}" for name in names
+    }

@@ -25,6 +25,7 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.layout import Header, Layout
 from lora_trainer.families.base.releases import text_network
+from lora_trainer.families.base.stated import Stated
 from lora_trainer.families.base.text.qwen3_vl import (
     QWEN3_VL_INNER,
     QWEN3_VL_UNREAD,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 WINDOW = 80
 """Texts are padded to a multiple of this many tokens, and the network attends to the padding."""
+FLOW_MAP = "flow map"
+"""How the distilled release was distilled."""
 IMAGE_SCALE = 0.5
 """Rows and columns of an image count half as much as tokens of a text."""
 # Keys of the configuration that tell whether a network has the sizes of the release.
@@ -184,6 +187,12 @@ class Flux3(FlowFamily):
             changed = {**plain.architecture, "flow_map": released.get("flow_map", False)}
             plain = replace(plain, architecture=changed)
         return replace(plain, distilled=bool(plain.architecture.get("flow_map", False)))
+
+    def as_stated(self, release: BaseRelease, stated: Stated) -> BaseRelease:
+        if release.distilled:  # by its tensors, whatever it is called
+            is_file = stated.file is not None
+            return self.as_distilled(release, FLOW_MAP, steps=stated.steps(), is_file=is_file)
+        return super().as_stated(release, stated)
 
     def as_distilled(
         self, release: BaseRelease, kind: str, *, steps: int = 0, is_file: bool = False

@@ -204,7 +204,9 @@ def _timesteps(foreign: Foreign) -> None:
         return
     uniform = foreign.flag("flow_use_uniform_schedule")
     beta = foreign.flag("flow_use_beta_schedule")
-    shift = foreign.number("flow_schedule_shift", 3.0) or 0
+    stated = foreign.number("flow_schedule_shift", 3.0) or 0
+    fixed = foreign.table["shifts"].get(foreign.word("model_family", ""))
+    shift = fixed or stated
     by_size = foreign.flag("flow_schedule_auto_shift") and shift <= 0
     if beta and not uniform:
         how = "sigmoid: both draw the middle more often"
@@ -217,7 +219,7 @@ def _timesteps(foreign: Foreign) -> None:
         std=(scale, "flow_sigmoid_scale"),
         shift=("resolution", "flow_schedule_auto_shift")
         if by_size
-        else (shift or 1.0, "flow_schedule_shift"),
+        else (shift or 1.0, THERE if fixed else "flow_schedule_shift"),
     )
 
 
