@@ -119,21 +119,36 @@ class LayerNames:
         """
         spelling, _, part = spelling.partition(PART_MARK)
         layers = self._text_layer(spelling, size)
-        for candidate in () if layers else _stripped(_flat(spelling), _PREFIX):
-            if candidate.startswith("sformer_blocks_"):  # written by a replacement gone wrong
-                candidate = f"tran{candidate}"
-            # Old diffusers named the attention processor between the attention and its layer.
-            names = (candidate, candidate.replace("_processor_", "_"))
-            layers = self._denoiser.get(names[0]) or self._denoiser.get(names[1], ())
-            if layers:
-                break
+        if not layers or _TEXT_PREFIX.match(_bare(spelling)) is None:
+            # A denoiser may have layers of its text encoder's names: without a prefix the size tells which is meant.
+            own = self._denoiser_layers(spelling)
+            if own and (not layers or self._fits(own, size) or not self._fits(layers, size)):
+                layers = own
         if part:
             number = int(part)
             return (LayerRows(key=layers[number].key),) if number < len(layers) else ()
         return layers
 
+    def _denoiser_layers(self, spelling: str) -> tuple[LayerRows, ...]:
+        for candidate in _stripped(_flat(spelling), _PREFIX):
+            if candidate.startswith("sformer_blocks_"):  # written by a replacement gone wrong
+                candidate = f"tran{candidate}"
+            # Old diffusers named the attention processor between the attention and its layer.
+            names = (candidate, candidate.replace("_processor_", "_"))
+            if layers := self._denoiser.get(names[0]) or self._denoiser.get(names[1], ()):
+                return layers
+        return ()
+
+    def _fits(self, layers: tuple[LayerRows, ...], size: tuple[int, int] | None) -> bool:
+        """Return whether an update of that size, as far as it is known, is one of a single layer."""
+        shape = self.shape(layers[0].key)
+        if size is None or len(layers) > 1 or len(shape) < 2:
+            return True
+        wanted = (shape[0], math.prod(shape[1:]))
+        return all(own in (0, whole) for own, whole in zip(size, wanted, strict=True))
+
     def _text_layer(self, spelling: str, size: tuple[int, int] | None) -> tuple[LayerRows, ...]:
-        flat = _flat(spelling).removeprefix("base_model_model_")
+        flat = _bare(spelling)
         match = _TEXT_PREFIX.match(flat)
         rest = [flat] if match is None else [flat[match.end() :], flat]
         hits = {
@@ -162,6 +177,10 @@ class LayerNames:
 
 def _flat(name: str) -> str:
     return name.replace(".", "_")
+
+
+def _bare(name: str) -> str:
+    return _flat(name).removeprefix("base_model_model_")
 
 
 def _stripped(name: str, prefix: re.Pattern[str]) -> Iterator[str]:

@@ -27,9 +27,11 @@ from lora_trainer.gui.server.guard import Guard
 from lora_trainer.gui.server.guesses import BURST, GUESS_EVERY_S, GuessLimit, network_of
 from lora_trainer.gui.workplace import Workplace
 
+from lora_trainer import families
 from lora_trainer.cache.store import in_use
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.families.base.tables import family_table
 from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import detect
 from lora_trainer.hardware.nvml import Gpu
@@ -184,6 +186,15 @@ def test_every_text_of_a_template_and_of_its_script_has_its_translation() -> Non
             english = json.loads('"' + "".join(re.findall(r'"([^"]*)"', found)) + '"')
             for code in (each.stem for each in gui_texts.LANGUAGES.glob("*.json")):
                 assert english in gui_texts.known(code), f"{path.name}: {english}"
+
+
+@pytest.mark.parametrize("code", [each.stem for each in gui_texts.LANGUAGES.glob("*.json")])
+def test_what_a_release_is_good_for_is_said_in_every_language(code: str) -> None:
+    from lora_trainer.gui.server.translation import words
+
+    rows = [row for name in families.NAMES for row in family_table(name)["releases"]]
+    for row in (each for each in rows if "good_for" in each):
+        assert words(code).message(row["good_for"]) == row["good_for_in"][code] != row["good_for"]
 
 
 @pytest.mark.parametrize("code", [each.stem for each in gui_texts.LANGUAGES.glob("*.json")])

@@ -57,6 +57,8 @@ class SquareLatents(VaeLatents):
     # The release's own autoencoder keeps the mean alone; diffusers' training scripts take `latent_dist.mode()`,
     # its pipelines "argmax".
     are_drawn = False
+    variance_eps: float | None = None
+    """What is added to the variance; None: what the VAE's configuration says."""
 
     def is_in(self, header: Header, *, channels: int, alone: bool) -> bool:
         return False  # its statistics are in no file that others write
@@ -68,28 +70,28 @@ class SquareLatents(VaeLatents):
     def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
         from torch.nn.functional import pixel_unshuffle
 
-        shift, scale = statistics(vae)
+        shift, scale = self.statistics(vae)
         latents = vae.encode(pixels).latent_dist
         # Channels vary slowest, then row and column in the square, as in the pipeline's `_patchify_latents`; another
         # order would train, too, and give an adapter of no use elsewhere.
         mean, std = pixel_unshuffle(latents.mean, 2), pixel_unshuffle(latents.std, 2)
         return (mean - shift) / scale, std / scale
 
+    def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of the squares of latents by channel, [1, 4 C, 1, 1].
+
+        The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipelines apply them by
+        hand as here (Flux2KleinPipeline.__call__, before it decodes).
+        """
+        norm, stated = vae.bn, vae.config.batch_norm_eps
+        eps = stated if self.variance_eps is None else self.variance_eps
+        deviation = (norm.running_var + eps).sqrt()
+        return norm.running_mean.view(1, -1, 1, 1), deviation.view(1, -1, 1, 1)
+
     def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         # The pipeline itself undoes normalisation and squares.
         pixels: Tensor = vae.decode(latents.float(), return_dict=False)[0]
         return pixels
-
-
-def statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of the squares of latents by channel, [1, 4 C, 1, 1].
-
-    The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipelines apply them by hand as
-    here (Flux2KleinPipeline.__call__, before it decodes).
-    """
-    norm = vae.bn
-    scale = (norm.running_var + vae.config.batch_norm_eps).sqrt()
-    return norm.running_mean.view(1, -1, 1, 1), scale.view(1, -1, 1, 1)
 
 
 class Flux2(FlowFamily):

@@ -20,7 +20,7 @@ from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder, text_config
 from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
 from lora_trainer.families.files.base_parts import components
-from lora_trainer.families.flux2.family import MISTRAL, Flux2, SquareLatents, statistics
+from lora_trainer.families.flux2.family import MISTRAL, Flux2, SquareLatents
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class TokenLatents(SquareLatents):
         _, factor = self.shape(vae.config)
         width, height = (side // factor for side in size_px)
         squares = latents.float().transpose(1, 2).unflatten(2, (height, width))
-        shift, scale = statistics(vae)
+        shift, scale = self.statistics(vae)
         return super().decode(vae, pixel_shuffle(squares * scale + shift, 2), size_px)
 
 

@@ -35,7 +35,7 @@ from lora_trainer.families.base.text.qwen3_vl import (
 from lora_trainer.families.base.text.transformers_encoder import text_config
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, Blocks, PipelineTraits
 from lora_trainer.families.files.weight_files import read_header
-from lora_trainer.families.flux2.family import SquareLatents, statistics, token_positions
+from lora_trainer.families.flux2.family import SquareLatents, token_positions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -100,7 +100,7 @@ class NormalisedLatents(SquareLatents):
     def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         from torch.nn.functional import pixel_shuffle
 
-        shift, scale = statistics(vae)
+        shift, scale = self.statistics(vae)
         return super().decode(vae, pixel_shuffle(latents.float() * scale + shift, 2), size_px)
 
 
