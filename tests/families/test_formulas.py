@@ -222,6 +222,15 @@ def flux3(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     return torch.stack(answers).transpose(1, 2).unflatten(2, (HEIGHT, WIDTH))
 
 
+def ernie(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """ai-toolkit's and SimpleTuner's: time from image (0) to noise (1000); one by one, without padding."""
+    answers = [
+        network(latents[None], 1000 * level[None], text[None], torch.tensor([len(text)])).sample
+        for latents, level, text in zip(noisy, sigma, texts(told), strict=True)
+    ]
+    return torch.cat(answers)
+
+
 VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "flux": flux,
     "chroma": chroma,
@@ -236,6 +245,7 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "krea2": krea2,
     "qwen21": qwen21,
     "flux3": flux3,
+    "ernie": ernie,
 }
 """Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
 
@@ -326,6 +336,13 @@ def qwen21_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": pipeline.encode_prompt(kept)[0]}
 
 
+def ernie_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """The pipeline has no limit: it gets as much as there is room for."""
+    room = encoder("ernie").prompt_room()
+    kept = pipeline.tokenizer.decode(pipeline.tokenizer(prompt).input_ids[1 : room + 1])
+    return {"text": pipeline.encode_prompt(kept, CPU)[0][None]}
+
+
 def one_clip(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]}
 
@@ -379,6 +396,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "krea2": krea2_text,
     "qwen21": qwen21_text,
     "flux3": flux3_text,
+    "ernie": ernie_text,
 }
 
 

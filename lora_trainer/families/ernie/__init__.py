@@ -1,0 +1,1 @@
+"""The family of ERNIE-Image, and of what is made from it."""
