@@ -187,6 +187,28 @@ def test_modules_that_tell(modules: str, widths: tuple[int, ...], expected: str)
     assert adapter_family(by_name, metadata={}) == expected
 
 
+@pytest.mark.parametrize(
+    ("module", "size", "component"),
+    [
+        ("diffusion_model.layers.1.mlp.up_proj", (12288, 4096), "denoiser"),
+        ("transformer.layers.1.mlp.up_proj", (0, 4096), "denoiser"),
+        ("lora_unet_layers_1_mlp_up_proj", None, "denoiser"),
+        ("model.layers.1.mlp.up_proj", (9216, 3072), "text_encoder"),
+        (
+            "text_encoders.ministral3_3b.transformer.model.layers.1.mlp.up_proj",
+            None,
+            "text_encoder",
+        ),
+    ],
+)
+def test_of_a_name_that_denoiser_and_text_encoder_have_the_prefix_or_the_size_tells(
+    module: str, size: tuple[int, int] | None, component: str
+) -> None:
+    """A layer of the transformer was taken for one of its language model, and written back under that name."""
+    (found,) = released_names("ernie", 0).find(module, size=size)
+    assert found.key == f"{component}.layers.1.mlp.up_proj"
+
+
 def test_metadata_says_whose_joint_blocks_they_are_and_tensors_that_tell_weigh_more() -> None:
     for block, width, stated, family in (
         (0, 6144, "flux2", "flux2dev"),  # ai-toolkit's name of dev

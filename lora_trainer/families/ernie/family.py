@@ -28,6 +28,7 @@ from lora_trainer.families.base.text.transformers_encoder import (
     without_padding,
 )
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits
+from lora_trainer.families.flux2dev.family import NOT_READ
 from lora_trainer.families.flux3.family import NormalisedLatents
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ class Ernie(FlowFamily):
     text = encoders(
         text_network("ministral3_3b"),
         encoder=MinistralEncoder,
-        # The tower of pictures; ComfyUI's file brings the tokenizer as a tensor of bytes.
-        unread=("vision_tower.", "multi_modal_projector.", "tekken_model"),
+        unread=NOT_READ,
         inner="language_model",
         blocks=26,  # all, as diffusers' pipeline counts from the last; the norm behind them is not read
         width="text_in_dim",

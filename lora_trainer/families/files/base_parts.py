@@ -449,15 +449,17 @@ def load_text_network(
         state["encoder.embed_tokens.weight"] = state["shared.weight"]  # one table, stored once
     try:
         loaded: nn.Module
-        # Files also hold layers beyond the configured number, projections and position ids: unused here.
-        loaded, report = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by their names
-        )
+        # Files also hold layers beyond the configured number, projections and position ids: unused here. transformers
+        # would log them, and what the network has beside the text, which is not read.
+        with _errors_only():
+            loaded, report = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by their names
+            )
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:300]
         raise InputError(
