@@ -43,10 +43,7 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
   node.addEventListener("close", () => node.remove());
   // Pressed again before the answer that it waited for: one is enough.
   if ([...document.querySelectorAll("dialog.ask[open]")].some((other) => other.dataset.title === title)) return shown;
-  // In the frame, whose style sheet gives buttons and fields their look.
-  const frame = document.querySelector("main") ?? document.body;
-  frame.append(make("div", { className: "html-container" }, node));
-  node.addEventListener("close", () => frame.querySelectorAll(".html-container:empty").forEach((empty) => empty.remove()));
+  document.querySelector("main").append(node);
   node.showModal();
   return shown;
 }

@@ -4,7 +4,8 @@ import { make } from "/ui/dialog.js";
 import { ask } from "/ui/shared/ask.js";
 import { say } from "/ui/shared/words.js";
 
-async function mount(place) {
+export async function mount(main, leaving) {
+  const place = main.querySelector(".compare");
   const runs = JSON.parse(place.dataset.runs);
   const said = make("p", { className: "quiet" });
   said.setAttribute("role", "status");
@@ -15,8 +16,8 @@ async function mount(place) {
   const first = asked.get("a");
   const second = asked.get("b") ?? runs.find((name) => name !== (first ?? runs[0]));
   const sides = [
-    new Side(say("First"), "a", runs, first, draw),
-    new Side(say("Second"), "b", runs, second, draw),
+    new Side(say("First"), "a", runs, first, draw, leaving),
+    new Side(say("Second"), "b", runs, second, draw, leaving),
   ];
   const fields = make("div", { className: "sides" }, ...sides.map((side) => side.node));
   place.replaceChildren(fields, differences, said, rows);
@@ -29,8 +30,8 @@ async function mount(place) {
 
 /** One of the two: which run, which step of it, and its sheet of samples. */
 class Side {
-  constructor(title, key, runs, chosen, draw) {
-    Object.assign(this, { key, draw, sheet: null });
+  constructor(title, key, runs, chosen, draw, leaving) {
+    Object.assign(this, { key, draw, leaving, sheet: null });
     this.run = make("select", { onchange: () => this.load() }, ...runs.map((name) => make("option", { value: name, textContent: name, translate: false })));
     if (runs.includes(chosen)) this.run.value = chosen;
     this.step = make("select", { onchange: () => this.chosen() });
@@ -70,6 +71,7 @@ class Side {
   }
 
   chosen() {
+    if (this.leaving.aborted) return;
     const address = new URL(location.href);
     address.searchParams.set(this.key, this.run.value);
     const step = this.sheet.steps?.[this.step.value];
@@ -114,5 +116,3 @@ function differ(place, sides) {
     ...names.map((name) => make("span", {}, make("span", { textContent: name }), ": ",
       make("span", { textContent: `${one[name] ?? "\u2013"} | ${other[name] ?? "\u2013"}`, translate: false }))));
 }
-
-mount(document.querySelector(".compare"));

@@ -1,7 +1,7 @@
 // Captions written by a model, in a process of its own: it goes on when this page is closed. What it
 // writes shows on the cards as it comes.
 import { say } from "/ui/shared/words.js";
-import { button, choice, make } from "/ui/datasets/elements.js";
+import { button, choice, make } from "/ui/shared/elements.js";
 
 const LOOK_EVERY_MS = 1500;
 
@@ -9,6 +9,7 @@ export class Captioner {
   constructor(editor) {
     this.editor = editor;
     this.timer = 0;
+    editor.leaving.addEventListener("abort", () => clearTimeout(this.timer));
     this.models = choice(say("Model"), [], () => this.describe());
     this.about = make("p", { class: "ds-quiet" });
     this.mode = choice(say("Which"), [
@@ -41,6 +42,7 @@ export class Captioner {
 
   show(answer) {
     clearTimeout(this.timer);
+    if (this.editor.leaving.aborted) return;
     if (answer.error) {
       this.said.textContent = answer.error;
       if (this.running) this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS); // it goes on, whoever answers

@@ -1,7 +1,7 @@
 // One image with its caption. The caption is saved after a pause and when the field is left; what
 // could not be saved stays in the field and says so.
 import { say } from "/ui/shared/words.js";
-import { afterPause, button, make } from "/ui/datasets/elements.js";
+import { afterPause, button, make } from "/ui/shared/elements.js";
 import { paint } from "/ui/datasets/mask.js";
 
 const SAVE_PAUSE_MS = 800;

@@ -1,7 +1,7 @@
 // One edit of many captions. Nothing is written before its preview, which shows every caption that
 // would change; applying is one step of undo.
 import { say } from "/ui/shared/words.js";
-import { button, choice, field, make } from "/ui/datasets/elements.js";
+import { button, choice, field, make } from "/ui/shared/elements.js";
 
 const KINDS = [
   ["prepend", say("put in front")], ["append", say("put at the end")], ["replace", say("replace words")],

@@ -2,11 +2,12 @@
 import { browse } from "/ui/shared/browse.js";
 import { say } from "/ui/shared/words.js";
 import { ask } from "/ui/datasets/asking.js";
-import { button, field, make } from "/ui/datasets/elements.js";
+import { button, field, make } from "/ui/shared/elements.js";
 
 export class Opener {
   constructor(editor) {
     this.editor = editor;
+    this.drop = document.querySelector(".drop");
     this.list = make("datalist", { id: "ds-recent" });
     this.path = field(say("Folder on this machine"), { list: "ds-recent", spellcheck: "false" });
     this.path.node.classList.add("ds-wide");
@@ -61,7 +62,7 @@ export class Opener {
     this.remove.hidden = !uploaded; // a folder of the user's own is not ours to delete
     this.train.href = `/train?${new URLSearchParams({ folder })}`;
     this.train.hidden = false;
-    document.querySelector(".drop").hidden = this.recent.hidden = this.node.lastChild.hidden = true;
+    this.drop.hidden = this.recent.hidden = this.node.lastChild.hidden = true;
     this.refuse("");
   }
 

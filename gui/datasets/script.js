@@ -7,13 +7,12 @@ import { ask, askInTurn } from "/ui/datasets/asking.js";
 import { Captioner } from "/ui/datasets/captioner.js";
 import { Card } from "/ui/datasets/card.js";
 import { EditMany } from "/ui/datasets/edit_many.js";
-import { make } from "/ui/datasets/elements.js";
+import { make } from "/ui/shared/elements.js";
 import { Opener } from "/ui/datasets/opener.js";
 import { Tools, tagsOf } from "/ui/datasets/tools.js";
 
 const CHUNK = 60; // whole rows of one to six cards
 const NEAR_PX = 800;
-const mount = document.querySelector(".mount");
 
 /** CHUNK of the cards: there while they are on the screen or near it, else as much empty space. */
 class Part {
@@ -52,7 +51,8 @@ class Part {
 }
 
 class Editor {
-  constructor() {
+  constructor(place, leaving) {
+    this.leaving = leaving;
     this.folder = "";
     this.data = null;
     this.cards = new Map();
@@ -72,7 +72,7 @@ class Editor {
     const hint = make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself."));
     this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, hint, this.list);
     this.tools.bulkPlace.append(this.bulk.node, this.captioner.node);
-    mount.replaceChildren(this.live, this.opener.node, this.page);
+    place.replaceChildren(this.live, this.opener.node, this.page);
     this.watcher = new IntersectionObserver((seen) => {
       for (const { target, isIntersecting } of seen) {
         this.parts.find((part) => part.node === target)?.come(isIntersecting);
@@ -93,6 +93,7 @@ class Editor {
       done();
       if (answer.error) { this.opener.refuse(answer.error); return; }
     } while (this.unsaved); // typed while the folder was opened
+    if (this.leaving.aborted) return;
     const address = new URL(location.href);
     address.searchParams.set("folder", answer.folder);
     history.replaceState(history.state, "", address);
@@ -282,20 +283,23 @@ function imagesIn({ folder, pictures: { length } }) {
   return length === 1 ? say("1 image in {}", folder) : say("{#} images in {}", length.toLocaleString("en"), folder);
 }
 
-const editor = new Editor();
-document.addEventListener("keydown", (event) => {
-  const key = event.key.toLowerCase();
-  const typing = event.target.closest?.("input:not([type=checkbox]), textarea, select, [contenteditable]");
-  if (typing || !(event.ctrlKey || event.metaKey) || event.altKey || !editor.folder) return;
-  if (key === "z" && !event.shiftKey) { event.preventDefault(); editor.undo(); }
-  if (key === "y" || (key === "z" && event.shiftKey)) { event.preventDefault(); editor.redo(); }
-});
-document.addEventListener("visibilitychange", () => {
-  if (!document.hidden && editor.folder) editor.reload();
-});
-window.addEventListener("beforeunload", (event) => {
-  if (editor.unsaved) event.preventDefault();
-});
-dropZone(document.querySelector(".drop"), (answer) => editor.opener.received(answer));
-deletes(document.querySelector("main"));
-editor.opener.start(new URL(location.href).searchParams.get("folder"));
+export function mount(main, leaving) {
+  const editor = new Editor(main.querySelector(".mount"), leaving);
+  const here = { signal: leaving };
+  document.addEventListener("keydown", (event) => {
+    const key = event.key.toLowerCase();
+    const typing = event.target.closest?.("input:not([type=checkbox]), textarea, select, [contenteditable]");
+    if (typing || !(event.ctrlKey || event.metaKey) || event.altKey || !editor.folder) return;
+    if (key === "z" && !event.shiftKey) { event.preventDefault(); editor.undo(); }
+    if (key === "y" || (key === "z" && event.shiftKey)) { event.preventDefault(); editor.redo(); }
+  }, here);
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden && editor.folder) editor.reload();
+  }, here);
+  window.addEventListener("beforeunload", (event) => {
+    if (editor.unsaved) event.preventDefault();
+  }, here);
+  dropZone(main.querySelector(".drop"), leaving, (answer) => editor.opener.received(answer));
+  deletes(main);
+  editor.opener.start(new URL(location.href).searchParams.get("folder"));
+}

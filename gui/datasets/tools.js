@@ -1,6 +1,6 @@
 // The bars above the cards: undo, filters, order, what to look for, and what is said of the whole folder.
 import { say } from "/ui/shared/words.js";
-import { button, choice, field, make } from "/ui/datasets/elements.js";
+import { button, choice, field, make } from "/ui/shared/elements.js";
 
 const MAX_TAGS = 60;
 const ORDERS = [["name", say("by name")], ["worst", say("worst first")], ["best", say("best first")]];

@@ -3,28 +3,30 @@ import { dropZone, trainOn } from "/ui/shared/drop.js";
 import { follow } from "/ui/shared/follow.js";
 import { mount as deletes } from "/ui/trash/script.js";
 
-const place = document.querySelector(".home");
-const said = document.querySelector("main > .said");
-let focused = null; // data-key of the button that has the keyboard
+export function mount(main, leaving) {
+  const place = main.querySelector(".home");
+  const said = main.querySelector(":scope > .said");
+  let focused = null; // data-key of the button that has the keyboard
 
-const asked = follow(place, "/home/look", () => {
-  if (focused) place.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
-});
+  const asked = follow(place, "/home/look", leaving, () => {
+    if (focused) place.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+  });
 
-document.addEventListener("focusin", ({ target }) => {
-  focused = place.contains(target) ? target.dataset.key ?? null : null;
-});
+  document.addEventListener("focusin", ({ target }) => {
+    focused = place.contains(target) ? target.dataset.key ?? null : null;
+  }, { signal: leaving });
 
-place.addEventListener("click", async (event) => {
-  const button = event.target.closest("button[data-action]");
-  if (!button || event.detail > 1) return; // a double click's second one may meet another run
-  button.disabled = true;
-  const { action, run } = button.dataset;
-  const { error = "" } = await asked({ press: { action, run } });
-  button.disabled = false; // of a refusal; else other cards are drawn by now
-  said.textContent = error;
-  said.hidden = !error;
-});
+  place.addEventListener("click", async (event) => {
+    const button = event.target.closest("button[data-action]");
+    if (!button || event.detail > 1) return; // a double click's second one may meet another run
+    button.disabled = true;
+    const { action, run } = button.dataset;
+    const { error = "" } = await asked({ press: { action, run } });
+    button.disabled = false; // of a refusal; else other cards are drawn by now
+    said.textContent = error;
+    said.hidden = !error;
+  });
 
-deletes(document.querySelector("main"));
-dropZone(document.querySelector(".drop"), trainOn);
+  deletes(main);
+  dropZone(main.querySelector(".drop"), leaving, trainOn);
+}

@@ -8,25 +8,25 @@ import { mount as mountShare } from "/ui/share/script.js";
 import { tabs } from "/ui/shared/tabs.js";
 import { tell } from "/ui/shared/tell.js";
 
-export function mountFile(page) {
+export function mountFile(page, leaving) {
   const { file } = page.dataset;
   mountShare(page);
   if (!page.querySelector("[role=tablist]")) return; // of a file that cannot be read
   const panel = (name) => page.querySelector(`#${name}`);
   tabs(page, (name) => { if (name === "inside") lookInside(panel(name), file); });
-  mountTry(panel("try"), file);
+  mountTry(panel("try"), file, leaving);
   mountDescribe(panel("describe"), page.querySelector("#head"), file);
-  mountTools(panel("tools"), file);
+  mountTools(panel("tools"), file, leaving);
   mountExport(panel("export"), file);
 }
 
-function mountTry(panel, file) {
+function mountTry(panel, file, leaving) {
   const form = panel.querySelector("form");
   const said = panel.querySelector(".said");
   const stop = panel.querySelector("[data-stop]");
   const place = panel.querySelector(".tries");
   const openAgain = keepOpen(place);
-  const asked = follow(place, "/library/tries", ({ goes }) => {
+  const asked = follow(place, "/library/tries", leaving, ({ goes }) => {
     openAgain();
     if (!goes && document.activeElement === stop) form.querySelector("[type=submit]").focus();
     stop.hidden = !goes;
@@ -39,9 +39,9 @@ function mountTry(panel, file) {
   stop.addEventListener("click", async () => tell(said, await asked({ stop: true })));
 }
 
-function mountTools(panel, file) {
+function mountTools(panel, file, leaving) {
   const said = panel.querySelector("#made");
-  const asked = follow(panel.querySelector(".made"), "/library/jobs", () => {}, { file });
+  const asked = follow(panel.querySelector(".made"), "/library/jobs", leaving, () => {}, { file });
   const value = (name) => panel.querySelector(`#${name}`).value;
   const weight = (name) => {
     const number = panel.querySelector(`#${name}`).valueAsNumber;

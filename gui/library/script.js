@@ -3,8 +3,9 @@ import { mount as mountTrash } from "/ui/trash/script.js";
 import { mountFile } from "/ui/library/file.js";
 import { mountShelf } from "/ui/library/shelf.js";
 
-const main = document.querySelector("main");
-const lora = main.querySelector(".lora-page");
-if (lora) mountFile(lora);
-else if (main.querySelector(".search")) mountShelf(main);
-mountTrash(main);
+export function mount(main, leaving) {
+  const lora = main.querySelector(".lora-page");
+  if (lora) mountFile(lora, leaving);
+  else if (main.querySelector(".search")) mountShelf(main);
+  mountTrash(main);
+}

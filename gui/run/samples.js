@@ -2,326 +2,311 @@
 //
 // The sheet is what parts.py returns. Texts of it are set as text only. Keys in the large picture: left and right
 // another prompt, up and down another step, Escape closes.
+import { button, make } from "/ui/shared/elements.js";
 import { say } from "/ui/shared/words.js";
 
-const pictures = new Map(); // address -> <img>, so that a redraw loads nothing again
-let sheet = null;
-let markBest = null; // marks a step as the best; returns {error} or {done}
-let cell = { prompt: 0, step: 0 };
+/** Show the samples in `place`, first as data-sheet has them; `markBest` marks a step as the best and returns {error} or
+ *  {done}. Return what draws them as they are by now. */
+export function samples(place, markBest) {
+  const pictures = new Map(); // address -> <img>, so that a redraw loads nothing again
+  let sheet = JSON.parse(place.dataset.sheet);
+  let cell = { prompt: 0, step: 0 };
 
-/** Return a new element; `attributes` that are null are left out, children are nodes or texts. */
-function make(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value !== null) made.setAttribute(key, value);
+  const title = ({ prompt, step }) => `${sheet.steps[step].name}: ${sheet.prompts[prompt].text}`;
+  const address = ({ prompt, step }) => sheet.images[prompt][step];
+
+  /** Return the columns in which a prompt has a picture. */
+  const drawnSteps = (prompt) => sheet.steps.map((_, step) => step).filter((step) => address({ prompt, step }) !== null);
+
+  /** Small pictures are enlarged without smoothing: one sees what was made, not what was smoothed. */
+  function sharpen(event) {
+    event.target.classList.toggle("pixels", event.target.naturalWidth <= 128);
   }
-  made.append(...children.filter((child) => child !== null));
-  return made;
-}
 
-const button = (label, onclick, more = {}) =>
-  make("button", { type: "button", onclick, ...more }, label);
+  // ---- two steps beside each other, large: the newest and the one before, until others are chosen
 
-const title = ({ prompt, step }) => `${sheet.steps[step].name}: ${sheet.prompts[prompt].text}`;
-const address = ({ prompt, step }) => sheet.images[prompt][step];
+  const SHOWN = 6; // prompts; the table has all
+  const largePictures = new Map(); // as `pictures`: an element stands in one place only, on one side
+  const beside = { left: "", right: "" }; // steps; empty: the one before, the newest
 
-/** Return the columns in which a prompt has a picture. */
-const drawnSteps = (prompt) => sheet.steps.map((_, step) => step).filter((step) => address({ prompt, step }) !== null);
-
-/** Small pictures are enlarged without smoothing: one sees what was made, not what was smoothed. */
-function sharpen(event) {
-  event.target.classList.toggle("pixels", event.target.naturalWidth <= 128);
-}
-
-// ---- two steps beside each other, large: the newest and the one before, until others are chosen
-
-const SHOWN = 6; // prompts; the table has all
-const largePictures = new Map(); // as `pictures`: an element stands in one place only, on one side
-const beside = { left: "", right: "" }; // steps; empty: the one before, the newest
-
-function drawNewest(empty) {
-  const focused = newest.contains(document.activeElement) && document.activeElement.dataset.at;
-  const prompts = empty ? [] : [...sheet.prompts.keys()].slice(0, SHOWN);
-  const figures = prompts.map(pair).filter(Boolean);
-  const choice = prompts.some((prompt) => drawnSteps(prompt).length > 2)
-    ? [make("span", { class: "quiet" }, say("Show")), stepChoice("left", say("the step before")), make("span", { class: "quiet" }, say("beside")), stepChoice("right", say("the newest"))]
-    : [];
-  newest.hidden = figures.length === 0;
-  newest.replaceChildren(make("div", { class: "actions" }, ...choice), make("div", { class: "grid" }, ...figures));
-  if (focused) newest.querySelector(`[data-at="${focused}"]`)?.focus();
-}
-
-/** Return the list of the steps that can stand on a side. */
-function stepChoice(side, automatic) {
-  const choose = (event) => {
-    beside[side] = event.target.value;
-    drawNewest(false);
-  };
-  const list = make("select", { "aria-label": side === "left" ? say("the step on the left") : say("the step on the right"), "data-at": `beside-${side}`, onchange: choose },
-    make("option", { value: "" }, automatic),
-    ...sheet.steps.map((step) => make("option", { value: step.step }, step.name)));
-  list.value = beside[side];
-  return list;
-}
-
-/** Return the figure of a prompt with its images of two steps, of one where it has no other; null without any. */
-function pair(prompt) {
-  const steps = drawnSteps(prompt);
-  const chosen = (side) => steps.filter((step) => String(sheet.steps[step].step) === beside[side]);
-  const right = beside.right ? chosen("right") : steps.slice(-1);
-  const left = beside.left ? chosen("left") : steps.filter((step) => step < right[0]).slice(-1);
-  const cells = [...left, ...right];
-  if (cells.length === 0) return null;
-  return make(
-    "figure",
-    {},
-    ...cells.map((step, at) => largeCell({ prompt, step }, at === cells.length - 1)),
-    make("figcaption", { dir: "auto", translate: sheet.prompts[prompt].text ? "no" : null }, sheet.prompts[prompt].text || say("(empty prompt)")),
-  );
-}
-
-function largeCell(at, isNow) {
-  const source = address(at);
-  const key = `${isNow} ${source}`;
-  if (!largePictures.has(key)) largePictures.set(key, make("img", { src: source, onload: sharpen }));
-  const image = largePictures.get(key);
-  image.alt = `${sheet.prompts[at.prompt].text}, ${sheet.steps[at.step].name}`;
-  const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
-  return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
-}
-
-// ---- the table
-
-const said = make("p", { role: "status", class: "line" });
-const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": say("samples") });
-const sideways = make("p", { class: "quiet sideways" }, say("Swipe the table sideways: it has more steps."));
-const help = make(
-  "p",
-  { class: "quiet" },
-  say("The arrow beside a step downloads its LoRA. Steps without one have no file: they were only drawn, or their file made room for newer ones. Click an image to enlarge it."),
-);
-const compareButton = button(say("Compare two pictures"), () => openCompare());
-const newest = make("div", { class: "newest" });
-const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, say("Samples of every step")), compareButton);
-
-/** Show the samples in `place`, first as data-sheet has them; return what draws them as they are by now. */
-export function samples(place, best) {
-  markBest = best;
-  place.append(newest, everyStep, help, sideways, table, said, zoom, compare);
-  const show = (newer) => { sheet = newer; draw(); };
-  show(JSON.parse(place.dataset.sheet));
-  return show;
-}
-
-function draw() {
-  const empty = !sheet || sheet.prompts.length === 0;
-  drawNewest(empty);
-  help.hidden = everyStep.hidden = sideways.hidden = empty;
-  if (empty) {
-    table.replaceChildren(make("p", { class: "quiet" }, say("No sample images yet.")));
-    return;
+  function drawNewest(empty) {
+    const focused = newest.contains(document.activeElement) && document.activeElement.dataset.at;
+    const prompts = empty ? [] : [...sheet.prompts.keys()].slice(0, SHOWN);
+    const figures = prompts.map(pair).filter(Boolean);
+    const choice = prompts.some((prompt) => drawnSteps(prompt).length > 2)
+      ? [make("span", { class: "quiet" }, say("Show")), stepChoice("left", say("the step before")), make("span", { class: "quiet" }, say("beside")), stepChoice("right", say("the newest"))]
+      : [];
+    newest.hidden = figures.length === 0;
+    newest.replaceChildren(make("div", { class: "actions" }, ...choice), make("div", { class: "grid" }, ...figures));
+    if (focused) newest.querySelector(`[data-at="${focused}"]`)?.focus();
   }
-  // The first look is at the first column, whole; who sees the newest step then goes on seeing the newest.
-  const atEnd = table.querySelector(".sheet") && table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
-  const focused = table.contains(document.activeElement) && document.activeElement.dataset.cell;
-  const head = make("tr", {}, make("th", { scope: "col" }, say("prompt")), ...sheet.steps.map(column));
-  const rows = sheet.prompts.map((prompt, index) => row(prompt, index));
-  const drawn = make("table", { class: "sheet" }, make("thead", {}, head), make("tbody", {}, ...rows));
-  drawn.style.setProperty("--steps", sheet.steps.length);
-  table.replaceChildren(drawn);
-  if (focused) table.querySelector(`[data-cell="${focused}"]`)?.focus();
-  if (atEnd) table.scrollLeft = table.scrollWidth;
-  if (zoom.open) showCell();
-}
 
-function column(step) {
-  const best = step.best ? [" ", make("mark", { class: "badge" }, say("best"))] : [];
-  const label = say("Download the LoRA of {}", step.name);
-  const file = step.file ? [" ", make("a", { href: step.file, download: "", "aria-label": label, title: label }, icon("download"))] : [];
-  return make("th", { scope: "col" }, step.name, ...best, ...file);
-}
-
-function icon(name) {
-  const [svg, use] = ["svg", "use"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
-  svg.setAttribute("class", "icon");
-  svg.setAttribute("aria-hidden", "true");
-  use.setAttribute("href", `/ui/icons.svg#${name}`);
-  svg.append(use);
-  return svg;
-}
-
-function row(prompt, index) {
-  const name = make(
-    "th",
-    { scope: "row", dir: "auto", title: prompt.text, translate: "no" },
-    make("span", {}, prompt.text || say("(empty prompt)")),
-    make("small", {}, say("seed {#}", prompt.seed)),
-  );
-  const cells = sheet.steps.map((_, step) => make("td", {}, picture({ prompt: index, step })));
-  return make("tr", {}, name, ...cells);
-}
-
-function picture(at) {
-  const source = address(at);
-  if (source === null) return make("span", { class: "quiet" }, say("none"));
-  if (!pictures.has(source)) {
-    pictures.set(source, make("img", { src: source, loading: "lazy", onload: sharpen }));
+  /** Return the list of the steps that can stand on a side. */
+  function stepChoice(side, automatic) {
+    const choose = (event) => {
+      beside[side] = event.target.value;
+      drawNewest(false);
+    };
+    const list = make("select", { "aria-label": side === "left" ? say("the step on the left") : say("the step on the right"), "data-at": `beside-${side}`, onchange: choose },
+      make("option", { value: "" }, automatic),
+      ...sheet.steps.map((step) => make("option", { value: step.step }, step.name)));
+    list.value = beside[side];
+    return list;
   }
-  const image = pictures.get(source);
-  image.alt = title(at);
-  const open = () => openZoom(at);
-  return make("button", { type: "button", class: "cell", onclick: open, "data-cell": key(at) }, image);
-}
 
-const key = ({ prompt, step }) => `${prompt}-${sheet.steps[step].step}`;
+  /** Return the figure of a prompt with its images of two steps, of one where it has no other; null without any. */
+  function pair(prompt) {
+    const steps = drawnSteps(prompt);
+    const chosen = (side) => steps.filter((step) => String(sheet.steps[step].step) === beside[side]);
+    const right = beside.right ? chosen("right") : steps.slice(-1);
+    const left = beside.left ? chosen("left") : steps.filter((step) => step < right[0]).slice(-1);
+    const cells = [...left, ...right];
+    if (cells.length === 0) return null;
+    return make(
+      "figure",
+      {},
+      ...cells.map((step, at) => largeCell({ prompt, step }, at === cells.length - 1)),
+      make("figcaption", { dir: "auto", translate: sheet.prompts[prompt].text ? "no" : null }, sheet.prompts[prompt].text || say("(empty prompt)")),
+    );
+  }
 
-async function useAsBest(step) {
-  said.textContent = say("Copying the LoRA of {text} ...", step.name);
-  const { error, done } = await markBest(step.step);
-  said.textContent = error ?? done;
-  said.classList.toggle("error", Boolean(error));
-}
-
-// ---- one picture, large
-
-const large = make("img", { onload: sharpen });
-const caption = make("p", { class: "caption", "aria-live": "polite" });
-const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
-const baseButton = button(say("Compare with the base"), () => openCompare({ ...cell, step: 0 }, cell));
-const bestButton = button("", () => useAsBest(sheet.steps[cell.step]));
-const zoom = make(
-  "dialog",
-  { class: "viewer", "aria-label": say("sample image"), onkeydown: moveByKey },
-  make("div", { class: "actions" }, caption, button(say("Close"), () => zoom.close(), { autofocus: "" })),
-  large,
-  prompt,
-  make(
-    "div",
-    { class: "actions" },
-    button("\u2190", () => move(-1, 0), { "aria-label": say("previous prompt") }),
-    button("\u2192", () => move(1, 0), { "aria-label": say("next prompt") }),
-    button("\u2191", () => move(0, 1), { "aria-label": say("later step") }),
-    button("\u2193", () => move(0, -1), { "aria-label": say("earlier step") }),
-    baseButton,
-    bestButton,
-  ),
-  make(
-    "p",
-    { class: "quiet keys" },
-    say("Keys: left and right another prompt, up a later step, down an earlier one, Escape closes."),
-  ),
-);
-
-function openZoom(at) {
-  cell = at;
-  showCell();
-  zoom.showModal();
-}
-
-function showCell() {
-  const step = sheet.steps[cell.step];
-  const source = address(cell);
-  large.hidden = source === null;
-  if (source !== null && large.getAttribute("src") !== source) large.src = source;
-  large.alt = title(cell);
-  const where = say("{text}, prompt {#} of {#}", step.name, cell.prompt + 1, sheet.prompts.length);
-  caption.replaceChildren(where, ...(source === null ? [make("span", {}, say(": no picture was made here"))] : []));
-  prompt.textContent = sheet.prompts[cell.prompt].text;
-  const hasBase = sheet.steps[0].step === 0 && address({ ...cell, step: 0 }) !== null;
-  baseButton.disabled = !hasBase;
-  baseButton.title = hasBase ? "" : say("the base model has not drawn this prompt");
-  bestButton.textContent = step.marked ? say("★ Marked as the best") : say("☆ Mark this step as the best");
-  bestButton.disabled = step.marked || !step.file;
-  bestButton.title = step.file ? "" : say("no LoRA file of this step is there");
-}
-
-function move(prompts, steps) {
-  const within = (value, count) => Math.min(Math.max(value, 0), count - 1);
-  cell = {
-    prompt: within(cell.prompt + prompts, sheet.prompts.length),
-    step: within(cell.step + steps, sheet.steps.length),
-  };
-  showCell();
-}
-
-function moveByKey(event) {
-  const ways = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] };
-  const way = ways[event.key];
-  if (!way || event.altKey || event.ctrlKey || event.metaKey) return;
-  event.preventDefault();
-  move(...way);
-}
-
-// ---- two pictures over each other
-
-const sides = [side("A"), side("B")];
-const slider = make("input", {
-  type: "range",
-  min: "0",
-  max: "100",
-  value: "50",
-  "aria-label": say("where A ends and B begins, in percent of the width"),
-  oninput: cut,
-});
-const stage = make("div", { class: "stage" }, sides[0].image, sides[1].image, make("i"));
-const compare = make(
-  "dialog",
-  { class: "viewer", "aria-label": say("compare two pictures") },
-  make(
-    "div",
-    { class: "actions" },
-    make("p", { class: "caption" }, say("A on the left, B on the right")),
-    button(say("Close"), () => compare.close()),
-  ),
-  stage,
-  slider,
-  make("div", { class: "bar sides" }, sides[0].form, sides[1].form),
-  make(
-    "p",
-    { class: "quiet keys" },
-    say("Drag the slider, or press left and right while it is chosen. Escape closes."),
-  ),
-);
-
-/** Return the picture and the two lists of one side. */
-function side(name) {
-  const made = { name, image: make("img", { class: name.toLowerCase(), onload: sharpen }) };
-  made.prompt = make("select", { "aria-label": say("prompt of {}", name), onchange: showSides });
-  made.step = make("select", { "aria-label": say("step of {}", name), onchange: showSides });
-  made.form = make("fieldset", {}, make("legend", {}, name), made.step, made.prompt);
-  return made;
-}
-
-function openCompare(a, b) {
-  // A step at which somebody asked for another prompt has no picture of the first one.
-  const drawn = drawnSteps(0);
-  const chosen = [a ?? { prompt: 0, step: drawn[0] ?? 0 }, b ?? { prompt: 0, step: drawn.at(-1) ?? 0 }];
-  sides.forEach((one, index) => {
-    const option = (text, value) => make("option", { value }, text);
-    one.step.replaceChildren(...sheet.steps.map((step, at) => option(step.name, at)));
-    one.prompt.replaceChildren(...sheet.prompts.map((row, at) => make("option", { value: at, translate: "no" }, row.text)));
-    one.step.value = chosen[index].step;
-    one.prompt.value = chosen[index].prompt;
-  });
-  slider.value = 50;
-  cut();
-  showSides();
-  zoom.close();
-  compare.showModal();
-  slider.focus();
-}
-
-function showSides() {
-  for (const one of sides) {
-    const at = { prompt: Number(one.prompt.value), step: Number(one.step.value) };
+  function largeCell(at, isNow) {
     const source = address(at);
-    one.image.hidden = source === null;
-    one.image.alt = `${one.name}, ${title(at)}${source === null ? ": no picture" : ""}`;
-    if (source !== null && one.image.getAttribute("src") !== source) one.image.src = source;
+    const key = `${isNow} ${source}`;
+    if (!largePictures.has(key)) largePictures.set(key, make("img", { src: source, onload: sharpen }));
+    const image = largePictures.get(key);
+    image.alt = `${sheet.prompts[at.prompt].text}, ${sheet.steps[at.step].name}`;
+    const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
+    return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
   }
-}
 
-function cut() {
-  stage.style.setProperty("--cut", `${slider.value}%`);
+  // ---- the table
+
+  const said = make("p", { role: "status", class: "line" });
+  const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": say("samples") });
+  const sideways = make("p", { class: "quiet sideways" }, say("Swipe the table sideways: it has more steps."));
+  const help = make(
+    "p",
+    { class: "quiet" },
+    say("The arrow beside a step downloads its LoRA. Steps without one have no file: they were only drawn, or their file made room for newer ones. Click an image to enlarge it."),
+  );
+  const compareButton = button(say("Compare two pictures"), () => openCompare());
+  const newest = make("div", { class: "newest" });
+  const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, say("Samples of every step")), compareButton);
+
+  function draw() {
+    const empty = !sheet || sheet.prompts.length === 0;
+    drawNewest(empty);
+    help.hidden = everyStep.hidden = sideways.hidden = empty;
+    if (empty) {
+      table.replaceChildren(make("p", { class: "quiet" }, say("No sample images yet.")));
+      return;
+    }
+    // The first look is at the first column, whole; who sees the newest step then goes on seeing the newest.
+    const atEnd = table.querySelector(".sheet") && table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
+    const focused = table.contains(document.activeElement) && document.activeElement.dataset.cell;
+    const head = make("tr", {}, make("th", { scope: "col" }, say("prompt")), ...sheet.steps.map(column));
+    const rows = sheet.prompts.map((prompt, index) => row(prompt, index));
+    const drawn = make("table", { class: "sheet" }, make("thead", {}, head), make("tbody", {}, ...rows));
+    drawn.style.setProperty("--steps", sheet.steps.length);
+    table.replaceChildren(drawn);
+    if (focused) table.querySelector(`[data-cell="${focused}"]`)?.focus();
+    if (atEnd) table.scrollLeft = table.scrollWidth;
+    if (zoom.open) showCell();
+  }
+
+  function column(step) {
+    const best = step.best ? [" ", make("mark", { class: "badge" }, say("best"))] : [];
+    const label = say("Download the LoRA of {}", step.name);
+    const file = step.file ? [" ", make("a", { href: step.file, download: "", "aria-label": label, title: label }, icon("download"))] : [];
+    return make("th", { scope: "col" }, step.name, ...best, ...file);
+  }
+
+  function icon(name) {
+    const [svg, use] = ["svg", "use"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+    svg.setAttribute("class", "icon");
+    svg.setAttribute("aria-hidden", "true");
+    use.setAttribute("href", `/ui/icons.svg#${name}`);
+    svg.append(use);
+    return svg;
+  }
+
+  function row(prompt, index) {
+    const name = make(
+      "th",
+      { scope: "row", dir: "auto", title: prompt.text, translate: "no" },
+      make("span", {}, prompt.text || say("(empty prompt)")),
+      make("small", {}, say("seed {#}", prompt.seed)),
+    );
+    const cells = sheet.steps.map((_, step) => make("td", {}, picture({ prompt: index, step })));
+    return make("tr", {}, name, ...cells);
+  }
+
+  function picture(at) {
+    const source = address(at);
+    if (source === null) return make("span", { class: "quiet" }, say("none"));
+    if (!pictures.has(source)) {
+      pictures.set(source, make("img", { src: source, loading: "lazy", onload: sharpen }));
+    }
+    const image = pictures.get(source);
+    image.alt = title(at);
+    const open = () => openZoom(at);
+    return make("button", { type: "button", class: "cell", onclick: open, "data-cell": key(at) }, image);
+  }
+
+  const key = ({ prompt, step }) => `${prompt}-${sheet.steps[step].step}`;
+
+  async function useAsBest(step) {
+    said.textContent = say("Copying the LoRA of {text} ...", step.name);
+    const { error, done } = await markBest(step.step);
+    said.textContent = error ?? done;
+    said.classList.toggle("error", Boolean(error));
+  }
+
+  // ---- one picture, large
+
+  const large = make("img", { onload: sharpen });
+  const caption = make("p", { class: "caption", "aria-live": "polite" });
+  const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
+  const baseButton = button(say("Compare with the base"), () => openCompare({ ...cell, step: 0 }, cell));
+  const bestButton = button("", () => useAsBest(sheet.steps[cell.step]));
+  const zoom = make(
+    "dialog",
+    { class: "viewer", "aria-label": say("sample image"), onkeydown: moveByKey },
+    make("div", { class: "actions" }, caption, button(say("Close"), () => zoom.close(), { autofocus: true })),
+    large,
+    prompt,
+    make(
+      "div",
+      { class: "actions" },
+      button("\u2190", () => move(-1, 0), { "aria-label": say("previous prompt") }),
+      button("\u2192", () => move(1, 0), { "aria-label": say("next prompt") }),
+      button("\u2191", () => move(0, 1), { "aria-label": say("later step") }),
+      button("\u2193", () => move(0, -1), { "aria-label": say("earlier step") }),
+      baseButton,
+      bestButton,
+    ),
+    make(
+      "p",
+      { class: "quiet keys" },
+      say("Keys: left and right another prompt, up a later step, down an earlier one, Escape closes."),
+    ),
+  );
+
+  function openZoom(at) {
+    cell = at;
+    showCell();
+    zoom.showModal();
+  }
+
+  function showCell() {
+    const step = sheet.steps[cell.step];
+    const source = address(cell);
+    large.hidden = source === null;
+    if (source !== null && large.getAttribute("src") !== source) large.src = source;
+    large.alt = title(cell);
+    const where = say("{text}, prompt {#} of {#}", step.name, cell.prompt + 1, sheet.prompts.length);
+    caption.replaceChildren(where, ...(source === null ? [make("span", {}, say(": no picture was made here"))] : []));
+    prompt.textContent = sheet.prompts[cell.prompt].text;
+    const hasBase = sheet.steps[0].step === 0 && address({ ...cell, step: 0 }) !== null;
+    baseButton.disabled = !hasBase;
+    baseButton.title = hasBase ? "" : say("the base model has not drawn this prompt");
+    bestButton.textContent = step.marked ? say("★ Marked as the best") : say("☆ Mark this step as the best");
+    bestButton.disabled = step.marked || !step.file;
+    bestButton.title = step.file ? "" : say("no LoRA file of this step is there");
+  }
+
+  function move(prompts, steps) {
+    const within = (value, count) => Math.min(Math.max(value, 0), count - 1);
+    cell = {
+      prompt: within(cell.prompt + prompts, sheet.prompts.length),
+      step: within(cell.step + steps, sheet.steps.length),
+    };
+    showCell();
+  }
+
+  function moveByKey(event) {
+    const ways = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] };
+    const way = ways[event.key];
+    if (!way || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    move(...way);
+  }
+
+  // ---- two pictures over each other
+
+  const sides = [side("A"), side("B")];
+  const slider = make("input", {
+    type: "range",
+    min: "0",
+    max: "100",
+    value: "50",
+    "aria-label": say("where A ends and B begins, in percent of the width"),
+    oninput: cut,
+  });
+  const stage = make("div", { class: "stage" }, sides[0].image, sides[1].image, make("i"));
+  const compare = make(
+    "dialog",
+    { class: "viewer", "aria-label": say("compare two pictures") },
+    make(
+      "div",
+      { class: "actions" },
+      make("p", { class: "caption" }, say("A on the left, B on the right")),
+      button(say("Close"), () => compare.close()),
+    ),
+    stage,
+    slider,
+    make("div", { class: "bar sides" }, sides[0].form, sides[1].form),
+    make(
+      "p",
+      { class: "quiet keys" },
+      say("Drag the slider, or press left and right while it is chosen. Escape closes."),
+    ),
+  );
+
+  /** Return the picture and the two lists of one side. */
+  function side(name) {
+    const made = { name, image: make("img", { class: name.toLowerCase(), onload: sharpen }) };
+    made.prompt = make("select", { "aria-label": say("prompt of {}", name), onchange: showSides });
+    made.step = make("select", { "aria-label": say("step of {}", name), onchange: showSides });
+    made.form = make("fieldset", {}, make("legend", {}, name), made.step, made.prompt);
+    return made;
+  }
+
+  function openCompare(a, b) {
+    // A step at which somebody asked for another prompt has no picture of the first one.
+    const drawn = drawnSteps(0);
+    const chosen = [a ?? { prompt: 0, step: drawn[0] ?? 0 }, b ?? { prompt: 0, step: drawn.at(-1) ?? 0 }];
+    sides.forEach((one, index) => {
+      const option = (text, value) => make("option", { value }, text);
+      one.step.replaceChildren(...sheet.steps.map((step, at) => option(step.name, at)));
+      one.prompt.replaceChildren(...sheet.prompts.map((row, at) => make("option", { value: at, translate: "no" }, row.text)));
+      one.step.value = chosen[index].step;
+      one.prompt.value = chosen[index].prompt;
+    });
+    slider.value = 50;
+    cut();
+    showSides();
+    zoom.close();
+    compare.showModal();
+    slider.focus();
+  }
+
+  function showSides() {
+    for (const one of sides) {
+      const at = { prompt: Number(one.prompt.value), step: Number(one.step.value) };
+      const source = address(at);
+      one.image.hidden = source === null;
+      one.image.alt = `${one.name}, ${title(at)}${source === null ? ": no picture" : ""}`;
+      if (source !== null && one.image.getAttribute("src") !== source) one.image.src = source;
+    }
+  }
+
+  function cut() {
+    stage.style.setProperty("--cut", `${slider.value}%`);
+  }
+
+  place.append(newest, everyStep, help, sideways, table, said, zoom, compare);
+  draw();
+  return (newer) => { sheet = newer; draw(); };
 }

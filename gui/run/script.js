@@ -11,67 +11,69 @@ import { tell } from "/ui/shared/tell.js";
 import { say } from "/ui/shared/words.js";
 import { mount as deletes } from "/ui/trash/script.js";
 
-const page = document.querySelector(".run-page");
-const said = page.querySelector(":scope > .said");
-const where = page.querySelector(".where");
-const buttons = [...page.querySelectorAll("button[data-press]")];
-const { run } = page.dataset;
-const keys = JSON.parse(page.dataset.keys);
-let { stamp } = page.dataset;
+export function mount(main, leaving) {
+  const page = main.querySelector(".run-page");
+  const said = page.querySelector(":scope > .said");
+  const where = page.querySelector(".where");
+  const buttons = [...page.querySelectorAll("button[data-press]")];
+  const { run } = page.dataset;
+  const keys = JSON.parse(page.dataset.keys);
+  let { stamp } = page.dataset;
 
-const drawChart = chart(page.querySelector(".run-chart"), run);
-const drawSamples = samples(page.querySelector(".run-samples"), (step) => asked({ press: { action: "best", step } }));
-const asked = following({ path: "/run/look", goes: "goes" in page.dataset, shown: () => ({ run, stamp, keys }), draw });
+  const drawChart = chart(page.querySelector(".run-chart"), run);
+  const drawSamples = samples(page.querySelector(".run-samples"), (step) => asked({ press: { action: "best", step } }));
+  const asked = following({ path: "/run/look", leaving, goes: "goes" in page.dataset, shown: () => ({ run, stamp, keys }), draw });
 
-function draw(now) {
-  if (now.gone !== undefined) page.closest("main").innerHTML = now.gone; // markup of our own server, as all here
-  stamp = now.stamp ?? stamp;
-  for (const [name, { key, drawn }] of Object.entries(now.parts ?? {})) {
-    keys[name] = key;
-    if (name === "buttons") for (const button of buttons) button.hidden = !drawn.includes(button.dataset.press);
-    else if (name === "where") where.hidden = !drawn;
-    else if (name === "chart") drawChart(drawn);
-    else if (name === "samples") drawSamples(drawn);
-    else drawMarkup(page.querySelector(`[data-part=${name}]`), drawn);
+  function draw(now) {
+    if (now.gone !== undefined) main.innerHTML = now.gone; // markup of our own server, as all here
+    stamp = now.stamp ?? stamp;
+    for (const [name, { key, drawn }] of Object.entries(now.parts ?? {})) {
+      keys[name] = key;
+      if (name === "buttons") for (const button of buttons) button.hidden = !drawn.includes(button.dataset.press);
+      else if (name === "where") where.hidden = !drawn;
+      else if (name === "chart") drawChart(drawn);
+      else if (name === "samples") drawSamples(drawn);
+      else drawMarkup(page.querySelector(`[data-part=${name}]`), drawn);
+    }
   }
-}
 
-/** Draw a part again; what scrolls in it and what is open in it stay so. */
-function drawMarkup(part, drawn) {
-  const top = part.querySelector(".log")?.scrollTop ?? 0;
-  const isOpen = part.querySelector("details")?.open ?? false;
-  part.innerHTML = drawn;
-  if (top) part.querySelector(".log")?.scrollTo(0, top);
-  if (isOpen) part.querySelector("details")?.setAttribute("open", "");
-}
+  /** Draw a part again; what scrolls in it and what is open in it stay so. */
+  function drawMarkup(part, drawn) {
+    const top = part.querySelector(".log")?.scrollTop ?? 0;
+    const isOpen = part.querySelector("details")?.open ?? false;
+    part.innerHTML = drawn;
+    if (top) part.querySelector(".log")?.scrollTo(0, top);
+    if (isOpen) part.querySelector("details")?.setAttribute("open", "");
+  }
 
-async function press(button, body) {
-  button.disabled = true;
-  const answer = await asked({ press: body });
-  button.disabled = false;
-  tell(said, answer);
-}
+  async function press(button, body) {
+    button.disabled = true;
+    const answer = await asked({ press: body });
+    button.disabled = false;
+    tell(said, answer);
+  }
 
-page.addEventListener("click", ({ target, detail }) => {
-  const button = target.closest("button[data-press], button[data-best]");
-  if (!button || detail > 1) return; // a double click is one press
-  if (button.dataset.best) press(button, { action: "best", step: Number(button.dataset.best) });
-  else if (button.dataset.press === "sample") askForSamples();
-  else press(button, { action: button.dataset.press, dataset: where.querySelector("input").value });
-});
-
-async function askForSamples() {
-  const { prompt: first } = await ask("/run/prompt", { run });
-  const prompt = make("textarea", { rows: 3, maxLength: 2000, value: first ?? "", dir: "auto" });
-  const shown = dialog(say("Draw samples now"), {
-    fields: [make("label", {}, say("Prompt"), prompt)],
-    note: say("Drawn after the step that runs; the training itself stays the same. Left empty, the training's own prompts are drawn. Another prompt takes longer, because it has to be read first."),
-    act: say("Make samples"),
-    submit: () => ask("/run/sample", { run, prompt: prompt.value }),
+  page.addEventListener("click", ({ target, detail }) => {
+    const button = target.closest("button[data-press], button[data-best]");
+    if (!button || detail > 1) return; // a double click is one press
+    if (button.dataset.best) press(button, { action: "best", step: Number(button.dataset.best) });
+    else if (button.dataset.press === "sample") askForSamples();
+    else press(button, { action: button.dataset.press, dataset: where.querySelector("input").value });
   });
-  shown.done = () => { shown.node.close(); asked({}); };
-}
 
-tabs(page.querySelector(".tabs"));
-shares(page);
-deletes(document.querySelector("main"));
+  async function askForSamples() {
+    const { prompt: first } = await ask("/run/prompt", { run });
+    const prompt = make("textarea", { rows: 3, maxLength: 2000, value: first ?? "", dir: "auto" });
+    const shown = dialog(say("Draw samples now"), {
+      fields: [make("label", {}, say("Prompt"), prompt)],
+      note: say("Drawn after the step that runs; the training itself stays the same. Left empty, the training's own prompts are drawn. Another prompt takes longer, because it has to be read first."),
+      act: say("Make samples"),
+      submit: () => ask("/run/sample", { run, prompt: prompt.value }),
+    });
+    shown.done = () => { shown.node.close(); asked({}); };
+  }
+
+  tabs(page.querySelector(".tabs"));
+  shares(page);
+  deletes(main);
+}

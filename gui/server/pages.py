@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from lora_trainer import __version__
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.files import disk_error
 
@@ -68,7 +69,12 @@ def page(
 
 def draw(request: Request, template: str, *, title: str, address: str, **shown: Any) -> str:
     """Return a whole page in the language of a request; `address` is of the place that the bar marks."""
-    frame = {"title": title, "places": PLACES, "languages": language.languages()}
+    frame = {
+        "title": title,
+        "places": PLACES,
+        "languages": language.languages(),
+        "version": __version__,
+    }
     return render(template, words_of(request), address=address, **frame, **shown)
 
 

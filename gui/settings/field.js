@@ -1,10 +1,11 @@
 // One setting: its row, what is typed in it, and what of that the server takes.
 import { make } from "/ui/dialog.js";
-import { TYPING_MS, accept, askInTurn, fields, inline, page, places, put, remember } from "/ui/settings/state.js";
+import { TYPING_MS, inline, put } from "/ui/settings/state.js";
 import { say } from "/ui/shared/words.js";
 
 export class Field {
-  constructor(row) {
+  constructor(page, row) {
+    this.page = page;
     this.row = row;
     this.key = row.id;
     this.kind = row.dataset.kind;
@@ -25,8 +26,8 @@ export class Field {
     this.words = plainWords([this.key, row.dataset.also, ...words.map((node) => node?.textContent ?? "")].join(" "));
     this.control = this.listen(row.querySelector(".field-input > :is(input, select, textarea)"));
     this.write(this.default);
-    fields.set(this.key, this);
-    places.set(this.key, this);
+    page.fields.set(this.key, this);
+    page.places.set(this.key, this);
   }
 
   listen(control) {
@@ -69,13 +70,13 @@ export class Field {
   /** Show what was typed before a reload, to be tried again. */
   recall(text) {
     this.write(text);
-    this.text = page.shown.given[this.key] ?? this.default;
+    this.text = this.page.shown.given[this.key] ?? this.default;
     this.typed();
   }
 
   typed() {
     this.dirty = true;
-    remember();
+    this.page.remember();
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.commit(), TYPING_MS);
   }
@@ -92,19 +93,19 @@ export class Field {
     const known = text === this.text || text === this.taken;
     if (known && !this.refused && this.sending === null) {
       this.dirty = false;
-      remember();
+      this.page.remember();
       return;
     }
     this.sending = text;
-    const answer = await askInTurn("change", { key: this.key, text });
+    const answer = await this.page.askInTurn("change", { key: this.key, text });
     if (this.sending === text) this.sending = null;
     if (this.read() === text) {
       this.refuse(answer.isAway ? "" : answer.error ?? "");
       this.dirty = Boolean(answer.error);
       this.taken = answer.error ? null : text;
-      remember();
+      this.page.remember();
     } // else typed on meanwhile: the next commit says what of it
-    accept(answer);
+    this.page.accept(answer);
   }
 
   refuse(why) {
@@ -119,7 +120,7 @@ export class Field {
     clearTimeout(this.timer);
     const text = this.read();
     this.control.focus(); // the button goes; by the time of the answer somebody may type elsewhere
-    const answer = await askInTurn("reset", { key: this.key });
+    const answer = await this.page.askInTurn("reset", { key: this.key });
     if (answer.error) {
       this.refuse(answer.error);
       return;
@@ -129,12 +130,12 @@ export class Field {
       this.dirty = false;
       this.refuse("");
     } // else typed on meanwhile
-    remember();
-    accept(answer);
+    this.page.remember();
+    this.page.accept(answer);
   }
 
   /** Whether it is set over the preset. */
-  get isChanged() { return this.key in page.shown.given; }
+  get isChanged() { return this.key in this.page.shown.given; }
 
   /** A value as the sentences name it. */
   named(text) {
@@ -144,9 +145,9 @@ export class Field {
 
   /** Show the value in force, whether it is changed, and where it comes from. */
   draw() {
-    const given = page.shown.given[this.key];
-    const force = page.plan?.fields[this.key];
-    if (this.isFixed) this.write(page.shown.folder);
+    const given = this.page.shown.given[this.key];
+    const force = this.page.plan?.fields[this.key];
+    if (this.isFixed) this.write(this.page.shown.folder);
     else this.write(given ?? force?.text ?? this.default);
     this.row.classList.toggle("changed", this.isChanged);
     this.resetButton.hidden = !this.isChanged && !this.refused;

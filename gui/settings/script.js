@@ -1,59 +1,68 @@
 // The page All settings, and living with a file that other tabs change too.
-import { drawPresets, json } from "/ui/settings/file.js";
-import { replan } from "/ui/settings/plan.js";
-import { filter } from "/ui/settings/sections.js";
-import { accept, askInTurn, at, fields, page, places, put, recall, root, tabs, whenAccepted, whenAway } from "/ui/settings/state.js";
+import { fileOf } from "/ui/settings/file.js";
+import { planner } from "/ui/settings/plan.js";
+import { sectionsOf } from "/ui/settings/sections.js";
+import { Page, put } from "/ui/settings/state.js";
 import { say } from "/ui/shared/words.js";
 
 const AGAIN_MS = 1000;
-let looking = 0;
 
-whenAccepted((isOther) => {
-  draw();
-  if (isOther) replan();
-});
+export function mount(main, leaving) {
+  const page = new Page(main.querySelector(".settings"), leaving);
+  const { fields, places, root, tabs } = page;
+  const sections = sectionsOf(page);
+  const file = fileOf(page);
+  const replan = planner(page, sections);
+  let looking = 0;
 
-whenAway(() => {
-  clearTimeout(looking);
-  looking = setTimeout(look, AGAIN_MS);
-});
+  page.hears.draft = (isOther) => {
+    draw();
+    if (isOther) replan();
+  };
 
-function draw() {
-  put(at("note"), page.shown.started ? say("This training is started: its settings stay as they are.") : "");
-  const { dataset } = page.shown;
-  root.querySelector(".whose span").textContent = dataset ? say("of the training on {}", dataset) : say("of a new training");
-  for (const field of fields.values()) field.draw();
-  json.draw();
-  drawPresets();
-  filter();
-}
+  page.hears.away = () => {
+    clearTimeout(looking);
+    looking = setTimeout(look, AGAIN_MS);
+  };
+  leaving.addEventListener("abort", () => clearTimeout(looking));
 
-/** See whether the draft was changed elsewhere: asked when a tab says so, and when somebody comes back. */
-async function look() {
-  clearTimeout(looking);
-  if (document.hidden) return;
-  const found = await askInTurn("look", { stamp: page.shown.stamp });
-  if (found.isAway) return;
-  if (found.error) put(at("note"), found.error);
-  accept(found);
-  if (page.wasLost) {
-    page.wasLost = false;
-    for (const place of places.values()) if (place.dirty) place.commit();
-    replan();
+  function draw() {
+    put(page.at("note"), page.shown.started ? say("This training is started: its settings stay as they are.") : "");
+    const { dataset } = page.shown;
+    root.querySelector(".whose span").textContent = dataset ? say("of the training on {}", dataset) : say("of a new training");
+    for (const field of fields.values()) field.draw();
+    file.json.draw();
+    file.drawPresets();
+    sections.filter();
   }
-}
 
-document.addEventListener("visibilitychange", look);
-window.addEventListener("focus", look);
-tabs.onmessage = ({ data }) => { if (data === page.shown.id) look(); };
+  /** See whether the draft was changed elsewhere: asked when a tab says so, and when somebody comes back. */
+  async function look() {
+    clearTimeout(looking);
+    if (document.hidden || leaving.aborted) return;
+    const found = await page.askInTurn("look", { stamp: page.shown.stamp });
+    if (found.isAway) return;
+    if (found.error) put(page.at("note"), found.error);
+    page.accept(found);
+    if (page.wasLost) {
+      page.wasLost = false;
+      for (const place of places.values()) if (place.dirty) place.commit();
+      replan();
+    }
+  }
 
-// A reload and a link show the same draft.
-const address = new URL(location.href);
-if (address.searchParams.get("draft") !== page.shown.id) {
-  address.searchParams.set("draft", page.shown.id);
-  history.replaceState(null, "", address);
+  document.addEventListener("visibilitychange", look, { signal: leaving });
+  window.addEventListener("focus", look, { signal: leaving });
+  tabs.onmessage = ({ data }) => { if (data === page.shown.id) look(); };
+
+  // A reload and a link show the same draft.
+  const address = new URL(location.href);
+  if (address.searchParams.get("draft") !== page.shown.id) {
+    address.searchParams.set("draft", page.shown.id);
+    history.replaceState(null, "", address);
+  }
+  draw();
+  replan();
+  page.recall();
+  if (location.hash) page.at(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
 }
-draw();
-replan();
-recall();
-if (location.hash) at(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();

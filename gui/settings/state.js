@@ -11,18 +11,6 @@ export const TYPING_MS = 400;
 const WRITES = new Set(["change", "reset", "replace", "load", "keep"]);
 const AWAY = say("The interface does not answer. What you type stays here and is saved when it is back.");
 
-export const root = document.querySelector(".settings");
-/** `shown` is the draft that the page shows, `plan` what it comes to, once that is known. */
-export const page = { shown: JSON.parse(root.dataset.state), plan: null, wasLost: false };
-/** By "section.name". */
-export const fields = new Map();
-/** Where something can be typed: the fields, and the JSON as "". */
-export const places = new Map();
-/** The other tabs of this browser: told of each change, so that none has to ask whether there is one. */
-export const tabs = new BroadcastChannel("lora-train.draft");
-
-export const at = (id) => document.getElementById(id);
-
 /** Return a text of the server in parts: `code` as code, nothing as code with an odd backtick. */
 export function inline(text) {
   const parts = text.split("`");
@@ -36,62 +24,67 @@ export function put(target, text) {
   target.hidden = !text;
 }
 
-// ---- asking the server
-
-let line = Promise.resolve();
-
-/** Ask after all that was asked before, so that changes arrive in order. */
-export function askInTurn(name, more = {}) {
-  // No JSON that the server reads has half a character in it.
-  if (Object.values(more).some((value) => /\p{Surrogate}/u.test(value))) {
-    return Promise.resolve({ error: say("Half a character stands in it: type it again.") });
+export class Page {
+  constructor(root, leaving) {
+    this.root = root;
+    this.leaving = leaving;
+    this.shown = JSON.parse(root.dataset.state); // the draft that the page shows
+    this.plan = null; // what it comes to, once that is known
+    this.wasLost = false;
+    this.fields = new Map(); // by "section.name"
+    this.places = new Map(); // where something can be typed: the fields, and the JSON as ""
+    this.line = Promise.resolve();
+    // The other tabs of this browser: told of each change, so that none has to ask whether there is one.
+    this.tabs = new BroadcastChannel("lora-train.draft");
+    this.hears = { away() {}, draft() {} }; // an answer that did not come; the draft that is there, and whether it is another
+    leaving.addEventListener("abort", () => this.tabs.close());
   }
-  line = line.then(() => askNow(name, more));
-  return line;
-}
 
-export async function askNow(name, more = {}) {
-  const found = await ask(`/settings/${name}`, { draft: page.shown.id, ...more });
-  if (found.isAway) {
-    page.wasLost = true;
-    put(at("away"), AWAY);
-    for (const hear of hearing.away) hear();
-    return { isAway: true, error: AWAY };
+  /** Return an element by its id, also once the page is left. */
+  at(id) { return this.root.querySelector(`#${CSS.escape(id)}`); }
+
+  /** Ask after all that was asked before, so that changes arrive in order. */
+  askInTurn(name, more = {}) {
+    // No JSON that the server reads has half a character in it.
+    if (Object.values(more).some((value) => /\p{Surrogate}/u.test(value))) {
+      return Promise.resolve({ error: say("Half a character stands in it: type it again.") });
+    }
+    this.line = this.line.then(() => this.askNow(name, more));
+    return this.line;
   }
-  put(at("away"), "");
-  if (WRITES.has(name) && !found.error) tabs.postMessage(page.shown.id);
-  return found;
-}
 
-// ---- what follows from an answer
+  async askNow(name, more = {}) {
+    const found = await ask(`/settings/${name}`, { draft: this.shown.id, ...more });
+    if (found.isAway) {
+      this.wasLost = true;
+      put(this.at("away"), AWAY);
+      if (!this.leaving.aborted) this.hears.away();
+      return { isAway: true, error: AWAY };
+    }
+    put(this.at("away"), "");
+    if (WRITES.has(name) && !found.error && !this.leaving.aborted) this.tabs.postMessage(this.shown.id);
+    return found;
+  }
 
-const hearing = { away: [], draft: [] };
+  /** Show an answer, unless it is a refusal or has no news. */
+  accept(answer) {
+    if (!answer.stamp || this.leaving.aborted) return;
+    const isOther = answer.stamp !== this.shown.stamp;
+    this.shown = answer;
+    this.hears.draft(isOther);
+  }
 
-/** Have a function called when an answer did not come. */
-export function whenAway(hear) { hearing.away.push(hear); }
+  get keptAs() { return `lora-train.typed.${this.shown.id}`; }
 
-/** Have a function called when the draft is there anew; it is told whether that is another one. */
-export function whenAccepted(hear) { hearing.draft.push(hear); }
+  /** Note what was typed and refused: it outlives a reload of this tab. */
+  remember() {
+    const typed = {};
+    for (const [key, place] of this.places) if (place.dirty) typed[key] = place.read();
+    sessionStorage.setItem(this.keptAs, JSON.stringify(typed));
+  }
 
-/** Show an answer, unless it is a refusal or has no news. */
-export function accept(answer) {
-  if (!answer.stamp) return;
-  const isOther = answer.stamp !== page.shown.stamp;
-  page.shown = answer;
-  for (const hear of hearing.draft) hear(isOther);
-}
-
-// ---- what was typed and refused outlives a reload of this tab
-
-const keptAs = () => `lora-train.typed.${page.shown.id}`;
-
-export function remember() {
-  const typed = {};
-  for (const [key, place] of places) if (place.dirty) typed[key] = place.read();
-  sessionStorage.setItem(keptAs(), JSON.stringify(typed));
-}
-
-export function recall() {
-  const typed = JSON.parse(sessionStorage.getItem(keptAs()) || "{}");
-  for (const [key, text] of Object.entries(typed)) places.get(key)?.recall(text);
+  recall() {
+    const typed = JSON.parse(sessionStorage.getItem(this.keptAs) || "{}");
+    for (const [key, text] of Object.entries(typed)) this.places.get(key)?.recall(text);
+  }
 }

@@ -11,13 +11,13 @@ const LOOK_EVERY_MS = 1000;
 const OPENED = { copy: copyDialog, publish: publishDialog };
 const signInFirst = (asked) => signIn({ hub_sign_in: (body) => ask("/share/sign-in", body) }, { may: "write", ...asked });
 
-/** Listen for those buttons while `element` is on the page. */
-export function mount(element) {
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest?.("[data-share]");
-    if (button && element.isConnected) OPENED[button.dataset.share]?.(button.dataset.ref);
-    const copies = event.target.closest?.("[data-copy]");
-    if (copies && element.isConnected) copyWord(copies);
+/** Listen for those buttons in `place`. */
+export function mount(place) {
+  place.addEventListener("click", ({ target }) => {
+    const button = target.closest("[data-share]");
+    if (button) OPENED[button.dataset.share]?.(button.dataset.ref);
+    const copies = target.closest("[data-copy]");
+    if (copies) copyWord(copies);
   });
 }
 
@@ -69,7 +69,7 @@ function publishForm(ref, typed) {
     let lost = false;
     for (;;) {
       await new Promise((resolve) => setTimeout(resolve, LOOK_EVERY_MS));
-      if (!shown.node.open) return; // it goes on; opened again, the newest answer is shown
+      if (!shown.node.open || !shown.node.isConnected) return; // it goes on; opened again, the newest answer is shown
       const seen = await ask("/share/published", { file: ref });
       if (lost !== Boolean(seen.isAway)) shown.say(seen.isAway ? seen.error : say("Sending it …"));
       lost = Boolean(seen.isAway);

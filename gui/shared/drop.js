@@ -15,8 +15,8 @@ export function trainOn(answer) {
   location.assign(`/train?${asked}`);
 }
 
-/** Make `zone` take files; `done` gets {received, said} when they lie in a folder of their own. */
-export function dropZone(zone, done) {
+/** Make `zone` take files until the page is left; `done` gets {received, said} when they lie in a folder of their own. */
+export function dropZone(zone, leaving, done) {
   const said = zone.querySelector(".said");
   const bar = zone.querySelector("progress");
   let busy = false;
@@ -28,7 +28,7 @@ export function dropZone(zone, done) {
     busy = true;
     bar.hidden = false;
     try {
-      done(await send(files, (count) => {
+      done(await send(files, leaving, (count) => {
         bar.value = count / files.length;
         said.textContent = say("{#} of {#} files are here", count, files.length);
       }));
@@ -45,21 +45,21 @@ export function dropZone(zone, done) {
     input.onchange = () => { take([...input.files]); input.value = ""; };
     if (input.files.length) input.onchange();  // chosen before this script came
   }
-  const here = (listener) => (event) => {
-    if (!zone.isConnected || !event.dataTransfer?.types.includes("Files")) return;
+  const on = (name, act) => window.addEventListener(name, (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault();
-    listener(event);
-  };
+    act(event);
+  }, { signal: leaving });
   let inside = 0;
   const mark = (by) => { inside = Math.max(0, inside + by); zone.classList.toggle("over", inside > 0); };
-  window.addEventListener("dragenter", here(() => mark(1)));
-  window.addEventListener("dragleave", here(() => mark(-1)));
-  window.addEventListener("dragover", here(() => {}));
-  window.addEventListener("drop", here(async (event) => {
+  on("dragenter", () => mark(1));
+  on("dragleave", () => mark(-1));
+  on("dragover", () => {});
+  on("drop", async (event) => {
     mark(-inside);
     const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
     take(entries.length ? (await Promise.all(entries.map((entry) => filesOf(entry)))).flat() : [...event.dataTransfer.files]);
-  }));
+  });
 }
 
 /** Return the files of a dropped entry; of a folder all that are in it, with the folder's name. */
@@ -79,8 +79,8 @@ async function filesOf(entry, folder = "") {
   return (await Promise.all(found.map((inner) => filesOf(inner, folder || entry.name)))).flat();
 }
 
-/** Send files; `progress` gets how many are there. Return {received, said}, or throw what to say. */
-export async function send(files, progress) {
+/** Send files, until the page is left; `progress` gets how many are there. Return {received, said}, or throw what to say. */
+async function send(files, leaving, progress) {
   const batch = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
   let next = 0;
   let arrived = 0;
@@ -88,14 +88,14 @@ export async function send(files, progress) {
   const sender = async () => {
     while (next < files.length) {
       const index = next++;
-      await asked(`/upload/${batch}/${index}`, { method: "PUT", body: files[index] });
+      await asked(`/upload/${batch}/${index}`, { method: "PUT", body: files[index], signal: leaving });
       progress(++arrived);
     }
   };
   await Promise.all(Array.from({ length: Math.min(AT_ONCE, files.length) }, sender));
   const name = files[0].folder ?? files[0].webkitRelativePath?.split("/")[0] ?? "";
   const body = JSON.stringify({ name, files: files.map((file) => file.name) });
-  const answer = await asked(`/upload/${batch}`, { method: "POST", body, headers: { "content-type": "application/json" } });
+  const answer = await asked(`/upload/${batch}`, { method: "POST", body, headers: { "content-type": "application/json" }, signal: leaving });
   return answer.json();
 }
 
@@ -104,7 +104,8 @@ async function asked(address, options) {
     let answer = null;
     try {
       answer = await fetch(address, { credentials: "same-origin", ...options });
-    } catch {
+    } catch (problem) {
+      if (options.signal.aborted) throw problem;
       if (tries === TRIES) throw new Error(say("The upload broke off: is lora-train-gui still running?"));
     }
     if (answer?.ok) return answer;

@@ -5,12 +5,14 @@ import { ask } from "/ui/shared/ask.js";
 const AGAIN_MS = 1000;
 const AWAY_MS = 5000;
 
-/** Follow `path` in `place`, whose markup was drawn at data-stamp; `drawn` gets each answer that was drawn, and `of` is
- *  part of each question. Return a function that asks `path` for more than to look: its answer is drawn too. */
-export function follow(place, path, drawn, of = {}) {
+/** Follow `path` in `place`, whose markup was drawn at data-stamp, until the page is left; `drawn` gets each answer that
+ *  was drawn, and `of` is part of each question. Return a function that asks `path` for more than to look: its answer is
+ *  drawn too. */
+export function follow(place, path, leaving, drawn, of = {}) {
   let { stamp } = place.dataset;
   return following({
     path,
+    leaving,
     goes: "goes" in place.dataset,
     shown: () => ({ stamp, ...of }),
     draw(now) {
@@ -24,7 +26,7 @@ export function follow(place, path, drawn, of = {}) {
 
 /** Follow `path`: `shown` says what the page shows, `draw` gets each answer. Return a function that asks for more than
  *  to look. Questions go out one after another, so that no late answer draws what is over. */
-export function following({ path, goes, shown, draw }) {
+export function following({ path, leaving, goes, shown, draw }) {
   let last = Promise.resolve();
   let timer = 0;
 
@@ -32,6 +34,7 @@ export function following({ path, goes, shown, draw }) {
     last = last.then(async () => {
       clearTimeout(timer);
       const now = await ask(path, { ...shown(), ...body });
+      if (leaving.aborted) return now;
       draw(now);
       goes = now.goes ?? goes;
       if (now.isAway) timer = setTimeout(asked, AWAY_MS, {});
@@ -42,8 +45,9 @@ export function following({ path, goes, shown, draw }) {
   }
 
   const back = () => { if (!document.hidden) asked({}); };
-  document.addEventListener("visibilitychange", back);
-  window.addEventListener("focus", back);
+  document.addEventListener("visibilitychange", back, { signal: leaving });
+  window.addEventListener("focus", back, { signal: leaving });
+  leaving.addEventListener("abort", () => clearTimeout(timer));
   if (goes) timer = setTimeout(asked, AGAIN_MS, {});
   return asked;
 }

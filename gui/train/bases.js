@@ -14,8 +14,9 @@ const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A che
 
 /** The cards in `place`, with the field for other models after them; `pick` hears which source was chosen. */
 export class Bases {
-  constructor(place, { draft, pick }) {
-    Object.assign(this, { place, draft, pick, chosen: "auto", cards: new Map(), list: [], isOpen: false });
+  constructor(place, { draft, leaving, pick }) {
+    Object.assign(this, { place, draft, leaving, pick, chosen: "auto", cards: new Map(), list: [], isOpen: false });
+    this.others = place.parentElement.querySelector(".other-base"); // the field for other models
     this.lacks = make("div", { className: "gate notice warning", hidden: true });
     this.all = make("button", { type: "button", className: "all-bases", textContent: say("Show all base models"), onclick: () => this.unfold() });
     this.all.setAttribute("aria-expanded", "false");
@@ -25,7 +26,7 @@ export class Bases {
     document.addEventListener("click", ({ target }) => {
       const button = target.closest?.("[data-base]");
       if (button) pick(button.dataset.base);
-    });
+    }, { signal: leaving });
   }
 
   /** Draw the cards, once. */
@@ -41,7 +42,7 @@ export class Bases {
     this.place.replaceChildren(...this.cards.values());
     if (answer.error) this.place.append(make("p", { className: "error notice", textContent: answer.error }));
     const options = (answer.choices ?? []).map(([value, textContent]) => make("option", { value, textContent }));
-    document.querySelector("#bases-here").replaceChildren(...options);
+    this.others.querySelector("datalist").replaceChildren(...options);
     this.choose(this.chosen);
     await this.plan(this.list.filter((row) => !row.folded));
   }
@@ -76,7 +77,7 @@ export class Bases {
     const open = this.place.classList.toggle("open");
     this.all.setAttribute("aria-expanded", String(open));
     this.all.textContent = say(open ? "Show fewer" : "Show all base models");
-    document.querySelector(".other-base").hidden = !open;
+    this.others.hidden = !open;
     if (open) this.plan(this.list.filter((row) => row.folded));
   }
 
@@ -85,7 +86,7 @@ export class Bases {
       const told = this.cards.get(row.source).querySelector(".fits");
       if (!row.source || told.textContent) continue;
       const fit = await ask("/train/fits", { draft: this.draft, source: row.source });
-      if (fit.isAway) return;
+      if (fit.isAway || this.leaving.aborted) return;
       Object.assign(told, { textContent: fit.said, title: fit.why, className: `fits ${fit.fits}` });
       if (row !== AUTO || !fit.picks) continue;
       this.cards.get("auto").querySelector("b").replaceChildren(say("Automatic:"), " ", make("span", { textContent: fit.picks, translate: false }));

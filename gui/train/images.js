@@ -3,13 +3,13 @@
 import { say } from "/ui/shared/words.js";
 import { askInTurn } from "/ui/datasets/asking.js";
 import { Card } from "/ui/datasets/card.js";
-import { button, make } from "/ui/datasets/elements.js";
+import { button, make } from "/ui/shared/elements.js";
 
 const SHOWN = 24;
 
 export class Images {
   /** `changed` hears that the images are others, so that the page looks at the folder again. */
-  constructor(place, changed) {
+  constructor(place, leaving, changed) {
     Object.assign(this, { folder: "", cards: new Map(), away: new Set(), tell: changed });
     this.said = make("p", { class: "line", role: "status" });
     this.list = make("ul", { class: "ds-cards", "aria-label": say("Your images and their captions") });
@@ -17,7 +17,7 @@ export class Images {
     place.replaceChildren(this.said, this.list, this.more);
     window.addEventListener("beforeunload", (event) => {
       if ([...this.cards.values()].some((card) => card.dirty)) event.preventDefault();
-    });
+    }, { signal: leaving });
   }
 
   ask(name, values) { return askInTurn(name, { folder: this.folder, ...values }); }

@@ -11,187 +11,197 @@ import { mountLength } from "/ui/train/length.js";
 
 const AGAIN_MS = 1000;
 const AWAY_MS = 5000;
-const page = document.querySelector(".train");
-const draft = page.dataset.draft;
-const fields = new Fields(page);
-const said = page.querySelector(".train > .said");
-const seen = {}; // the stamps of the parts that are shown
-const one = (selector) => page.querySelector(selector);
-let step = 0;
-let writing = Promise.resolve();
-let retry = 0;
 
-/** Ask with what was typed, after all that was asked before; draw what has changed, and return the answer. */
-function write(path, more = {}) {
-  writing = writing.then(async () => {
-    clearTimeout(retry);
-    const typed = fields.typed();
-    const now = await ask(path, { draft, typed, ...more });
-    tell(now.error ?? "");
-    if (now.isAway) retry = setTimeout(keep, AWAY_MS);
-    if (now.refused) fields.kept(typed, now.refused);
-    draw(now);
-    return now;
+export function mount(main, leaving) {
+  const page = main.querySelector(".train");
+  const draft = page.dataset.draft;
+  const fields = new Fields(page);
+  const said = page.querySelector(".train > .said");
+  const seen = {}; // the stamps of the parts that are shown
+  const one = (selector) => page.querySelector(selector);
+  let step = 0;
+  let writing = Promise.resolve();
+  let retry = 0;
+
+  /** Call `act` after a while, on this page. */
+  function later(act, afterMs) {
+    return leaving.aborted ? 0 : setTimeout(() => { if (!leaving.aborted) act(); }, afterMs);
+  }
+
+  /** Ask with what was typed, after all that was asked before; draw what has changed, and return the answer. */
+  function write(path, more = {}) {
+    writing = writing.then(async () => {
+      clearTimeout(retry);
+      const typed = fields.typed();
+      const now = await ask(path, { draft, typed, ...more });
+      tell(now.error ?? "");
+      if (now.isAway) retry = later(keep, AWAY_MS);
+      if (now.refused) fields.kept(typed, now.refused);
+      draw(now);
+      return now;
+    });
+    return writing;
+  }
+
+  /** Keep what was typed; with `more.step` go to that step. */
+  function keep(more = {}) {
+    return write("/train/look", { show: ["draft"], seen, ...more });
+  }
+
+  /** Return a function that asks for a part of the page, which is drawn by `shown`; of many calls at once the newest
+   *  counts. */
+  function line(part, place) {
+    let going = null;
+    let again = false;
+    let isAway = false;
+    return async function asked() {
+      again = true;
+      going ??= (async () => {
+        place.setAttribute("aria-busy", "true");
+        while (again) {
+          again = false;
+          await writing;
+          const now = await ask("/train/look", { draft, show: [part], seen });
+          if (again) continue;
+          if (now.error || isAway) tell(now.error ?? "");
+          isAway = now.isAway ?? false;
+          if (isAway) later(asked, AWAY_MS);
+          draw(now);
+        }
+        place.removeAttribute("aria-busy");
+        going = null;
+      })();
+      return going;
+    };
+  }
+
+  const report = line("images", one("#report"));
+  const plan = line("plan", one("#plan"));
+  const images = new Images(one(".train-images"), leaving, () => report());
+  const length = mountLength(one(".length"), fields, changed);
+  const bases = new Bases(one(".bases"), {
+    draft,
+    leaving,
+    pick: (source) => {
+      fields.type("base.model", source);
+      bases.choose(source);
+      changed("base.model");
+    },
   });
-  return writing;
-}
 
-/** Keep what was typed; with `more.step` go to that step. */
-function keep(more = {}) {
-  return write("/train/look", { show: ["draft"], seen, ...more });
-}
+  function draw({ draft: kept, images: looked, plan: planned, start: waiting }) {
+    if (leaving.aborted) return;
+    for (const [name, part] of Object.entries({ draft: kept, images: looked, plan: planned, start: waiting })) {
+      if (part) seen[name] = part.stamp;
+    }
+    if (looked) drawImages(looked);
+    if (planned) drawPlan(planned);
+    if (waiting) drawWaiting(waiting);
+    if (kept) drawDraft(kept);
+  }
 
-/** Return a function that asks for a part of the page, which is drawn by `shown`; of many calls at once the newest
- *  counts. */
-function line(part, place) {
-  let going = null;
-  let again = false;
-  let isAway = false;
-  return async function asked() {
-    again = true;
-    going ??= (async () => {
-      place.setAttribute("aria-busy", "true");
-      while (again) {
-        again = false;
-        await writing;
-        const now = await ask("/train/look", { draft, show: [part], seen });
-        if (again) continue;
-        if (now.error || isAway) tell(now.error ?? "");
-        isAway = now.isAway ?? false;
-        if (isAway) setTimeout(asked, AWAY_MS);
-        draw(now);
-      }
-      place.removeAttribute("aria-busy");
-      going = null;
-    })();
-    return going;
+  function drawDraft({ texts, step: at, is_started: isStarted }) {
+    fields.draw({ texts });
+    bases.choose(texts["base.model"] ?? "auto");
+    // Another tab may stand at another step of the same draft; started it is in both.
+    if (step === 0 || isStarted !== (step === 3)) show(isStarted ? 3 : at);
+  }
+
+  function drawImages({ html, folder, next }) {
+    one("#report").innerHTML = html; // markup of our own server, in which every text is escaped
+    one("#next").hidden = !next;
+    one("#next").textContent = next;
+    page.classList.toggle("has-images", Boolean(folder));
+    images.open(folder);
+  }
+
+  function drawPlan({ html, beside, filled, length: facts, button, works }) {
+    one("#plan").innerHTML = html;
+    one(".beside-train").innerHTML = beside;
+    one("#train").textContent = button;
+    one("#train").disabled = !works;
+    length.facts(facts);
+    fields.draw({ filled });
+  }
+
+  function drawWaiting({ html, url, back }) {
+    one("#waiting").innerHTML = html;
+    if (back) tell(back);
+    if (url) location.assign(url);
+  }
+
+  /** Show a step; what it needs is asked for when it comes into sight. */
+  function show(at) {
+    if (at === step) return;
+    step = at;
+    for (const section of page.querySelectorAll("[data-at]")) section.hidden = Number(section.dataset.at) !== at;
+    for (const [index, item] of page.querySelectorAll(".steps li").entries()) {
+      if (index + 1 === at) item.setAttribute("aria-current", "step"); else item.removeAttribute("aria-current");
+    }
+    one("#to-images").disabled = at !== 2;
+    if (at === 1 && !seen.images && fields.read("dataset")) report();
+    if (at === 2) { plan(); bases.open(); }
+    if (at === 3) follow();
+  }
+
+  async function go(to) {
+    const { error } = await keep({ step: to });
+    if (!error && step !== 3) show(to);
+  }
+
+  /** Follow a training that was started until its run is there, or it has ended. */
+  async function follow() {
+    const now = await ask("/train/look", { draft, show: ["start", "draft"], seen });
+    draw(now);
+    if (step === 3 && !now.start?.url) later(follow, now.isAway ? AWAY_MS : AGAIN_MS);
+  }
+
+  function tell(text) {
+    said.textContent = text;
+    said.hidden = !text;
+    if (text) said.scrollIntoView({ block: "nearest" });
+  }
+
+  /** Keep a field, and plan anew unless it does not count for the plan. */
+  function changed(key) {
+    keep();
+    if (step === 2 && key !== "output.name") plan();
+  }
+
+  page.addEventListener("change", ({ target }) => {
+    const field = target.closest("[data-field]");
+    if (field) changed(field.dataset.field);
+  });
+  page.addEventListener("click", ({ target }) => {
+    const reset = target.closest("[data-reset]");
+    if (reset) { fields.type(reset.dataset.reset, ""); changed(reset.dataset.reset); }
+  });
+  one("#dataset").addEventListener("keydown", ({ key }) => { if (key === "Enter") one("#look").click(); });
+  one("#look").onclick = () => { keep(); report(); };
+  one("#browse").onclick = () => browse("dataset", trainIn);
+  one("#next").onclick = () => go(2);
+  for (const id of ["#back", "#to-images"]) one(id).onclick = () => go(1);
+  one("#train").onclick = async () => {
+    one("#train").disabled = true;
+    const now = await write("/train/start");
+    if (!now.start) one("#train").disabled = false;
+    page.querySelector("[aria-invalid]")?.focus();
   };
-}
-
-const report = line("images", one("#report"));
-const plan = line("plan", one("#plan"));
-const images = new Images(one(".train-images"), () => report());
-const length = mountLength(one(".length"), fields, changed);
-const bases = new Bases(one(".bases"), {
-  draft,
-  pick: (source) => {
-    fields.type("base.model", source);
-    bases.choose(source);
-    changed("base.model");
-  },
-});
-
-function draw({ draft: kept, images: looked, plan: planned, start: waiting }) {
-  for (const [name, part] of Object.entries({ draft: kept, images: looked, plan: planned, start: waiting })) {
-    if (part) seen[name] = part.stamp;
+  // Another tab, or All settings, may have changed the draft.
+  async function back() {
+    if (document.hidden || step === 3) return;
+    const before = seen.draft;
+    await keep();
+    if (seen.draft !== before && step === 2) plan();
   }
-  if (looked) drawImages(looked);
-  if (planned) drawPlan(planned);
-  if (waiting) drawWaiting(waiting);
-  if (kept) drawDraft(kept);
-}
+  document.addEventListener("visibilitychange", back, { signal: leaving });
+  window.addEventListener("focus", back, { signal: leaving });
+  window.addEventListener("pageshow", ({ persisted }) => { if (persisted) back(); }, { signal: leaving });
 
-function drawDraft({ texts, step: at, is_started: isStarted }) {
-  fields.draw({ texts });
-  bases.choose(texts["base.model"] ?? "auto");
-  // Another tab may stand at another step of the same draft; started it is in both.
-  if (step === 0 || isStarted !== (step === 3)) show(isStarted ? 3 : at);
+  const address = new URL(location.href);
+  for (const name of ["folder", "again", "mended", "example"]) address.searchParams.delete(name); // they are in the draft
+  address.searchParams.set("draft", draft);
+  history.replaceState(null, "", address);
+  dropZone(one(".drop"), leaving, trainOn);
+  draw(JSON.parse(page.dataset.parts));
 }
-
-function drawImages({ html, folder, next }) {
-  one("#report").innerHTML = html; // markup of our own server, in which every text is escaped
-  one("#next").hidden = !next;
-  one("#next").textContent = next;
-  page.classList.toggle("has-images", Boolean(folder));
-  images.open(folder);
-}
-
-function drawPlan({ html, beside, filled, length: facts, button, works }) {
-  one("#plan").innerHTML = html;
-  one(".beside-train").innerHTML = beside;
-  one("#train").textContent = button;
-  one("#train").disabled = !works;
-  length.facts(facts);
-  fields.draw({ filled });
-}
-
-function drawWaiting({ html, url, back }) {
-  one("#waiting").innerHTML = html;
-  if (back) tell(back);
-  if (url) location.assign(url);
-}
-
-/** Show a step; what it needs is asked for when it comes into sight. */
-function show(at) {
-  if (at === step) return;
-  step = at;
-  for (const section of page.querySelectorAll("[data-at]")) section.hidden = Number(section.dataset.at) !== at;
-  for (const [index, item] of page.querySelectorAll(".steps li").entries()) {
-    if (index + 1 === at) item.setAttribute("aria-current", "step"); else item.removeAttribute("aria-current");
-  }
-  one("#to-images").disabled = at !== 2;
-  if (at === 1 && !seen.images && fields.read("dataset")) report();
-  if (at === 2) { plan(); bases.open(); }
-  if (at === 3) follow();
-}
-
-async function go(to) {
-  const { error } = await keep({ step: to });
-  if (!error && step !== 3) show(to);
-}
-
-/** Follow a training that was started until its run is there, or it has ended. */
-async function follow() {
-  const now = await ask("/train/look", { draft, show: ["start", "draft"], seen });
-  draw(now);
-  if (step === 3 && !now.start?.url) setTimeout(follow, now.isAway ? AWAY_MS : AGAIN_MS);
-}
-
-function tell(text) {
-  said.textContent = text;
-  said.hidden = !text;
-  if (text) said.scrollIntoView({ block: "nearest" });
-}
-
-/** Keep a field, and plan anew unless it does not count for the plan. */
-function changed(key) {
-  keep();
-  if (step === 2 && key !== "output.name") plan();
-}
-
-page.addEventListener("change", ({ target }) => {
-  const field = target.closest("[data-field]");
-  if (field) changed(field.dataset.field);
-});
-page.addEventListener("click", ({ target }) => {
-  const reset = target.closest("[data-reset]");
-  if (reset) { fields.type(reset.dataset.reset, ""); changed(reset.dataset.reset); }
-});
-one("#dataset").addEventListener("keydown", ({ key }) => { if (key === "Enter") one("#look").click(); });
-one("#look").onclick = () => { keep(); report(); };
-one("#browse").onclick = () => browse("dataset", trainIn);
-one("#next").onclick = () => go(2);
-for (const id of ["#back", "#to-images"]) one(id).onclick = () => go(1);
-one("#train").onclick = async () => {
-  one("#train").disabled = true;
-  const now = await write("/train/start");
-  if (!now.start) one("#train").disabled = false;
-  page.querySelector("[aria-invalid]")?.focus();
-};
-// Another tab, or All settings, may have changed the draft.
-async function back() {
-  if (document.hidden || step === 3) return;
-  const before = seen.draft;
-  await keep();
-  if (seen.draft !== before && step === 2) plan();
-}
-document.addEventListener("visibilitychange", back);
-window.addEventListener("focus", back);
-window.addEventListener("pageshow", ({ persisted }) => { if (persisted) back(); });
-
-const address = new URL(location.href);
-for (const name of ["folder", "again", "mended", "example"]) address.searchParams.delete(name); // they are in the draft
-address.searchParams.set("draft", draft);
-history.replaceState(null, "", address);
-dropZone(one(".drop"), trainOn);
-draw(JSON.parse(page.dataset.parts));

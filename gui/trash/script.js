@@ -6,15 +6,14 @@ import { say } from "/ui/shared/words.js";
 
 const KEPT = "lora-train deleted";
 
-/** Listen for those buttons; `element` says by data-ready that a press counts. */
-export function mount(element) {
-  const place = element.closest(".html-container") ?? element;
+/** Listen for those buttons in a page; it says by data-ready that a press counts. */
+export function mount(place) {
   const away = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
   sessionStorage.removeItem(KEPT);
   if (away) toast(place, say("{} is in the trash.", away.name), () => back(place, away.id));
-  document.addEventListener("click", async (event) => {
+  place.addEventListener("click", async (event) => {
     const button = event.target.closest?.("[data-trash], [data-back], [data-empty]");
-    if (!button || !element.isConnected || event.detail > 1) return; // a double click is one press
+    if (!button || event.detail > 1) return; // a double click is one press
     // The press on the question counts: what may come between draws the first words again.
     if (button.dataset.sure && button.lastChild.textContent !== button.dataset.sure) {
       button.lastChild.textContent = button.dataset.sure;
@@ -26,7 +25,7 @@ export function mount(element) {
     else await reloadAfter(place, ask("/trash/empty"));
     button.disabled = false;
   });
-  (element.querySelector(".trash") ?? element).dataset.ready = ""; // from now on a press counts
+  (place.querySelector(".trash") ?? place).dataset.ready = ""; // from now on a press counts
 }
 
 async function throwAway(place, button) {

@@ -30,7 +30,16 @@ from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.queues import until
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import ROOT, write_dataset
-from tests.gui.conftest import COMMANDS, MARKER, MARKUP, NewPage, StartGui, as_names, page_script
+from tests.gui.conftest import (
+    COMMANDS,
+    MARKER,
+    MARKUP,
+    NO_SERVER,
+    NewPage,
+    StartGui,
+    as_names,
+    page_script,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -332,6 +341,66 @@ def said(page: Any, text: str) -> None:
 
 def press(page: Any, name: str) -> None:
     page.get_by_role("button", name=name, exact=True).click()
+
+
+def arrived(page: Any, title: str) -> None:
+    """Wait for a page in the shell; CSP lets no test wait for an expression."""
+    page.locator("#arrived", has_text=f"{title} – lora-train").wait_for(state="attached")
+    page.locator("main:not([inert]) h1").wait_for()
+
+
+def test_pages_come_into_one_shell_and_none_stays_behind(
+    page: Any, server: GuiServer, folder: Path, expected: list[str]
+) -> None:
+    server.open(page, "/queue", "main:not([inert])")
+    page.evaluate("window.shell = true")
+    bar = page.locator(".bar")
+    for name in ("Machine", "LoRAs", "Datasets", "All settings", "Train", "Trash", "Queue"):
+        bar.get_by_role("link", name=name, exact=True).click()
+        arrived(page, name)
+        assert bar.locator("[aria-current]").all_inner_texts() == [name]
+        assert page.evaluate("document.activeElement.tagName") == "BODY", "Tab begins on top"
+    sheets = page.locator("link[rel=stylesheet]").evaluate_all(
+        "links => links.map(link => new URL(link.href).pathname)"
+    )
+    assert sheets == ["/ui/site.css", "/ui/queue/style.css"], "none of another page is left"
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(urlsplit(request.url).path))
+    page.evaluate("window.dispatchEvent(new Event('focus'))")
+    until(lambda: bool(page.wait_for_timeout(20) or {"/live", "/queue/look"} <= set(asked)))
+    assert set(asked) == {"/live", "/queue/look"}, "only the page that is shown looks for news"
+    page.go_back()
+    arrived(page, "Trash")
+    page.go_forward()
+    arrived(page, "Queue")
+    # What is typed and not saved asks before it is left, as it does before a load.
+    bar.get_by_role("link", name="Datasets", exact=True).click()
+    arrived(page, "Datasets")
+    page.get_by_label("Folder on this machine").fill(str(folder))
+    press(page, "Open")
+    caption(page, "a.png").fill("kept")
+    expected.append("an alert opened: What you typed is not saved yet.")
+    with late(page, '"kept"') as held:
+        caption(page, "a.png").blur()
+        held()
+        bar.get_by_role("link", name="Queue", exact=True).click()
+        assert urlsplit(page.url).path == "/datasets"
+        assert caption(page, "a.png").input_value() == "kept"
+    page.locator(".ds-state", has_text="Saved in").first.wait_for()
+    assert page.evaluate("window.shell"), "no page was loaded"
+    # A page that cannot be fetched is loaded.
+    expected.extend(NO_SERVER)
+    page.route("**/trash", lambda route: route.abort(), times=1)
+    bar.get_by_role("link", name="Trash").click()
+    page.locator("h1", has_text="Trash").wait_for()
+    assert page.evaluate("window.shell") is None
+    # So is one whose words are others than those of the shell.
+    page.evaluate("window.shell = true")
+    page.get_by_label("Language").select_option("de")
+    page.locator("h1", has_text="Papierkorb").wait_for()
+    assert page.evaluate("window.shell") is None
+    page.get_by_label("Sprache").select_option("en")
+    page.locator("h1", has_text="Trash").wait_for()
 
 
 def test_edit_undo_reload_bulk_exclude(
