@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Template
 from PIL import Image
@@ -139,6 +139,24 @@ def _drawn(texts: Mapping[str, str], family: str) -> dict[str, float]:
     return {"num_inference_steps": steps, traits.scale_argument: scale - traits.scale_offset}
 
 
+def _blocks(texts: Mapping[str, str], family: str, base: str | None) -> dict[str, Any] | None:
+    """Return how the blocks of a modular pipeline draw as the sample images, None for a plain pipeline."""
+    kind = families.family(family)
+    if (blocks := kind.pipeline.blocks) is None:
+        return None
+    known = kind.releases.get(base or "")
+    release = known.release if known else kind.published[0]
+    drawn = _drawn(texts, family)
+    guided = kind.pipeline.guidance(release.architecture, release.distilled).two_passes
+    return {
+        "class_name": blocks.of(release.architecture),
+        "unused": blocks.unused,
+        "steps": drawn.get("num_inference_steps"),
+        # Without guidance the blocks of some bases have no component for it.
+        "scale": drawn.get(kind.pipeline.scale_argument) if guided else None,
+    }
+
+
 def _system_prompt(texts: Mapping[str, str], family: str) -> tuple[str, dict[str, str]]:
     """Return what the system prompt of the training puts before a prompt, and the pipeline's argument if it differs."""
     prompt, kind = header_settings(texts).get("base.system_prompt"), families.family(family)
@@ -211,6 +229,7 @@ def _model_card(
             drawn=_drawn(texts, family),
             before_prompts=public_text(before_prompts).strip(),
             system_argument=system_argument,
+            blocks=_blocks(texts, family, base),
             base=base,
             base_name=Path(source).name or family,
             repository=repository,

@@ -14,11 +14,13 @@ import pytest
 import yaml
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.lora_file.metadata import SETTINGS_ENTRY
 from lora_trainer.run.hub_upload import _drawn, _system_prompt
+from tests.fakes.adapters import adapter_of, export
+from tests.fakes.family_bases import base_of
 from tests.fakes.hub_server import TOKEN, HubServer, hub_in_process
 from tests.fakes.runs import Toy, events, problems, run_cli, toy
 
@@ -157,6 +159,43 @@ def test_the_card_draws_as_the_samples_were_drawn(run: Path, hub: HubServer) -> 
     assert _drawn(headed, "zimage") == {"num_inference_steps": 8, "guidance_scale": 0.0}
     assert _drawn(headed, "qwen") == {"num_inference_steps": 8, "true_cfg_scale": 1.0}
     assert _drawn({}, "zimage") == {}
+
+
+def blocks_card(name: str, base: str, run: Path, hub: HubServer) -> str:
+    """Return the code on the card of a LoRA for a base that diffusers knows as blocks."""
+    settings = {"sampling.steps": 2, "sampling.guidance_scale": 3.0}
+    headed = HEADER | {SETTINGS_ENTRY: json.dumps(settings), "ss_sd_model_name": base}
+    file = run / "zibbo.safetensors"
+    export(file, adapter_of(name), name=name, format="comfyui")
+    save_file(load_file(file), file, metadata=headed)
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    record["base"]["source"] = base
+    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    text, _ = card(run, hub)
+    (code,) = (block.removeprefix("python\n") for block in text.split("```") if "import" in block)
+    compile(code, "snippet", "exec")
+    return code
+
+
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`:UserWarning")  # diffusers' own
+def test_the_card_draws_with_blocks_where_there_is_no_plain_pipeline(
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = "circlestone-labs/Anima-Base-v1.0-Diffusers"
+    code = blocks_card("anima", base, run, hub)
+    for here, there in {base: str(base_of("anima")), "jane/zibbo": str(run), "cuda": "cpu"}.items():
+        code = code.replace(json.dumps(here), json.dumps(there))
+    names: dict[str, Any] = {}
+    code = code.replace("bfloat16", "float32").replace("(prompt=", "(width=32, height=16, prompt=")
+    exec(code, names)  # what a card tells people to run
+    assert names["image"].size == (32, 16)
+    assert names["pipeline"].guider.guidance_scale == 3.0
+    base = "black-forest-labs/flux-3-image-klein"
+    code = blocks_card("flux3", f"{base}-base", run, hub)
+    assert "= Flux3AutoBlocks()" in code and "guidance_scale=3)" in code
+    assert 'blocks.sub_blocks.pop("prompt_upsampler")' in code
+    code = blocks_card("flux3", base, run, hub)
+    assert "= Flux3DistilledAutoBlocks()" in code and "guid" not in code
 
 
 def test_the_card_says_what_to_put_before_a_prompt(run: Path, hub: HubServer) -> None:

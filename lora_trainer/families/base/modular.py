@@ -76,8 +76,7 @@ def modular_images(
     # It warns with every guider that the interface may change, and of a scheduler that was not made by the blocks.
     for module in ("guiders.guider_utils", "modular_pipelines.modular_pipeline_utils"):
         logging.getLogger(f"diffusers.{module}").setLevel(logging.ERROR)
-    name = blocks.class_of(architecture) if blocks.class_of else blocks.class_name
-    chain = getattr(diffusers, name)().get_workflow(blocks.workflow)
+    chain = getattr(diffusers, blocks.of(architecture))().get_workflow(blocks.workflow)
     parts = () if latents_of is None else (*blocks.encoding, *blocks.decoding)
     left_out = (*blocks.unused, *parts)
     for block in list(chain.sub_blocks):

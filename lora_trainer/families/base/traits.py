@@ -89,6 +89,10 @@ class Blocks:
     class_of: Callable[[Mapping[str, Any]], str] | None = None
     workflow: str = "text2image"
 
+    def of(self, architecture: Mapping[str, Any]) -> str:
+        """Return the class of the blocks of a base by its denoiser's configuration."""
+        return self.class_name if self.class_of is None else self.class_of(architecture)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTraits:
