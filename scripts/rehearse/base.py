@@ -38,7 +38,8 @@ def write_true_size(source: str, folder: Path) -> Path:
     for name, network in networks.items():
         _replace(folder / name, network)
     scheduler = folder / "scheduler" / "scheduler_config.json"
-    scheduler.write_text(json.dumps(dict(facts.release.scheduler)))
+    if scheduler.is_file():  # the blocks of some modular pipelines make it
+        scheduler.write_text(json.dumps(dict(facts.release.scheduler)))
     return folder
 
 

@@ -369,7 +369,7 @@ def test_a_config_that_is_missing_not_json_or_hostile_is_named(
 
 
 DRAWN = ("sd15", "sd2", "sdxl", "sd3", "flux", "chroma", "lumina2")
-MEANS = ("flux2", "qwen", "zimage", "anima")
+MEANS = ("flux2", "qwen", "zimage", "anima", "flux3")
 
 
 def test_latents_are_means_in_the_families_whose_references_take_them() -> None:

@@ -151,6 +151,8 @@ FACTS = {
     "circlestone-labs/Anima-Base-v1.0-Diffusers": ("anima", "anima", "", False, 3.0),
     "krea/Krea-2-Raw": ("krea2", "Krea-2", "raw", False, 2.475024),
     "krea/Krea-2-Turbo": ("krea2", "Krea-2", "turbo", True, 2.475024),
+    "black-forest-labs/flux-3-image-klein-base": ("flux3_klein", "Flux.3-klein", "klein-base", False, 6.93),
+    "black-forest-labs/flux-3-image-klein": ("flux3_klein", "Flux.3-klein", "klein", True, 6.93),
     "Alpha-VLLM/Lumina-Image-2.0": ("lumina2", "lumina-2", "", False, 3.158193),
 }  # fmt: skip
 """Release -> its names in metadata, variant, whether it is distilled, the published shift at 1024 px."""
