@@ -35,7 +35,6 @@ from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
 from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.embedding import trained_vectors
 from lora_trainer.lora_file.read import read_contents
-from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.lora_file.tensor_file import holds_adapter
 from lora_trainer.run import build
 from lora_trainer.run.device import check_allocator, planned_device, setup_torch
@@ -222,7 +221,7 @@ def build_evaluation(
         vectors.requires_grad_(False)
         vectors.copy_(torch.from_numpy(trained[prepared.family.text.new_token_keys[component]]))
     inside = networks.by_component
-    tensors = read_tensors(subject.file, names=build.layer_names(prepared, networks.text))
+    tensors = build.adapter_in(subject.file, prepared, networks.text)
     weights = weight_figures(inside, tensors)
     dial = attach_lora(inside, tensors)
     build.arrange(prepared, networks)

@@ -36,7 +36,7 @@ from lora_trainer.families.base.texts import WEIGHTS, TextEncoder
 from lora_trainer.families.files.assistants import local_assistant
 from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
-from lora_trainer.lora.tensors import DTYPES
+from lora_trainer.lora.tensors import DTYPES, AdapterTensors
 from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.read_tensors import open_adapter, read_tensors
 from lora_trainer.network.block_swap import Streamed, stream_blocks
@@ -208,8 +208,7 @@ def load_networks(prepared: Prepared) -> Networks:
     if (source := config.base.assistant) != NO_ASSISTANT:
         file = local_assistant(source)
         assert file is not None, f"{source} was fetched before"
-        tensors = read_tensors(file, names=layer_names(prepared, None))
-        assistant = attach_assistant(denoiser, tensors)
+        assistant = attach_assistant(denoiser, adapter_in(file, prepared, None))
     return Networks(denoiser=denoiser, text=text, assistant=assistant)
 
 
@@ -245,6 +244,16 @@ def with_adapter(prepared: Prepared, networks: Networks, *, is_new: bool) -> Ada
     if start is not None:
         adapter.load_tensors(start)
     return adapter
+
+
+def adapter_in(file: Path, prepared: Prepared, text: TextEncoder | None) -> AdapterTensors:
+    """Read an adapter that is not trained further, without layers that no image from text goes through.
+
+    Those are not loaded, and files of trainers that edit images have them.
+    """
+    tensors = read_tensors(file, names=layer_names(prepared, text))
+    reads = prepared.family.traits.reads
+    return {key: module for key, module in tensors.items() if reads(key)}
 
 
 def layer_names(prepared: Prepared, text: TextEncoder | None) -> LayerNames:

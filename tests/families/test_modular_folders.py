@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,11 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base.sampling import build_sampler, pipeline_arguments
 from lora_trainer.families.files.locate import describe
 from lora_trainer.families.files.weight_files import read_header
+from lora_trainer.lora.adapter import layer_shapes
+from lora_trainer.lora.lora_hooks import attach_assistant
 from lora_trainer.lora.tensors import update
 from lora_trainer.lora_file.key_formats import format_for, planned_contents
+from lora_trainer.run import build
 from tests.fakes.adapters import adapter_for, adapter_of, export, tool
 from tests.fakes.family_bases import (
     CPU,
@@ -353,3 +357,29 @@ def test_layers_for_reference_images_in_files_of_others_are_kept(tmp_path: Path)
     assert {key.partition(".lora")[0] for key in load_file(back)} == {
         f"transformer.{name}" for name in names
     }
+
+
+def test_an_assistant_of_a_trainer_that_edits_images_runs_beside_the_base(tmp_path: Path) -> None:
+    """SimpleTuner's has the attention of every block, that of reference images too."""
+    facts = facts_of("flux3")
+    whole = FLUX3.empty_denoiser(facts.release.architecture)
+    names, file = FLUX3.lora_targets(whole, "attention"), tmp_path / "a.safetensors"
+    export(
+        file,
+        adapter_for("denoiser", whole, names),
+        name="flux3",
+        format="diffusers",
+        layers=layer_shapes(whole),
+    )
+    prepared: Any = SimpleNamespace(family=FLUX3, facts=facts)
+    tensors = build.adapter_in(file, prepared, None)
+    assert {key.partition(".")[2] for key in tensors} == {
+        name for name in names if "image_cond" not in name
+    }
+    plain, network = denoiser_of("flux3"), denoiser_of("flux3")
+    attach_assistant(network, tensors)
+    told = conditioning_of(FLUX3, facts, ["one toy"])
+    noisy, times = draw(1, facts.latent_channels, 4, 6), torch.tensor([300.0])
+    with torch.no_grad():
+        predicted, before = (FLUX3.predict(each, noisy, times, told) for each in (network, plain))
+    assert not torch.allclose(predicted, before, atol=1e-3)
