@@ -101,6 +101,15 @@ QWEN_SHIFT = Reference(
 KREA2_SHIFT = Reference(
     name="musubi-tuner: `krea2_shift`", below=_logit_normal(_by_tokens(most=6400, high=1.15))
 )
+
+
+def _ideogram4(sigma: float, side_px: int) -> float:
+    """The sigmoid of a normal number around half the logarithm of the pixels by 512 x 512, of deviation 1.5."""
+    mean = 0.5 * math.log(side_px * side_px / 512**2)
+    return NormalDist(mean, 1.5).cdf(math.log(sigma / (1 - sigma)))
+
+
+IDEOGRAM4 = Reference(name="diffusers, train_dreambooth_lora_ideogram4", below=_ideogram4)
 SD3 = Reference(
     name="diffusers, train_dreambooth_lora_sd3: logit-normal, the scheduler's shift 3",
     below=_logit_normal(lambda _side_px: 3.0),
@@ -115,6 +124,7 @@ FORMULAS: Mapping[str, Reference] = {
     "lumina_shift": LUMINA_SHIFT,
     "qwen_shift": QWEN_SHIFT,
     "krea2_shift": KREA2_SHIFT,
+    "ideogram4": IDEOGRAM4,
     "sd3": SD3,
 }
 """By the name that `timesteps` of a release has in family.toml."""

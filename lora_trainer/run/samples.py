@@ -303,6 +303,7 @@ class LoadedAdapter:
         (seed,) = seeds((wanted,), seed)
         pipeline = self.pipeline
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
+        steps = wanted.steps or self.drawing.steps
         arguments = pipeline_arguments(
             self.family,
             pipeline,
@@ -312,11 +313,12 @@ class LoadedAdapter:
             else WORD_IN_PROMPTS.join(self.word.split(wanted.text)),
             self.negative_prompt if wanted.negative is None else wanted.negative,
             guidance_scale=wanted.guidance_scale or self.drawing.guidance_scale,
+            steps=steps,
         )
         image: Image = pipeline(
             **arguments,
             generator=torch.Generator().manual_seed(seed),
-            num_inference_steps=wanted.steps or self.drawing.steps,
+            num_inference_steps=steps,
             width=width_px,
             height=height_px,
         ).images[0]

@@ -51,7 +51,15 @@ def numbered(family: str) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("name", [name for name in NORMS if name != "qwen"])
+# diffusers reads no single file of some families, and Qwen-Image's has no joined rows.
+CONVERTED = [
+    name
+    for name in NORMS
+    if families.family(name).traits.class_name in SINGLE_FILE_LOADABLE_CLASSES and name != "qwen"
+]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
 def test_rows_are_those_that_diffusers_converts(name: str, tmp_path: Path) -> None:
     weights = numbered(name)
     checkpoint = Checkpoint({f"{key}.weight": rows for key, rows in weights.items()})

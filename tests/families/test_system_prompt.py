@@ -98,7 +98,9 @@ def test_an_adapter_s_image_is_drawn_after_the_system_prompt_of_its_training(pro
     pipeline, side = pipeline_of(facts), side_of(facts)
     ours = sampler.image(*conditionings, seed=3, size_px=(side, side), steps=3, guidance_scale=9.0)
     plain = pipeline(
-        **pipeline_arguments(family, pipeline, facts, "a toy", "a blur", guidance_scale=9.0),
+        **pipeline_arguments(
+            family, pipeline, facts, "a toy", "a blur", guidance_scale=9.0, steps=3
+        ),
         generator=torch.Generator().manual_seed(3),
         num_inference_steps=3,
         width=side,

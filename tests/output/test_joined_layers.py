@@ -149,6 +149,7 @@ UNREAD = {
     ("anima", "diffusers"): "ComfyUI finds no layer",
     ("qwen21", "comfyui"): "diffusers reads the attention layers only",
     ("qwen21", "diffusers"): "ComfyUI reads the attention layers only",
+    ("ideogram4", "diffusers"): "ComfyUI finds no layer",
     ("lumina2", "comfyui"): "diffusers loads these names only",
 }  # fmt: skip
 

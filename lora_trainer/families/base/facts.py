@@ -275,6 +275,8 @@ class BaseFacts:
     """How it follows a guidance scale."""
     shifts_by_tokens: bool = False
     """The noise is shifted by the image's size, though the base's own sampler has one shift for all."""
+    unshifted_px: int = 0
+    """Side of the square image whose noise is not shifted, where the shift is an image's side by it; 0: elsewhere."""
     system_prompt: str | None = None
     """What is put before every prompt; None where the family's texts have no system prompt."""
     chunks: int = 1
@@ -326,9 +328,12 @@ class BaseFacts:
 
         With dynamic shifting, or where `shifts_by_tokens`, it is exp(mu), mu linear in the number of image tokens
         (Esser et al. 2024, arXiv 2403.03206, section 5.3.2; FLUX.1's sampler), or mu itself for
-        `time_shift_type` "linear"; else the scheduler's fixed shift.
+        `time_shift_type` "linear"; else the scheduler's fixed shift. With `unshifted_px` it is the side of a square of
+        as many pixels, in those.
         """
         assert self.release.prediction == "flow", f"{self.family} is not trained by flow matching"
+        if self.unshifted_px:
+            return math.sqrt(width_px * height_px) / self.unshifted_px
         scheduler = self.release.scheduler
         by_size = scheduler.get(
             "use_dynamic_shifting", False

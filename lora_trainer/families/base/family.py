@@ -36,6 +36,7 @@ from lora_trainer.families.base.traits import (
 )
 from lora_trainer.families.base.unet_numbers import UNET_CLASS
 from lora_trainer.families.files import base_parts
+from lora_trainer.families.files.hub_files import SAFETENSORS
 from lora_trainer.families.files.recognise import fits
 from lora_trainer.families.files.weight_files import (
     AGAIN,
@@ -119,6 +120,7 @@ class Family(ABC):
             guidance=self.pipeline.guidance(release.architecture, release.distilled),
             patch=self.traits.patch,
             shifts_by_tokens=self.traits.shifts_by_tokens,
+            unshifted_px=self.traits.unshifted_px,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
             system_prompt=system_prompt,
         )
@@ -389,10 +391,41 @@ class Family(ABC):
         loaded = network.to(device)
         return loaded
 
+    def load_unguided(
+        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module | None:
+        """Return the network of `pipeline.unguided`, None where the base has none.
+
+        Its weights stay in its files: those of a layer come to `device` when the layer is called, and go.
+        """
+        layout, name = facts.located, self.pipeline.unguided
+        folder = layout.folder / name
+        if not name or not any(folder.glob(f"*{SAFETENSORS}")):
+            return None
+        from accelerate import init_empty_weights
+
+        from lora_trainer.families.files.deferred import DeferredFiles, settled_when_called
+
+        with init_empty_weights():
+            network = self.empty_denoiser(base_parts.read_json(folder / "config.json"))
+        fp32 = (*fp32_parts(network), *self.traits.fp32_in_files)
+        with DeferredFiles(dtype=dtype, fp32=fp32) as files:
+            own = replace(layout, files={"denoiser": folder})
+            self._fill_denoiser(own, network, files.tensors)
+        network.eval().requires_grad_(False)
+        settled_when_called(network, device=device)
+        return network
+
     def _fill_denoiser(self, layout: Layout, network: Any, read: base_parts.ReadTensors) -> None:
+        shapes = {
+            name.removesuffix(".weight"): tuple(tensor.shape)
+            for name, tensor in network.state_dict().items()
+            if name.endswith(".weight")
+        }
+        joined = self.layer_names(shapes).layers
         if single := layout.part_file("denoiser"):
             names = self.denoiser_names(read_header(single))
-            base_parts.load_denoiser_file(single, network, names, read)
+            base_parts.load_denoiser_file(single, network, names, read, joined)
             return
         folder = layout.part_folder("denoiser", self.traits.folder)
         tensors: dict[str, Tensor] = {}

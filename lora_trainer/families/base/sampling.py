@@ -58,6 +58,7 @@ class Sampler:
                 self._moved(conditioning),
                 self._moved(negative),
                 guidance_scale=guidance_scale,
+                steps=steps,
             ),
             # On the CPU, so that a seed gives the same noise on every device.
             generator=torch.Generator().manual_seed(seed),
@@ -101,6 +102,17 @@ def build_sampler(
         )
         images.set_progress_bar_config(disable=True)
         return Sampler(pipeline=images, denoiser=denoiser, vae=vae, device=device, family=family)
+    if (images_of := family.pipeline.images) is not None:
+        # In the dtype of the texts that it gets.
+        dtype = next(denoiser.parameters()).dtype
+        unguided = family.load_unguided(facts, dtype=dtype, device=device)
+        return Sampler(
+            pipeline=images_of(facts, denoiser, unguided or denoiser),
+            denoiser=denoiser,
+            vae=vae,
+            device=device,
+            family=family,
+        )
     # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
     # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
     texts = family.text.roles
@@ -154,10 +166,11 @@ def _arguments(
     negative: Conditioning,
     *,
     guidance_scale: float,
+    steps: int,
 ) -> dict[str, Any]:
     """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
     prompt, negative_prompt = traits.as_read(conditioning, negative)
-    arguments: dict[str, Any] = {traits.scale_argument: guidance_scale - traits.scale_offset}
+    arguments = _scale_arguments(traits, guidance_scale, steps)
     # Some pipelines warn of a negative prompt that a scale up to 1 leaves unused.
     texts = {"": prompt, "negative_": negative_prompt if guidance_scale > 1 else {}}
     for prefix, tensors in texts.items():
@@ -165,6 +178,12 @@ def _arguments(
             if name in tensors:
                 arguments[prefix + argument] = tensors[name]
     return arguments
+
+
+def _scale_arguments(traits: PipelineTraits, guidance_scale: float, steps: int) -> dict[str, Any]:
+    if traits.scales is not None:
+        return dict(traits.scales(guidance_scale, steps))
+    return {traits.scale_argument: guidance_scale - traits.scale_offset}
 
 
 def pipeline_arguments(
@@ -175,8 +194,9 @@ def pipeline_arguments(
     negative: str,
     *,
     guidance_scale: float,
+    steps: int,
 ) -> Mapping[str, Any]:
-    """Return the plain pipeline's arguments that reproduce the sampler's images.
+    """Return the plain pipeline's arguments that reproduce the sampler's images of as many steps.
 
     Prompts that `facts` reads in chunks or after another system prompt than the pipeline's are encoded here, with
     the pipeline's own encoders.
@@ -200,8 +220,8 @@ def pipeline_arguments(
             }
             for text in prompts
         ]
-        return _arguments(traits, *texts, guidance_scale=guidance_scale)
-    arguments = {"prompt": prompt, traits.scale_argument: guidance_scale - traits.scale_offset}
+        return _arguments(traits, *texts, guidance_scale=guidance_scale, steps=steps)
+    arguments = {"prompt": prompt, **_scale_arguments(traits, guidance_scale, steps)}
     if not traits.takes_negative or guidance_scale <= 1:
         return arguments
     return {**arguments, "negative_prompt": traits.negative_prefix + negative if negative else ""}
@@ -231,4 +251,9 @@ def plain_pipeline(
         **{**dict.fromkeys((*names, *map(folder_of, names))), **text.networks, **tokenizers},
     )
     family.pipeline.mend(pipeline)
-    return pipeline.to(device)
+    pipeline = pipeline.to(device)
+    if name := family.pipeline.unguided:
+        # Now, because it stays in its files.
+        unguided = family.load_unguided(facts, dtype=dtype, device=device)
+        setattr(pipeline, name, unguided or getattr(pipeline, family.traits.folder))
+    return pipeline

@@ -44,7 +44,9 @@ class NetworkTraits:
     has the reverse, if these two are all their rows. `refiners`: beginnings of names of layers of the blocks before
     the main ones, which `adapter.refiners` leaves out. `sides`: shares of the base's own size that it can be trained at
     too, the largest first. `shifts_by_tokens`: trainers shift the noise by the size of the
-    image as FLUX.1's sampler does, though the base's own sampler has one shift for all. `shares_vae`: whether the
+    image as FLUX.1's sampler does, though the base's own sampler has one shift for all. `unshifted_px`: the sampler
+    shifts the noise by the ratio of an image's side to this one, the root of the ratio of their pixels; 0: by its
+    scheduler's configuration. `shares_vae`: whether the
     VAE in another family's checkpoint counts, as FLUX.1's does for those that use it too. `fp32_in_files`: parts of
     the original code's names of the tensors that diffusers keeps in float32 by its own names. `unread`: parts,
     between the dots of names, of the layers that images from text never go through, diffusers' and the original code's:
@@ -63,6 +65,7 @@ class NetworkTraits:
     refiners: tuple[str, ...] = ()
     sides: tuple[float, ...] = ()
     shifts_by_tokens: bool = False
+    unshifted_px: int = 0
     vae_peak: VaePeak = AUTOENCODER_KL
     shares_vae: bool = False
     fp32_in_files: tuple[str, ...] = ()
@@ -109,6 +112,11 @@ class PipelineTraits:
     `reads_vae`: it reads the VAE's statistics also for latents, and counts them before they are folded to squares.
     `sigmas`: the noise levels of as many steps of a base that has its own, else None. `processor` makes of a tokenizer
     what the pipeline takes in its place. `mend` changes a whole pipeline.
+    `scales`: of a guidance scale and a number of steps the pipeline's arguments for them, where steps differ in their
+    scale. `images`: what draws with encoded prompts in place of a pipeline that takes none, made of the facts of a
+    base, its denoiser and the network of `unguided`; its call is that of a pipeline. `unguided`: component with a
+    second, frozen network of the denoiser's class, which predicts without a prompt where images are drawn with
+    guidance; where a base lacks it, the denoiser does so.
     """
 
     class_name: str
@@ -133,6 +141,9 @@ class PipelineTraits:
     sigmas: Callable[[BaseFacts, int], Sequence[float] | None] = lambda facts, steps: None
     processor: Callable[[Any], Any] | None = None
     mend: Callable[[Any], None] = lambda pipeline: None
+    scales: Callable[[float, int], Mapping[str, Any]] | None = None
+    images: Callable[..., Any] | None = None
+    unguided: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Returns tensors of a file, wanted name -> tensor, by names in the file.
 ReadTensors = Callable[[Path, Mapping[str, str]], dict[str, "Tensor"]]
+# Layer in a file -> the layers of diffusers' network that it stands for, in the order of their rows.
+JoinedNames = Mapping[str, Sequence[str]]
 COMPANION = "name the base model it was made from with --set base.companion=..."
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
 _STEMS = ("diffusion_pytorch_model", "model")
@@ -496,12 +498,26 @@ def _load_inner(
     return fill(network, tensors, file=file, part="text conditioner").eval()
 
 
+def parted(
+    state: Mapping[str, Tensor], network: nn.Module, joined: JoinedNames
+) -> dict[str, Tensor]:
+    """Return tensors by the names of `network`: those of layers that are one in a file are its rows."""
+    shapes = network.state_dict()
+    own: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        layer, _, kind = name.rpartition(".")
+        layers = [f"{each}.{kind}" for each in joined.get(layer, (layer,))]
+        rows = [len(shapes[each]) for each in layers] if len(layers) > 1 else [len(tensor)]
+        own |= zip(layers, tensor.split(rows), strict=True)
+    return own
+
+
 def load_denoiser_file(
-    file: Path, network: Any, names: Mapping[str, str], read: ReadTensors
+    file: Path, network: Any, names: Mapping[str, str], read: ReadTensors, joined: JoinedNames
 ) -> nn.Module:
     """Fill a network of diffusers on `meta` with the tensors `names` of a file, which `read` reads.
 
-    diffusers' own conversion renames and splits the tensors of the original layout.
+    diffusers' own conversion renames and splits the tensors of the original layout, or `joined` says how.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
@@ -512,6 +528,9 @@ def load_denoiser_file(
     # a U-Net which ones are foreign.
     is_original = not is_unet or "input_blocks.0.0.weight" in state
     if is_original and not state.keys() <= network.state_dict().keys():
+        if kind not in SINGLE_FILE_LOADABLE_CLASSES:
+            state = converted(file, lambda: parted(state, network, joined), fix=COMPANION)
+            return fill(network, state, file=file, part="denoiser")
         convert = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
         prefix = DENOISER_PREFIXES[0] if is_unet else ""  # which that conversion reads
         # The conversions take out what they copy, so that no tensor lies in memory twice: hold none beside them.

@@ -124,6 +124,26 @@ class DeferredFiles:
             reader.close()
 
 
+def settled_when_called(network: nn.Module, *, device: torch.device) -> None:
+    """Let each layer of a network of deferred parameters have their values on `device` while it runs, and no longer."""
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+        own = dict(module.named_parameters(recurse=False))
+        if own:
+            module.register_forward_pre_hook(partial(_settle, device=device))
+            module.register_forward_hook(partial(_put_back, own))
+
+
+def _settle(module: nn.Module, _inputs: Any, *, device: torch.device) -> None:
+    settle(module, device=device)
+
+
+def _put_back(own: Mapping[str, nn.Parameter], module: nn.Module, *_passed: Any) -> None:
+    for name, parameter in own.items():
+        setattr(module, name, parameter)
+
+
 def settle(module: nn.Module, *, device: torch.device) -> None:
     """Give a module's own deferred parameters and buffers their values, on `device`; those of its children stay."""
     for name, parameter in module.named_parameters(recurse=False):

@@ -26,7 +26,8 @@ INDEXES = (INDEX, MODULAR_INDEX)
 _TOP_TEXTS = frozenset({*INDEXES, "config.json"})
 # The folders of a base's components.
 _FOLDERS = re.compile(
-    r"scheduler|(?:tokenizer|text_encoder)(?:_\d)?|t5_tokenizer|processor|text_conditioner|unet|transformer|vae"
+    r"scheduler|(?:tokenizer|text_encoder)(?:_\d)?|t5_tokenizer|processor|text_conditioner|unet|(?:unconditional_)?transformer"
+    r"|vae"
 )
 # Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
