@@ -231,6 +231,23 @@ def ernie(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
     return torch.cat(answers)
 
 
+def ideogram4(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """diffusers/examples/dreambooth/train_dreambooth_lora_ideogram4.py: time 1 - sigma, padded at the left."""
+    lengths, most = told["text_mask"].sum(1).tolist(), told["text_mask"].shape[1] + 3
+    ids = diffusers.Ideogram4Pipeline._prepare_ids(lengths, HEIGHT, WIDTH, most, CPU)
+    text = torch.zeros(2, most + HEIGHT * WIDTH, told["text"].shape[2])
+    for row, own in zip(text, texts(told), strict=True):
+        row[most - len(own) : most] = own
+    tokens = network(
+        hidden_states=F.pad(noisy.flatten(2).transpose(1, 2), (0, 0, most, 0)),
+        timestep=1 - sigma,
+        encoder_hidden_states=text,
+        **dict(zip(("position_ids", "segment_ids", "indicator"), ids, strict=True)),
+        return_dict=False,
+    )[0]
+    return -tokens[:, most:].transpose(1, 2).unflatten(2, (HEIGHT, WIDTH))
+
+
 VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "flux": flux,
     "chroma": chroma,
@@ -246,6 +263,7 @@ VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
     "qwen21": qwen21,
     "flux3": flux3,
     "ernie": ernie,
+    "ideogram4": ideogram4,
 }
 """Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
 
@@ -343,6 +361,14 @@ def ernie_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": pipeline.encode_prompt(kept, CPU)[0][None]}
 
 
+def ideogram4_text(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    """The pipeline raises for a prompt that is too long: it gets as much as there is room for."""
+    tokenizer, room = pipeline.tokenizer, encoder("ideogram4").prompt_room()
+    kept = tokenizer.decode(tokenizer(prompt).input_ids[:room])
+    text, _, _, kind = pipeline.encode_prompt(kept, 1, 2, 2048, CPU)
+    return {"text": text[kind == 3][None]}
+
+
 def one_clip(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]}
 
@@ -397,6 +423,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "qwen21": qwen21_text,
     "flux3": flux3_text,
     "ernie": ernie_text,
+    "ideogram4": ideogram4_text,
 }
 
 
