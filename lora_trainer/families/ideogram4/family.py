@@ -87,10 +87,17 @@ def _squares(latents: Tensor) -> Tensor:
     return squares
 
 
-def step_scales(scale: float, steps: int) -> Mapping[str, Sequence[float]]:
-    """Return the guidance scale of each step: that of the last ones is lower, as in the release's three recipes."""
+def recipe(scale: float, steps: int) -> Mapping[str, Any]:
+    """Return the pipeline's arguments as in the release's recipes of 48, 20 and 12 steps.
+
+    The last steps have a lower guidance scale; few steps spread over the noise levels in another way.
+    """
     last = math.ceil(steps / LAST_STEPS)
-    return {"guidance_schedule": [scale] * (steps - last) + [min(scale, LAST_SCALE)] * last}
+    return {
+        "guidance_schedule": [scale] * (steps - last) + [min(scale, LAST_SCALE)] * last,
+        "mu": 0.5 if steps <= 12 else 0.0,
+        "std": 1.75 if steps <= 20 else 1.5,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +114,8 @@ class Images:
         *,
         text: Tensor,
         guidance_schedule: Sequence[float],
+        mu: float,
+        std: float,
         num_inference_steps: int,
         width: int,
         height: int,
@@ -124,8 +133,8 @@ class Images:
         device = text.device
         side_px, channels = self.pixels_a_token, self.denoiser.config.in_channels
         rows, columns = height // side_px, width // side_px
-        mean = _resolution_aware_mu(height=height, width=width, base_mu=0.0)
-        sigmas = _logit_normal_sigmas(num_inference_steps, mean, std=1.5)
+        mean = _resolution_aware_mu(height=height, width=width, base_mu=mu)
+        sigmas = _logit_normal_sigmas(num_inference_steps, mean, std=std)
         self.scheduler.set_timesteps(sigmas=sigmas.tolist(), device=device)
         # Tokens, as the pipeline has them: a seed gives its noise.
         noise = torch.randn(1, rows * columns, channels, generator=generator)
@@ -180,7 +189,7 @@ class Ideogram4(FlowFamily):
         as_read=lambda prompt, negative: (prompt, {}),
         takes_negative=False,
         reads_vae=True,
-        scales=step_scales,
+        scales=recipe,
         images=lambda facts, denoiser, unguided: Images(
             scheduler=facts.release.sampling_scheduler(),
             denoiser=denoiser,
