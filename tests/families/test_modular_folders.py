@@ -312,7 +312,7 @@ def test_a_flow_map_is_drawn_by_its_own_blocks_without_guidance(flow_map: Path) 
             told, negative, seed=3, size_px=(32, 16), steps=3, guidance_scale=scale
         )
         arguments = pipeline_arguments(
-            FLUX3, pipeline, facts, "a toy", "a blur", guidance_scale=scale
+            FLUX3, pipeline, facts, "a toy", "a blur", guidance_scale=scale, steps=3
         )
         noise = torch.Generator().manual_seed(3)
         plain = pipeline(**arguments, **size, generator=noise, num_inference_steps=3).images[0]

@@ -28,7 +28,7 @@ from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.qwen3_vl import QWEN3_VL_UNREAD, Qwen3VLEncoder
 from lora_trainer.families.base.text.transformers_encoder import text_config, without_padding
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits
-from lora_trainer.families.flux2.family import SquareLatents, statistics
+from lora_trainer.families.flux2.family import SquareLatents
 
 if TYPE_CHECKING:
     import torch
@@ -65,14 +65,14 @@ class TokenLatents(SquareLatents):
     """
 
     def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        shift, scale = statistics(vae)
+        shift, scale = self.statistics(vae)
         latents = vae.encode(pixels).latent_dist
         return (_squares(latents.mean) - shift) / scale, _squares(latents.std) / scale
 
     def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         from torch.nn.functional import pixel_shuffle
 
-        shift, scale = statistics(vae)
+        shift, scale = self.statistics(vae)
         squares = (latents.float() * scale + shift).unflatten(1, (4, -1))
         by_channel = squares.transpose(1, 2).flatten(1, 2)
         return super().decode(vae, pixel_shuffle(by_channel, 2), size_px)
