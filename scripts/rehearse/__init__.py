@@ -1,0 +1,1 @@
+"""Rehearsals of the cells of docs/plans.md on a pretended card."""
