@@ -22,7 +22,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.base.sampling import build_sampler
+from lora_trainer.families.base.sampling import build_sampler, plain_pipeline
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -407,4 +407,55 @@ def test_a_folder_of_krea_2_says_whether_it_is_distilled(tmp_path: Path) -> None
     assert (facts.release.variant, facts.release.drawing.steps) == ("turbo", 8)
     edit_json(folder / "model_index.json", text_encoder_select_layers=[1, 2, 3])
     with pytest.raises(InputError, match=r"reads the states \[1, 2, 3\] of its text encoder"):
+        facts_at(folder)
+
+
+# ---- ERNIE-Image
+
+
+def test_the_prompt_enhancer_of_ernie_image_is_neither_there_nor_used(tmp_path: Path) -> None:
+    """The release's index names two parts that are not downloaded: its folder is loaded without them."""
+    folder = copy_of("ernie", tmp_path / "base")
+    enhancer = {"pe": ["transformers", "Ministral3ForCausalLM"]}
+    enhancer["pe_tokenizer"] = ["transformers", "TokenizersBackend"]
+    edit_json(folder / "model_index.json", **enhancer)
+    facts = facts_at(folder)
+    family = families.family("ernie")
+    whole: Any = plain_pipeline(family, facts, dtype=torch.float32, device=CPU)
+    assert whole.pe is None and whole.pe_tokenizer is None
+    alone = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
+    assert alone.pipeline.pe is None and alone.pipeline.pe_tokenizer is None
+
+
+def test_ernie_images_latents_have_the_pipelines_number_under_the_root() -> None:
+    """1e-5; the configuration of its VAE states another, here 0.1."""
+    facts = facts_of("ernie")
+    encoder = image_encoder_of(facts)
+    pixels = draw(1, 3, 32, 48)
+    (ours,) = encoder.encode_images(pixels)
+    with torch.no_grad():
+        latents = encoder.vae.encode(pixels).latent_dist.mean
+    squares = diffusers.ErnieImagePipeline._patchify_latents(latents)
+    norm = encoder.vae.bn
+    deviation = (norm.running_var + 1e-5).sqrt().view(1, -1, 1, 1)
+    theirs = (squares - norm.running_mean.view(1, -1, 1, 1)) / deviation
+    torch.testing.assert_close(ours.mean, theirs[0], rtol=1e-5, atol=1e-5)
+
+
+def test_comfyuis_file_of_ernie_images_text_encoder_gives_the_same_text(tmp_path: Path) -> None:
+    """The language model has names of its own there, beside the tower and the tokenizer as bytes."""
+    folder, file = copy_of("ernie", tmp_path / "base"), tmp_path / "ministral-3-3b.safetensors"
+    tensors = load_file(folder / "text_encoder" / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.", "model."): each for name, each in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file({**renamed, "tekken_model": torch.zeros(8, dtype=torch.uint8)}, file)
+    plain, given = facts_of("ernie"), facts_at(folder, text_encoder=file)
+    assert given.parts["text_encoder"] == plain.parts["text_encoder"]
+    texts = [encoder_of(facts).encode_prompts(PROMPTS) for facts in (plain, given)]
+    for name, tensor in texts[0].items():
+        torch.testing.assert_close(texts[1][name], tensor, rtol=0, atol=0)
+    edit_json(folder / "transformer" / "config.json", text_in_dim=32)
+    with pytest.raises(InputError, match="gives 24 channels, its denoiser reads 32"):
         facts_at(folder)
