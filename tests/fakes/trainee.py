@@ -134,5 +134,11 @@ def _denoiser(name: str) -> nn.Module:
         return denoiser_of(name)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        denoiser = families.family(name).training_denoiser(architecture | deeper)
-    return denoiser.requires_grad_(False)
+        denoiser = (
+            families.family(name).training_denoiser(architecture | deeper).requires_grad_(False)
+        )
+        # Gates and outputs of some networks start at zero, which no gradient passes.
+        for weights in denoiser.parameters():
+            if weights.dim() > 1 and not weights.any():
+                nn.init.normal_(weights, std=weights[0].numel() ** -0.5)
+    return denoiser

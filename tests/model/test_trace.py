@@ -127,7 +127,8 @@ def test_bytes_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: A
     assert 2 * (cost.saved_bytes + cost.host_bytes) == step.saved_bytes > 0
     assert 2 * cost.adapter_saved_bytes == step.adapter_saved_bytes
     assert (2 * cost.forward_flops, 2 * cost.step_flops) == (step.forward_flops, step.step_flops)
-    assert cost.kernels == pytest.approx(step.kernels, rel=0.02)
+    # diffusers has ERNIE-Image's tokens before its samples: turned they are a view of one sample, a copy of several.
+    assert cost.kernels == pytest.approx(step.kernels, rel=0.06 if name == "ernie" else 0.02)
     if checkpointing == "offloaded":
         full = traced(name, replace(given, checkpointing="full"))
         assert cost.saved_bytes <= full.saved_bytes <= cost.saved_bytes + cost.host_bytes

@@ -133,9 +133,12 @@ class Ernie(FlowFamily):
 
         network.pos_embed.forward = forward
         for block in network.layers:
-            # diffusers has tokens first but in attention.
-            block.mlp.register_forward_pre_hook(lambda mlp, args: (args[0].transpose(0, 1),))
-            block.mlp.register_forward_hook(lambda mlp, args, result: result.transpose(0, 1))
+            # diffusers has tokens first but in attention, where samples first is a view: several layers read a copy.
+            block.self_attention.register_forward_pre_hook(lambda _, args: (args[0].contiguous(),))
+            block.mlp.register_forward_pre_hook(
+                lambda _, args: (args[0].transpose(0, 1).contiguous(),)
+            )
+            block.mlp.register_forward_hook(lambda _, args, result: result.transpose(0, 1))
         whole: nn.Module = network
         return whole
 
