@@ -1,9 +1,10 @@
 """The caption rules, from the caption in a file to the texts that a sample is trained with, and their length in tokens.
 
-In this order: one of several captions; `{a|b}`; `[trigger]`; tags left out and shuffled, fixed tags excepted; prefix
-and suffix; the trigger in front. Every random choice is a counter-based draw: a caption's variants depend on its
-text, the settings and the seed alone, a sample's choice among them on its epoch alone. The variants are few and
-computed before training, so all rules work with cached outputs of the text encoders.
+A caption that is a JSON object only gets the trigger. All others, in this order: one of several captions; `{a|b}`;
+`[trigger]`; tags left out and shuffled, fixed tags excepted; prefix and suffix; the trigger in front. Every random
+choice is a counter-based draw: a caption's variants depend on its text, the settings and the seed alone, a sample's
+choice among them on its epoch alone. The variants are few and computed before training, so all rules work with cached
+outputs of the text encoders.
 
 Texts are counted with CLIP's tokenizer, to choose the number of chunks for `data.caption_tokens=auto` and to
 name captions that are cut: the variants of each caption, and the same with the class word. Neither torch nor
@@ -41,7 +42,8 @@ from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.declare import CHUNK_TOKENS, concepts
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.running import Config
-from lora_trainer.dataset.captions import clean
+from lora_trainer.dataset.captions import clean, json_object
+from lora_trainer.dataset.json_captions import with_word_inside
 from lora_trainer.dataset.records import ImageRecord, finding
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
@@ -154,6 +156,11 @@ _Draw = tuple[int, str, int]
 
 def _text(caption: str, settings: DataSettings, draw: _Draw | None) -> str:
     """Apply all rules to one caption; without a draw those that are not random."""
+
+    if (value := json_object(caption)) is not None:
+        # No rule for words: braces and commas are its own, and text before or behind it would break it.
+        trigger = (settings.trigger or "").strip()
+        return with_word_inside(value, trigger, placeholder=TRIGGER_PLACEHOLDER)
 
     def choose(part: str, count: int, position: int) -> int:
         if draw is None:

@@ -74,6 +74,10 @@ def read_caption_file(name: str, data: bytes) -> CaptionText:
         return CaptionText(problems=(f"is {len(data):,} bytes long, too long for a caption",))
     text, problems = decoded(data)
     if not is_json(name):
+        # Some bases are trained with such captions; a line of one is not a caption of its own.
+        value = json_object(text.replace("\0", "").replace("\ufeff", ""))
+        if value is not None and len(whole := compact(value)) <= MAX_CAPTION_CHARACTERS:
+            return CaptionText(whole, tuple(problems))
         lost = len(clean(text)) - MAX_CAPTION_CHARACTERS
         if lost > 0:
             length = lost + MAX_CAPTION_CHARACTERS
@@ -86,6 +90,24 @@ def read_caption_file(name: str, data: bytes) -> CaptionText:
     if not lines:
         problems.append(f"holds no caption under {', '.join(CAPTION_KEYS)}")
     return caption_of(lines, problems)
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the one JSON object that a text is, None for any other text."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def compact(value: Mapping[str, Any]) -> str:
+    """Return a caption in JSON on one line, as the programs of bases that are trained with such captions write it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    # Lone surrogates can be written as escapes, and are not text.
+    return text.encode("utf-8", "replace").decode()
 
 
 def is_json(name: str) -> bool:

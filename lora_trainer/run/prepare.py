@@ -46,6 +46,7 @@ from lora_trainer.dataset.caption_rules import (
     sample_prompts,
     too_long,
 )
+from lora_trainer.dataset.json_captions import json_findings
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regularisation_count
 from lora_trainer.dataset.scan import BAD_MASK, cache_folder, read_dataset
@@ -389,7 +390,10 @@ def examine(
 def _report(
     dataset: Dataset, data: DataSettings, reading: Reading, basis: Basis, *, each: bool = False
 ) -> DatasetReport:
-    more = tuple(too_long(reading, facts=basis.facts))
+    more = (
+        *too_long(reading, facts=basis.facts),
+        *json_findings(dataset.records, family=basis.family),
+    )
     return inspect_images(dataset, settings=data, more=more, each=each)
 
 

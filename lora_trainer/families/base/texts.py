@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,8 +44,9 @@ class TextInputs:
     part of a network that is kept; of a language model's blocks only the first `blocks`, 0: all, whose last output is
     read before the final norm. `optional`: component that a base may lack. `penultimate`: the denoiser reads
     the layer before the last. `encoder_files`: single encoders can be read from files of their own (`Layout.text`).
-    `system_prompt`: the sentence that the family's release puts before every prompt, None where its text has none;
-    `before_prompts` returns what a system prompt puts before a prompt, marks included.
+    `caption_faults`: of a family that is trained with captions in JSON, what is wrong with such an object, the worst
+    first; None: captions are words. `system_prompt`: the sentence that the family's release puts before every prompt,
+    None where its text has none; `before_prompts` returns what a system prompt puts before a prompt, marks included.
     A setting that needs a field which is False or empty is refused: `trainable` encoders,
     prompt weights as in `(word:1.2)`, prompts above the limit read in `chunks`, and new words
     (`new_token_keys`: component -> key of its vectors in embedding files).
@@ -71,6 +72,7 @@ class TextInputs:
     prompt_weights: bool = False
     chunks: bool = False
     new_token_keys: Mapping[str, str] = field(default_factory=dict)
+    caption_faults: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     system_prompt: str | None = None
     before_prompts: Callable[[str], str] = lambda system_prompt: ""
 
