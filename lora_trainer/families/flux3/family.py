@@ -153,8 +153,8 @@ class Flux3(FlowFamily):
     formats = AdapterFormats(
         written=("comfyui", "diffusers"),
         refused={
-            "kohya": "no program is known to read FLUX.3 in it; use output.format=comfyui, which ComfyUI and "
-            "diffusers read"
+            "kohya": "no program is known to read FLUX.3 in it; use output.format=comfyui, the release's own names, "
+            "which diffusers reads"
         },
         names=AdapterNames(kohya="flux3_klein", modelspec="Flux.3-klein/lora"),
         comfyui_prefix="diffusion_model.",
