@@ -31,7 +31,8 @@ class Draft:
     """A training to be; an empty text leaves the choice to lora-train.
 
     `settings` are {"section.name": value} over the preset, `step` is where the page Train stands,
-    `started_as` the item of the queue.
+    `started_as` the item of the queue, `brought` what there is to say of the file that its settings
+    are from, as JSON.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Draft:
     settings: Mapping[str, Any] = field(default_factory=dict)
     step: int = 1
     started_as: str = ""
+    brought: str = ""
 
     def with_setting(self, key: str, value: Any) -> Draft:
         """Return the draft with one setting; raises RequestError for an impossible value."""

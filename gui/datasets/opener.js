@@ -34,8 +34,9 @@ export class Opener {
     this.list.replaceChildren(...folders.map((value) => make("option", { value })));
     this.recent.replaceChildren(...(folders.length ? [make("span", { class: "ds-quiet" }, say("Used lately:"))] : []),
       ...folders.map((name) => button(name, () => this.editor.open(name), { class: "bare" })));
-    this.path.input.value = folder ?? "";
-    if (folder) this.editor.open(folder);
+    if (!folder) return;
+    this.path.input.value = folder;
+    this.editor.open(folder);
   }
 
   /** Open the folder that dropped or chosen files were put into. */

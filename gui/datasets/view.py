@@ -122,7 +122,7 @@ class Reader:
             "locked": caption.locked,
             "unreadable": self.is_unreadable(picture),
             "badges": [badge.to_json() for badge in badges],
-            **_placed(self.checked.pictures.get(picture.name, {})),
+            **placed(self.checked.pictures.get(picture.name, {})),
         }
 
     def is_unreadable(self, picture: ImageFile) -> bool:
@@ -186,7 +186,7 @@ def _badge(finding: Mapping[str, Any]) -> Badge:
     )
 
 
-def _placed(picture: Mapping[str, Any]) -> dict[str, Any]:
+def placed(picture: Mapping[str, Any]) -> dict[str, Any]:
     """Return the size of a picture and where it goes, empty before it was checked."""
     if not picture:
         return {}

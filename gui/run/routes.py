@@ -1,4 +1,7 @@
-"""The page of one run, /run?run=NAME, and what its script asks: which of its parts have changed, what buttons do."""
+"""The page of one run, /run?run=NAME, and what its script asks: which of its parts have changed, what buttons do.
+
+Until a training that was started has a run, its page is /run?draft=ID.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.reporting.charts import LossView, loss_curve
 
-from .. import run_actions, runs
+from .. import command_lines, drafts, run_actions, runs
 from ..runs import Followed
-from ..server.pages import Body, Text, answer, attempted, page
+from ..server.pages import Body, Text, answer, attempted, page, stamped
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
-from . import view
+from . import starting, view
 from .parts import shown_best
 
 
@@ -57,6 +61,13 @@ class Named(Body):
     run: Text
 
 
+class Started(Body):
+    """A draft that was started; `stamp` is of what the page shows of it."""
+
+    draft: Text
+    stamp: Text
+
+
 class Samples(Body):
     """Draw samples of a prompt now, of the run's own prompts where it is empty."""
 
@@ -68,10 +79,20 @@ def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its script."""
     followed = Followed()
 
-    def show(request: Request, _: Words) -> Mapping[str, Any]:
+    def show(request: Request, _: Words) -> Mapping[str, Any] | Response:
+        if draft := request.query_params.get("draft"):
+            return begun(work, draft, _)
         run = request.query_params.get("run", "")
         folder = folder_of(work, run)
-        return view.missing(run, _) if folder is None else view.shown(folder, followed, _)
+        if folder is None:
+            return {**view.missing(run, _), "starting": None}
+        dataset = command_lines.recorded_dataset(folder)
+        photos = starting.photos(work, dataset) if dataset else ()
+        return {**view.shown(folder, followed, _), "starting": None, "photos": photos}
+
+    def started(asked: Started, _: Words) -> Mapping[str, Any]:
+        now = stamped(starting.look(work, drafts.read(work, asked.draft), _))
+        return now if now["stamp"] != asked.stamp else {"goes": now["goes"]}
 
     def look(asked: Look, _: Words) -> Mapping[str, Any]:
         done = pressed(work, asked.run, asked.press, _) if asked.press else {}
@@ -105,10 +126,27 @@ def routes(work: Workplace) -> list[Route]:
     return [
         page("/run", "run/page.html", title="Run", look=show),
         answer("/run/look", Look, look),
+        answer("/run/starting", Started, started),
         answer("/run/chart", ChartView, chart),
         answer("/run/prompt", Named, prompt),
         answer("/run/sample", Samples, sample),
     ]
+
+
+def begun(work: Workplace, draft_id: str, _: Words) -> Mapping[str, Any] | Response:
+    """Return what the page shows of a training that has no run yet, or where its page is."""
+    draft = drafts.read(work, draft_id)
+    now = starting.look(work, draft, _)
+    if now.url:
+        return RedirectResponse(now.url, status_code=303)
+    photos = starting.photos(work, work.folder(draft.dataset))
+    return {
+        "run": None,
+        "starting": now,
+        "draft": draft.id,
+        "stamp": stamped(now)["stamp"],
+        "photos": photos,
+    }
 
 
 def folder_of(work: Workplace, run: str) -> Path | None:

@@ -5,13 +5,20 @@ import { chart } from "/ui/run/chart.js";
 import { samples } from "/ui/run/samples.js";
 import { mount as shares } from "/ui/share/script.js";
 import { ask } from "/ui/shared/ask.js";
-import { following } from "/ui/shared/follow.js";
+import { follow, following } from "/ui/shared/follow.js";
 import { tabs } from "/ui/shared/tabs.js";
 import { tell } from "/ui/shared/tell.js";
 import { say } from "/ui/shared/words.js";
 import { mount as deletes } from "/ui/trash/script.js";
 
 export function mount(main, leaving) {
+  const starting = main.querySelector(".starting");
+  if (starting) {
+    follow(starting, "/run/starting", leaving, ({ url }) => { if (url) location.replace(url); }, { draft: starting.dataset.draft });
+  } else mountRun(main, leaving);
+}
+
+function mountRun(main, leaving) {
   const page = main.querySelector(".run-page");
   const said = page.querySelector(":scope > .said");
   const where = page.querySelector(".where");

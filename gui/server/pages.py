@@ -6,7 +6,10 @@ path is one route made by `answer`. Inputs: requests. Outputs: pages in the lang
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -51,16 +54,19 @@ def page(
     template: str,
     *,
     title: str,
-    look: Callable[[Request, Words], Mapping[str, Any]],
+    look: Callable[[Request, Words], Mapping[str, Any] | Response],
 ) -> Route:
-    """Return the route of a page: `look` returns what its template shows; its refusal is a page too."""
+    """Return the route of a page: `look` returns what its template shows, or an answer; its refusal is a page too."""
 
     def show(request: Request) -> Response:
         said = words_of(request)
+        shown: Mapping[str, Any] | Response
         try:
             shown, name = look(request, said), template
         except LoraTrainError as error:
             shown, name = {"fault": refusal(error, said)["error"]}, "shared/fault.html"
+        if isinstance(shown, Response):
+            return shown
         markup = draw(request, name, title=title, address=path, **shown)
         return HTMLResponse(markup, headers={"cache-control": "no-store"})
 
@@ -118,3 +124,10 @@ def attempted(
         return refusal(error, said)
     except OSError as error:
         return refusal(disk_error(folder, error), said)
+
+
+def stamped(part: Any) -> dict[str, Any]:
+    """Return a part as plain values, with a stamp that is another when they are."""
+    values = asdict(part)
+    text = json.dumps(values, sort_keys=True)
+    return {"stamp": hashlib.sha256(text.encode()).hexdigest()[:16], **values}

@@ -6,11 +6,13 @@ JSON values, with their sentences in the language of the reader.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+from urllib.parse import urlencode
 
-from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 
 from .. import command_lines, drafts, setting_edit
 from ..command_lines import Plans
@@ -18,8 +20,8 @@ from ..drafts import Draft
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import presets, view
-from .foreign import imported
-from .requests import Change, Keep, Load, Look, OfDraft, Replace, Reset
+from .foreign import Brought, brought
+from .requests import Bring, Change, Keep, Load, Look, OfDraft, Replace, Reset
 
 Reply = Mapping[str, Any]
 
@@ -64,6 +66,29 @@ class Api:
             self._save(edited.draft)
         note = "\n".join(_.message(line) for line in edited.note.splitlines())
         return {**self._state(edited.draft), "note": note}
+
+    def bring(self, asked: Bring, _: Words) -> Reply:
+        """Make a draft of a file, for the images of the draft that is shown; return where its page is."""
+        found = brought(asked.text, name=asked.name)
+        draft = drafts.Draft(id=drafts.new_id(), dataset=self._dataset(asked.draft, found))
+        if found is None:
+            draft = setting_edit.replaced(draft, text=asked.text, name=asked.name).draft
+            found = Brought(trainer="lora-train", settings=setting_edit.given(draft))
+        else:
+            draft = setting_edit.replaced(draft, text=setting_edit.as_json(found.settings)).draft
+        report = json.dumps({**asdict(found), "file": asked.name}, ensure_ascii=False)
+        self._save(replace(draft, brought=report))
+        return {"url": "/train?" + urlencode({"draft": draft.id})}
+
+    def _dataset(self, shown: str, found: Brought | None) -> str:
+        """Return the images of the draft that is shown, else those that a file names, where they are here."""
+        if shown and (named := drafts.read(self.work, shown).dataset):
+            return named
+        try:
+            folder = self.work.folder(found.dataset) if found and found.dataset else None
+        except LoraTrainError:
+            return ""
+        return str(folder) if folder is not None and folder.is_dir() else ""
 
     def plan(self, asked: OfDraft, _: Words) -> Reply:
         """Return what the settings come to; takes as long as `lora-train plan`."""
@@ -123,7 +148,7 @@ def _replaced(draft: Draft, *, text: str, name: str) -> setting_edit.Edited:
     try:
         return setting_edit.replaced(draft, text=text, name=name)
     except RequestError:
-        others = imported(text, name=name)
+        others = brought(text, name=name)
         if others is None:
             raise
     ours = setting_edit.as_json(others.settings)

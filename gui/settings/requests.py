@@ -47,6 +47,17 @@ class Replace(OfDraft):
     stamp: Word = ""
 
 
+class Bring(Body):
+    """A file that becomes a draft; `draft` is the one that the page shows, empty on other pages.
+
+    The text of a LoRA is its header.
+    """
+
+    name: Word
+    text: str
+    draft: Word = ""
+
+
 class Keep(OfDraft):
     """The changed settings to be saved under a name, `over` those that have it."""
 

@@ -19,7 +19,7 @@ from ..server.translation import Words
 from ..workplace import Workplace
 from . import view
 from .api import Api
-from .requests import Change, Keep, Load, Look, OfDraft, Replace, Reset
+from .requests import Bring, Change, Keep, Load, Look, OfDraft, Replace, Reset
 
 Asked = TypeVar("Asked", bound=Body)
 
@@ -61,6 +61,7 @@ def answers(api: Api) -> list[Route]:
         route("change", Change, api.change),
         route("reset", Reset, api.reset),
         route("replace", Replace, api.replace),
+        route("bring", Bring, api.bring),
         route("plan", OfDraft, api.plan),
         route("command", OfDraft, api.command),
         route("keep", Keep, api.keep),

@@ -1,6 +1,7 @@
 // Takes images that are dropped anywhere on the page or chosen: files, folders, zips. Several are sent
 // at once, one that fails is sent again, and when all are there the server makes a folder of them.
 
+import { bring, settingsIn } from "/ui/shared/bring.js";
 import { say } from "/ui/shared/words.js";
 
 const AT_ONCE = 4;
@@ -42,7 +43,11 @@ export function dropZone(zone, leaving, done) {
 
   for (const input of zone.querySelectorAll("input[type=file]")) {
     zone.querySelector(`button[data-for=${input.name}]`).onclick = () => input.click();
-    input.onchange = () => { take([...input.files]); input.value = ""; };
+    input.onchange = () => {
+      const files = [...input.files];
+      input.value = "";
+      if (input.name === "settings") bring(files[0]); else take(files);
+    };
     if (input.files.length) input.onchange();  // chosen before this script came
   }
   const on = (name, act) => window.addEventListener(name, (event) => {
@@ -57,6 +62,7 @@ export function dropZone(zone, leaving, done) {
   on("dragover", () => {});
   on("drop", async (event) => {
     mark(-inside);
+    if (settingsIn(event.dataTransfer.files)) return; // bring.js takes it
     const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
     take(entries.length ? (await Promise.all(entries.map((entry) => filesOf(entry)))).flat() : [...event.dataTransfer.files]);
   });

@@ -2,6 +2,7 @@
 // when one ends. Asks while something trains or waits; a page on which nothing happens asks once, and
 // again when somebody comes back to it.
 import { make } from "/ui/dialog.js";
+import { toast } from "/ui/shared/toast.js";
 import { say } from "/ui/shared/words.js";
 
 const AGAIN_MS = 2000;
@@ -77,11 +78,7 @@ function bell() {
 
 /** Say that a training has ended: in the page, and from the system where somebody wished it. */
 function tell(run, ended) {
-  const close = make("button", { type: "button", textContent: say("Close"), onclick: () => toast.remove() });
-  const toast = make("div", { className: "toast", role: "status" },
-    make("span", {}, nameOf(run), ": ", make("span", { textContent: say(ended) }), ". "),
-    make("a", { href: run.url, textContent: say("Open it") }), close);
-  document.querySelector(".html-container").append(toast);
+  toast([nameOf(run), ": ", say(ended), ". ", make("a", { href: run.url, textContent: say("Open it") })]);
   if ("Notification" in window && Notification.permission === "granted" && document.hidden) {
     new Notification(`${run.name}: ${say(ended)}`, { icon: "/ui/mark.svg" });
   }

@@ -2,6 +2,7 @@
 // mount(main, leaving): the signal `leaving` ends what listens, waits or asks outside of `main`. A link, Back, Forward
 // and location.assign() fetch the page and put it into the shell; a browser without the Navigation API loads it, and so
 // does any browser where it cannot be fetched, or has another shell (another language, another version of lora-train).
+import { takeDropped } from "/ui/shared/bring.js";
 import { look, start } from "/ui/shared/live.js";
 import { say } from "/ui/shared/words.js";
 
@@ -88,4 +89,5 @@ window.navigation?.addEventListener("navigate", (event) => {
   else event.preventDefault();
 });
 start();
+takeDropped();
 enter(document.querySelector("main"));

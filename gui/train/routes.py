@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_trainer.common.errors import LoraTrainError
@@ -18,19 +17,19 @@ from .. import bases, command_lines, drafts
 from ..drafts import Draft
 from ..markup import plain
 from ..plan_process import BASES
-from ..server.pages import Body, answer, page, refusal
+from ..run import starting
+from ..server.pages import Body, answer, page, refusal, stamped
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import fields, view
 
-Part = Literal["start", "draft", "images", "plan"]
+Part = Literal["draft", "images", "plan"]
 Key = Annotated[str, StringConstraints(max_length=100)]
 Id = Annotated[str, StringConstraints(max_length=40)]
 Text = Annotated[str, StringConstraints(max_length=20_000)]
 Source = Annotated[str, StringConstraints(max_length=300)]
 
 _PARTS: Mapping[Part, Callable[[Workplace, Draft, Words], Any]] = {
-    "start": view.start_part,
     "draft": view.draft_part,
     "images": view.images_part,
     "plan": view.plan_part,
@@ -74,7 +73,7 @@ def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its script."""
     plans = command_lines.Plans(work)
 
-    def show(request: Request, said: Words) -> Mapping[str, Any]:
+    def show(request: Request, said: Words) -> Mapping[str, Any] | Response:
         return shown(work, request.query_params, said)
 
     def look(asked: Look, said: Words) -> Mapping[str, Any]:
@@ -99,21 +98,23 @@ def routes(work: Workplace) -> list[Route]:
     ]
 
 
-def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str, Any]:
+def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str, Any] | Response:
     """Return what the page begins with: the draft that its address asks for, else the newest one."""
     fault = ""
     try:
         draft = view.wanted(work, asked)
     except LoraTrainError as error:
         draft, fault = drafts.current(work), refusal(error, said)["error"]
-    parts = {name: stamped(_PARTS[name](work, draft, said)) for name in ("start", "draft")}
+    if draft.started_as:
+        return RedirectResponse(starting.page_url(draft.id), status_code=303)
     return {
         "draft": draft,
         "fault_line": fault,
         "fields": fields.FIELDS,
         "texts": fields.texts(draft),
-        "step": 3 if draft.started_as else draft.step,
-        "parts": parts,
+        "brought": view.brought(draft),
+        "step": draft.step,
+        "parts": {"draft": stamped(view.draft_part(work, draft, said))},
     }
 
 
@@ -121,7 +122,7 @@ def looked(work: Workplace, asked: Look, said: Words) -> Mapping[str, Any]:
     """Keep what was typed; return what was refused of it, and the parts that are others than the page shows."""
     kept = view.keep(work, asked.draft, asked.typed, step=asked.step)
     found: dict[str, Any] = {"refused": _refused(kept, said)}
-    for name, part in _PARTS.items():  # in this order: to follow a start may change the draft
+    for name, part in _PARTS.items():
         if name in asked.show:
             now = stamped(part(work, drafts.read(work, asked.draft), said))
             if now["stamp"] != asked.seen.get(name):
@@ -130,13 +131,12 @@ def looked(work: Workplace, asked: Look, said: Words) -> Mapping[str, Any]:
 
 
 def started(work: Workplace, asked: Start, said: Words) -> Mapping[str, Any]:
-    """Put the training into the queue unless something that was typed is refused; return what the page shows then."""
+    """Put the training into the queue unless something that was typed is refused; return where its page is."""
     kept = view.keep(work, asked.draft, asked.typed)
     if kept.refused:
         return {"refused": _refused(kept, said)}
     draft = view.start(work, asked.draft)
-    parts = {name: stamped(_PARTS[name](work, draft, said)) for name in ("draft", "start")}
-    return {"refused": {}, **parts}
+    return {"refused": {}, "url": starting.page_url(draft.id)}
 
 
 def base_cards(draft: Draft, said: Words) -> Mapping[str, Any]:
@@ -153,10 +153,3 @@ def base_cards(draft: Draft, said: Words) -> Mapping[str, Any]:
 
 def _refused(kept: view.Kept, said: Words) -> Mapping[str, str]:
     return {key: said.message(plain(line)) for key, line in kept.refused.items()}
-
-
-def stamped(part: Any) -> dict[str, Any]:
-    """Return a part as plain values, with a stamp that is another when they are."""
-    values = asdict(part)
-    text = json.dumps(values, sort_keys=True)
-    return {"stamp": hashlib.sha256(text.encode()).hexdigest()[:16], **values}

@@ -14,7 +14,8 @@ const AWAY_MS = 5000;
 
 export function mount(main, leaving) {
   const page = main.querySelector(".train");
-  const draft = page.dataset.draft;
+  const { draft } = page.dataset;
+  const pageOfStart = `/run?${new URLSearchParams({ draft })}`;
   const fields = new Fields(page);
   const said = page.querySelector(".train > .said");
   const seen = {}; // the stamps of the parts that are shown
@@ -89,22 +90,21 @@ export function mount(main, leaving) {
     },
   });
 
-  function draw({ draft: kept, images: looked, plan: planned, start: waiting }) {
+  function draw({ draft: kept, images: looked, plan: planned }) {
     if (leaving.aborted) return;
-    for (const [name, part] of Object.entries({ draft: kept, images: looked, plan: planned, start: waiting })) {
+    for (const [name, part] of Object.entries({ draft: kept, images: looked, plan: planned })) {
       if (part) seen[name] = part.stamp;
     }
     if (looked) drawImages(looked);
     if (planned) drawPlan(planned);
-    if (waiting) drawWaiting(waiting);
     if (kept) drawDraft(kept);
   }
 
   function drawDraft({ texts, step: at, is_started: isStarted }) {
     fields.draw({ texts });
     bases.choose(texts["base.model"] ?? "auto");
-    // Another tab may stand at another step of the same draft; started it is in both.
-    if (step === 0 || isStarted !== (step === 3)) show(isStarted ? 3 : at);
+    if (isStarted) location.replace(pageOfStart); // by another tab
+    else if (step === 0) show(at);
   }
 
   function drawImages({ html, folder, next }) {
@@ -124,12 +124,6 @@ export function mount(main, leaving) {
     fields.draw({ filled });
   }
 
-  function drawWaiting({ html, url, back }) {
-    one("#waiting").innerHTML = html;
-    if (back) tell(back);
-    if (url) location.assign(url);
-  }
-
   /** Show a step; what it needs is asked for when it comes into sight. */
   function show(at) {
     if (at === step) return;
@@ -141,19 +135,11 @@ export function mount(main, leaving) {
     one("#to-images").disabled = at !== 2;
     if (at === 1 && !seen.images && fields.read("dataset")) report();
     if (at === 2) { plan(); bases.open(); }
-    if (at === 3) follow();
   }
 
   async function go(to) {
     const { error } = await keep({ step: to });
-    if (!error && step !== 3) show(to);
-  }
-
-  /** Follow a training that was started until its run is there, or it has ended. */
-  async function follow() {
-    const now = await ask("/train/look", { draft, show: ["start", "draft"], seen });
-    draw(now);
-    if (step === 3 && !now.start?.url) later(follow, now.isAway ? AWAY_MS : AGAIN_MS);
+    if (!error) show(to);
   }
 
   function tell(text) {
@@ -184,12 +170,13 @@ export function mount(main, leaving) {
   one("#train").onclick = async () => {
     one("#train").disabled = true;
     const now = await write("/train/start");
-    if (!now.start) one("#train").disabled = false;
+    if (now.url) location.assign(now.url);
+    else one("#train").disabled = false;
     page.querySelector("[aria-invalid]")?.focus();
   };
   // Another tab, or All settings, may have changed the draft.
   async function back() {
-    if (document.hidden || step === 3) return;
+    if (document.hidden) return;
     const before = seen.draft;
     await keep();
     if (seen.draft !== before && step === 2) plan();

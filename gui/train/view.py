@@ -6,21 +6,21 @@ the queue in files. A refusal loses nothing of what was typed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.config.config import all_settings
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
 
-from .. import bases, command_lines, drafts, run_actions, runs, uploads
+from .. import bases, command_lines, drafts, run_actions, uploads
 from ..datasets import check
 from ..drafts import Draft
 from ..markup import button, join, note_html, plain, tag
-from ..run_state import Stage, downloading, setting_out
-from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import fields, plan
@@ -58,15 +58,6 @@ class PlanPart:
     length: plan.Length | None
     button: str
     works: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartPart:
-    """What a training that was started waits for; `url` leads to its run, `back` says why it did not begin."""
-
-    html: Html
-    url: str = ""
-    back: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +147,21 @@ def draft_part(_work: Workplace, draft: Draft, _said: Words) -> DraftPart:
     return DraftPart(texts=fields.texts(draft), step=draft.step, is_started=bool(draft.started_as))
 
 
+def brought(draft: Draft) -> Mapping[str, Any] | None:
+    """Return what there is to say of the file that the settings are from, None where they are from no file."""
+    if not draft.brought:
+        return None
+    found = json.loads(draft.brought)
+    labels = {info.key: info.label for info in all_settings()}
+    return {
+        **found,
+        "rows": [
+            {"label": labels.get(key, key), "key": key, "source": found["sources"].get(key, "")}
+            for key in found["settings"]
+        ],
+    }
+
+
 def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     """Return the report on the images; takes as long as `lora-train check`."""
     if not draft.dataset.strip():
@@ -227,57 +233,6 @@ def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
         button=said("Train"),
         works=False,
     )
-
-
-def start_part(work: Workplace, draft: Draft, said: Words) -> StartPart:
-    """Return what the training of a draft waits for; one that did not begin is a draft again.
-
-    Raises MachineError.
-    """
-    item = _item(work, draft)
-    if not draft.started_as:  # another tab has followed it
-        return StartPart(html=_waiting(work, None, said))
-    if item is not None and item.run:
-        return StartPart(html=_waiting(work, item, said), url=runs.page_url(item.run))
-    if item is not None and not item.has_ended:
-        return StartPart(html=_waiting(work, item, said))
-    with drafts.changing(work):
-        drafts.save(work, replace(draft, started_as="", step=CHECK))
-    reason = "it was taken off the queue" if item is None else item.error
-    line = reason or "the training ended before it began"
-    return StartPart(html=_waiting(work, None, said), back=capital(said.message(plain(line))))
-
-
-def _item(work: Workplace, draft: Draft) -> commands.Item | None:
-    if not draft.started_as:
-        return None
-    return next((item for item in commands.items(work.runs) if item.id == draft.started_as), None)
-
-
-def _waiting(work: Workplace, item: commands.Item | None, said: Words) -> Html:
-    before, download = 0, None
-    if item is not None:
-        download = commands.download_of(work.runs, item)
-        before = sum(
-            other.state == "running" or (other.state == "waiting" and other.order < item.order)
-            for other in commands.items(work.runs)
-            if item.state == "waiting"
-        )
-    return render(
-        "train/waiting.html",
-        said,
-        is_queued=item is not None,
-        before=before,
-        is_download=download is not None,
-        stages=_stages(item, download),
-    )
-
-
-def _stages(item: commands.Item | None, download: commands.Download | None) -> Sequence[Stage]:
-    """Return the stages up to the first step, none of a training that waits for others."""
-    if download is not None:
-        return downloading(download)
-    return setting_out() if item is not None and item.state != "waiting" else ()
 
 
 def fits(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[str, Any]:

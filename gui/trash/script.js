@@ -1,7 +1,7 @@
 // Deleting with Undo: buttons with data-trash move what data-ref names into the trash, and lead to
 // data-next, where what was done is said with its Undo. The page Trash puts back and empties.
-import { make } from "/ui/dialog.js";
 import { ask } from "/ui/shared/ask.js";
+import { toast } from "/ui/shared/toast.js";
 import { say } from "/ui/shared/words.js";
 
 const KEPT = "lora-train deleted";
@@ -10,7 +10,7 @@ const KEPT = "lora-train deleted";
 export function mount(place) {
   const away = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
   sessionStorage.removeItem(KEPT);
-  if (away) toast(place, say("{} is in the trash.", away.name), () => back(place, away.id));
+  if (away) toast(say("{} is in the trash.", away.name), () => back(away.id));
   place.addEventListener("click", async (event) => {
     const button = event.target.closest?.("[data-trash], [data-back], [data-empty]");
     if (!button || event.detail > 1) return; // a double click is one press
@@ -20,39 +20,30 @@ export function mount(place) {
       return;
     }
     button.disabled = true;
-    if (button.dataset.back) await back(place, button.dataset.back);
-    else if (button.dataset.trash) await throwAway(place, button);
-    else await reloadAfter(place, ask("/trash/empty"));
+    if (button.dataset.back) await back(button.dataset.back);
+    else if (button.dataset.trash) await throwAway(button);
+    else await reloadAfter(ask("/trash/empty"));
     button.disabled = false;
   });
   (place.querySelector(".trash") ?? place).dataset.ready = ""; // from now on a press counts
 }
 
-async function throwAway(place, button) {
+async function throwAway(button) {
   const { trash: kind, ref, next } = button.dataset;
   const answer = await ask("/trash/put", { kind, ref });
-  if (answer.error) toast(place, answer.error);
+  if (answer.error) toast(answer.error);
   else {
     sessionStorage.setItem(KEPT, JSON.stringify(answer));
     location.assign(next);
   }
 }
 
-function back(place, id) {
-  return reloadAfter(place, ask("/trash/back", { id }));
+function back(id) {
+  return reloadAfter(ask("/trash/back", { id }));
 }
 
-async function reloadAfter(place, asked) {
+async function reloadAfter(asked) {
   const answer = await asked;
-  if (answer.error) toast(place, answer.error);
+  if (answer.error) toast(answer.error);
   else location.reload();
-}
-
-function toast(place, said, undo) {
-  place.querySelector(".toast")?.remove();
-  const close = make("button", { type: "button", textContent: say("Close"), onclick: () => node.remove() });
-  const again = undo && make("button", { type: "button", className: "primary", textContent: say("Undo"), onclick: undo });
-  const node = make("div", { className: "toast" }, make("span", {}, said), again, close);
-  node.setAttribute("role", "status");
-  place.append(node);
 }

@@ -1,7 +1,7 @@
 """Settings files of other trainers, read as settings of this one: the file, the trainer, every key.
 
-Input: a TOML, JSON or YAML file, or a script that starts the trainer. Output: `Foreign`. The trainer is told by its
-keys; what is nobody's, or is of this program, is refused and says why.
+Input: a TOML, JSON or YAML file, a script that starts the trainer, or a LoRA file that tells how it was trained.
+Output: `Foreign`. The trainer is told by its keys; what is nobody's, or is of this program, is refused and says why.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
 from lora_trainer.config.inputs import NO_ASSISTANT
+from lora_trainer.importing import trained_files
 from lora_trainer.importing.command_lines import SHELLS, read_commands, read_variables
 from lora_trainer.importing.foreign import LIST, Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers import (
@@ -30,6 +31,7 @@ from lora_trainer.importing.trainers import (
     sd_scripts_relatives,
     simpletuner,
 )
+from lora_trainer.lora_file.metadata import SETTINGS_ENTRY
 
 # Those that are known, in the order in which they are asked.
 _MODULES = (
@@ -46,8 +48,11 @@ def import_file(file: Path) -> Foreign:
     and cannot be done here.
     """
     try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
+        if file.suffix.lower() == trained_files.SUFFIX:
+            raw = trained_files.header_of(file)
+        else:
+            with file.open("rb") as stream:
+                raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"cannot read {file}: {error}", fix="give a readable UTF-8 file") from None
     return _imported(raw, str(file), beside=file.parent)
@@ -56,6 +61,7 @@ def import_file(file: Path) -> Foreign:
 def import_bytes(raw: bytes, name: str) -> Foreign:
     """Read the bytes of a settings file called `name`, as a page uploads it; opens no file. Raises as `import_file`.
 
+    Of a LoRA file they are those of its header.
     Further files that it names, and images that would have to be counted, are not there; that is said.
     """
     return _imported(raw, name, beside=None)
@@ -68,6 +74,14 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
     variables = read_variables(decoded(raw, file), file) if suffix in (".env", ".sh") else {}
     if simpletuner.is_environment(variables):
         data, still_open = simpletuner.options_of_environment(variables)
+    elif suffix == trained_files.SUFFIX:
+        entries = trained_files.entries_of(raw, file)
+        if SETTINGS_ENTRY in entries:
+            raise InputError(
+                f"{file} is a LoRA of this program, with its settings in its header",
+                fix="drop it on a page of `lora-train gui`, which makes a training of them",
+            )
+        data, still_open = trained_files.options(entries, file)
     elif suffix in SHELLS:
         command = read_commands(decoded(raw, file), file)
         data, still_open = _with_config_file(command.options, beside), command.open

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from lora_trainer.gui import drafts
 from lora_trainer.gui.trash import store as trash
 from lora_trainer.gui.workplace import Workplace
 
@@ -53,12 +54,12 @@ class Shown(NamedTuple):
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("pages.toml").read_text(encoding="utf-8"))
-EMPTY, LIVE, ENDED, MISSING = (
+EMPTY, LIVE, STARTING, ENDED, MISSING = (
     [
         Shown(path.format(example=ROOT / "datasets" / "example"), ready)
         for path, ready in TABLES[name].items()
     ]
-    for name in ("empty", "live", "ended", "missing")
+    for name in ("empty", "live", "starting", "ended", "missing")
 )
 
 
@@ -77,7 +78,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
         asked[f"{shown.path}, empty"] = asked_at_rest(page, shown, server)
         faults += scanned(page, shown)
     with filled(place):
-        for shown in LIVE:
+        for shown in (*LIVE, *STARTING):
             opened(page, shown, server)
             faults += scanned(page, shown)
     # All of it has ended now.
@@ -100,6 +101,7 @@ def opened(page: Any, shown: Shown, server: GuiServer) -> None:
     """Open a page and wait until it is complete."""
     page.set_viewport_size(LAPTOP)
     server.open(page, shown.path, shown.ready)
+    page.locator("main:not([inert])").wait_for()  # its script is there
 
 
 def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
@@ -147,7 +149,10 @@ def filled(place: Place) -> Iterator[None]:
     write_status(failed, state="failed", exit_code=3, message="out of memory. Fix: a smaller batch")
     bad = place.add("bad", exit=3, say="error: no images. Fix: add some.")
     first = place.add("first", until=str(place.let("first")))
-    place.add("second")
+    second = place.add("second")
+    example = str(ROOT / "datasets" / "example")
+    draft = drafts.Draft(id="a" * 12, dataset=example, started_as=second.id)
+    drafts.save(Workplace(runs=place.runs), draft)
     place.add("third")
     live = place.runs / "live"
     with place.worker_process() as worker:

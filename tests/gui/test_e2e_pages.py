@@ -387,6 +387,16 @@ def test_pages_come_into_one_shell_and_none_stays_behind(
         assert urlsplit(page.url).path == "/datasets"
         assert caption(page, "a.png").input_value() == "kept"
     page.locator(".ds-state", has_text="Saved in").first.wait_for()
+    # Settings of another trainer are dropped on any page.
+    bar.get_by_role("link", name="Trash", exact=True).click()
+    arrived(page, "Trash")
+    kohya = 'network_module = "networks.lora"\nnetwork_dim = 24'
+    for name, text in (("broken.toml", "network_dim ="), ("kohya.toml", kohya)):
+        page.evaluate(page_script("dropped"), [name, text])
+        if name == "broken.toml":
+            page.locator(".toast", has_text="not TOML").get_by_role("button", name="Close").click()
+    page.locator("summary", has_text="kohya.toml, of sd-scripts: 23 settings come over").click()
+    page.locator(".brought li", has_text="Rank adapter.rank from network_dim").wait_for()
     assert page.evaluate("window.shell"), "no page was loaded"
     # A page that cannot be fetched is loaded.
     expected.extend(NO_SERVER)

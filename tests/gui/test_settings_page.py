@@ -19,6 +19,7 @@ from lora_trainer.gui import command_lines, drafts, markup, setting_edit
 from lora_trainer.gui.setting_text import text_of
 from lora_trainer.gui.settings import routes, view
 from lora_trainer.gui.settings.api import Api
+from lora_trainer.gui.train import routes as train
 from lora_trainer.gui.workplace import Workplace
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -418,6 +419,74 @@ def test_a_settings_file_of_another_trainer_is_imported_with_its_remarks(
         unknown = call("replace", text='{"adapter.ranks": 8}', name="x.json")["error"]
         assert "adapter.rank" in unknown, "a mistake in a file of this program stays one"
         assert call("look", stamp="")["given"] == given, "what is refused changes nothing"
+
+
+def usual_files() -> list[Path]:
+    return sorted(CORPUS.rglob("usual.*"))
+
+
+@pytest.mark.parametrize("file", usual_files(), ids=lambda file: file.relative_to(CORPUS).parts[0])
+def test_a_file_that_is_dropped_becomes_a_draft_of_what_the_command_imports(
+    call: Call,
+    work: Workplace,
+    draft: drafts.Draft,
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = tmp_path / "alone" / file.name
+    alone.parent.mkdir()
+    alone.write_bytes(file.read_bytes())
+    assert main.run(["import", str(alone), "--json"]) == 0
+    imported = json.loads(capsys.readouterr().out)
+    wanted = {key: value for key, value in imported["settings"].items() if key != "output.folder"}
+    brought_draft(call, work, draft, name=file.name, text=file.read_text("utf-8"), wanted=wanted)
+    shown = TestClient(Starlette(routes=train.routes(work))).get("/train").text
+    said = (
+        f"{file.name}, of {imported['trainer']}: {len(wanted)} settings come over, "
+        f"{len(imported['nearest'])} differ, "
+    )
+    assert said in html.unescape(shown)
+    for key in (*imported["nearest"], *imported["without_equivalent"], *imported["unknown"]):
+        assert f"<code>{html.escape(key)}</code>" in shown
+
+
+def brought_draft(
+    call: Call, work: Workplace, shown: drafts.Draft, *, name: str, text: str, wanted: object
+) -> None:
+    """Bring a file; it becomes a draft of the same images, and the one that was shown stays."""
+    answer = call("bring", name=name, text=text, draft=shown.id)
+    assert "error" not in answer, answer
+    draft = drafts.current(work)
+    assert answer["url"] == f"/train?draft={draft.id}" != f"/train?draft={shown.id}"
+    assert setting_edit.given(draft) == wanted and draft.dataset == shown.dataset
+    assert drafts.read(work, shown.id) == shown
+
+
+def test_a_lora_and_settings_of_this_program_become_drafts_and_what_says_nothing_is_refused(
+    call: Call, work: Workplace, draft: drafts.Draft, tmp_path: Path, capsys: Any
+) -> None:
+    entries = {"ss_network_module": "networks.lora", "ss_network_dim": "24", "ss_seed": "None"}
+    header = json.dumps({"__metadata__": entries})
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    assert main.run(["import", str(file), "--json"]) == 0
+    wanted = json.loads(capsys.readouterr().out)["settings"]
+    assert wanted["adapter.rank"] == 24
+    brought_draft(call, work, draft, name=file.name, text=header, wanted=wanted)
+    ours = {"adapter.rank": 12, "train.steps": 70}
+    header = json.dumps({"__metadata__": {"lora_train.settings": json.dumps(ours)}})
+    brought_draft(call, work, draft, name="b.safetensors", text=header, wanted=ours)
+    brought_draft(call, work, draft, name="c.json", text=json.dumps(ours), wanted=ours)
+    before = drafts.current(work)
+    for name, text, why in (
+        ("d.safetensors", '{"__metadata__": {}}', "does not say how it was trained"),
+        ("d.safetensors", "no header", "is not a whole .safetensors file"),
+        ("d.json", '{"adapter.ranks": 8}', "adapter.rank"),
+        ("d.toml", "broken = ", ""),
+    ):
+        assert why in call("bring", name=name, text=text)["error"]
+    assert drafts.current(work) == before
 
 
 def test_the_search_knows_the_words_of_other_trainers_and_english_ones() -> None:

@@ -18,6 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts
+from lora_trainer.gui.datasets import check
+from lora_trainer.gui.run import routes as run_routes
+from lora_trainer.gui.run import starting
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.train import fields, plan, routes, view
@@ -31,6 +34,7 @@ from lora_trainer.common.records import of_json
 from lora_trainer.config.config import parse_assignment
 from lora_trainer.queue import commands
 from lora_trainer.reporting.plan_record import PlanRecord
+from tests.fakes.runs import write_dataset
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
 SAID = words(ENGLISH)
@@ -87,7 +91,8 @@ def test_a_field_that_is_left_by_a_press_of_train_does_not_undo_it(
 @pytest.fixture
 def page(work: Workplace) -> TestClient:
     """The page's routes, without a browser."""
-    return TestClient(Router(routes=list(routes.routes(work))))
+    own = [*routes.routes(work), *run_routes.routes(work)]
+    return TestClient(Router(routes=own), follow_redirects=False)
 
 
 def ask(page: TestClient, path: str, **body: Any) -> dict[str, Any]:
@@ -304,12 +309,49 @@ def test_a_started_or_damaged_draft_makes_place_and_one_taken_off_the_queue_is_a
     item = commands.add(work.runs, ["images"], label="x")
     started = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)
     drafts.save(work, started)
-    assert not view.start_part(work, started, SAID).back
+    assert starting.look(work, started, SAID).goes
     assert drafts.read(work, started.id) == started
     commands.remove(work.runs, started.started_as)
-    assert "taken off the queue" in view.start_part(work, started, SAID).back
+    assert "taken off the queue" in starting.look(work, started, SAID).html
     assert drafts.read(work, started.id) == replace(started, started_as="", step=2)
     assert drafts.current(work).id == started.id
+
+
+def test_the_page_of_a_start_shows_the_images_and_what_it_waits_for_and_leads_to_its_run(
+    work: Workplace, tmp_path: Path, page: TestClient
+) -> None:
+    write_dataset(tmp_path / "set", images=2)
+    picture = {"file": "p0.png", "width_px": 100, "height_px": 50, "kept": [0.1, 0.25, 0.9, 0.75]}
+    check.remember(work, tmp_path / "set", (), {"pictures": [picture]})
+    first = commands.add(work.runs, ["others"], label="first")
+    item = commands.add(work.runs, ["images"], label="mine")
+    draft = drafts.new(work, dataset=str(tmp_path / "set"))
+    address = starting.page_url(draft.id)
+    assert page.get(address).headers["location"] == f"/train?draft={draft.id}", "not started"
+    drafts.save(work, replace(draft, started_as=item.id))
+    assert page.get(f"/train?draft={draft.id}").headers["location"] == address
+
+    def asked() -> dict[str, Any]:
+        return ask(page, "/run/starting", draft=draft.id, stamp="")
+
+    shown = page.get(address).text
+    assert "Waiting: 1 before it." in shown
+    assert re.findall(r"--crop: (.*?);", shown) == ["0.0% 10.0% 0.0% 10.0%", "0"]
+    assert "file=p0.png" in shown and "file=p1.png" in shown
+    commands.remove(work.runs, first.id)
+    commands.write(work.runs, replace(item, state="running"))
+    now = asked()
+    assert now["goes"] and "Start the program" in now["html"]
+    again = ask(page, "/run/starting", draft=draft.id, stamp=now["stamp"])
+    assert again == {"goes": True}, "nothing is drawn again that is there"
+    left = {"source": "some/base", "here_bytes": 2**20, "all_bytes": 3 * 2**20}
+    commands.item_file(work.runs, item.id, "download").write_text(json.dumps(left))
+    assert "1.0 MiB of 3.0 MiB" in asked()["html"]
+    commands.write(work.runs, replace(item, state="running", run="mine"))
+    assert asked()["url"] == page.get(address).headers["location"] == "/run?run=mine"
+    commands.write(work.runs, replace(item, state="failed", error="the disk is full"))
+    assert "The disk is full" in asked()["html"]
+    assert drafts.read(work, draft.id) == replace(draft, step=2), "to be mended and started again"
 
 
 @pytest.fixture

@@ -250,3 +250,71 @@ def test_the_bytes_of_a_file_are_read_without_opening_any(
     assert "import it by itself" in imported.without_equivalent["dataset_config"]
     assert "max_train_epochs" in imported.without_equivalent
     assert any("adapter.rank" in line for line in reading.report(imported).splitlines())
+
+
+def test_a_lora_tells_the_settings_of_its_training_as_the_file_it_was_made_with(
+    tmp_path: Path,
+) -> None:
+    entries = {
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": "32",
+        "ss_network_alpha": "16.0",
+        "ss_network_args": '{"conv_dim": "8", "conv_alpha": "4"}',
+        "ss_unet_lr": "0.0001",
+        "ss_text_encoder_lr": "5e-05",
+        "ss_max_train_steps": "1800",
+        "ss_lr_warmup_steps": "100",
+        "ss_lr_scheduler": "cosine",
+        "ss_optimizer": "bitsandbytes.optim.adamw.AdamW8bit(weight_decay=0.1,betas=(0.9, 0.99))",
+        "ss_mixed_precision": "bf16",
+        "ss_seed": "42",
+        "ss_min_snr_gamma": "None",
+        "ss_debiased_estimation": "True",
+        "ss_sd_model_name": "sd_xl_base_1.0.safetensors",
+        "ss_session_id": "7",
+        "ss_tag_frequency": '{"10_toy": {"a toy": 3}}',
+        "ss_datasets": json.dumps(
+            [
+                {
+                    "batch_size_per_device": 4,
+                    "resolution": [1024, 768],
+                    "enable_bucket": True,
+                    "subsets": [{"num_repeats": 5, "shuffle_caption": True, "keep_tokens": 1}],
+                }
+            ]
+        ),
+    }
+    header = json.dumps({"__metadata__": entries, "x": {"dtype": "F32"}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0" * 9)
+    (tmp_path / "a.toml").write_text(
+        """
+        network_module = "networks.lora"
+        network_dim = 32
+        network_alpha = 16
+        network_args = ["conv_dim=8", "conv_alpha=4"]
+        unet_lr = 1e-4
+        text_encoder_lr = 5e-5
+        max_train_steps = 1800
+        lr_warmup_steps = 100
+        lr_scheduler = "cosine"
+        optimizer_type = "AdamW8bit"
+        optimizer_args = ["weight_decay=0.1", "betas=(0.9, 0.99)"]
+        mixed_precision = "bf16"
+        seed = 42
+        debiased_estimation_loss = true
+        train_batch_size = 4
+        resolution = "1024,768"
+        enable_bucket = true
+        num_repeats = 5
+        shuffle_caption = true
+        keep_tokens = 1
+        """
+    )
+    read, as_file = (reading.import_file(tmp_path / name) for name in ("a.safetensors", "a.toml"))
+    assert read.settings == as_file.settings and read.settings["adapter.conv_rank"] == 8
+    assert read.unknown == []
+    assert "sd_xl_base_1.0" in read.without_equivalent["pretrained_model_name_or_path"]
+    for raw in (b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]"):
+        (tmp_path / "b.safetensors").write_bytes(raw)
+        with pytest.raises(InputError, match="not a whole"):
+            reading.import_file(tmp_path / "b.safetensors")

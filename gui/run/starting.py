@@ -1,0 +1,126 @@
+"""A training that was started, up to the page of its run: what it waits for, and the images that it learns.
+
+Inputs: a draft that was put into the queue, its item there. Outputs: markup, the address that its page leads to, and
+the first images of a dataset with the part of each that is trained on. One that did not begin is a draft again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.queue import commands
+from lora_trainer.reporting.charts import Html
+
+from .. import drafts, runs
+from ..datasets import check
+from ..datasets.view import CheckedPictures, placed
+from ..drafts import Draft
+from ..markup import plain
+from ..media import thumb_url
+from ..run_state import Stage, downloading, setting_out
+from ..server.templates import render
+from ..server.translation import Words
+from ..workplace import Workplace
+
+_SHOWN = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starting:
+    """What a training waits for; `url` is where its page leads, empty while it waits or has not begun."""
+
+    name: str
+    html: Html
+    goes: bool
+    url: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Photo:
+    """A small copy of an image; `crop` says what of each side is cut off, as CSS has it."""
+
+    src: str
+    crop: str
+
+
+def page_url(draft_id: str) -> str:
+    """Return the address of the page of a training that was started."""
+    return "/run?" + urlencode({"draft": draft_id})
+
+
+def look(work: Workplace, draft: Draft, said: Words) -> Starting:
+    """Return what a training waits for; one that did not begin becomes a draft again. Raises MachineError."""
+    listed = commands.items(work.runs)
+    item = next((item for item in listed if item.id == draft.started_as), None)
+    name = draft.name or Path(draft.dataset).name
+    back = "/train?" + urlencode({"draft": draft.id})
+    if not draft.started_as:
+        return Starting(name=name, html=Html(""), goes=False, url=back)
+    if item is not None and item.run:
+        return Starting(name=name, html=Html(""), goes=False, url=runs.page_url(item.run))
+    if item is not None and not item.has_ended:
+        return Starting(name=name, html=_waiting(work, item, listed, said), goes=True)
+    with drafts.changing(work):
+        drafts.save(work, replace(draft, started_as="", step=drafts.STEPS[-1]))
+    reason = "it was taken off the queue" if item is None else item.error
+    line = said.message(plain(reason or "the training ended before it began"))
+    html = render("run/not_begun.html", said, reason=line[:1].upper() + line[1:], back=back)
+    return Starting(name=name, html=html, goes=False)
+
+
+def _waiting(
+    work: Workplace, item: commands.Item, listed: Sequence[commands.Item], said: Words
+) -> Html:
+    before = sum(
+        other.state == "running" or (other.state == "waiting" and other.order < item.order)
+        for other in listed
+        if item.state == "waiting"
+    )
+    download = commands.download_of(work.runs, item)
+    stages: Sequence[Stage] = () if before else setting_out()
+    return render(
+        "run/waiting.html",
+        said,
+        before=before,
+        is_download=download is not None,
+        stages=stages if download is None else downloading(download),
+    )
+
+
+def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
+    """Return the first images of a dataset; none where it cannot be read, which the training itself says."""
+    try:
+        pictures = list_dataset(folder, settings=DataSettings()).pictures[:_SHOWN]
+        values = check.known(work, folder, stamp="").values
+    except (LoraTrainError, OSError):
+        return ()
+    checked = CheckedPictures.of(values, names=frozenset()).pictures
+    return [
+        Photo(
+            src=thumb_url(folder, picture.name), crop=_crop(placed(checked.get(picture.name, {})))
+        )
+        for picture in pictures
+    ]
+
+
+def _crop(picture: Mapping[str, Any]) -> str:
+    """Return what is cut off on top, on the right, at the bottom and on the left, in percent of the image."""
+    width_px, height_px = picture.get("width_px"), picture.get("height_px")
+    if not width_px or not height_px:  # it was not checked
+        return "0"
+    wide, high = width_px / max(width_px, height_px), height_px / max(width_px, height_px)
+    left, top, right, bottom = picture["kept"]  # parts of the square that the image fits in
+    cut = (
+        (top - (1 - high) / 2) / high,
+        ((1 + wide) / 2 - right) / wide,
+        ((1 + high) / 2 - bottom) / high,
+        (left - (1 - wide) / 2) / wide,
+    )
+    return " ".join(f"{100 * max(0.0, share):.1f}%" for share in cut)
