@@ -89,6 +89,7 @@ def rehearse(cell: Cell, *, base: Path, dataset: Path, work: Path, libraries: Pa
     counts.unlink(missing_ok=True)
     faults = list(_run(cell, first, counts=counts, libraries=libraries))
     rows = _rows(counts)
+    record = _record(run)  # a resumed run writes a plan without what is cached
     if not faults:
         again = [str(dataset), "--resume-from", str(run), "--steps", str(STEPS_RESUMED)]
         resumed = work / "resumed.jsonl"
@@ -98,7 +99,6 @@ def rehearse(cell: Cell, *, base: Path, dataset: Path, work: Path, libraries: Pa
         ]
         if not faults and not any(row["step"] == STEPS_RESUMED for row in _rows(resumed)):
             faults.append(f"resumed: step {STEPS_RESUMED} was not taken")
-    record = _record(run)
     if record is None:
         return Outcome(key=cell.key, faults=faults)
     plan, chosen = record
@@ -116,7 +116,7 @@ def judged(
     """Compare the counts of a run with its plan; `rows` are lines of the file of counts."""
     found = list(faults)
     for row in rows:
-        if row["event"] in ("change", "out_of_memory") or row.get("severity") == "error":
+        if row["event"] in ("change", "out_of_memory") or row.get("code"):
             found.append(json.dumps({k: v for k, v in row.items() if k != "counts"}))
     planned = max(plan["memory"]["phases"].values())
     peak = max((row["counts"]["peak_used"] for row in rows), default=0)
