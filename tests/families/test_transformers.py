@@ -23,6 +23,7 @@ from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base.sampling import build_sampler, plain_pipeline
+from lora_trainer.families.files.deferred import settled
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -459,3 +460,58 @@ def test_comfyuis_file_of_ernie_images_text_encoder_gives_the_same_text(tmp_path
     edit_json(folder / "transformer" / "config.json", text_in_dim=32)
     with pytest.raises(InputError, match="gives 24 channels, its denoiser reads 32"):
         facts_at(folder)
+
+
+def test_ideogram_4_is_read_from_a_folder_in_its_own_names_and_fp8(tmp_path: Path) -> None:
+    """As Ideogram publishes it: q, k and v joined, a scale for each row, in all three networks."""
+    own = copy_of("ideogram4", tmp_path / "own")
+    for part in ("transformer", "unconditional_transformer", "text_encoder"):
+        (file,) = (own / part).glob("*.safetensors")
+        state = load_file(file)
+        named = state if part == "text_encoder" else original_names("ideogram4", state)
+        stored = {}
+        for name, tensor in named.items():
+            if tensor.dim() < 2 or "embed" in name or "visual" in name:
+                stored[name] = tensor
+                continue
+            scale = tensor.abs().amax(dim=1, keepdim=True) / 448
+            stored[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = scale[:, 0]
+        save_file(stored, file)
+    family, facts, plain = families.family("ideogram4"), facts_at(own), facts_of("ideogram4")
+    assert facts.parts["denoiser"] == plain.parts["denoiser"]
+    unguided = family.load_unguided(facts, dtype=torch.float32, device=CPU)
+    assert unguided is not None
+    for ours, theirs in (
+        (network_of(facts), denoiser_of("ideogram4")),
+        (encoder_of(facts).networks["text_encoder"], encoder_of(plain).networks["text_encoder"]),
+    ):
+        expected = dict(theirs.named_parameters())
+        for name, parameter in ours.named_parameters():
+            # Three bits of mantissa: a sixteenth.
+            torch.testing.assert_close(parameter, expected[name], rtol=0.07, atol=0.01)
+    whole = settled(dict(unguided.named_parameters())["layers.1.attention.to_v.weight"])
+    (file,) = (base_of("ideogram4") / "unconditional_transformer").glob("*.safetensors")
+    right = load_file(file)["layers.1.attention.to_v.weight"]
+    torch.testing.assert_close(whole, right, rtol=0.07, atol=0.01)
+
+
+def test_ideogram_4_is_drawn_as_its_pipeline_draws_with_both_networks() -> None:
+    """Beside the pipeline as diffusers loads it, which has the whole second network in memory."""
+    family, facts = families.family("ideogram4"), facts_of("ideogram4")
+    pipeline = diffusers.Ideogram4Pipeline.from_pretrained(base_of("ideogram4"))
+    pipeline.set_progress_bar_config(disable=True)
+    sampler = build_sampler(family, facts, denoiser=denoiser_of("ideogram4"), device=CPU)
+    told = encoder_of(facts).encode_prompts(["a toy"])
+    for steps in (3, 17, 21):
+        ours = sampler.image(told, told, seed=3, size_px=(16, 32), steps=steps, guidance_scale=7.0)
+        plain = pipeline(
+            "a toy",
+            **family.pipeline.scales(7.0, steps),  # type: ignore[misc]  # it has some
+            generator=torch.Generator().manual_seed(3),
+            num_inference_steps=steps,
+            width=16,
+            height=32,
+        ).images[0]
+        difference = np.asarray(ours, dtype=int) - np.asarray(plain, dtype=int)
+        assert np.abs(difference).max() <= 1, steps

@@ -434,9 +434,15 @@ class Family(ABC):
             wanted = filter(self.traits.reads, read_header(file))
             tensors |= read(file, {name: name for name in wanted})
         network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
+        own = network.state_dict()
+        if joined and not own.keys() <= tensors.keys():
+            # A release in the names of its own code, of which diffusers has no conversion.
+            tensors = base_parts.converted(
+                folder, lambda: base_parts.parted(tensors, network, joined)
+            )
         # Of a transformer diffusers leaves tensors out that it does not know.
         if self.traits.class_name != UNET_CLASS:
-            tensors = {name: tensors[name] for name in network.state_dict() if name in tensors}
+            tensors = {name: tensors[name] for name in own if name in tensors}
         base_parts.fill(
             network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
         )

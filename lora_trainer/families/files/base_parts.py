@@ -26,7 +26,12 @@ from lora_trainer.families.base.releases import TextNetwork
 from lora_trainer.families.base.texts import TextInputs
 from lora_trainer.families.base.unet_numbers import UNET_CLASS
 from lora_trainer.families.files.hub_files import MODULAR_INDEX, TEXT_SUFFIXES, index_in
-from lora_trainer.families.files.weight_files import AGAIN, read_header, read_tensors
+from lora_trainer.families.files.weight_files import (
+    AGAIN,
+    holds_scales,
+    read_header,
+    read_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -417,6 +422,8 @@ def load_text_network(
     if component in text.inside:
         return _load_inner(encoder.network, folder, file, text.inside[component], dtype=dtype)
     kind = getattr(transformers, encoder.network)
+    if file is None and any(map(holds_scales, weights(folder))):
+        return _restored(kind, folder, dtype=dtype)
     if file is None and not text.blocks:
         return whole(kind, folder, dtype=dtype)
     prefix = text.prefixes[component]
@@ -476,6 +483,23 @@ def load_text_network(
             fix=COMPANION,
         )
     return loaded
+
+
+def _restored(kind: Any, folder: Path, *, dtype: torch.dtype) -> nn.Module:
+    """Load a network of transformers from a folder of quantised weights, which transformers would take for numbers."""
+    config = kind.config_class.from_pretrained(folder, local_files_only=True)
+    state: dict[str, Tensor] = {}
+    for file in weights(folder):
+        state |= read_tensors(file, {name: name for name in read_header(file)}, dtype=dtype)
+    network: nn.Module
+    network, report = kind.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(
+            f"base model part {folder} lacks {len(missing)} tensors, first {missing[0]}", fix=AGAIN
+        )
+    return network
 
 
 def _load_inner(

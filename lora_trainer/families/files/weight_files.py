@@ -239,6 +239,11 @@ def unread_quantisation(file: Path) -> str:
     return ""
 
 
+def holds_scales(file: Path) -> bool:
+    """Return whether a file has weights that are numbers only together with scales beside them."""
+    return bool(_raw_header(file)[1])
+
+
 def read_tensors(
     file: Path, names: Mapping[str, str], *, dtype: torch.dtype, fp32: Collection[str] = ()
 ) -> dict[str, Tensor]:

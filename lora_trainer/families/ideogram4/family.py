@@ -224,7 +224,10 @@ class Ideogram4(FlowFamily):
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         text_config(layout.folder, kind="qwen3_vl")  # raises for another text encoder
-        return plain
+        # Ideogram's own folders have a configuration with keys of its own code.
+        released = self.published[0].architecture
+        own = {key: value for key, value in plain.architecture.items() if key in released}
+        return replace(plain, architecture={**released, **own})
 
     # ---- networks
 
