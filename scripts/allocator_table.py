@@ -203,6 +203,8 @@ def fingerprint(made: Plan) -> str:
         del load["assistant_bytes"]
     if load["adapter"]["refiners"]:
         del load["adapter"]["refiners"]
+    if load["adapter"]["noise_rank"] is None:
+        del load["adapter"]["noise_rank"], load["adapter"]["noise_rank_power"]
     return hashlib.sha256(json.dumps(load, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -181,12 +181,18 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy, tmp_path
         "as meant": prepare.prepare(flux, hardware=roomy),
         "dora": planned(place, adapter__dora=True),
         "oft": planned(place, adapter__kind="oft"),
+        "fewer ranks": planned(place, adapter__noise_rank=8),
+        "enough": replace(plain, trained=(plain.trained * 10)[:10]),
     }
+    few = f"{len(plain.trained)} images are few"
     beginnings = {
-        "distilled": ["embedded is distilled"],
-        "helped": ["embedded is trained together with "],
-        "4 GiB": ["the GPU has 4.0 GiB"],
-        "long": ["about "],
+        "plain": [few],
+        "distilled": ["embedded is distilled", few],
+        "helped": ["embedded is trained together with ", few],
+        "4 GiB": [few, "the GPU has 4.0 GiB"],
+        "8 GiB": [few],
+        "long": ["about ", few],
+        "as meant": [few],
         "dora": ["adapter.dora runs in fp32 beside", "output.format=kohya: diffusers drops"],
         "oft": ["output.format=kohya: diffusers, Forge and InvokeAI cannot"],
     }

@@ -136,7 +136,8 @@ def test_a_run_without_a_state_begins_again_without_what_it_had_logged(tmp_path:
 def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
     assert "hardware.compile" in ROUNDING and "memory.base_precision" in OTHERS
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
-    adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
+    masks = ("dropout", "rank_dropout", "module_dropout", "noise_rank", "noise_rank_power")
+    adapter -= {f"adapter.{name}" for name in masks}
     others = {"optimizer.name", "train.init_from", "train.concept", "output.keep_best"}
     assert adapter | others < set(FORBIDDEN)
     for key in FORBIDDEN:

@@ -66,6 +66,9 @@ def _broken_by_learning(config: Config) -> Iterator[str]:
     if _above(alpha := adapter.alpha, adapter.rank * 100):
         limit = f"over 100 times adapter.rank={adapter.rank}: use at most 100 times the rank"
         yield f"adapter.alpha={alpha} is {limit}"
+    if adapter.noise_rank is not None and adapter.noise_rank > adapter.rank:
+        limit = f"above adapter.rank={adapter.rank}: half of it is usual"
+        yield f"adapter.noise_rank={adapter.noise_rank} is {limit}"
     if adapter.lokr_factor == 0:
         yield "adapter.lokr_factor=0 is not a size: use -1 or at least 1"
     factors = optimizer.learning_rate_pattern.values()

@@ -107,6 +107,17 @@ class AdapterSettings(Section):
         not_for=NOT_OFT,
         replans=True,
     )
+    noise_rank: Rank | None = lora_setting(
+        None,
+        "rank at pure noise, rising to adapter.rank (T-LoRA, arXiv 2507.05964); none: all at any noise",
+        not_for={"adapter.dora": (True,)},
+        replans=True,
+    )
+    noise_rank_power: Factor = setting(
+        1.0,
+        "p in (1 - t / 1000)^p, the share of the ranks above adapter.noise_rank at timestep t",
+        not_for={"adapter.noise_rank": (None,)},
+    )
     rank_dropout: BelowAll = lora_setting(
         0.0,
         "fraction of each update's ranks left out, drawn for each sample; LoRA only",

@@ -128,6 +128,8 @@ def read_adapter(
         foreign.lacks(key, number, "is not a rank: the default of that trainer is used")
         chosen = spec["default_rank"]
     foreign.set("adapter.rank", chosen, key)
+    if str(word).lower() == "tlora":
+        _set_noise_rank(foreign, spec, rank=chosen)
     if ours == "oft":
         if alpha_key in foreign.values:
             foreign.stays(alpha_key, "a rotation has no alpha")
@@ -138,6 +140,14 @@ def read_adapter(
         foreign.is_nearest(alpha_key, how)
         value = chosen * 100
     foreign.set("adapter.alpha", value, alpha_key)
+
+
+def _set_noise_rank(foreign: Foreign, spec: Mapping[str, Any], *, rank: int) -> None:
+    """Set the ranks of a T-LoRA at pure noise and how they rise, both 1 where the file does not say it."""
+    least_key, power_key = spec.get("noise_rank", THERE), spec.get("noise_rank_power", THERE)
+    least = int(foreign.number(least_key) or 1)
+    foreign.set("adapter.noise_rank", min(least, rank), least_key)
+    foreign.set("adapter.noise_rank_power", foreign.number(power_key) or 1.0, power_key)
 
 
 def set_convolutions(foreign: Foreign, rank: Any, key: str, alpha: Any, alpha_key: str) -> None:

@@ -24,7 +24,7 @@ from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.lora.adapter_size import first_match
-from lora_trainer.lora.dropout import SampleMasks, drops
+from lora_trainer.lora.dropout import SampleMasks, masks_samples
 from lora_trainer.lora.inject import AdaptedLayer, adapt
 from lora_trainer.lora.tensors import AdapterTensors, split_key
 
@@ -44,7 +44,7 @@ class Adapter:
     alpha: float
     """The alpha in the settings."""
     masks: SampleMasks | None = None
-    """Its dropout masks; None without dropout."""
+    """Its masks by sample; None where nothing is left out."""
     average: Mapping[str, Tensor] = field(default_factory=dict)
     """A running average of each parameter by its name in `state`; empty if the run keeps none."""
     best: Mapping[str, Tensor] = field(default_factory=dict)
@@ -248,7 +248,7 @@ def inject(
     Raises RequestError when a component has no named layer, or a layer that cannot be adapted.
     """
     layers: dict[str, AdaptedLayer] = {}
-    masks = SampleMasks() if drops(settings) else None
+    masks = SampleMasks() if masks_samples(settings) else None
     for component, names in modules.items():
         if not names:
             raise RequestError(

@@ -86,7 +86,7 @@ def adapt(
 ) -> dict[str, AdaptedLayer]:
     """Adapt the named layers and return them by "component.module", in that order.
 
-    `masks` collect the dropout masks of the settings. Raises RequestError for a layer that cannot be adapted.
+    `masks` collect the masks by sample of the settings. Raises RequestError for a layer that cannot be adapted.
     """
     keys = {f"{component}.{module}": network.get_submodule(module) for module in modules}
     widths: dict[str, Width] = {}
@@ -119,12 +119,12 @@ def adapt(
     }
     if masks is not None:
         for key in keys:
-            _drop(masks, key, network.get_submodule(split_key(key)[1]), settings)
+            _mask(masks, key, network.get_submodule(split_key(key)[1]), settings)
     return layers
 
 
-def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
-    """Put dropout into the inputs, the ranks and the whole of a layer's update."""
+def _mask(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
+    """Put masks over the inputs, the ranks and the whole of a layer's update."""
     is_lora = settings.kind == "lora"
     if is_lora:
         down = layer.lora_A[_NAME]

@@ -171,6 +171,11 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
     for name in ("rank_dropout", "module_dropout"):
         if settings[f"adapter.{name}"]:
             arguments[name] = f"{settings[f'adapter.{name}']:g}"
+    if (
+        settings["adapter.noise_rank"] is not None
+    ):  # LyCORIS's names: kohya's own network has no T-LoRA
+        arguments["tlora_min_rank"] = str(settings["adapter.noise_rank"])
+        arguments["tlora_alpha"] = f"{settings['adapter.noise_rank_power']:g}"
     if settings["adapter.kind"] == "lokr":
         arguments["factor"] = str(settings["adapter.lokr_factor"])
     # Only U-Nets have convolutions, and no U-Net is trained by flow matching.

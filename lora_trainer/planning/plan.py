@@ -372,6 +372,8 @@ class _Planner:
             return f"peft's {kind} layers are not a single piece"
         if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
             return "adapter dropout makes each block another one"
+        if adapter.noise_rank is not None:
+            return "adapter.noise_rank makes each block another one"
         if self.inputs.costs.family.text.masked:
             return "text lengths vary with this base"
         if objective.prior == "base" or objective.preservation_weight:

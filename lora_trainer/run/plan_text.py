@@ -66,6 +66,8 @@ def finding_line(finding: Finding) -> str:
     return shown(f"{finding.severity}: {where}{finding.what}. {finding.advice}")
 
 
+# Below this, `adapter.noise_rank` is proposed: its paper trains on one image, and on sets of up to six.
+FEW_IMAGES = 10
 # Parts of a run that take less than this share of its time are not listed.
 LEAST_PART = 0.01
 
@@ -329,8 +331,11 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     if hours > MOST_HOURS[priority]:
         name = "time.speed" if priority == "speed" else "time.other"
         yield finding(name, hours=hours, priority=priority, most_hours=MOST_HOURS[priority])
-    if config.adapter.dora:
+    adapter, count = config.adapter, len(prepared.trained)
+    if adapter.dora:
         yield finding("adapter")
+    elif adapter.kind == "lora" and adapter.noise_rank is None and count < FEW_IMAGES:
+        yield finding("few-images", count=count, half=max(1, adapter.rank // 2))
     shapes = prepared.inputs.costs.adapted(config.adapter)
     yield from optimizer_remarks(config, shapes=shapes)
     card, _ = prepared.hardware.accelerator(sharing=prepared.inputs.sharing)

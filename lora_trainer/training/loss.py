@@ -190,7 +190,7 @@ class Model:
     `predict(denoiser, noisy [B, C, H, W], timesteps [B], conditioning)` returns the prediction
     [B, C, H, W] of kind `prediction`. `embed` turns cached prompts into conditioning; it does nothing
     unless the text encoders are trained and therefore run in every step. `masks` hold the adapter's
-    dropout masks, one per sample, so the denoiser must see the whole batch in each of its forward calls:
+    masks, one per sample, so the denoiser must see the whole batch in each of its forward calls:
     only samples with the same `batch_group_key(conditioning)` share a micro-batch then.
     `without_adapter` switches the adapter off while a block runs.
     """
@@ -209,9 +209,11 @@ class Model:
         """Stack samples of one shape in host memory (pinned where it helps), ready for the device."""
         return collate(samples, device=self.device, precision=self.precision)
 
-    def dropping(self, batch: Batch) -> AbstractContextManager[None]:
-        """Use the dropout masks of these samples in forward and backward passes, while a block runs."""
-        return nullcontext() if self.masks is None else self.masks.of(batch.dropout_seeds)
+    def masking(self, batch: Batch) -> AbstractContextManager[None]:
+        """Use the adapter's masks of these samples in forward and backward passes, while a block runs."""
+        if self.masks is None:
+            return nullcontext()
+        return self.masks.of(batch.dropout_seeds, batch.timesteps)
 
     def losses(self, samples: Sequence[Sample]) -> Tensor:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""

@@ -135,7 +135,7 @@ def compute_gradients_with_oom_retry(
     blocks, or on the plain way). Raises NoFallbackLeft.
     """
     model = training.model
-    # Dropout masks are one per sample of the batch, so the denoiser must then see a batch in one piece.
+    # The adapter's masks are one per sample of the batch, so the denoiser must then see a batch in one piece.
     group_key = model.batch_group_key if model.masks is not None else lambda _: 0
     while True:
         micro_batches = split(
@@ -186,7 +186,7 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
             )
     # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
-    with compiled, model.dropping(batch):
+    with compiled, model.masking(batch):
         # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
         # processes is then the batch mean, and splitting a step differently changes rounding only.
         _, _, weights, _ = batch.numbers

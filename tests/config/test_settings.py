@@ -82,6 +82,7 @@ BROKEN: list[dict[str, Any]] = [
     {"objective.min_timestep": 9, "objective.max_timestep": 3},
     {"objective.weighting": "soft_min_snr", "objective.min_snr_gamma": None},
     {"adapter.alpha": 500, "adapter.rank": 4},
+    {"adapter.noise_rank": 5, "adapter.rank": 4},
     {"adapter.lokr_factor": 0, "adapter.kind": "lokr"},
     {"output.save_every_steps": 11, "train.steps": 10},
     {"memory.micro_batch": 4, "train.batch_size": 2},

@@ -154,13 +154,18 @@ def test_a_sample_is_dropped_the_same_in_any_batch(name: str) -> None:
         name
     ).text.one_length:  # training does texts of other lengths one after the other
         prompts = ("a", "a")
-    dropping = AdapterSettings(rank=RANK, dropout=0.3, rank_dropout=0.3, module_dropout=0.1)
+    dropping = AdapterSettings(
+        rank=RANK, dropout=0.3, rank_dropout=0.3, module_dropout=0.1, noise_rank=1
+    )
     denoiser, adapter = adapted(name, dropping, alive=True)
     assert adapter.masks is not None
 
     def of(rows: slice) -> Tensor:
-        own = torch.tensor([halves(seed) for seed in seeds[rows]])
-        with torch.no_grad(), adapter.masks.of(own):  # type: ignore[union-attr]  # asserted above
+        own, noisy = (
+            torch.tensor([halves(seed) for seed in seeds[rows]]),
+            torch.tensor([100.0, 900.0]),
+        )
+        with torch.no_grad(), adapter.masks.of(own, noisy[rows]):  # type: ignore[union-attr]  # asserted above
             return losses(name, denoiser, prompts[rows], rows)
 
     together = of(slice(0, 2))

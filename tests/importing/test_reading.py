@@ -53,6 +53,29 @@ def test_what_is_nobodys_is_refused(tmp_path: Path) -> None:
         assert caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("said", "least", "power"),
+    [
+        ({}, 1, 1.0),
+        ({"tlora_min_rank": 4, "tlora_alpha": 2.0}, 4, 2.0),
+        ({"tlora_min_rank": 99}, 8, 1.0),
+    ],
+    ids=str,
+)
+def test_ranks_by_noise_are_read(
+    said: dict[str, Any], least: int, power: float, tmp_path: Path
+) -> None:
+    case = next(case for case in ALL if case.trainer == "SimpleTuner" and case.name == "lycoris")
+    file = case.write(tmp_path)
+    lycoris = {"algo": "tlora", "linear_dim": 8, "linear_alpha": 8, **said}
+    (tmp_path / "lycoris_config.json").write_text(json.dumps(lycoris))
+    imported = reading.import_file(file)
+    adapter = build_config(imported.settings).adapter
+    assert (adapter.kind, adapter.rank) == ("lora", 8)
+    assert (adapter.noise_rank, adapter.noise_rank_power) == (least, power)
+    assert not [line for line in imported.without_equivalent if "tlora" in line]
+
+
 def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value, tables and lists included."""
     pairs = enumerate(data) if isinstance(data, list) else getattr(data, "items", tuple)()

@@ -64,10 +64,15 @@ def splittable(tiny: TinyTraining) -> tuple[Sample, ...]:
 # ---- splits
 
 
-DROPOUTS = {"dropout": 0.2, "rank_dropout": 0.3, "module_dropout": 0.2}
+DROPOUTS: dict[str, Any] = {
+    "dropout": 0.2,
+    "rank_dropout": 0.3,
+    "module_dropout": 0.2,
+    "noise_rank": 1,
+}
 
 
-def test_no_dropout_depends_on_the_split_or_on_recomputation() -> None:
+def test_no_mask_depends_on_the_split_or_on_recomputation() -> None:
     def found(cap: int, **options: Any) -> list[Tensor]:
         tiny = build_training(build_feeder(), steps=1, **options)
         awaken(tiny.adapter)
@@ -76,7 +81,8 @@ def test_no_dropout_depends_on_the_split_or_on_recomputation() -> None:
 
     whole = found(4, adapter_settings=DROPOUTS)
     for name in DROPOUTS:
-        assert distance(whole, found(4, adapter_settings=DROPOUTS | {name: 0.0})) > 0.05
+        off = None if name == "noise_rank" else 0.0
+        assert distance(whole, found(4, adapter_settings=DROPOUTS | {name: off})) > 0.05
     for cap in (4, 2, 1):
         split = found(cap, adapter_settings=DROPOUTS, checkpointing=True)
         assert distance(split, whole) < 1e-5
@@ -536,9 +542,9 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float16], ids=str)
 def test_no_step_waits_for_a_number(precision: torch.dtype) -> None:
-    dropout = {"dropout": 0.2, "rank_dropout": 0.3}
+    masks = {"dropout": 0.2, "rank_dropout": 0.3, "noise_rank": 1}
     training = build_training(
-        build_feeder(), steps=3, precision=precision, adapter_settings=dropout
+        build_feeder(), steps=3, precision=precision, adapter_settings=masks
     ).training
     batch, guard = training.feeder.prepare(0), GuardState(micro_batch=2)
     for step in (1, 2):

@@ -116,7 +116,7 @@ def test_what_is_to_stay_as_the_base_costs_nothing_until_something_is_learned() 
     assert all(loss > 1e-6 for loss in after)
     model = training.training.model
     kept = [sample for sample in samples if sample.as_base]
-    with torch.no_grad(), model.dropping(model.collate(kept)):
+    with torch.no_grad(), model.masking(model.collate(kept)):
         dropped = losses_of(training, kept)
         training.adapter.load_state({k: t * 0 for k, t in training.adapter.state().items()})
         assert losses_of(training, kept) == [0.0, 0.0] != dropped, "the target has no dropout"
