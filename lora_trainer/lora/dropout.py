@@ -53,7 +53,7 @@ class SampleMasks:
     def add_by_noise(self, *, rank: int, least: int, power: float) -> Mask:
         """Return a mask of the first floor((1 - t / 1000)^power (rank - least)) + least ranks at timestep t.
 
-        Soboleva et al. 2025, arXiv 2507.05964, equation 5.
+        Soboleva et al. 2025, arXiv 2507.05964.
         """
         nothing = torch.zeros(rank, dtype=torch.int64)
         steps = _least_steps(rank=rank, least=least, power=power)

@@ -66,7 +66,7 @@ def finding_line(finding: Finding) -> str:
     return shown(f"{finding.severity}: {where}{finding.what}. {finding.advice}")
 
 
-# Below this, `adapter.noise_rank` is proposed: its paper trains on one image, and on sets of up to six.
+# Below this, `adapter.noise_rank` is proposed: its paper is about one image and a few more.
 FEW_IMAGES = 10
 # Parts of a run that take less than this share of its time are not listed.
 LEAST_PART = 0.01
