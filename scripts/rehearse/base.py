@@ -39,7 +39,8 @@ def write_true_size(source: str, folder: Path) -> Path:
         _replace(folder / name, network)
     scheduler = folder / "scheduler" / "scheduler_config.json"
     if scheduler.is_file():  # the blocks of some modular pipelines make it
-        scheduler.write_text(json.dumps(dict(facts.release.scheduler)))
+        kind = type(facts.release.sampling_scheduler()).__name__
+        scheduler.write_text(json.dumps({"_class_name": kind, **facts.release.scheduler}))
     return folder
 
 

@@ -112,6 +112,7 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
         "text_encoder": sum(numbers(network) for _, network in encoders),
     }
     assert {part: each.parameters for part, each in facts.parts.items()} == loaded
+    assert facts.release.sampling_scheduler() is not None  # of what is stated, without a folder
     size = (facts.resolution_px, facts.bucket_step_px, facts.vae_factor)
     epsilon = name == "sd2" and facts.release.prediction == "epsilon"
     assert list(size) == SIZES["sd15" if epsilon else name]

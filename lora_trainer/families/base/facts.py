@@ -219,7 +219,8 @@ class BaseRelease:
 
         own = {**self.scheduler, **self.drawing.scheduler}
         if self.prediction == "flow":
-            return getattr(diffusers, own["_class_name"]).from_config(own)
+            name = own.get("_class_name", "FlowMatchEulerDiscreteScheduler")
+            return getattr(diffusers, name).from_config(own)
         # A base may name a scheduler that this diffusers does not have.
         kind: Any = getattr(diffusers, str(own.get("_class_name", "")), diffusers.DDIMScheduler)
         config = {**self.scheduler_config(), **self.drawing.scheduler}

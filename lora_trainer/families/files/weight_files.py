@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
@@ -47,6 +48,8 @@ MAX_KEY_LENGTH = 1_000
 READ_BYTES = 2**28
 # Tensors of fewer bytes are copied from a mapped file.
 VIEWED_BYTES = 2**20
+# Of Linux's mmap(2); Python names it from 3.13 on.
+_MAP_NORESERVE = 0x4000
 AGAIN = "download the base model again"
 _Layouts = Mapping[str, WeightLayout | UnreadLayoutError]
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
@@ -327,6 +330,17 @@ class TensorReader:
             self._mapped = self._mapping.enter_context(safe_open(self._file, framework="pt"))
         except SafetensorError as error:
             raise self._broken(error) from None
+        except (RuntimeError, OSError) as error:
+            # torch maps a file as memory that may be written, and Linux refuses more of that than the machine has:
+            # a file of 41 GB on a machine of 32 GB.
+            if "mmap" not in str(error):
+                raise
+            if sys.platform != "linux":
+                raise MachineError(
+                    f"{self._file} of {self._file.stat().st_size / 1e9:.1f} GB cannot be mapped into memory",
+                    fix="enlarge the page file, or use a smaller version of this model, such as fp8",
+                ) from None
+            self._mapped = _Unreserved(self._file)
 
     def _read_gguf(self, name: str) -> Tensor:
         import torch
@@ -341,6 +355,35 @@ class TensorReader:
 
     def _broken(self, error: SafetensorError) -> InputError:
         return InputError(f"{self._file} is not a whole safetensors file ({error})", fix=AGAIN)
+
+
+class _Unreserved:
+    """A safetensors file, mapped without a claim on memory for what might be written; read as `safe_open` reads.
+
+    The mapping ends with the last tensor that is a view of it. On Linux.
+    """
+
+    def __init__(self, file: Path) -> None:
+        from mmap import MAP_PRIVATE, PROT_READ, PROT_WRITE
+
+        with file.open("rb") as stream:
+            self._header, self._start = safetensors_header(stream)
+            self._bytes = mmap(
+                stream.fileno(), 0, flags=MAP_PRIVATE | _MAP_NORESERVE, prot=PROT_READ | PROT_WRITE
+            )
+
+    def get_tensor(self, name: str) -> Tensor:
+        import torch
+        from safetensors.torch import _TYPES as DTYPES
+
+        entry = self._header[name]
+        start, end = entry["data_offsets"]
+        dtype: Any = DTYPES[entry["dtype"]]
+        if start == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        count = (end - start) // dtype.itemsize
+        flat = torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=self._start + start)
+        return flat.reshape(entry["shape"])
 
 
 def count_parameters(
