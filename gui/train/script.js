@@ -163,7 +163,12 @@ export function mount(main, leaving) {
     if (reset) { fields.type(reset.dataset.reset, ""); changed(reset.dataset.reset); }
   });
   one("#dataset").addEventListener("keydown", ({ key }) => { if (key === "Enter") one("#look").click(); });
-  one("#look").onclick = () => { keep(); report(); };
+  one("#look").onclick = () => {
+    one("#next").hidden = true; // it continues with what is judged, and that is another folder now
+    delete seen.images; // so that the report comes even where it says what it said before
+    keep();
+    report();
+  };
   one("#browse").onclick = () => browse("dataset", trainIn);
   one("#next").onclick = () => go(2);
   for (const id of ["#back", "#to-images"]) one(id).onclick = () => go(1);

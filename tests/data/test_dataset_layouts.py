@@ -191,7 +191,7 @@ def test_captions_inside_images_are_remembered_apart_from_caption_files(tmp_path
     memo = DatasetMemo()
     files = {"1.png": png_text(Description="a cat"), "2.png": image("2.png"), "3.png": image("3")}
     root = written({**files, "2.txt": b'{"text": "x"}', "3.json": b'{"text": "x"}'}, tmp_path)
-    expected = {"1.png": "a cat", "2.png": '{"text": "x"}', "3.png": "x"}
+    expected = {"1.png": "a cat", "2.png": '{"text":"x"}', "3.png": "x"}
     for _ in range(2):
         dataset = read(root, {"data.caption_fallback": "metadata"}, memo)
         assert {one.name: one.caption for one in dataset.records} == expected
