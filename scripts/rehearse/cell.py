@@ -179,7 +179,7 @@ def _between(rows: Sequence[Mapping[str, Any]], first: int, last: int) -> dict[s
 
 
 def _record(run: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the plan of run.json and the settings that it chose, or None where there is no run."""
+    """Return the plan of run.json and the settings that it chose; None for a folder without one."""
     try:
         record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -72,7 +72,7 @@ def test_a_base_has_its_true_size_and_takes_no_room(family: str, tmp_path: Path)
 
 @pytest.mark.skipif(
     torch.version.cuda is None or shutil.which("gcc") is None,
-    reason="torch has no CUDA here, or there is no gcc to build the pretended driver with",
+    reason="needs the CUDA build of torch, and gcc to build the pretended driver",
 )
 def test_a_cell_holds_on_a_card_of_its_size(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.rehearse", "--work", str(tmp_path), "--gpu", "8"]
