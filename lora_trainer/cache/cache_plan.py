@@ -133,6 +133,8 @@ class TextEntries:
     """The content of a text's cache entry."""
 
     encoder_identity: str
+    reader: str
+    """`BaseFacts.reader`."""
     text_tokens: int
     """Tokens that the base reads."""
     precision: Precision
@@ -156,6 +158,8 @@ class TextEntries:
             encoder=self.encoder_identity,
             max_tokens=self.text_tokens,
             content=self._content(text),
+            # Only where it matters, so that other bases keep their entries; below too.
+            **({"reader": self.reader} if self.reader else {}),
         )
 
     def words(self, text: str) -> str:
@@ -275,7 +279,7 @@ def _image_keys(
         image=record.content_hash,
         encoder=facts.parts["vae"].identity,
         background=settings.alpha_background if record.transparent else "",
-        # Only where it matters, so that other images keep their entries.
+        **({"reader": facts.reader} if facts.reader else {}),
         **({"colours": "sRGB"} if record.recoloured else {}),
         **place,
     )

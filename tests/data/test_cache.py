@@ -6,15 +6,20 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from lora_trainer.cache.cache_plan import TextEntries
 from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.files import CappedFolder
+from tests.fakes.family_bases import base_of, facts_of
+from tests.fakes.studio import Studio, draw
 
 KEY = CacheKey.of("text", text="a cat", encoder="encoder", max_tokens=77, content="fp32")
 ARRAYS: dict[str, Any] = {
@@ -133,3 +138,34 @@ def test_pruning_spares_what_is_in_use_and_removes_what_killed_runs_left(tmp_pat
     os.utime(fresh, (0, 0))
     assert cache.prune([]) == 0
     assert fresh.exists() and entry.exists(), "a folder without the marker is somebody else's"
+
+
+def test_families_that_share_an_encoder_s_file_share_no_entry(tmp_path: Path) -> None:
+    """Z-Image and FLUX.2 klein read other layers of one Qwen3, Ideogram 4 orders FLUX.2's channels otherwise."""
+    texts: dict[str, CacheKey] = {}
+    for name in ("zimage", "flux2", "sd15", "sdxl"):
+        reader = facts_of(name).reader
+        entries = TextEntries(
+            encoder_identity="0" * 64,
+            reader=reader,
+            text_tokens=512,
+            precision="bf16",
+            tokens_only=False,
+        )
+        texts[name] = entries.key("a cat")
+    assert texts["zimage"] != texts["flux2"]
+    assert texts["sd15"] == texts["sdxl"], "an entry of an older release is found"
+    (tmp_path / "images").mkdir()
+    draw(tmp_path / "images" / "one.png", seed=0, size=(128, 128))
+    keys = []
+    for reader in ("flux2", "ideogram4"):
+        studio = Studio(
+            folder=tmp_path / "images",
+            cache=make_cache(tmp_path)[0],
+            base=base_of("flux2"),
+            resolution_px=128,
+        )
+        facts = replace(studio.facts(), family=reader)
+        with patch.object(studio, "facts", lambda facts=facts: facts):
+            keys.append(set(studio.needs().images))
+    assert keys[0] and keys[0].isdisjoint(keys[1])

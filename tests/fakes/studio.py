@@ -132,6 +132,7 @@ class Studio:
         facts = self.facts()
         return TextEntries(
             encoder_identity=facts.parts["text_encoder"].identity,
+            reader=facts.reader,
             text_tokens=facts.text_tokens,
             precision=self.precision,
             tokens_only=self.tokens_only,

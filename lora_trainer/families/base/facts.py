@@ -288,6 +288,15 @@ class BaseFacts:
     """Value of `base.clip_skip` -> the layer that it means, of all that are allowed."""
 
     @property
+    def reader(self) -> str:
+        """Whose way of reading encoders' files the cached entries follow; "" for U-Nets, which read theirs alike.
+
+        Transformers share VAEs and language models, often the very file: Z-Image and FLUX.2 klein read other layers of
+        Qwen3 4B, Ideogram 4 orders the channels of FLUX.2's VAE otherwise.
+        """
+        return "" if self.release.architecture.get("_class_name") == UNET_CLASS else self.family
+
+    @property
     def chunk_room(self) -> int:
         """Prompt tokens in one chunk, begin and end tokens excluded."""
         return self.release.max_tokens - AROUND
