@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,6 @@ def _counted() -> tuple[str, ...]:
 
 COUNTED = _counted()
 """Fields of `Counts` in driver.c; those from `used` on are bytes now, the others grow."""
-LEVELS = COUNTED[COUNTED.index("used") :]
 
 
 class NoCudaTorch(Exception):
@@ -147,11 +145,6 @@ class Counter:
 
     def now(self) -> dict[str, int]:
         return {name: getattr(self._counts, name) for name in COUNTED}
-
-    def since(self, before: Mapping[str, int]) -> dict[str, int]:
-        """Return how much each has grown, and the bytes as they are now."""
-        now = self.now()
-        return {name: now[name] - (0 if name in LEVELS else before[name]) for name in COUNTED}
 
     def forget_peaks(self) -> None:
         """Let the peaks begin at what is in use now."""
