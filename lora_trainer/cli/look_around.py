@@ -1,4 +1,4 @@
-"""The commands that look around, without torch: check, inspect, presets, doctor and import; and gui.
+"""The commands that look around, without torch: check, inspect, models, presets, doctor and import; and gui.
 
 They write nothing but caches, and `import` its settings file.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.cli.main import Base, Json, Reply, Sets, overrides
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.config import PRIORITIES
@@ -85,6 +86,48 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
     lines += [
         Text(shown(f"{one.severity}: {one.what}. {one.advice}"), style=STYLES[one.severity])
         for one in inspection.problems
+    ]
+    return Group(*lines)
+
+
+def models(*folders: Path, json: Json = False) -> Reply:
+    """List the base models that lie on this machine already: in ComfyUI, Forge, A1111 and others, in FOLDERS.
+
+    :param folders: further folders, such as one of another program
+    """
+    from huggingface_hub import constants
+
+    from lora_trainer.families.files.found_models import found_models
+    from lora_trainer.families.files.model_folders import model_folders
+
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+        raise InputError(f"the folder {missing[0]} does not exist", fix="name an existing one")
+    places = model_folders(folders)
+    found = found_models(places, hub_cache=Path(constants.HF_HUB_CACHE))
+    if json:
+        return {
+            "folders": [{"folder": str(each.path), "program": each.program} for each in places],
+            "models": [{"name": each.name, **asdict(each)} for each in found.models],
+            "is_cut": found.is_cut,
+        }
+    bases = [each for each in found.models if each.verdict == "base"]
+    if not bases:
+        looked = ", ".join(str(each.path) for each in places)
+        return f"no base model was found on this machine; looked in {looked or 'no folder'} and the Hub's cache"
+    table = Table("base model", "kind", "size", "of", "--base", box=None, pad_edge=False)
+    for each in bases:
+        row = (each.name, each.kind, bytes_text(each.size_bytes), each.program, each.source)
+        add_row(table, *map(shown, row))
+    others = [each for each in found.models if each.verdict == "other"]
+    lines: list[RenderableType] = [table]
+    if others:
+        lines.append(
+            Text(f"left out: {len(others):,} files that are not base models (--json)", "dim")
+        )
+    lines += [
+        Text(shown(f"warning: {each.source} {each.why}"), style=STYLES["warning"])
+        for each in found.models
+        if each.verdict == "broken"
     ]
     return Group(*lines)
 

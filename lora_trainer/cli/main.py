@@ -138,6 +138,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "main:plan",
     "check": "look_around:check",
     "inspect": "look_around:inspect",
+    "models": "look_around:models",
     "convert": "tools:convert",
     "merge": "tools:merge",
     "resize": "tools:resize",
