@@ -199,6 +199,8 @@ def fingerprint(made: Plan) -> str:
     # Newer than many replays, which remain what they were where these are as before.
     if not load["optimizer_options"]:
         del load["optimizer_options"]
+    if not load["contrasted"]:
+        del load["contrasted"]
     if not load["assistant_bytes"]:
         del load["assistant_bytes"]
     if load["adapter"]["refiners"]:

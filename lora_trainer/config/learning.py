@@ -316,6 +316,15 @@ class ObjectiveSettings(Section, Generic[A_co]):
     preservation_weight: Annotated[float, Field(ge=0.0, le=100.0)] = setting(
         0.0, "loss weight that keeps the base's prediction for data.class_word; 1 is usual, 0: off"
     )
+    contrast_scale: Annotated[float, Field(ge=1.0, le=50.0)] = setting(
+        1.0,
+        "g of the target u + g (t - u), u the prediction for the empty prompt; 1: off, 3 to 4 is usual",
+    )
+    contrast_schedule: Literal["constant", "sigma"] = setting(
+        "constant",
+        "g at every noise level, or 1 + (g - 1) sigma: less contrast with less noise",
+        not_for={"objective.contrast_scale": (1.0,)},
+    )
     input_perturbation: Share = setting(
         0.0,
         "strength of extra noise in the input only (Ning et al. 2023, arXiv 2301.11706); 0.1 is usual",

@@ -99,10 +99,10 @@ class Load:
     """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
 
     `twice` is the share of a step's images that appear a second time for class preservation, `as_base` the
-    share for which the base's own prediction is computed too, `assistant_bytes` the size of the LoRA that the base is
-    trained with. Of GPU memory beside tensors, `expandable` says that
-    the allocator grows its segments, `desktop_bytes` are left to other programs, and `cublas_bytes` are the
-    workspace of each thread that runs matrix products.
+    share for which the base's own prediction is computed too, `contrasted` the share for which the prediction
+    for the empty prompt is, `assistant_bytes` the size of the LoRA that the base is trained with. Of GPU memory
+    beside tensors, `expandable` says that the allocator grows its segments, `desktop_bytes` are left to other
+    programs, and `cublas_bytes` are the workspace of each thread that runs matrix products.
     """
 
     device: TorchType
@@ -124,6 +124,7 @@ class Load:
     masked: bool = False
     twice: float = 0.0
     as_base: float = 0.0
+    contrasted: float = 0.0
     keeps_best: bool = False
     assistant_bytes: int = 0
     expandable: bool = True
@@ -312,9 +313,12 @@ def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
         size = int(count * costs.sample_cost(copying).adapter_saved_bytes * share)
         note = "a copy of each layer's input after adapter.dropout"
         yield MemoryItem("dropped inputs", size, note)
-    if load.as_base:  # its pass runs first and without gradients, below training's peak
-        size = count * 4 * costs.facts.latent_channels * latent_area(load, costs)
-        yield MemoryItem("base's prediction", size, "target of some samples")
+    # Their passes run first and without gradients, below training's peak.
+    prediction_bytes = count * 4 * costs.facts.latent_channels * latent_area(load, costs)
+    if load.contrasted:
+        yield MemoryItem("prediction without a prompt", prediction_bytes, "moves the target")
+    if load.as_base:
+        yield MemoryItem("base's prediction", prediction_bytes, "target of some samples")
     note = "gradients between layers and recomputed activations"
     yield MemoryItem("largest temporary", count * cost.temporary_bytes, note)
     # A GPU gets one micro-batch, the others wait in host memory.
@@ -339,7 +343,9 @@ def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
     area = latent_area(load, costs)
     # Latents, noise and target have the same shape.
     elements = 3 * costs.facts.latent_channels * area + (area if load.masked else 0)
-    return 4 * elements + costs.conditioning_bytes
+    # The empty prompt lies beside the caption; it is counted as if it were as long.
+    texts = 2 if load.contrasted else 1
+    return 4 * elements + texts * costs.conditioning_bytes
 
 
 def latent_area(load: Load, costs: BaseCosts) -> int:

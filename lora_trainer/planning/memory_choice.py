@@ -190,6 +190,7 @@ class MemoryChooser:
             masked=config.data.masks != "none",
             twice=twice,
             as_base=twice + learned_from_base,
+            contrasted=1.0 + twice if config.objective.contrast_scale != 1 else 0.0,
             keeps_best=config.output.keep_best,
             assistant_bytes=0
             if config.base.assistant == NO_ASSISTANT

@@ -378,6 +378,8 @@ class _Planner:
             return "text lengths vary with this base"
         if objective.prior == "base" or objective.preservation_weight:
             return "the base's own prediction is of a varying number of samples"
+        if objective.contrast_scale != 1:
+            return "objective.contrast_scale predicts without gradients too, which is another piece"
         if config.base.assistant != NO_ASSISTANT:
             return "base.assistant computes its part in hooks"
         if config.memory.gradient_checkpointing in KEEP_ATTENTION:

@@ -102,11 +102,16 @@ def step_work(
     """Return the work of a step over `batch_size` images, in micro-batches of `load.micro_batch`.
 
     A process may pin `pinnable_bytes` of host memory, None: no limit. Passes for the base's own prediction
-    run without gradients: they only go forward.
+    and those for the empty prompt run without gradients: they only go forward.
     """
     cost, base = costs.sample_cost(load.workload()), load.frozen_base(costs)
-    images, forward = batch_size * (1 + load.twice), batch_size * load.as_base
-    passes, forwards = math.ceil(images / load.micro_batch), math.ceil(forward / load.micro_batch)
+    images = batch_size * (1 + load.twice)
+    forward = batch_size * (load.as_base + load.contrasted)
+    passes = math.ceil(images / load.micro_batch)
+    forwards = sum(
+        math.ceil(batch_size * share / load.micro_batch)
+        for share in (load.as_base, load.contrasted)
+    )
     # Forward, backward, and when a block is recomputed.
     weight_passes = 2.0 if load.checkpointing == "none" else 3.0
     dequantised = passes * weight_passes + forwards if base.is_quantized else 0.0

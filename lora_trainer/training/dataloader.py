@@ -26,7 +26,7 @@ from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.records import epoch_order, sample_id
 from lora_trainer.families.base.facts import Conditioning, Prediction
 from lora_trainer.families.base.noise_levels import Level, Levels
-from lora_trainer.training.noise import draw_noise, loss_delta, loss_weight
+from lora_trainer.training.noise import contrast, draw_noise, loss_delta, loss_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class Sample:
     `input_noise` is the noise in the input where it is not the noise to predict (noise perturbation).
     `loss` and `delta` choose the error function (config/losses.py). `mask_weights` [1, H, W] weigh the error by
     position, with a mean of 1; None where all positions count alike. `dropout_seed` names the masks of the
-    adapter's dropout. `as_base`: the target is the base model's prediction without the adapter.
+    adapter's dropout. `as_base`: the target is the base model's prediction without the adapter. `contrast` is the
+    scale g of the contrastive target, `empty_conditioning` the empty prompt that it needs (None: not needed).
     """
 
     sample: str
@@ -51,6 +52,8 @@ class Sample:
     dropout_seed: int = 0
     mask_weights: Tensor | None = None
     as_base: bool = False
+    contrast: float = 1.0
+    empty_conditioning: Conditioning | None = None
 
 
 def split(
@@ -203,6 +206,10 @@ class TrainingDataLoader:
             dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
             mask_weights=self._mask_weights(view.mask),
             as_base=source.regularisation and objective.prior == "base",
+            contrast=contrast(objective, level),
+            empty_conditioning=self._conditioning(self.empty_text, view)
+            if objective.contrast_scale != 1
+            else None,
         )
 
     def validation(

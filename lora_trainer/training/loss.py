@@ -5,6 +5,9 @@ there; `forward_backward` (step.py) multiplies by the weights of the batch, whic
 
     L = w(t) mean_i E(F(alpha x + sigma eps, t, c) - target)_i
 
+The target is noise, v or velocity; with `objective.contrast_scale` it is moved away from the prediction for the
+empty prompt (`contrasted`); and it is the base's own prediction for samples that are to stay as they are.
+
 Where an image has a mask, the mean over its positions i is weighted by it; with noise perturbation the input has
 another eps than the target. x are the latents, eps the noise, c the conditioning, F the denoiser (Ho et al. 2020,
 arXiv 2006.11239, eq. 4 and 14; for flow matching alpha = 1 - sigma, Lipman et al. 2022, arXiv 2210.02747).
@@ -51,6 +54,16 @@ def target(
     return _per_sample(alpha, latents) * noise - _per_sample(sigma, latents) * latents
 
 
+def contrasted(targets: Tensor, unguided: Tensor, scale: Tensor) -> Tensor:
+    """Return u + g (t - u), the target t moved away from the prediction u for the empty prompt, [B, C, H, W].
+
+    A base whose guidance was distilled into it predicts what guidance of some scale would make of two passes
+    (Meng et al. 2022, arXiv 2210.03142); the plain target would teach it to draw without.
+    """
+    unguided = unguided.to(targets.dtype)
+    return unguided + _per_sample(scale, targets) * (targets - unguided)
+
+
 def sample_losses(
     predicted: Tensor,
     targets: Tensor,
@@ -88,8 +101,9 @@ class Batch:
     tensor [4, B], so that they are one copy to the device; timesteps [B] are apart, because some bases count
     them in whole numbers. `as_base` int64 [N] are the rows whose target is the base's prediction,
     `base_conditioning` is stacked of these rows alone: a text by itself has no padding, and some families
-    compute something else where there is padding. `dropout_seeds` int64 [B, 2] are the halves of the
-    samples' seeds.
+    compute something else where there is padding. `contrast` float32 [B] are the scales of the contrastive
+    target, `empty_conditioning` is the empty prompt of each row; None and empty where no target is contrasted.
+    `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
     """
 
     latents: Tensor
@@ -100,8 +114,10 @@ class Batch:
     dropout_seeds: Tensor
     mask_weights: Tensor | None
     as_base: Tensor | None
+    contrast: Tensor | None
     conditioning: Conditioning
     base_conditioning: Conditioning
+    empty_conditioning: Conditioning
     loss: str
     precision: torch.dtype
 
@@ -140,10 +156,10 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
     def listed(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         return pinned_copy(torch.tensor(values, dtype=dtype), device=device)
 
-    def conditioning_of(some: Sequence[Sample]) -> Conditioning:
+    def conditioning_of(some: Sequence[Conditioning]) -> Conditioning:
         return {
-            name: joined(padded_alike([sample.conditioning[name] for sample in some]))
-            for name in (some[0].conditioning if some else ())
+            name: joined(padded_alike([conditioning[name] for conditioning in some]))
+            for name in (some[0] if some else ())
         }
 
     numbers = [(s.level.alpha, s.level.sigma, s.weight, s.delta) for s in samples]
@@ -156,6 +172,8 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
         masks = (ones if s.mask_weights is None else s.mask_weights for s in samples)
         mask_weights = stacked(masks)
     rows = [row for row, sample in enumerate(samples) if sample.as_base]
+    # The setting of a run: all of its samples have it or none.
+    empty = [s.empty_conditioning for s in samples if s.empty_conditioning is not None]
     return Batch(
         latents=stacked(s.latents for s in samples),
         noise=stacked(s.noise for s in samples),
@@ -165,8 +183,10 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
         dropout_seeds=listed([halves(s.dropout_seed) for s in samples], torch.int64),
         mask_weights=mask_weights,
         as_base=listed(rows, torch.int64) if rows else None,
-        conditioning=conditioning_of(samples),
-        base_conditioning=conditioning_of([samples[row] for row in rows]),
+        contrast=listed([s.contrast for s in samples], torch.float32) if empty else None,
+        conditioning=conditioning_of([sample.conditioning for sample in samples]),
+        base_conditioning=conditioning_of([samples[row].conditioning for row in rows]),
+        empty_conditioning=conditioning_of(empty),
         loss=samples[0].loss,
         precision=precision,
     )
@@ -227,6 +247,12 @@ class Model:
         alpha, sigma, _, delta = batch.numbers
         noisy = add_noise(batch.latents, input_noise, alpha, sigma).to(self.precision)
         targets = target(batch.latents, batch.noise, alpha, sigma, self.prediction)
+        if batch.contrast is not None:
+            # Every row, also one with the base's target: the adapter's masks are those of the whole batch.
+            with torch.no_grad():
+                empty_prompt = self.embed(batch.empty_conditioning)
+                unguided = self.predict(self.denoiser, noisy, batch.timesteps, empty_prompt)
+            targets = contrasted(targets, unguided, batch.contrast)
         if batch.as_base is not None:
             # The base model's own prediction in these rows. With class preservation each sample appears twice: once
             # with its caption, once with the class word and the base's prediction as target. With

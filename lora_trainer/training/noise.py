@@ -87,6 +87,13 @@ def loss_weight(settings: ObjectiveSettings, level: Level, prediction: Predictio
     return weight * signal if prediction == "v_prediction" else weight
 
 
+def contrast(objective: ObjectiveSettings, level: Level) -> float:
+    """Return by how much the target is moved away from the prediction for the empty prompt; 1: not at all."""
+    if objective.contrast_schedule == "constant":
+        return objective.contrast_scale
+    return 1.0 + (objective.contrast_scale - 1.0) * level.sigma
+
+
 def loss_delta(settings: ObjectiveSettings, level: Level) -> float:
     """Return the delta of a sample's error function at its noise level.
 

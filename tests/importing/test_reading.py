@@ -76,6 +76,62 @@ def test_ranks_by_noise_are_read(
     assert not [line for line in imported.without_equivalent if "tlora" in line]
 
 
+@pytest.mark.parametrize(
+    ("said", "scale", "schedule", "nearest", "lacking"),
+    [
+        ({}, 1.0, "constant", (), ()),
+        ({"guidance_loss_target": 4.0}, 1.0, "constant", (), ()),
+        ({"do_guidance_loss": True}, 3.0, "constant", (), ()),
+        ({"do_guidance_loss": True, "guidance_loss_schedule": "sigma"}, 3.0, "sigma", (), ()),
+        (
+            {"do_guidance_loss": True, "guidance_loss_target": [3.0, 4.0]},
+            3.5,
+            "constant",
+            ("guidance_loss_target",),
+            (),
+        ),
+        (
+            {"do_guidance_loss": True, "guidance_loss_target": "much"},
+            1.0,
+            "constant",
+            (),
+            ("guidance_loss_target",),
+        ),
+        (
+            {"do_guidance_loss": True, "unconditional_prompt": "bad"},
+            3.0,
+            "constant",
+            (),
+            ("unconditional_prompt",),
+        ),
+    ],
+    ids=str,
+)
+def test_a_contrastive_target_is_read(
+    said: dict[str, Any],
+    scale: float,
+    schedule: str,
+    nearest: tuple[str, ...],
+    lacking: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    network = {"type": "lora", "linear": 8, "linear_alpha": 8}
+    process = {
+        "type": "sd_trainer",
+        "network": network,
+        "model": {"name_or_path": "black-forest-labs/FLUX.1-dev", "arch": "flux"},
+        "train": {"steps": 100, **said},
+    }
+    job = {"job": "extension", "config": {"name": "a", "process": [process]}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    imported = reading.import_file(tmp_path / "job.json")
+    objective = build_config(imported.settings).objective
+    assert (objective.contrast_scale, objective.contrast_schedule) == (scale, schedule)
+    assert objective.guidance_scale == scale, "FLUX is told the same number"
+    for lines, keys in ((imported.nearest, nearest), (imported.without_equivalent, lacking)):
+        assert {key.split(".")[-1] for key in lines if "guid" in key or "uncond" in key} == {*keys}
+
+
 def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value, tables and lists included."""
     pairs = enumerate(data) if isinstance(data, list) else getattr(data, "items", tuple)()

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.processes import DistEnv
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.network.compiling import CompiledBlocks
@@ -543,9 +544,8 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("precision", [torch.float32, torch.float16], ids=str)
 def test_no_step_waits_for_a_number(precision: torch.dtype) -> None:
     masks = {"dropout": 0.2, "rank_dropout": 0.3, "noise_rank": 1}
-    training = build_training(
-        build_feeder(), steps=3, precision=precision, adapter_settings=masks
-    ).training
+    feeder = build_feeder(objective=ObjectiveSettings(contrast_scale=3.0))
+    training = build_training(feeder, steps=3, precision=precision, adapter_settings=masks).training
     batch, guard = training.feeder.prepare(0), GuardState(micro_batch=2)
     for step in (1, 2):
         with NoWaiting():

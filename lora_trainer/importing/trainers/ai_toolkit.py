@@ -11,7 +11,16 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import folder_tables as folders
 from lora_trainer.importing import training_options as training
-from lora_trainer.importing.foreign import THERE, YES, Foreign, Sourced, Trainer, flattened
+from lora_trainer.importing.foreign import (
+    THERE,
+    YES,
+    Foreign,
+    Sourced,
+    Trainer,
+    as_number,
+    flattened,
+    shown,
+)
 from lora_trainer.importing.prompt_options import set_prompts
 
 _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
@@ -123,6 +132,34 @@ def _objective(foreign: Foreign) -> None:
         foreign.carry("data.class_word", f"{key}_class")
     elif foreign.on(key):
         foreign.lacks(key, True, "needs a trigger word and a class")
+    _contrast(foreign)
+
+
+def _contrast(foreign: Foreign) -> None:
+    """Read `do_guidance_loss`, which the interface calls contrastive guidance."""
+    key, target_key = "train.do_guidance_loss", "train.guidance_loss_target"
+    schedule_key, zero_key = "train.guidance_loss_schedule", "train.do_guidance_loss_cfg_zero"
+    prompt_key = "train.unconditional_prompt"
+    if not foreign.flag(key):
+        return
+    wanted = foreign.get(target_key, 3.0)
+    try:
+        ends = [as_number(each) for each in (wanted if isinstance(wanted, list) else [wanted])]
+        scale = sum(ends) / len(ends)
+    except (ValueError, ZeroDivisionError) as error:
+        foreign.lacks(target_key, wanted, str(error))
+        return
+    foreign.set("objective.contrast_scale", scale, key, target_key)
+    if len(set(ends)) > 1:
+        foreign.is_nearest(target_key, f"{shown(wanted)}: {scale:g} for all samples")
+    if foreign.is_flow:  # a base with a guidance embedding is told the same scale there
+        foreign.set("objective.guidance_scale", scale, key, target_key)
+    if foreign.word(schedule_key, "constant") == "sigma":
+        foreign.set("objective.contrast_schedule", "sigma", schedule_key)
+    elif schedule_key in foreign.values:
+        foreign.stays(schedule_key, "is constant")
+    foreign.lacks_if_on(zero_key, "the prediction for the empty prompt is used as it is")
+    foreign.lacks_if_on(prompt_key, "the prompt that is left out is always the empty one")
 
 
 def _timesteps(foreign: Foreign) -> None:
