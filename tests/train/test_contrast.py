@@ -197,8 +197,8 @@ def test_its_pass_is_in_the_time_and_in_the_memory_and_blocks_are_not_compiled()
     assert plan.config.hardware.compile == "none"
     assert "objective.contrast_scale" in plan.origins["hardware.compile"].reason
     assert plan.load == replace(plain.load, contrasted=1.0), "it fits as well"
-    # A pass forward beside one forward and twice as much back, and once more where all is computed twice.
-    assert 1.2 < plan.idle_step_s / plain.idle_step_s < 1.4
+    # One more pass forward: a frozen base is as much work back as forward.
+    assert 1.4 < plan.idle_step_s / plain.idle_step_s < 1.5
     items, before = (bytes_by_name(each.memory.by_phase["training"]) for each in (plan, plain))
     width_px, height_px = plan.load.bucket_px
     latents_bytes = plan.load.micro_batch * 16 * (width_px // 8) * (height_px // 8) * 4
