@@ -151,6 +151,7 @@ COMMANDS: Mapping[str, str] = {
     "validate": "measure:validate",
     "profile": "measure:profile",
     "bench": "measure:bench",
+    "tune": "tuning:tune",
     "presets": "look_around:presets",
     "doctor": "look_around:doctor",
     "gui": "look_around:gui",
