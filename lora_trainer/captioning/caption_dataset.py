@@ -71,6 +71,7 @@ def caption_dataset(
                 had_one=len(chosen.captioned),
                 model=model.source,
                 device=captioner.device,
+                precision=captioner.precision,
             )
         )
         with taking_signals(stop):

@@ -69,6 +69,16 @@ class CaptioningModel:
     download_gb: float | None = None
     memory_gib: float | None = None
     """Computed, not measured."""
+    memory_8_bit_gib: float | None = None
+    """The same with the blocks of its language model in 8 bits."""
+    also: Sequence[str] = ()
+    """Short names of earlier releases of this program."""
+    system: str | None = None
+    """Sentence that it was trained to read before the request."""
+    prompt: str | None = None
+    """Request that it was trained with, in place of the one for all."""
+    max_tokens: int | None = None
+    """Longest caption in tokens, in place of the length for all."""
 
 
 _CATALOGUE = tomllib.loads(files(__package__).joinpath("catalogue.toml").read_text("utf-8"))
@@ -85,8 +95,9 @@ class CaptionRequest:
     :param prefix: words before each caption, as typed
     :param suffix: words after each caption, as typed; include a comma if you want one
     :param trigger: word to put first in captions that do not contain it
-    :param prompt: instruction for models that take one [default: describe in two sentences]
-    :param max_tokens: longest caption, in tokens [default: 150]
+    :param prompt: instruction for models that take one, added to the request of --json-for
+        [default: describe in two sentences; joycaption: a descriptive caption in a formal tone]
+    :param max_tokens: longest caption, in tokens [default: 150; joycaption 300; with --json-for 3072]
     :param threshold: for taggers: lowest probability of a tag [default: 0.35]
     :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
     :param device: device that runs the model
@@ -140,13 +151,24 @@ class CaptionRequest:
         return {**values, "model": source}
 
 
+def known_as(name_or_folder: str) -> CaptioningModel:
+    """Return what the catalogue says of a model; of one that it does not name only the source."""
+    return next(
+        (
+            model
+            for model in KNOWN.values()
+            if name_or_folder in (model.name, model.source, *model.also)
+        ),
+        CaptioningModel(source=name_or_folder),
+    )
+
+
 def find(name_or_folder: str) -> CaptioningModel:
     """Return the model that a short name, a folder or a Hub id means, without downloading.
 
     Raises RequestError for a name that means nothing, InputError for a folder without a model.
     """
-    known = (model for model in KNOWN.values() if name_or_folder in (model.name, model.source))
-    model = next(known, CaptioningModel(source=name_or_folder))
+    model = known_as(name_or_folder)
     path = Path(user_path(model.source))
     if model.name is None and path.is_dir():
         _refuse_incomplete(path)
@@ -288,6 +310,10 @@ class Tagger:
     def batch_size(self) -> int:
         """Images at a time: a processor gains nothing from several."""
         return self.fixed_batch or (GPU_BATCH if self.device == "cuda" else 1)
+
+    @property
+    def precision(self) -> str:
+        return ""
 
     @property
     def device(self) -> str:

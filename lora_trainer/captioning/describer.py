@@ -7,15 +7,17 @@ likeliest word is always taken, so that an image gets the same caption again.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -26,15 +28,24 @@ from lora_trainer.captioning.captioners import (
     ModelCaption,
     OutOfRoom,
     UnusableModel,
+    known_as,
     no_room,
     one_line,
     weight_files,
 )
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
+from lora_trainer.config.declare import (
+    QUANTIZATIONS,
+    BasePrecision,
+    Precision,
+    Quantization,
+    weight_bytes,
+)
 from lora_trainer.families.files.weight_files import count_parameters
 from lora_trainer.hardware.device_calls import free_and_total_bytes
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
+from lora_trainer.network.quantize import quantizable, quantize
 from lora_trainer.run.device import CPU, best_device
 
 REQUEST = (
@@ -45,6 +56,13 @@ REQUEST = (
 TASKS = ("<CAPTION>", "<DETAILED_CAPTION>", "<MORE_DETAILED_CAPTION>")
 TASK = "<DETAILED_CAPTION>"
 MAX_TOKENS = 150
+# The parts that read the image, which stay in 16 bits.
+EYES = ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+_NAMES: Mapping[torch.dtype, Precision] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 # Of an image as a model sees it: a chat model spends a token on every few hundred.
 MAX_PIXELS = 1024 * 1024
 GPU_BATCH = 4
@@ -63,6 +81,7 @@ class Describer:
     max_tokens: int
     torch_device: torch.device
     dtype: torch.dtype
+    precision: BasePrecision
 
     @property
     def batch_size(self) -> int:
@@ -129,7 +148,9 @@ def load_describer(folder: Path, request: CaptionRequest) -> Describer:
     with _misfits_named(name):
         processor = _processor(folder)
         text, is_chat = _text_beside(processor, request)
-    _refuse_too_large(folder, name, torch_device, dtype)
+    precision = _fitting(folder, name, torch_device, dtype)
+    # Computed in 16 bits on a processor too where 32 do not fit.
+    dtype = {"bf16": torch.bfloat16}.get(precision, dtype)
     with _misfits_named(name):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder,
@@ -140,6 +161,8 @@ def load_describer(folder: Path, request: CaptionRequest) -> Describer:
             output_loading_info=True,
         )
         model, loading = loaded
+        if precision in QUANTIZATIONS:
+            quantize(model, precision, device=torch_device, skip=EYES)
         model = model.to(torch_device).eval()
     if absent := sorted(loading["missing_keys"]):  # they would be random numbers
         raise UnusableModel(
@@ -150,9 +173,10 @@ def load_describer(folder: Path, request: CaptionRequest) -> Describer:
         processor=processor,
         text=text,
         is_chat=is_chat,
-        max_tokens=request.max_tokens or MAX_TOKENS,
+        max_tokens=request.max_tokens or known_as(name).max_tokens or MAX_TOKENS,
         torch_device=torch_device,
         dtype=dtype,
+        precision=precision,
     )
 
 
@@ -190,31 +214,85 @@ def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, b
             )
         return prompt or TASK, False
     if processor.chat_template is not None:
-        content = [{"type": "image"}, {"type": "text", "text": prompt or REQUEST}]
-        chat = [{"role": "user", "content": content}]
-        return str(processor.apply_chat_template(chat, add_generation_prompt=True)), True
+        return _chat(processor, prompt or known_as(name).prompt or REQUEST, name), True
     if prompt is not None:
         raise RequestError(f"{name} does not accept a request", fix="leave --prompt out")
     return None, False
 
 
-def _refuse_too_large(
+def _chat(processor: Any, prompt: str, name: str) -> str:
+    """Return the chat that asks this of one image, by the model's own template.
+
+    Most templates get the image and the words as parts of the message. That of JoyCaption wants words alone, and puts
+    the image before them by itself.
+    """
+    system = known_as(name).system
+    first = [] if system is None else [{"role": "system", "content": system}]
+    parts = [{"type": "image"}, {"type": "text", "text": prompt}]
+    problem = "puts no image into its chat"
+    for content in (parts, prompt):
+        chat = [*first, {"role": "user", "content": content}]
+        try:
+            text = str(processor.apply_chat_template(chat, add_generation_prompt=True))
+        except (TypeError, TemplateError) as error:
+            problem = f"has a chat template that cannot be used ({one_line(error)})"
+            continue
+        if text.count(processor.image_token) == 1 and prompt in text:
+            return text
+    raise UnusableModel(name, problem)
+
+
+def _fitting(
     folder: Path, name: str, torch_device: torch.device, dtype: torch.dtype
-) -> None:
-    """Raise MachineError before weights are loaded that will not fit."""
+) -> BasePrecision:
+    """Return the most precise form in which the model fits the device; raises MachineError where none does.
+
+    A GPU that is too small for 16 bits gets the blocks of the language model in 8 bits, else in 4; what reads
+    the image stays in 16. A processor with too little memory for 32 bits gets 16.
+    """
     try:
         parameters = count_parameters(weight_files(folder))
     except InputError as error:
         raise InputError(error.found, fix="download the captioning model again") from None
-    needed_bytes = parameters * dtype.itemsize + WORKSPACE_BYTES
-    free_bytes = (
-        free_ram_bytes() if torch_device.type == "cpu" else free_and_total_bytes(torch_device)[0]
+    whole: BasePrecision = _NAMES[dtype]
+    needed = {whole: parameters * dtype.itemsize}
+    ram_bytes = free_ram_bytes()
+    if torch_device.type == "cpu":
+        free_bytes = ram_bytes
+        needed["bf16"] = parameters * torch.bfloat16.itemsize
+    else:
+        free_bytes = free_and_total_bytes(torch_device)[0]
+        # It is read into host memory as a whole before its layers are encoded.
+        if needed[whole] + WORKSPACE_BYTES > free_bytes and needed[whole] < ram_bytes:
+            with _misfits_named(name):
+                layers = _language_layers(folder)
+            kinds: tuple[Quantization, ...] = ("int8", "nf4") if _has_nf4() else ("int8",)
+            for kind in kinds:
+                needed[kind] = needed[whole] + sum(
+                    weight_bytes(fan_in=fan_in, out=out, precision=kind)
+                    - weight_bytes(fan_in=fan_in, out=out, precision=whole)
+                    for fan_in, out in layers
+                )
+    for precision, size in needed.items():
+        if size + WORKSPACE_BYTES <= free_bytes:
+            return precision
+    least_bytes = min(needed.values()) + WORKSPACE_BYTES
+    raise no_room(
+        name,
+        f"needs about {least_bytes / GIB:.1f} GiB on {torch_device}, {free_bytes / GIB:.1f} are free",
     )
-    if needed_bytes > free_bytes:
-        raise no_room(
-            name,
-            f"needs about {needed_bytes / GIB:.1f} GiB on {torch_device}, {free_bytes / GIB:.1f} are free",
-        )
+
+
+def _language_layers(folder: Path) -> list[tuple[int, int]]:
+    """Return (fan_in, out) of the layers that are encoded in fewer bits."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        network: Any = AutoModelForImageTextToText.from_config(config)
+    return list(quantizable(network, skip=EYES).values())
+
+
+def _has_nf4() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 @contextmanager

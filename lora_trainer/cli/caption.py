@@ -59,7 +59,7 @@ def caption(
         return
     if dry_run:
         model, chosen = look(dataset, options)
-        facts = ("licence", "download_gb", "memory_gib")
+        facts = ("licence", "download_gb", "memory_gib", "memory_8_bit_gib")
         plan = {
             "model": model.source,
             "writes": model.writes,
@@ -127,8 +127,9 @@ def _lines(event: Event) -> Iterator[str]:
             size = "" if event.gigabytes is None else f", about {event.gigabytes:g} GB"
             yield f"downloading {event.model}{size}"
         case Captioning():
+            how = f" in {event.precision}" if event.precision else ""
             had = f", had already: {event.had_one}" if event.had_one else ""
-            yield f"captions to write: {event.pictures}{had}; {event.model} on {event.device}"
+            yield f"captions to write: {event.pictures}{had}; {event.model} on {event.device}{how}"
         case Captioned(written=0, failed=0):
             nothing = f"nothing to do, images with a caption: {event.had_one}"
             yield f"{nothing}; --overwrite replaces captions"
@@ -146,6 +147,8 @@ def _plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     place = "on this machine" if plan["on_this_machine"] else f"to be downloaded{size}"
     if plan["licence"] is not None:
         needs = f"needs about {plan['memory_gib']:g} GiB"
+        if plan["memory_8_bit_gib"] is not None:
+            needs += f" ({plan['memory_8_bit_gib']:g} in 8 bits)"
         yield f"model: {plan['model']}, {plan['licence']}, {needs}, {place}"
     else:
         yield f"model: {plan['model']}{'' if plan['on_this_machine'] else f', {place}'}"

@@ -355,6 +355,8 @@ class Captioning(Event):
     """Images that have a caption already."""
     model: str
     device: str
+    precision: str = ""
+    """How its weights are loaded; empty where that is not told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

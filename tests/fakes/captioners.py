@@ -22,10 +22,16 @@ from transformers import (
     CLIPImageProcessorPil,
     Florence2Config,
     Florence2ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -40,6 +46,15 @@ _CHAT = (
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_WORDS = (
+    "{% if messages[0]['role'] == 'system' %}<|start_header_id|>system<|end_header_id|>"
+    "{{ messages[0]['content'] }}<|eot_id|>{% set messages = messages[1:] %}{% endif %}"
+    "{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>"
+    "<|reserved_special_token_69|>"
+    "{{ message['content'].replace('<|reserved_special_token_69|>', '').lstrip() }}<|eot_id|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+)
 _WIDTH: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -49,9 +64,10 @@ _WIDTH: dict[str, Any] = {
 
 
 def tiny_captioner(kind: str, folder: Path) -> Path:
-    """Save a tiny model of the kind of Qwen3-VL, Florence-2 or BLIP; return its folder."""
+    """Save a tiny model of the kind of Qwen3-VL, JoyCaption, Florence-2 or BLIP; return its folder."""
     torch.manual_seed(3)
-    model, *parts = {"qwen3-vl": _chat, "florence2": _tasks, "blip": _unasked}[kind]()
+    kinds = {"qwen3-vl": _chat, "joycaption": _words, "florence2": _tasks, "blip": _unasked}
+    model, *parts = kinds[kind]()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # larger than usual, so that the image shows in the words
             torch.nn.init.normal_(parameter, std=0.4)
@@ -96,6 +112,46 @@ def _chat() -> tuple[Any, ...]:
         min_pixels=64 * 64, max_pixels=128 * 128, patch_size=16, merge_size=2
     )
     return Qwen3VLForConditionalGeneration(config), tokenizer, pictures
+
+
+def _words() -> tuple[Any, ...]:
+    """Return JoyCaption's classes: Llava of Llama and SigLIP, whose template puts the image in by itself."""
+    image = "<|reserved_special_token_69|>"
+    special = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", image)
+    special += ("<|start_header_id|>", "<|end_header_id|>")
+    names = [*sorted(bytes_to_unicode().values()), *special]
+    tokenizer = Qwen2Tokenizer(
+        vocab={name: index for index, name in enumerate(names)},
+        merges=[],
+        additional_special_tokens=list(special),
+        eos_token="<|eot_id|>",
+        pad_token="<|end_of_text|>",
+    )
+    config = LlavaConfig(
+        text_config=LlamaConfig(
+            **_WIDTH,
+            vocab_size=len(tokenizer),
+            num_key_value_heads=2,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        ),
+        vision_config=SiglipVisionConfig(**_WIDTH, image_size=28, patch_size=14),
+        image_token_id=tokenizer.convert_tokens_to_ids(image),
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-2,
+        projector_hidden_act="gelu",
+        image_seq_length=4,
+    )
+    processor = LlavaProcessor(
+        image_processor=SiglipImageProcessorPil(size={"height": 28, "width": 28}),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="full",
+        chat_template=_WORDS,
+        image_token=image,
+        num_additional_image_tokens=0,
+    )
+    return LlavaForConditionalGeneration(config), processor
 
 
 def _tasks() -> tuple[Any, ...]:

@@ -14,6 +14,9 @@ import torch
 from PIL import Image
 
 from lora_trainer.captioning import captioners, describer
+from lora_trainer.common.errors import MachineError
+from lora_trainer.hardware.machine import GIB
+from lora_trainer.network.quantize import QuantizedLinear
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
 from tests.fakes.runs import run_cli
 
@@ -76,7 +79,12 @@ def caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Caption:
 
 @pytest.mark.parametrize(
     ("kind", "prompt"),
-    [("qwen3-vl", "Name the colours."), ("florence2", "<CAPTION>"), ("blip", "")],
+    [
+        ("qwen3-vl", "Name the colours."),
+        ("joycaption", "Name the colours."),
+        ("florence2", "<CAPTION>"),
+        ("blip", ""),
+    ],
 )
 def test_words_depend_on_the_picture_and_what_is_asked_alone(
     kind: str, prompt: str, models: Models, caption: Caption, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +99,65 @@ def test_words_depend_on_the_picture_and_what_is_asked_alone(
     assert len(alone) == len(PICTURES) and len({text for text, _ in alone}) > 1
     limited = caption(models(kind), "--max-tokens", "1").said
     assert limited and all(cut for _, cut in limited), "a caption at its limit is marked"
+
+
+def test_a_model_is_asked_as_it_was_trained(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JoyCaption's sentence, request and length come with its name; its folder alone does not tell them."""
+    joycaption = captioners.known_as("joycaption")
+    assert captioners.find("qwen3-vl").source == captioners.known_as("qwen3-vl-4b").source
+    folder, asked = models("joycaption"), captioners.CaptionRequest
+    named = describer.load_describer(folder, asked(model="joycaption", device="cpu"))
+    plain = describer.load_describer(folder, asked(model=str(folder), device="cpu"))
+    assert joycaption.system and joycaption.prompt and named.text and plain.text
+    assert named.text.index(joycaption.system) < named.text.index(joycaption.prompt)
+    assert describer.REQUEST in plain.text and joycaption.system not in plain.text
+    assert (named.max_tokens, plain.max_tokens) == (joycaption.max_tokens, describer.MAX_TOKENS)
+    for text in (named.text, plain.text):
+        assert text.count(named.processor.image_token) == 1
+    told = asked(model="joycaption", prompt="What is it?", max_tokens=9, device="cpu")
+    other = describer.load_describer(folder, told)
+    assert other.max_tokens == 9 and other.text and "What is it?" in other.text
+    named.processor.image_token = "<nowhere>"
+    with pytest.raises(captioners.UnusableModel, match="chat"):
+        describer._chat(named.processor, "What is it?", "joycaption")
+
+
+@pytest.mark.parametrize("kind", ["qwen3-vl", "joycaption"])
+def test_a_small_gpu_gets_the_language_model_in_fewer_bits(
+    kind: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first precision that fits, from what the files say; what reads the image keeps its 16 bits."""
+    folder = models(kind)
+    layers = describer._language_layers(folder)
+    assert layers and all(32 in layer for layer in layers)
+    # As of 8 billion parameters, most of them in the language model's layers.
+    monkeypatch.setattr(describer, "count_parameters", lambda _: 8_480_000_000)
+    monkeypatch.setattr(describer, "_language_layers", lambda _: [(4096, 12288)] * 138)
+    monkeypatch.setattr(describer, "free_ram_bytes", lambda: 32 * GIB)
+    monkeypatch.setattr(describer, "_has_nf4", lambda: True)
+    found = []
+    for gib in (24, 16, 12, 8, 4):
+        monkeypatch.setattr(
+            describer, "free_and_total_bytes", lambda _, free=gib * GIB: (free, free)
+        )
+        try:
+            card = torch.device("cuda")
+            found.append(describer._fitting(folder, kind, card, torch.bfloat16))
+        except MachineError as error:
+            assert "needs about 7.2 GiB on cuda, 4.0 are free" in error.found
+    assert found == ["bf16", "int8", "int8", "nf4"]
+    monkeypatch.undo()
+    monkeypatch.setattr(describer, "_fitting", lambda *_: "int8")
+    whole = captioners.CaptionRequest(model=str(folder), max_tokens=8, device="cpu")
+    loaded = describer.load_describer(folder, whole)
+    stored = {
+        name for name, module in loaded.model.named_modules() if isinstance(module, QuantizedLinear)
+    }
+    assert stored and not [name for name in stored if set(name.split(".")) & set(describer.EYES)]
+    assert len(stored) == len(layers)
+    assert len(loaded.describe([*PICTURES])) == len(PICTURES)
 
 
 def test_of_a_cut_caption_whole_sentences_stay_and_large_pictures_are_made_smaller() -> None:
