@@ -46,10 +46,14 @@ def models() -> list[list[str]]:
         [
             name,
             f"For {model.good_for}. {model.download_gb:g} GB to download once, needs "
-            f"{model.memory_gib:g} GiB of memory; {model.licence}.",
+            f"{model.memory_gib:g} GiB of memory{_in_8_bits(model.memory_8_bit_gib)}; {model.licence}.",
         ]
         for name, model in KNOWN.items()
     ]
+
+
+def _in_8_bits(gib: float | None) -> str:
+    return "" if gib is None else f", {gib:g} in 8 bits on a smaller GPU"
 
 
 def start(
