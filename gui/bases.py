@@ -1,7 +1,7 @@
 """The base models that a page offers: the built-in one, those of the Hub's cache, all public releases.
 
 Input: the Hub's cache folder; the releases that the families know, which the process of the plans tells. Output:
-choices and cards as plain values; any other Hub id or path can be typed beside them. A token of the Hub is
+choices and facts as plain values; any other Hub id or path can be typed beside them. A token of the Hub is
 handed to the Hub's own library, which keeps it.
 """
 
@@ -30,9 +30,8 @@ Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
-# The release that is `offered` first in its family.toml; those of the first three are in sight.
+# The release that is `offered` first in its family.toml.
 RECOMMENDED = "stabilityai/stable-diffusion-xl-base-1.0"
-_IN_SIGHT = 3
 _LAST = 1000  # of a release that is seldom used
 _PIPELINE_FILE = "model_index.json"
 
@@ -44,38 +43,9 @@ def choices(said: Words) -> list[Choice]:
         (EMBEDDED, said("miniature, to try things out")),
         *(
             (source, said("{#}, on this machine", bytes_text(size)))
-            for source, size in sorted(_downloaded().items())
+            for source, size in sorted(downloaded().items())
         ),
     ]
-
-
-def cards(released: list[Card], said: Words) -> list[Card]:
-    """Return the cards of the releases: name, what it is good for, what there is to download.
-
-    Those on this machine come first; all but those and the usual ones are folded away.
-    """
-    here = _downloaded()
-    found = [
-        {
-            "source": row["source"],
-            "name": title(str(row["source"])),
-            "good_for": said.message(row["good_for"] or "Seldom used"),
-            "recommended": row["source"] == RECOMMENDED,
-            "folded": row["source"] not in here and row["offered"] > _IN_SIGHT,
-            "said": said("{#}, on this machine", bytes_text(here[row["source"]]))
-            if row["source"] in here
-            else said("{#} to download", bytes_text(row["download_bytes"])),
-            "here": row["source"] in here,
-            "size": said("Images of {} px", row["resolution_px"]),
-            "licence": row["licence"],
-            "allows": said.message(row["allows"]),
-            "gated": row["gated"] and row["source"] not in here,
-            "checkpoints": row["checkpoints"],
-        }
-        for row in released
-    ]
-    offered = {row["source"]: row["offered"] for row in released}
-    return sorted(found, key=lambda card: (not card["here"], offered[card["source"]]))
 
 
 def title(source: str) -> str:
@@ -110,10 +80,13 @@ def releases() -> list[Card]:
             rows.append(
                 {
                     "source": source,
+                    "family": name,
+                    "subjects": shown.get("subjects", []),
                     "good_for": shown.get("good_for", ""),
                     "offered": shown.get("offered", _LAST),
                     "licence": licence.name if licence else "",
                     "allows": licence.allows if licence else "",
+                    "companies": licence.companies if licence else "",
                     "gated": licence.is_gated if licence else False,
                     "download_bytes": release.download_bytes,
                     "resolution_px": family(name).releases[source].resolution_px,
@@ -163,7 +136,7 @@ def _unreached(error: Exception) -> MachineError:
     )
 
 
-def _downloaded() -> dict[str, int]:
+def downloaded() -> dict[str, int]:
     """Return the base models in the Hub's cache with their bytes."""
     try:
         cache = scan_cache_dir()

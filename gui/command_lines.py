@@ -46,7 +46,7 @@ _KEPT_PLANS = 64
 _PLAN_FRESH_S = 60.0
 # Two, so that a look at ten thousand images keeps no plan waiting.
 _PLANS, _CHECKS = (PlanProcess(within_s=_ANSWER_WITHIN_S) for _ in range(2))
-_PROCESSES = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS}
+_PROCESSES = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS, "models": _CHECKS}
 
 
 def check_words(draft: Draft, work: Workplace) -> Words:

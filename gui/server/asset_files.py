@@ -32,7 +32,12 @@ EXAMPLE = next(
 EXAMPLE_NAME = "example"
 # What is shown of the example where nothing is there yet.
 EXAMPLE_IMAGES = ("zibbo_01.png", "zibbo_05.jpg", "zibbo_12.webp", "zibbo_14.png")
-_KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_KINDS = {
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
 
 
 def example_url(name: str) -> str:

@@ -5,13 +5,14 @@ import { say } from "/ui/shared/words.js";
 
 const WORDS = {
   dataset: { title: say("Choose a folder with images"), act: say("Choose this folder"), note: say("Nothing in the folder is changed.") },
+  models: { title: say("Choose a folder with models"), act: say("Look in this folder"), note: say("Only the headers of its files are read; the folder is remembered.") },
   base: {
     title: say("Choose a base model"), act: say("Choose"),
     note: say("A model file (.safetensors, .sft, .gguf), or the folder of a whole model."),
   },
 };
 
-/** Open the dialog for a "dataset" or a "base"; `pick` gets the path that was chosen. */
+/** Open the dialog for a "dataset", a "base" or a folder with "models"; `pick` gets the path that was chosen. */
 export async function browse(kind, pick) {
   const above = make("button", { type: "button", textContent: say("Up") });
   const path = make("input", { type: "text", spellcheck: false, ariaLabel: say("Folder") });

@@ -1,27 +1,44 @@
-// The base models as cards: what each is good for, its licence, what there is to download, whether it fits this
-// machine. One card after another is planned, so that the page can be used meanwhile; a folded one when it is unfolded.
+// The base models as cards: a picture, one verdict (how long, whether it fits, what there is to download), the licence
+// in a word, the rest on demand. One card after another is planned, so that the page can be used meanwhile, a folded one
+// when it comes into sight; then those that fit come first. Below are the models that other programs have here already.
 // Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face.
 import { make } from "/ui/dialog.js";
 import { signIn } from "/ui/share/sign_in.js";
 import { browse } from "/ui/shared/browse.js";
 import { ask } from "/ui/shared/ask.js";
 import { say } from "/ui/shared/words.js";
+import { card, foundCard } from "/ui/train/base_card.js";
 
 const HUB = { hub_sign_in: (body) => ask("/share/sign-in", body) };
-const AUTO = { source: "auto", name: say("Automatic"), said: say("Chosen for this machine") };
-const MINIATURE = { source: "embedded", name: say("Miniature"), good_for: say("To try things out, 64 px"), said: say("Nothing to download"), licence: "Apache 2.0", allows: say("free for every use"), folded: true };
-const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A checkpoint from Civitai or of your own"), said: say("Browse \u2026 Its kind is recognised, and nothing is downloaded.") };
+const emblem = (family) => `/train/emblem.svg?${new URLSearchParams({ family, of: "" })}`;
+const AUTO = { source: "auto", name: say("Automatic"), good_for: say("Chosen for this machine"), picture: emblem("auto") };
+const MINIATURE = { source: "embedded", name: say("Miniature"), good_for: say("To try things out, 64 px"), picture: "/ui/miniature.png", isSample: true, download: say("nothing to download"), subjects: [], companies: "free", licence_word: say("Free for companies"), licence: "Apache 2.0", allows: say("free for every use"), folded: true };
+const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A checkpoint from Civitai or of your own"), picture: emblem("own"), download: say("Browse \u2026 Its kind is recognised, and nothing is downloaded.") };
+const STAYING = new Set([AUTO.source, OWN_FILE.source]); // whatever is filtered
+const SUBJECTS = new Set(["people", "anime", "photos"]);
+const RANK = { good: 0, slow: 1, bad: 3 };
+const FOUND_SHOWN = 8;
+const FILTERS = [
+  ["people", say("People"), ({ row }) => row.subjects?.includes("people")],
+  ["anime", say("Anime"), ({ row }) => row.subjects?.includes("anime")],
+  ["photos", say("Photos"), ({ row }) => row.subjects?.includes("photos")],
+  ["fits", say("Fits here"), ({ fit }) => fit?.fits !== "bad"],
+  ["companies", say("Free for company work"), ({ row }) => row.companies === "free"],
+];
 
 /** The cards in `place`, with the field for other models after them; `pick` hears which source was chosen. */
 export class Bases {
   constructor(place, { draft, leaving, pick }) {
-    Object.assign(this, { place, draft, leaving, pick, chosen: "auto", cards: new Map(), list: [], isOpen: false });
+    Object.assign(this, { place, draft, leaving, pick, chosen: "auto", cards: new Map(), found: new Map(), isOpen: false });
     this.others = place.parentElement.querySelector(".other-base"); // the field for other models
     this.lacks = make("div", { className: "gate notice warning", hidden: true });
     this.all = make("button", { type: "button", className: "all-bases", textContent: say("Show all base models"), onclick: () => this.unfold() });
     this.all.setAttribute("aria-expanded", "false");
-    place.before(this.lacks);
-    place.after(this.all);
+    this.none = make("p", { className: "quiet", hidden: true, textContent: say("No base model is all of that: take a filter off.") });
+    this.none.setAttribute("role", "status");
+    this.here = make("div", { className: "found-models" });
+    place.before(this.lacks, this.filters());
+    place.after(this.none, this.all, this.here);
     // A plan that a base is too large for has a button to leave it, and a try-out one to a base for other programs.
     document.addEventListener("click", ({ target }) => {
       const button = target.closest?.("[data-base]");
@@ -29,22 +46,31 @@ export class Bases {
     }, { signal: leaving });
   }
 
-  /** Draw the cards, once. */
+  filters() {
+    const chips = FILTERS.map(([value, text]) => make("label", {}, make("input", { type: "checkbox", value, onchange: () => this.filter() }), text));
+    this.chips = make("fieldset", { className: "base-filters field choice" }, make("legend", { className: "unseen", textContent: say("Show only base models for") }), ...chips);
+    return this.chips;
+  }
+
+  /** Draw the cards, once; then look for models of other programs. */
   async open() {
     if (this.isOpen) return;
     this.isOpen = true;
     const answer = await ask("/train/bases", { draft: this.draft });
     this.isOpen = !answer.isAway;
-    const [first, ...others] = answer.cards ?? [];
-    this.list = [AUTO, ...(first ? [first] : []), OWN_FILE, ...others, MINIATURE];
     this.signedIn = answer.signed_in;
-    this.cards = new Map(this.list.map((row) => [row.source, card(row, () => this.press(row.source))]));
-    this.place.replaceChildren(...this.cards.values());
+    for (const row of [AUTO, ...(answer.cards ?? []), OWN_FILE, MINIATURE]) {
+      this.cards.set(row.source, { ...card(row, () => this.press(row.source)), row, fit: null, order: this.cards.size });
+    }
+    this.place.replaceChildren(...[...this.cards.values()].map(({ node }) => node));
     if (answer.error) this.place.append(make("p", { className: "error notice", textContent: answer.error }));
     const options = (answer.choices ?? []).map(([value, textContent]) => make("option", { value, textContent }));
     this.others.querySelector("datalist").replaceChildren(...options);
     this.choose(this.chosen);
-    await this.plan(this.list.filter((row) => !row.folded));
+    const found = this.look();
+    await this.plan();
+    await found;
+    await this.planFound();
   }
 
   press(source) {
@@ -56,14 +82,16 @@ export class Bases {
   choose(source) {
     this.chosen = source;
     if (!this.cards.size) return;
-    const shown = this.cards.has(source) ? source : "";
-    for (const button of this.cards.values()) button.setAttribute("aria-pressed", String(button.dataset.source === shown));
-    this.cards.get("").querySelector(".fits").textContent = shown ? "" : source;
+    const shown = this.cards.has(source) || this.found.has(source) ? source : "";
+    for (const { button } of [...this.cards.values(), ...this.found.values()]) {
+      button.setAttribute("aria-pressed", String(button.dataset.source === shown));
+    }
+    this.cards.get("").tell({ said: shown ? "" : source });
     this.sayWhatIsLacking();
   }
 
   sayWhatIsLacking() {
-    const row = this.list.find((each) => each.source === this.chosen);
+    const row = this.cards.get(this.chosen)?.row;
     const words = row?.gated ? gateOf(row, this.signedIn, () => signIn(HUB, { may: "read", done: ({ name }, shown) => {
       shown.end(say("You are signed in as {}.", name));
       this.signedIn = true;
@@ -78,35 +106,112 @@ export class Bases {
     this.all.setAttribute("aria-expanded", String(open));
     this.all.textContent = say(open ? "Show fewer" : "Show all base models");
     this.others.hidden = !open;
-    if (open) this.plan(this.list.filter((row) => row.folded));
+    if (open) this.plan();
   }
 
-  async plan(rows) {
-    for (const row of rows) {
-      const told = this.cards.get(row.source).querySelector(".fits");
-      if (!row.source || told.textContent) continue;
-      const fit = await ask("/train/fits", { draft: this.draft, source: row.source });
-      if (fit.isAway || this.leaving.aborted) return;
-      Object.assign(told, { textContent: fit.said, title: fit.why, className: `fits ${fit.fits}` });
-      if (row !== AUTO || !fit.picks) continue;
-      this.cards.get("auto").querySelector("b").replaceChildren(say("Automatic:"), " ", make("span", { textContent: fit.picks, translate: false }));
+  filter() {
+    this.show();
+    this.plan();
+  }
+
+  /** Show the cards that pass each filter; a subject passes with any of those that are chosen. */
+  show() {
+    const on = new Set([...this.chips.querySelectorAll(":checked")].map(({ value }) => value));
+    const chosen = FILTERS.filter(([name]) => on.has(name));
+    const subjects = chosen.filter(([name]) => SUBJECTS.has(name));
+    const others = chosen.filter(([name]) => !SUBJECTS.has(name));
+    this.place.classList.toggle("filtered", on.size > 0);
+    let count = 0;
+    for (const each of this.cards.values()) {
+      if (STAYING.has(each.row.source)) continue;
+      const passes = (!subjects.length || subjects.some(([, , test]) => test(each))) && others.every(([, , test]) => test(each));
+      each.node.hidden = !passes;
+      count += passes;
+    }
+    this.none.hidden = count > 0;
+  }
+
+  isInSight({ row, node }) {
+    return !node.hidden && (!row.folded || ["open", "filtered"].some((name) => this.place.classList.contains(name)));
+  }
+
+  /** Plan the cards in sight that have no verdict yet, one after another; then those that fit come first. */
+  async plan() {
+    this.isAskedAgain = true;
+    if (this.planning) return;
+    this.planning = true;
+    while (this.isAskedAgain) {
+      this.isAskedAgain = false;
+      for (const each of this.cards.values()) {
+        if (each.fit || !each.row.source || !this.isInSight(each)) continue;
+        const fit = await this.verdict(each);
+        if (!fit) break;
+        if (each.row === AUTO && fit.picks) this.sayWhatIsPicked(each, fit);
+      }
+    }
+    this.planning = false;
+    if (this.leaving.aborted) return;
+    this.show();
+    this.sort();
+  }
+
+  /** Ask for the verdict on a card; null where the page is left or the server away. */
+  async verdict(each) {
+    const fit = await ask("/train/fits", { draft: this.draft, source: each.row.source });
+    if (fit.isAway || this.leaving.aborted) return null;
+    each.fit = fit;
+    each.tell(fit);
+    return fit;
+  }
+
+  sayWhatIsPicked({ button }, { picks, picked }) {
+    button.querySelector("b").replaceChildren(say("Automatic:"), " ", make("span", { textContent: picks, translate: false }));
+    const row = this.cards.get(picked)?.row;
+    if (row) button.querySelector("img").src = row.picture;
+  }
+
+  /** Bring what fits to the front, unless somebody is among the cards. */
+  sort() {
+    if (this.place.contains(document.activeElement)) return;
+    const rank = ({ row, fit, order }) => {
+      if (row === AUTO) return -1;
+      if (row === OWN_FILE || row === MINIATURE) return 1000 + order;
+      return 100 * (RANK[fit?.fits] ?? 2) + order;
+    };
+    this.place.append(...[...this.cards.values()].sort((a, b) => rank(a) - rank(b)).map(({ node }) => node));
+  }
+
+  // ---- models that other programs have on this machine
+
+  async look(named = "") {
+    const answer = await ask("/train/found", { named });
+    if (this.leaving.aborted) return;
+    const models = answer.models ?? [];
+    this.found = new Map(models.map((row) => [row.source, { ...foundCard(row, () => this.press(row.source)), row, fit: null }]));
+    const list = make("div", { className: "bases found" }, ...[...this.found.values()].map(({ node }) => node));
+    const rest = models.length - FOUND_SHOWN;
+    const more = rest > 0 ? make("button", { type: "button", textContent: say("Show {#} more", rest), onclick: () => { list.classList.add("open"); more.remove(); } }) : null;
+    const another = make("button", { type: "button", textContent: say("Look in another folder"), onclick: () => browse("models", (folder) => this.look(folder)) });
+    const said = [
+      answer.error,
+      models.length ? "" : say("None was found where ComfyUI, Forge, A1111, StabilityMatrix and others keep theirs."),
+      answer.others,
+      ...(answer.broken ?? []).map(({ name, why }) => say("{} cannot be read: {}", name, why)),
+    ].filter(Boolean);
+    this.here.replaceChildren(
+      make("h3", { textContent: say("Checkpoints found on this machine") }), list,
+      ...said.map((textContent) => make("p", { className: "quiet", textContent })),
+      make("p", { className: "actions" }, ...[more, another].filter(Boolean)),
+    );
+    this.choose(this.chosen);
+    if (named) await this.planFound();
+  }
+
+  async planFound() {
+    for (const each of [...this.found.values()].slice(0, FOUND_SHOWN)) {
+      if (!each.fit && !(await this.verdict(each))) return;
     }
   }
-}
-
-function card({ source, name, good_for: goodFor, recommended, folded, said, here, size, licence, allows, gated, checkpoints }, onclick) {
-  const line = (textContent, className) => textContent && make("span", { textContent, className });
-  const button = make("button", { type: "button", className: folded ? "base-card folded" : "base-card", onclick },
-    ...[recommended && make("mark", { className: "badge", textContent: say("Recommended for ComfyUI") }), make("b", { textContent: name }),
-      line(goodFor, ""), checkpoints && line(say("Also for {}", checkpoints), ""),
-      line(size, "quiet"), line(said, here ? "good" : "quiet"), licence && terms(licence, allows),
-      gated && line(say("Accept its terms on Hugging Face first"), "slow"), make("span", { className: "fits quiet" })].filter(Boolean));
-  button.dataset.source = source;
-  return button;
-}
-
-function terms(licence, allows) {
-  return make("span", { className: "quiet" }, make("span", { textContent: licence, translate: false }), ": ", make("span", { textContent: allows }));
 }
 
 function gateOf({ name, source }, signedIn, signInPressed) {

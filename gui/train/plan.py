@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.planning.timesteps import shares_sentence
@@ -25,6 +25,7 @@ from ..server.translation import Words
 from . import fields
 from .messages import message
 
+Light = Literal["good", "slow", "bad", ""]
 # A training that may take longer than a night is called slow.
 SLOW_S = 8 * 3600.0
 DAY_S = 24 * 3600.0
@@ -51,6 +52,15 @@ class Time:
     is_slow: bool
     steps: int | None
     hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The verdict on a plan: the colour of its light, the word beside it, how long it takes."""
+
+    light: Light
+    word: str
+    time: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +92,7 @@ def plan(found: PlanRecord, said: Words) -> Html:
         corrections=[said.message(text) for text in time.corrections],
         fits=memory.fits is not False,
         fit=fit(found, said),
-        remarks=[*_of_images(found, said), *_remarks(found, said)],
+        remarks=[*of_images(found, said), *_remarks(found, said)],
         base=found.base,
         family=found.family,
         preset=found.preset,
@@ -150,17 +160,17 @@ def duration(found: PlanRecord, said: Words) -> Time:
     )
 
 
-def pace(found: PlanRecord, said: Words) -> tuple[str, str]:
-    """Return whether a plan is good, slow or bad for this machine, and that in a few words."""
+def pace(found: PlanRecord, said: Words) -> Pace:
+    """Return whether a plan is good, slow or bad for this machine, that in a word, and how long it takes."""
     if found.memory.fits is False:
-        return "bad", said("Does not fit this machine")
+        return Pace(light="bad", word=said("Does not fit"), time="")
     pair = found.time.range_s
     if pair is None:
-        return "good", said("Fits this machine")
-    span = _span(*pair, one="about {#}", two="about {#} to {#}", said=said)
+        return Pace(light="good", word=said("Fits"), time="")
+    time = _span(*pair, one="about {#}", two="about {#} to {#}", said=said)
     if is_slow(pair):
-        return "slow", said("Fits, but slow: {text}", span)
-    return "good", said("Fits: {text}", span)
+        return Pace(light="slow", word=said("Fits, but slow"), time=time)
+    return Pace(light="good", word=said("Fits"), time=time)
 
 
 def fit(found: PlanRecord, said: Words) -> str:
@@ -234,7 +244,7 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
             }
 
 
-def _of_images(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
+def of_images(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
     """Yield of how many images the planned size makes something that harms the training."""
     for kind, (what, advice) in _OF_BASE.items():
         if kind in found.images:

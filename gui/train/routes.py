@@ -21,7 +21,9 @@ from ..run import starting
 from ..server.pages import Body, answer, page, refusal, stamped
 from ..server.translation import Words
 from ..workplace import Workplace
+from . import base_cards as cards_of_bases
 from . import fields, view
+from .emblem import emblem as emblem_of
 
 Part = Literal["draft", "images", "plan"]
 Key = Annotated[str, StringConstraints(max_length=100)]
@@ -62,6 +64,12 @@ class Cards(Body):
     draft: Id
 
 
+class Found(Body):
+    """The models of other programs on this machine, and of one more folder that was named."""
+
+    named: Annotated[str, StringConstraints(max_length=4096)]
+
+
 class Fits(Body):
     """Whether a draft would fit on another base."""
 
@@ -83,11 +91,21 @@ def routes(work: Workplace) -> list[Route]:
         return started(work, asked, said)
 
     def cards(asked: Cards, said: Words) -> Mapping[str, Any]:
-        return base_cards(drafts.read(work, asked.draft), said)
+        drafts.read(work, asked.draft)
+        return base_cards(work, said)
 
     def fits(asked: Fits, said: Words) -> Mapping[str, Any]:
         draft = replace(drafts.read(work, asked.draft), base=asked.source)
-        return view.fits(plans, draft, said)
+        return cards_of_bases.verdict(plans, draft, said)
+
+    def found(asked: Found, said: Words) -> Mapping[str, Any]:
+        return cards_of_bases.found_models(work, said, named=asked.named)
+
+    def emblem(request: Request) -> Response:
+        words = request.query_params
+        drawing = emblem_of(words.get("family", "")[:40], words.get("of", ""))
+        headers = {"cache-control": "private, max-age=86400"}
+        return Response(drawing, media_type="image/svg+xml", headers=headers)
 
     return [
         page("/train", "train/page.html", title="Train", look=show),
@@ -95,6 +113,8 @@ def routes(work: Workplace) -> list[Route]:
         answer("/train/start", Start, start),
         answer("/train/bases", Cards, cards),
         answer("/train/fits", Fits, fits),
+        answer("/train/found", Found, found),
+        Route("/train/emblem.svg", emblem),
     ]
 
 
@@ -139,13 +159,13 @@ def started(work: Workplace, asked: Start, said: Words) -> Mapping[str, Any]:
     return {"refused": {}, "url": starting.page_url(draft.id)}
 
 
-def base_cards(draft: Draft, said: Words) -> Mapping[str, Any]:
+def base_cards(work: Workplace, said: Words) -> Mapping[str, Any]:
     """Return the cards of the base models; raises nothing: a refusal is a line under the cards."""
     answered = command_lines.ask(BASES)
     if answered.values is None:
         return {"error": said.message(plain(answered.error))}
     return {
-        "cards": bases.cards(answered.values["releases"], said),
+        "cards": cards_of_bases.cards(work, answered.values["releases"], said),
         "choices": bases.choices(said),
         "signed_in": bases.signed_in(),
     }

@@ -233,24 +233,3 @@ def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
         button=said("Train"),
         works=False,
     )
-
-
-def fits(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[str, Any]:
-    """Return whether a draft fits this machine in a few words, why, and which base its plan picks."""
-    try:
-        answer = plans.of(draft)
-    except (LoraTrainError, OSError) as problem:
-        return {"fits": "", "said": said("Not known"), "why": said.message(plain(str(problem)))}
-    found = answer.plan
-    if found is None:
-        why = said.message(plain(answer.error.partition(" Fix: ")[0]))
-        return {"fits": "bad", "said": said("Does not fit this machine"), "why": why}
-    fit, told = plan.pace(found, said)
-    if found.base == bases.EMBEDDED:
-        fit, told = "slow", said("A try-out, not for ComfyUI or Forge")
-    return {
-        "fits": fit,
-        "said": told,
-        "why": plan.fit(found, said),
-        "picks": bases.title(found.base),
-    }

@@ -340,6 +340,7 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
             "/train/start": {"draft": name[:40]},
             "/train/bases": {"draft": name[:40]},
             "/train/fits": {"draft": name[:40], "source": "auto"},
+            "/train/found": {"named": name},
             **{f"/datasets/{of}": {"folder": name, **more} for of, more in DATASET_WISHES.items()},
             "/home/look": {"stamp": name, "press": {"action": "stop", "run": name}},
             "/run/look": {"run": name, "stamp": "", "keys": {}, "press": {"action": "best"}},

@@ -104,6 +104,8 @@ class Licence:
     """What it allows, in a few words."""
     is_gated: bool = False
     """The Hub gives the files only to who is signed in and has accepted the terms on the release's page."""
+    companies: Literal["free", "conditions", "no"] = "conditions"
+    """Whether a company may use the model for its work."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 Row = tuple[str, list[int], list[str]]
 
 
-# Keys of a release that say how it is shown, not what it is: a sentence, the same in other languages by code, its place
-# among all releases, the formula of scripts/timestep_table.py that it is compared with, the machine's memory that
-# scripts/plan_tables.py assumes for it.
-SHOWN = ("good_for", "good_for_in", "offered", "timesteps", "ram_gib")
+# Keys of a release that say how it is shown, not what it is: a sentence, the same in other languages by code, what it
+# is chosen for (people, anime, photos, text; the most usual first), its place among all releases, the formula of
+# scripts/timestep_table.py that it is compared with, the machine's memory that scripts/plan_tables.py assumes for it.
+SHOWN = ("good_for", "good_for_in", "subjects", "offered", "timesteps", "ram_gib")
 
 
 @cache

@@ -1,0 +1,56 @@
+"""The emblem of a family of base models: a sketch of what it is chosen for, coming out of noise.
+
+Inputs: the name of a family and of a subject. Output: an SVG, the same for the same words. It is a drawing and
+pretends to be nothing else: no sample of a model that did not run here is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+
+WIDTH, HEIGHT, CELL = 320, 180, 20
+_SHARE = 0.62  # of the width that is noise, thinning out to its end
+_SKETCHES = {
+    "people": '<circle cx="212" cy="78" r="34"/><path d="M142 180c4-44 30-58 70-58s66 14 70 58z"/>',
+    "anime": '<path d="M212 34c-34 0-52 26-50 60l-12 30 26-14c8 18 22 26 36 26s28-8 36-26l26 14-12-30'
+    'c2-34-16-60-50-60z"/>'
+    '<path d="M160 180c4-24 24-34 52-34s48 10 52 34z"/>'
+    '<g fill="#fff" opacity=".85"><ellipse cx="196" cy="92" rx="8" ry="11"/>'
+    '<ellipse cx="228" cy="92" rx="8" ry="11"/></g>',
+    "photos": '<circle cx="256" cy="52" r="20"/><path d="M96 180l66-88 38 50 28-34 72 72z"/>',
+    "text": '<path d="M150 150l36-100h20l36 100h-19l-9-27h-37l-9 27zm32-43h27l-13-40z"/>'
+    '<path d="M256 150v-62h16v8c6-7 26-14 26 14v40h-16v-34c0-14-10-12-10-2v36z"/>',
+    "": '<rect x="150" y="50" width="56" height="56" rx="8"/><circle cx="252" cy="112" r="34"/>'
+    '<path d="M168 160l30-46 30 46z"/>',
+}
+
+
+def emblem(family: str, subject: str) -> str:
+    """Return the SVG; an unknown subject has plain shapes."""
+    digest = sha256(family.encode(errors="replace")).digest()
+    hue = digest[0] * 360 // 256
+    other = (hue + 40 + digest[1] % 80) % 360
+    sketch = _SKETCHES.get(subject, _SKETCHES[""])
+    cells = "".join(_noise(digest, hue))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">'
+        f'<defs><linearGradient id="g" x2="1" y2="1"><stop stop-color="hsl({hue} 42% 34%)"/>'
+        f'<stop offset="1" stop-color="hsl({other} 52% 62%)"/></linearGradient></defs>'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="url(#g)"/>'
+        f'<g fill="hsl({hue} 40% 20%)" opacity=".72">{sketch}</g>{cells}</svg>'
+    )
+
+
+def _noise(digest: bytes, hue: int) -> Iterator[str]:
+    """Yield squares of noise: all there at the left edge, fewer and fewer towards the picture."""
+    columns, rows = WIDTH // CELL, HEIGHT // CELL
+    for column in range(columns):
+        left = 1 - column / (columns * _SHARE)
+        for row in range(rows):
+            value = sha256(digest + bytes([column, row])).digest()
+            if value[0] / 255 < left:
+                shift = (hue + value[1] * 120 // 255) % 360
+                tone = f"hsl({shift} {20 + value[2] % 50}% {25 + value[3] % 55}%)"
+                x, y = column * CELL, row * CELL
+                yield f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{tone}"/>'

@@ -1,0 +1,128 @@
+"""The cards of base models: one picture, one verdict, and the models that are on this machine already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from lora_trainer.gui import bases, command_lines, drafts
+from lora_trainer.gui.server.language import ENGLISH
+from lora_trainer.gui.server.translation import words
+from lora_trainer.gui.train import base_cards
+from lora_trainer.gui.train.emblem import emblem
+from lora_trainer.gui.workplace import Workplace
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.base.tables import family_table
+from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import write_dataset
+
+SAID = words(ENGLISH)
+SUBJECTS = {"people", "anime", "photos", "text"}
+
+
+def test_each_release_on_a_card_says_what_it_is_for_and_who_may_use_it() -> None:
+    for name in families.NAMES:
+        shown = family_table(name)["releases"]
+        for row, release in zip(shown, families.family(name).published, strict=True):
+            subjects = row.get("subjects", [])
+            assert set(subjects) <= SUBJECTS and bool(subjects) == ("good_for" in row), name
+            if release.licence and "non-commercial" in release.licence.allows:
+                assert release.licence.companies == "no", release.licence.name
+
+
+def test_a_card_has_the_best_sample_of_the_own_run_and_else_an_emblem(work: Workplace) -> None:
+    run = fake_run(work.runs / "mine")
+    run.write()
+    record = json.loads((work.runs / "mine/run.json").read_text())
+    record["base"]["source"] = bases.RECOMMENDED
+    (work.runs / "mine/run.json").write_text(json.dumps(record))
+    cards = {card["source"]: card for card in base_cards.cards(work, bases.releases(), SAID)}
+    card = cards[bases.RECOMMENDED]
+    assert card["own"] and card["picture"].startswith("/media/run/mine/samples/step-00000300/")
+    assert card["licence_word"] == "Free for companies" and card["download"] == "12.9 GiB"
+    others = [each for each in cards.values() if each is not card]
+    assert all(each["picture"].startswith("/train/emblem.svg?family=") for each in others)
+    (work.runs / "mine/mine-best.safetensors").write_bytes(b"best")
+    (work.runs / "mine/best.json").write_text('{"step": 100}')
+    assert "/step-00000100/" in base_cards.own_samples(work)[bases.RECOMMENDED]
+    (work.runs / "mine/run.json").write_text("{")
+    assert base_cards.own_samples(work) == {}
+
+
+@pytest.mark.parametrize("subject", [*sorted(SUBJECTS), "", "<script>"])
+def test_an_emblem_is_the_same_drawing_each_time_and_holds_nothing_that_was_asked(
+    subject: str,
+) -> None:
+    drawing = emblem("<sdxl>", subject)
+    assert drawing == emblem("<sdxl>", subject) != emblem("flux", subject)
+    assert ElementTree.fromstring(drawing).tag.endswith("svg") and "script" not in drawing
+
+
+def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
+    work: Workplace, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "set", images=2)
+    plan: dict[str, Any] = {
+        "base": "owner/name",
+        "memory": {"items": [], "peak_bytes": 1, "limit_bytes": 2, "fits": True, "phase": "x"},
+        "time": {"run_s": [3500, 4100], "steps": 5, "epochs": 1, "note": ""},
+        "images": {"all": 2, "low-resolution": 2},
+    }
+
+    def verdict(**changes: Any) -> Any:
+        answer = command_lines.Answer(values={**plan, **changes})
+        plans = command_lines.Plans(work, ask=lambda _: answer)
+        return base_cards.verdict(
+            plans, drafts.Draft(id="0" * 12, dataset=str(tmp_path / "set")), SAID
+        )
+
+    good = verdict()
+    assert (good["fits"], good["said"], good["time"]) == ("good", "Fits", "about 58 min to 68 min")
+    assert good["images"] == [
+        "2 of 2 images are smaller than this base is trained at and would be enlarged"
+    ]
+    assert verdict(memory={**plan["memory"], "fits": False})["fits"] == "bad"
+    assert verdict(base="embedded")["said"] == "A try-out, not for ComfyUI or Forge"
+
+
+def test_found_models_are_those_that_may_be_named_and_a_folder_is_remembered(
+    work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    fenced = Workplace(runs=work.runs, roots=(inside,))
+    plain = {
+        "program": "",
+        "size_bytes": 5,
+        "kind": "SDXL",
+        "family": "sdxl",
+        "like": "",
+        "why": "torn",
+    }
+    rows = [
+        {**plain, "name": "mine", "source": str(inside / "mine.safetensors"), "verdict": "base"},
+        {**plain, "name": "base", "source": "owner/base", "verdict": "base"},
+        {**plain, "name": "secret", "source": "/etc/secret.safetensors", "verdict": "base"},
+        {**plain, "name": "half", "source": str(inside / "half.safetensors"), "verdict": "broken"},
+        {**plain, "name": "lora", "source": str(inside / "lora.safetensors"), "verdict": "other"},
+    ]
+    asked: list[command_lines.Words] = []
+
+    def ask(words: command_lines.Words) -> command_lines.Answer:
+        asked.append(words)
+        return command_lines.Answer(values={"models": rows})
+
+    monkeypatch.setattr(command_lines, "ask", ask)
+    found = base_cards.found_models(fenced, SAID, named=str(inside))
+    assert [row["name"] for row in found["models"]] == ["mine", "base"]
+    assert found["broken"] == [{"name": "half", "why": "torn"}]
+    assert found["others"].startswith("1 other file")
+    base_cards.found_models(fenced, SAID)
+    assert asked == 2 * [("models", str(inside), "--json")]
+    with pytest.raises(InputError, match="outside of the folders"):
+        base_cards.found_models(fenced, SAID, named="/etc")
