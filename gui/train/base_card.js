@@ -20,7 +20,7 @@ export function card(row, onclick) {
   ].filter(Boolean);
   const why = make("p", {});
   const licence = row.licence && make("p", {}, make("span", { textContent: row.licence, translate: false }), ": ", make("span", { textContent: row.allows }));
-  const details = make("details", {}, make("summary", {}, say("Details"), make("span", { className: "unseen", textContent: ` ${row.name}` })),
+  const details = make("details", {}, make("summary", {}, say("More about it"), make("span", { className: "unseen", textContent: ` ${row.name}`, translate: false })),
     ...facts.map((textContent) => make("p", { textContent })), ...[licence, why].filter(Boolean));
   const node = make("div", { className: row.folded ? "base folded" : "base" }, parts.button, ...(row.source ? [details] : []));
   return { node, button: parts.button, tell: (fit) => { parts.tell(fit); why.textContent = fit.why ?? ""; } };
