@@ -1,16 +1,21 @@
 """One edit of many captions: putting words in front or at the end, replacing, removing a tag.
 
-Pure text: inputs are captions, outputs captions. Tags are what stands between commas.
+Pure text: inputs are captions, outputs captions. Tags are what stands between commas. A caption in JSON stays one: its
+first text gets what is put in front or at the end, its texts are searched, and it has no tags.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.whole_words import replaced, same_word, tags_of
-from lora_trainer.dataset.caption_rules import with_trigger
+from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, with_trigger
+from lora_trainer.dataset.captions import compact, json_object
+from lora_trainer.dataset.json_captions import with_each_text, with_first_text, with_word_inside
 
 Kind = Literal["prepend", "append", "replace", "remove_tag", "trigger"]
 Joint = Literal[", ", " ", ""]
@@ -32,6 +37,8 @@ class EditMany:
 
     def apply(self, caption: str) -> str:
         """Return the caption as it becomes."""
+        if (value := json_object(caption)) is not None:
+            return self._within(value, caption)
         match self.kind:
             case "prepend":
                 return self.joint.join(part for part in (self.text, caption) if part)
@@ -43,6 +50,32 @@ class EditMany:
                 return without_tag(caption, self.text)
             case "trigger":
                 return with_trigger(caption, self.text)
+
+    def _within(self, value: Mapping[str, Any], caption: str) -> str:
+        """Return a caption in JSON as it becomes, laid out as it was; as it is where nothing in it changes."""
+        match self.kind:
+            case "prepend":
+                changed = with_first_text(
+                    value, lambda text: self.joint.join(part for part in (self.text, text) if part)
+                )
+            case "append":
+                changed = with_first_text(
+                    value, lambda text: self.joint.join(part for part in (text, self.text) if part)
+                )
+            case "replace":
+                changed = with_each_text(
+                    value, lambda text: replaced(text, self.text, self.replacement)
+                )
+            case "remove_tag":
+                return caption
+            case "trigger":
+                word = self.text.strip()
+                named = with_word_inside(value, word, placeholder=TRIGGER_PLACEHOLDER)
+                changed = json.loads(named)
+        if changed == value:
+            return caption
+        lines = "\n" in caption.strip()
+        return json.dumps(changed, ensure_ascii=False, indent=2) if lines else compact(changed)
 
     def title(self) -> str:
         """Return what the undo button calls it."""

@@ -35,6 +35,7 @@ from lora_trainer.captioning.captioners import (
     no_room,
     what_it_writes,
 )
+from lora_trainer.captioning.json_answers import NotACaption, caption_in, form_of
 from lora_trainer.common.errors import InputError, StoppedBySignal
 from lora_trainer.common.event_kinds import Caption, Captioned, Captioning, Downloading
 from lora_trainer.common.events import EventStream
@@ -83,6 +84,8 @@ def caption_dataset(
 def look(dataset: Path, request: CaptionRequest) -> tuple[CaptioningModel, Chosen]:
     """Return which model and which images are meant, without loading or writing anything."""
     model = find(request.model)
+    if request.json_for is not None:
+        form_of(request.json_for)
     if model.writes is not None:
         request.refuse_unfit(model.writes)
     return model, choose(
@@ -183,6 +186,19 @@ class _Work:
             fix = "nothing to do, or run it again with --overwrite"
             self._fail(target.name, f"got another caption meanwhile ({target.file.name})", fix)
             return
+        if self.request.json_for is not None:
+            form = form_of(self.request.json_for)
+            try:
+                text = caption_in(model_text, form, trigger=self.request.trigger)
+            except NotACaption as fault:
+                why = f"gets no caption: the model's answer {'is cut and ' if cut else ''}{fault}"
+                fix = (
+                    "a higher --max-tokens" if cut else "take a larger --model, or write it by hand"
+                )
+                self._fail(target.name, why, fix)
+                return
+            self._put(index, target, text, journal, cut=False)
+            return
         words = "".join(sign for sign in clean(model_text) if sign.isprintable())
         words = words.strip(" ,;")
         prefix, suffix = clean(self.request.prefix), clean(self.request.suffix)
@@ -191,6 +207,11 @@ class _Work:
         apart = "" if suffix.startswith(tuple(",.;:!?")) else " "
         text = with_trigger(f"{prefix} {words}{apart}{suffix}".strip(), self.request.trigger)
         text = text[:MAX_CAPTION_CHARACTERS].rstrip()
+        self._put(index, target, text, journal, cut=cut)
+
+    def _put(
+        self, index: int, target: Target, text: str, journal: CaptionJournal, *, cut: bool
+    ) -> None:
         journal.write(target.file, f"{text}\n".encode(), before=target.before)
         self.written += 1
         self.events.emit(

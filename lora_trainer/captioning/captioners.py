@@ -98,6 +98,7 @@ class CaptionRequest:
     :param prompt: instruction for models that take one, added to the request of --json-for
         [default: describe in two sentences; joycaption: a descriptive caption in a formal tone]
     :param max_tokens: longest caption, in tokens [default: 150; joycaption 300; with --json-for 3072]
+    :param json_for: family whose captions are JSON, such as ideogram4; an answer that is not in its form is not written
     :param threshold: for taggers: lowest probability of a tag [default: 0.35]
     :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
     :param device: device that runs the model
@@ -117,13 +118,18 @@ class CaptionRequest:
     trigger: str | None = None
     prompt: str | None = None
     max_tokens: int | None = None
+    json_for: str | None = None
     threshold: float | None = None
     character_threshold: float | None = None
     device: Literal["auto", "cuda", "cpu"] = "auto"
 
     def refuse_unfit(self, writes: Writes) -> None:
         """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
-        of_text = {"--prompt": self.prompt, "--max-tokens": self.max_tokens}
+        of_text = {
+            "--prompt": self.prompt,
+            "--max-tokens": self.max_tokens,
+            "--json-for": self.json_for,
+        }
         of_tags = {
             "--threshold": self.threshold,
             "--character-threshold": self.character_threshold,
@@ -133,6 +139,12 @@ class CaptionRequest:
                 raise RequestError(
                     f"{name} is not for {self.model}, which writes {writes}",
                     fix=f"leave {name} out",
+                )
+        for name, words in (("--prefix", self.prefix), ("--suffix", self.suffix)):
+            if self.json_for is not None and words:
+                raise RequestError(
+                    f"{name} would stand outside of the JSON object of a caption for {self.json_for}",
+                    fix=f"leave {name} out; --trigger is put inside",
                 )
         for name, share in of_tags.items():
             if share is not None and not 0 < share <= 1:

@@ -33,6 +33,8 @@ from lora_trainer.captioning.captioners import (
     one_line,
     weight_files,
 )
+from lora_trainer.captioning.json_answers import MAX_TOKENS as JSON_TOKENS
+from lora_trainer.captioning.json_answers import form_of
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.config.declare import (
     QUANTIZATIONS,
@@ -79,6 +81,7 @@ class Describer:
     text: str | None
     is_chat: bool
     max_tokens: int
+    whole: bool
     torch_device: torch.device
     dtype: torch.dtype
     precision: BasePrecision
@@ -124,7 +127,7 @@ class Describer:
         texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         ended = set(tokenizer.all_special_ids)
         return [
-            _description(text, cut=int(row[-1]) not in ended)
+            _description(text, cut=int(row[-1]) not in ended, whole=self.whole)
             for text, row in zip(texts, tokens.cpu(), strict=True)
         ]
 
@@ -173,7 +176,8 @@ def load_describer(folder: Path, request: CaptionRequest) -> Describer:
         processor=processor,
         text=text,
         is_chat=is_chat,
-        max_tokens=request.max_tokens or known_as(name).max_tokens or MAX_TOKENS,
+        max_tokens=request.max_tokens or _most_tokens(request),
+        whole=request.json_for is not None,
         torch_device=torch_device,
         dtype=dtype,
         precision=precision,
@@ -206,6 +210,11 @@ def _processor(folder: Path) -> Any:
 def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, bool]:
     """Return the text that goes with every image, and whether it is a chat."""
     name, prompt = request.model, request.prompt
+    if request.json_for is not None and processor.chat_template is None:
+        raise RequestError(
+            f"{name} cannot be asked for JSON",
+            fix="take a model that does as it is asked, qwen3-vl-8b",
+        )
     if hasattr(processor, "task_prompts_without_inputs"):
         if prompt is not None and prompt not in TASKS:
             raise RequestError(
@@ -214,10 +223,18 @@ def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, b
             )
         return prompt or TASK, False
     if processor.chat_template is not None:
+        if request.json_for is not None:
+            prompt = "\n\n".join(filter(None, (form_of(request.json_for).request, prompt)))
         return _chat(processor, prompt or known_as(name).prompt or REQUEST, name), True
     if prompt is not None:
         raise RequestError(f"{name} does not accept a request", fix="leave --prompt out")
     return None, False
+
+
+def _most_tokens(request: CaptionRequest) -> int:
+    if request.json_for is not None:
+        return JSON_TOKENS
+    return known_as(request.model).max_tokens or MAX_TOKENS
 
 
 def _chat(processor: Any, prompt: str, name: str) -> str:
@@ -335,8 +352,8 @@ def _shrunk(picture: Image.Image) -> Image.Image:
     return picture.resize(size, Image.Resampling.LANCZOS)
 
 
-def _description(text: str, *, cut: bool) -> ModelCaption:
-    """Return the caption; of one that was cut, the whole sentences where there are any."""
-    if cut and (whole := re.match(r".*[.!?](?=\s)", text, re.DOTALL)):
-        text = whole[0]
+def _description(text: str, *, cut: bool, whole: bool = False) -> ModelCaption:
+    """Return the caption; of one that was cut, the whole sentences where there are any, or all with `whole`."""
+    if cut and not whole and (sentences := re.match(r".*[.!?](?=\s)", text, re.DOTALL)):
+        text = sentences[0]
     return text, cut

@@ -7,7 +7,7 @@ letters as they are (`compact`), whatever the base. What a family expects of suc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,45 @@ def with_word_inside(value: Mapping[str, Any], word: str, *, placeholder: str) -
         return text.replace(placeholder, escaped)
     if holds_word(text, word):
         return text
-    return compact(_prefixed(value, word)[0])
+    return compact(with_first_text(value, lambda text: f"{word}, {text}" if text else word))
 
 
-def _prefixed(value: Any, word: str) -> tuple[Any, bool]:
-    """Return a value with the word in front of its first text, and whether there is one."""
+def _changed_first(value: Any, change: Callable[[str], str]) -> tuple[Any, bool]:
+    """Return a value with its first text changed, and whether there is one."""
     if isinstance(value, str):
-        return (f"{word}, {value}" if value else word), True
+        return change(value), True
     if isinstance(value, Mapping):
         entries, is_in = dict(value), False
         for key, each in value.items():
             if not is_in:
-                entries[key], is_in = _prefixed(each, word)
+                entries[key], is_in = _changed_first(each, change)
         return entries, is_in
     return value, False  # no list: its texts are types and colours
 
 
+def with_first_text(value: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return an object whose first text is changed, the description of the whole."""
+    return dict(_changed_first(value, change)[0])
+
+
+def with_each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value whose texts are changed: no keys, no `type` of an element, and no colours, which lists hold."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            key: each if key == "type" else with_each_text(each, change)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [each if isinstance(each, str) else with_each_text(each, change) for each in value]
+    return value
+
+
 def json_findings(records: Sequence[ImageRecord], *, family: Family) -> Iterator[Finding]:
     """Yield what a base that expects JSON will not understand of the captions; nothing for other bases."""
-    faults_of = family.text.caption_faults
-    if faults_of is None:
+    form = family.text.json_captions
+    if form is None:
         return
     plain: list[str] = []
     for record in records:
@@ -58,7 +77,7 @@ def json_findings(records: Sequence[ImageRecord], *, family: Family) -> Iterator
                 yield finding("caption-broken-json", source, place=place)
             elif value is None:
                 plain.append(record.name)
-            elif faults := list(faults_of(value)):
+            elif faults := list(form.faults(value)):
                 source = record.caption_source or record.name
                 more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
                 yield finding("caption-json-schema", source, fault=faults[0] + more)

@@ -88,9 +88,9 @@ def test_check_names_what_a_base_that_expects_json_will_not_understand(
     ],
 )
 def test_faults_of_the_form_are_named(change: dict[str, object], fault: str) -> None:
-    faults_of = families.family("ideogram4").text.caption_faults
-    assert faults_of is not None and not list(faults_of(CAPTION))
+    form = families.family("ideogram4").text.json_captions
+    assert form is not None and not list(form.faults(CAPTION))
     layout = {"background": "a", "elements": change.pop("elements", [])}
     value = {**CAPTION, "compositional_deconstruction": layout, **change}
-    (found,) = faults_of(value)
+    (found,) = form.faults(value)
     assert fault in found

@@ -28,6 +28,20 @@ WEIGHTS = ".weights"
 
 
 @dataclass(frozen=True, kw_only=True)
+class JsonCaptions:
+    """The form of a family's captions that are JSON objects.
+
+    `faults` names what is wrong with an object, the worst first. `request` asks a vision-language model for a
+    caption in this form, and `from_answer` returns what of its answer is kept: values that can only be meant one way
+    are put right, others are left for `faults`.
+    """
+
+    faults: Callable[[Mapping[str, Any]], Iterable[str]]
+    request: str
+    from_answer: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextInputs:
     """A family's text encoders, and how they read prompts.
 
@@ -44,8 +58,8 @@ class TextInputs:
     part of a network that is kept; of a language model's blocks only the first `blocks`, 0: all, whose last output is
     read before the final norm. `optional`: component that a base may lack. `penultimate`: the denoiser reads
     the layer before the last. `encoder_files`: single encoders can be read from files of their own (`Layout.text`).
-    `caption_faults`: of a family that is trained with captions in JSON, what is wrong with such an object, the worst
-    first; None: captions are words. `system_prompt`: the sentence that the family's release puts before every prompt,
+    `json_captions`: of a family that is trained with captions in JSON, their form; None: captions are words.
+    `system_prompt`: the sentence that the family's release puts before every prompt,
     None where its text has none; `before_prompts` returns what a system prompt puts before a prompt, marks included.
     A setting that needs a field which is False or empty is refused: `trainable` encoders,
     prompt weights as in `(word:1.2)`, prompts above the limit read in `chunks`, and new words
@@ -72,7 +86,7 @@ class TextInputs:
     prompt_weights: bool = False
     chunks: bool = False
     new_token_keys: Mapping[str, str] = field(default_factory=dict)
-    caption_faults: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    json_captions: JsonCaptions | None = None
     system_prompt: str | None = None
     before_prompts: Callable[[str], str] = lambda system_prompt: ""
 

@@ -29,7 +29,7 @@ from lora_trainer.families.base.text.qwen3_vl import QWEN3_VL_UNREAD, Qwen3VLEnc
 from lora_trainer.families.base.text.transformers_encoder import text_config, without_padding
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits
 from lora_trainer.families.flux2.family import SquareLatents
-from lora_trainer.families.ideogram4.captions import caption_faults
+from lora_trainer.families.ideogram4.captions import JSON_CAPTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ class Ideogram4(FlowFamily):
         ),
         inner="language_model",
         width="llm_features_dim",
-        caption_faults=caption_faults,
+        json_captions=JSON_CAPTIONS,
         masked=True,
     )
     traits = TransformerTraits(
