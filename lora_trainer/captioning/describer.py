@@ -213,7 +213,7 @@ def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, b
     if request.json_for is not None and processor.chat_template is None:
         raise RequestError(
             f"{name} cannot be asked for JSON",
-            fix="take a model that does as it is asked, qwen3-vl-8b",
+            fix="take a chat model; `lora-train caption --help` names those known",
         )
     if hasattr(processor, "task_prompts_without_inputs"):
         if prompt is not None and prompt not in TASKS:

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
 from lora_trainer.gui.datasets.edit_many import EditMany
 
 CAPTION: dict[str, Any] = {
