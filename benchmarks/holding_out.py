@@ -117,18 +117,19 @@ def _train(run: Path, dataset: Path, *, share: float, seed: int, every: int) -> 
 
 def _judged(run: Path, dataset: Path, fresh: Path) -> dict[str, Any]:
     """Return the gains in percent by step on the fresh images and on the dataset's, and the held-out ones."""
-    by_step = {file: _gains(file, fresh) for file in _files(run)}
+    by_step = {file: gain_on(file, fresh) for file in _files(run)}
     validations = [event for event in _events(run) if isinstance(event, Validation)]
     losses = [(event.step, event.loss) for event in validations]
     base_loss = losses[0][1] if losses else 1.0
     return {
         "fresh": {_step(file): gain for file, gain in by_step.items()},
-        "trained": {_step(file): _gains(file, dataset) for file in by_step},
+        "trained": {_step(file): gain_on(file, dataset) for file in by_step},
         "held_out": {step: 100 * (1 - loss / base_loss) for step, loss in losses if step},
     }
 
 
-def _gains(file: Path, images: Path) -> float:
+def gain_on(file: Path, images: Path) -> float:
+    """Return by how many percent a LoRA of the embedded base lowers its loss on images, at fixed noise."""
     subject = evaluated_lora_of(
         file,
         base="embedded",
