@@ -58,7 +58,7 @@ def _replace(folder: Path, network: Any) -> None:
 def _write_zeros(file: Path, network: nn.Module) -> None:
     tensors = network.state_dict()
     if isinstance(network, PreTrainedModel):
-        for name in network._tied_weights_keys or ():
+        for name in network.all_tied_weights_keys:  # those that this configuration ties
             tensors.pop(name)
         tensors = revert_weight_conversion(
             network, tensors
