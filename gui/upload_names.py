@@ -15,6 +15,9 @@ from lora_trainer.dataset.captions import METADATA_NAME, extension_names
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 
 CAPTION_EXTENSIONS = frozenset(extension_names(DataSettings().caption_extensions))
+# Taken apart into images (photos.py).
+VIDEO_EXTENSIONS = frozenset({".mp4", ".m4v", ".mov"})
+_TAKEN = IMAGE_EXTENSIONS | VIDEO_EXTENSIONS | CAPTION_EXTENSIONS
 _NAME_MAX_BYTES = 150
 
 
@@ -64,10 +67,11 @@ def reason_against(name: str) -> str:
     if not name:
         return "has no usable name"
     extension = Path(name).suffix.lower()
-    if name == METADATA_NAME or extension in IMAGE_EXTENSIONS | CAPTION_EXTENSIONS:
+    if name == METADATA_NAME or extension in _TAKEN:
         return ""
     return "is neither a picture nor a caption"
 
 
 def is_image(name: str) -> bool:
-    return Path(name).suffix.lower() in IMAGE_EXTENSIONS
+    """Whether a file is a picture, or becomes some."""
+    return Path(name).suffix.lower() in IMAGE_EXTENSIONS | VIDEO_EXTENSIONS

@@ -1,6 +1,7 @@
 """Takes what a browser sends as a new dataset folder, `<runs>/.gui/uploads/NAME/`; `archives` unpacks a zip.
 
     PUT  /upload/BATCH/NUMBER   one file, as its bytes; sent again, it replaces what was there
+    POST /upload/BATCH/web      {addresses}: fetch images from the web as the files of a batch (web_images.py)
     POST /upload/BATCH          {name, files: [name of file 0, of file 1, ...]}: make the folder
 
 A batch is 16 hex digits of the page's choice, its files wait in `<runs>/.gui/incoming/BATCH/`, where the answer is
@@ -18,10 +19,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, StringConstraints
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -36,6 +38,7 @@ from lora_trainer.common.files import (
     write_atomic,
 )
 
+from . import photos, web_images
 from .archives import Received, unpack
 from .markup import plain
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
@@ -60,8 +63,29 @@ class Files(Body):
     files: list[str]
 
 
+class Addresses(Body):
+    """Addresses of images that somebody pasted."""
+
+    addresses: list[Annotated[str, StringConstraints(max_length=4096)]] = Field(
+        min_length=1, max_length=web_images.MAX_ADDRESSES
+    )
+
+
 def routes(work: Workplace) -> list[BaseRoute]:
     """Return the routes that take files."""
+
+    async def web(request: Request) -> Response:
+        said = words_of(request)
+        try:
+            folder = batch_folder(work, request.path_params["batch"])
+            asked = Addresses.model_validate_json(await request.body())
+            found = await asyncio.to_thread(fetched, folder, asked.addresses)
+        except ValueError:
+            return PlainTextResponse("load the page again", status_code=400)
+        except LoraTrainError as error:
+            return PlainTextResponse(said.message(plain(str(error))), status_code=400)
+        missed = [said.message(plain(line)) for line in found["missed"]]
+        return JSONResponse({**found, "missed": missed})
 
     async def take(request: Request) -> Response:
         try:
@@ -84,12 +108,36 @@ def routes(work: Workplace) -> list[BaseRoute]:
             return PlainTextResponse("load the page again", status_code=400)
         except LoraTrainError as error:
             return PlainTextResponse(words_of(request).message(plain(str(error))), status_code=400)
-        return JSONResponse({**answer, "said": words_of(request).message(answer["said"])})
+        lines = map(words_of(request).message, answer["said"].splitlines())
+        return JSONResponse({**answer, "said": " ".join(lines)})
 
     return [
+        Route("/upload/{batch}/web", web, methods=["POST"]),
         Route("/upload/{batch}/{number}", take, methods=["PUT"]),
         Route("/upload/{batch}", make, methods=["POST"]),
     ]
+
+
+def fetched(folder: Path, addresses: list[str]) -> dict[str, list[str]]:
+    """Fetch images into the folder of a batch; return their names, and the addresses that gave none, each with why.
+
+    Raises RequestError where none gave one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[str] = []
+    missed: list[str] = []
+    for address in dict.fromkeys(each.strip() for each in addresses):
+        try:
+            image = web_images.fetch(address)
+            (folder / str(len(files))).write_bytes(image.data)
+            files.append(image.name)
+        except RequestError as error:
+            missed.append(f"{address[:80]}: {error}")
+        except OSError as error:
+            raise disk_error(folder, error) from error
+    if not files:
+        raise RequestError(missed[0], fix="paste the address of an image itself")
+    return {"files": files, "missed": missed}
 
 
 async def _write(request: Request, file: Path) -> None:
@@ -161,19 +209,33 @@ def _received(work: Workplace, folder: Path, asked: Files) -> dict[str, Any]:
     else:
         with _new_folder(work, asked.name[:200]) as into:
             received = save_files(work, files, into=into)
-    return {"received": str(received.folder), "said": sentence(received)}
+    return {"received": str(received.folder), **_converted(received)}
+
+
+def _converted(received: Received) -> dict[str, Any]:
+    """Turn what only phones make into images; return what to say of the upload, what is left out one by one."""
+    try:
+        found = photos.convert(received.folder)
+    except OSError as error:
+        raise disk_error(received.folder, error) from error
+    images = received.images + found.images - len(found.left_out)
+    left_out = (*received.left_out, *found.left_out)
+    whole = replace(received, images=images, left_out=left_out)
+    if found.left_out and not images and not received.captions:
+        shutil.rmtree(received.folder, ignore_errors=True)
+        raise InputError(f"no image could be read: {found.left_out[0]}", fix="choose other files")
+    said = [sentence(whole), photos.sentence(found, images)]
+    return {"said": "\n".join(filter(None, said))}
 
 
 def sentence(received: Received) -> str:
-    """Say where an upload is, and what of it was left out, the first by name."""
+    """Say in lines where an upload is, and what of it was left out, the first by name."""
     images = f"{received.images:,} {'image' if received.images == 1 else 'images'}"
     captions = f"{received.captions:,} {'caption' if received.captions == 1 else 'captions'}"
-    said = f"{images} and {captions} are in {received.folder}."
-    if not received.left_out:
-        return said
-    named = "; ".join(received.left_out[:MAX_LEFT_OUT_NAMED])
+    said = [f"{images} and {captions} are in {received.folder}."]
+    said += [f"Left out: {each}." for each in received.left_out[:MAX_LEFT_OUT_NAMED]]
     rest = len(received.left_out) - MAX_LEFT_OUT_NAMED
-    return f"{said} Left out: {named}" + (f" and {rest} more." if rest > 0 else ".")
+    return "\n".join([*said, *([f"Left out: {rest:,} more."] if rest > 0 else [])])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,14 @@ export async function ask(path, body = {}) {
   }
 }
 
+/** Return a name for an upload that nothing else has. */
+export function newBatch() {
+  return [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 /** Send one file, as an upload of its own; return {batch}, by which a question names it, or {error}. */
 export async function sendFile(file) {
-  const batch = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  const batch = newBatch();
   try {
     const answer = await fetch(`/upload/${batch}/0`, { method: "PUT", body: file });
     return answer.ok ? { batch } : { error: await answer.text() };

@@ -1,6 +1,7 @@
-// Takes images that are dropped anywhere on the page or chosen: files, folders, zips. Several are sent
-// at once, one that fails is sent again, and when all are there the server makes a folder of them.
+// Takes images that are dropped anywhere on the page, chosen or pasted: files, folders, zips, addresses of the web.
+// Several are sent at once, one that fails is sent again, and when all are there the server makes a folder of them.
 
+import { newBatch } from "/ui/shared/ask.js";
 import { bring, settingsIn } from "/ui/shared/bring.js";
 import { say } from "/ui/shared/words.js";
 
@@ -24,14 +25,15 @@ export function dropZone(zone, leaving, done) {
   said.textContent = sessionStorage.getItem("uploaded") ?? "";
   sessionStorage.removeItem("uploaded");
 
-  const take = async (files) => {
-    if (busy || !files.length) return;
+  /** Show that something comes until `bring` has brought it; it gets what hears how many of them are there. */
+  const taking = async (count, bring) => {
+    if (busy || !count) return;
     busy = true;
     bar.hidden = false;
     try {
-      done(await send(files, leaving, (count) => {
-        bar.value = count / files.length;
-        said.textContent = say("{#} of {#} files are here", count, files.length);
+      done(await bring((here) => {
+        bar.value = here / count;
+        said.textContent = say("{#} of {#} files are here", here, count);
       }));
     } catch (problem) {
       said.textContent = problem.message;
@@ -40,6 +42,12 @@ export function dropZone(zone, leaving, done) {
       bar.hidden = true;
     }
   };
+  const take = (files) => taking(files.length, (progress) => send(files, leaving, progress));
+  const fetchAll = (addresses) => taking(addresses.length, () => {
+    said.textContent = say("Fetching {#} images from the web \u2026", addresses.length);
+    bar.removeAttribute("value");
+    return sendAddresses(addresses, leaving);
+  });
 
   for (const input of zone.querySelectorAll("input[type=file]")) {
     zone.querySelector(`button[data-for=${input.name}]`).onclick = () => input.click();
@@ -54,6 +62,13 @@ export function dropZone(zone, leaving, done) {
     if (!event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault();
     act(event);
+  }, { signal: leaving });
+  window.addEventListener("paste", (event) => {
+    if (event.target.closest?.("input, textarea, [contenteditable]") || document.querySelector("dialog[open]")) return;
+    const files = [...event.clipboardData.files];
+    const addresses = event.clipboardData.getData("text").split(/\s+/).filter((word) => /^https?:\/\/./i.test(word));
+    if (files.length && !settingsIn(event.clipboardData.files)) take(files);
+    else fetchAll(addresses);
   }, { signal: leaving });
   let inside = 0;
   const mark = (by) => { inside = Math.max(0, inside + by); zone.classList.toggle("over", inside > 0); };
@@ -87,7 +102,7 @@ async function filesOf(entry, folder = "") {
 
 /** Send files, until the page is left; `progress` gets how many are there. Return {received, said}, or throw what to say. */
 async function send(files, leaving, progress) {
-  const batch = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  const batch = newBatch();
   let next = 0;
   let arrived = 0;
   progress(0);
@@ -100,8 +115,19 @@ async function send(files, leaving, progress) {
   };
   await Promise.all(Array.from({ length: Math.min(AT_ONCE, files.length) }, sender));
   const name = files[0].folder ?? files[0].webkitRelativePath?.split("/")[0] ?? "";
-  const body = JSON.stringify({ name, files: files.map((file) => file.name) });
-  const answer = await asked(`/upload/${batch}`, { method: "POST", body, headers: { "content-type": "application/json" }, signal: leaving });
+  return post(`/upload/${batch}`, { name, files: files.map((file) => file.name) }, leaving);
+}
+
+/** Have the server fetch images from addresses; return {received, said}, or throw what to say. */
+async function sendAddresses(addresses, leaving) {
+  const batch = newBatch();
+  const { files, missed } = await post(`/upload/${batch}/web`, { addresses: addresses.slice(0, 100) }, leaving);
+  const { received, said } = await post(`/upload/${batch}`, { name: "", files }, leaving);
+  return { received, said: [said, ...missed].join(" ") };
+}
+
+async function post(address, body, signal) {
+  const answer = await asked(address, { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" }, signal });
   return answer.json();
 }
 
