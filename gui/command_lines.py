@@ -67,13 +67,14 @@ def check_words(draft: Draft, work: Workplace) -> Words:
 
 def judged_for(draft: Draft, folder: Path) -> str:
     """Return the base that the images of a draft are judged for; the example is made for the miniature."""
-    if draft.base.strip() not in ("", "auto") or folder.name == EXAMPLE_NAME or _has_gpu():
+    if draft.base.strip() not in ("", "auto") or folder.name == EXAMPLE_NAME or has_gpu():
         return draft.base
     return RECOMMENDED
 
 
 @cache
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether this machine has a GPU that can train."""
     return detect().accelerator()[0] is not None
 
 

@@ -22,6 +22,7 @@ from . import caption_job, check, exclusion, mask_edit, notes, requests
 from .caption_edit import Edit
 from .edit_many import EditMany
 from .journal import History, Journal, Outcome
+from .name_captions import caption_from_names
 from .open_dataset import Counters, OpenDataset, open_dataset
 from .view import summary
 
@@ -202,15 +203,43 @@ class DatasetApi:
             model=asked.model,
             files=files,
             trigger=opened.reader.trigger,
+            prompt=asked.prompt,
             replace=asked.mode == "replace",
         )
         return caption_job.state(job)
+
+    def caption_names(self, asked: requests.Folder) -> Json:
+        """Write captions from the names of files and folders, of images that have none: without a model."""
+        root, journal = self._place(asked)
+        with journal.locked():
+            opened = self._opened(root)
+            edits = []
+            for picture in opened.pictures:
+                caption = opened.reader.caption(picture)
+                text = caption_from_names(picture.name, root=root)
+                if text and not (
+                    caption.text.strip() or caption.locked or opened.reader.is_unreadable(picture)
+                ):
+                    edits.append(Edit(picture=picture, caption=caption, text=text))
+            changes = opened.changes(edits)
+            if not changes:
+                raise RequestError(
+                    "the names of these files and folders say nothing in words",
+                    fix="type what is in the images, or go on: each is trained with the trigger word",
+                )
+            outcome = journal.perform("captions from names", changes)
+        return self._told(root, outcome)
 
     def caption_state(self, asked: requests.Folder) -> Json:
         """Return how far the newest captioning of the folder is."""
         root = self.work.folder(asked.folder)
         job = caption_job.of_folder(self.work, root)
-        return {**caption_job.state(job), "models": caption_job.models()}
+        return {
+            **caption_job.state(job),
+            "models": caption_job.models(),
+            "tags": caption_job.taggers(),
+            "suggested": caption_job.suggested(notes.draft_for(self.work, root).base),
+        }
 
     def caption_stop(self, asked: requests.Folder) -> Json:
         """End it after the image it is at."""

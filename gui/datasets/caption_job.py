@@ -7,17 +7,20 @@ read from the JSON lines that the command prints. The command keeps what it repl
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 
 from lora_trainer.captioning import captioners
-from lora_trainer.captioning.captioners import KNOWN
+from lora_trainer.captioning.captioners import DEFAULT, KNOWN
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.event_kinds import (
     Caption,
@@ -28,7 +31,7 @@ from lora_trainer.common.event_kinds import (
     event_of_row,
 )
 from lora_trainer.common.events import json_row
-from lora_trainer.common.wording import one_line
+from lora_trainer.common.wording import bytes_text, one_line
 
 from .. import command_lines, jobs
 from ..jobs import Job
@@ -36,6 +39,11 @@ from ..workplace import Workplace
 
 KIND = "caption"
 MODELS = tuple(KNOWN)
+_SMALL = "florence2-base"
+# What names of checkpoints that are trained on tags have in common.
+_ANIME = re.compile(
+    r"illustrious|pony|noob|animagine|anime|anima\b|hassaku|autismmix", re.IGNORECASE
+)
 _LINES_READ = 400
 _REACHED_WITHIN_S = 4.0
 
@@ -56,8 +64,30 @@ def _in_8_bits(gib: float | None) -> str:
     return "" if gib is None else f", {gib:g} in 8 bits on a smaller GPU"
 
 
+def taggers() -> list[str]:
+    """Return the known models that write tags, which take no instruction."""
+    return [name for name, model in KNOWN.items() if model.writes == "tags"]
+
+
+def suggested(base: str) -> str:
+    """Return the model whose captions read as those that a base was trained with: tags for one of anime.
+
+    A base whose name says nothing has sentences, from the smallest model on a machine without a GPU.
+    """
+    if _ANIME.search(base) and (tags := taggers()):
+        return tags[0]
+    return DEFAULT if command_lines.has_gpu() else _SMALL
+
+
 def start(
-    work: Workplace, root: Path, *, model: str, files: Sequence[str], trigger: str, replace: bool
+    work: Workplace,
+    root: Path,
+    *,
+    model: str,
+    files: Sequence[str],
+    trigger: str,
+    replace: bool,
+    prompt: str = "",
 ) -> Job:
     """Begin with these images, all without a caption where none are named; raises RequestError."""
     running = of_folder(work, root)
@@ -67,6 +97,7 @@ def start(
     argv = [*command_lines.TRAINER, "caption", str(root), f"--model={model}", "--json"]
     argv += ["--overwrite"] if replace else []
     argv += [f"--trigger={trigger}"] if trigger else []
+    argv += [f"--prompt={prompt.strip()}"] if prompt.strip() else []
     argv += [f"--images={name}" for name in files]
     return jobs.start(work, kind=KIND, argv=argv, about={"folder": str(root)})
 
@@ -125,6 +156,7 @@ def state(job: Job | None) -> dict[str, Any]:
     return {
         "state": job.state,
         "said": _said(job, events, done=done, count=count),
+        "downloaded": _downloaded(events) if job.state == "running" else None,
         "done": done,
         "count": count,
         "written": max(ended, default=0),
@@ -147,8 +179,27 @@ def _said(job: Job, events: Sequence[Event], *, done: int, count: int) -> str:
         model = one_line(last.model)
         if last.gigabytes is None:
             return f"downloading {model}"
-        return f"downloading {model}, about {last.gigabytes:g} GB"
+        here = bytes_text(_bytes_here(last.model))
+        return f"downloading {model}: {here} of about {last.gigabytes:g} GB"
     return "loading the model"
+
+
+def _downloaded(events: Sequence[Event]) -> float | None:
+    """Return which share of the model is here, None while nothing is downloaded or its size is not known."""
+    last = events[-1] if events else None
+    if not isinstance(last, Downloading) or not last.gigabytes:
+        return None
+    return min(1.0, _bytes_here(last.model) / (last.gigabytes * 1e9))
+
+
+def _bytes_here(model: str) -> int:
+    """Return how many bytes of a model lie in the Hub's cache, those of unfinished files too."""
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=model, repo_type="model"))
+    sizes = 0
+    for file in (folder / "blobs").glob("*"):
+        with suppress(OSError):  # finished or removed meanwhile
+            sizes += file.stat().st_size
+    return sizes
 
 
 def _events(job: Job) -> Iterator[Event]:

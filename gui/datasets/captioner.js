@@ -1,7 +1,7 @@
 // Captions written by a model, in a process of its own: it goes on when this page is closed. What it
 // writes shows on the cards as it comes.
 import { say } from "/ui/shared/words.js";
-import { button, choice, make } from "/ui/shared/elements.js";
+import { button, choice, field, make } from "/ui/shared/elements.js";
 
 const LOOK_EVERY_MS = 1500;
 
@@ -12,6 +12,8 @@ export class Captioner {
     editor.leaving.addEventListener("abort", () => clearTimeout(this.timer));
     this.models = choice(say("Model"), [], () => this.describe());
     this.about = make("p", { class: "ds-quiet" });
+    this.prompt = field(say("Instruction (optional)"), { maxlength: 2000, placeholder: say("Describe the image in two sentences.") });
+    this.names = button(say("Take words of the names instead"), () => this.takeNames(), { hidden: true });
     this.mode = choice(say("Which"), [
       ["missing", say("images without a caption")], ["chosen", say("the selected images, if they have none")],
       ["replace", say("the selected images, replacing captions")],
@@ -23,7 +25,7 @@ export class Captioner {
     this.bar = make("progress", { max: 1, value: 0, "aria-label": say("Captions written") });
     this.problems = make("ul", { class: "ds-quiet" });
     this.node = make("details", { class: "ds-bulk" }, make("summary", {}, say("Have captions written by a model \u2026")),
-      make("div", { class: "ds-line" }, this.models.node, this.mode.node, this.start, this.stop, this.back),
+      make("div", { class: "ds-line" }, this.models.node, this.mode.node, this.prompt.node, this.start, this.stop, this.names, this.back),
       this.about, this.bar, this.said, this.problems);
   }
 
@@ -45,12 +47,19 @@ export class Captioner {
     if (this.editor.leaving.aborted) return;
     if (answer.error) {
       this.said.textContent = answer.error;
+      this.names.hidden = this.running; // no model, or no network: names of files and folders have words too
       if (this.running) this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS); // it goes on, whoever answers
       return;
     }
     if (answer.models && !this.models.input.options.length) {
       this.known = new Map(answer.models);
-      this.models.input.append(...[...this.known.keys()].map((value) => make("option", { value }, value)));
+      this.tags = new Set(answer.tags ?? []);
+      const option = (value) => make("option", { value, selected: value === answer.suggested }, value);
+      const [tags, sentences] = [true, false].map((isTags) => [...this.known.keys()].filter((name) => this.tags.has(name) === isTags));
+      this.models.input.append(
+        make("optgroup", { label: say("Sentences, for FLUX, Qwen, SD3 and photographs") }, ...sentences.map(option)),
+        make("optgroup", { label: say("Tags, for Illustrious, Pony and other anime bases") }, ...tags.map(option)),
+      );
       this.describe();
     }
     const running = answer.state === "running";
@@ -61,9 +70,11 @@ export class Captioner {
     this.stop.hidden = !running;
     this.back.hidden = running || !(answer.written || answer.done); // where nothing was written, nothing is taken back
     this.bar.hidden = !running;
-    // Without a value it moves by itself: while a model is downloaded or loaded nobody knows how far it is.
-    if (answer.count) this.bar.value = answer.done / answer.count; else this.bar.removeAttribute("value");
-    this.said.textContent = answer.said;
+    this.names.hidden = answer.state !== "failed";
+    // Without a value it moves by itself: while a model is loaded nobody knows how far it is.
+    const share = answer.count ? answer.done / answer.count : answer.downloaded;
+    if (typeof share === "number") this.bar.value = share; else this.bar.removeAttribute("value");
+    if (answer.state !== "none") this.said.textContent = answer.said;
     this.said.classList.toggle("ds-error", answer.state === "failed");
     this.problems.replaceChildren(...answer.problems.map((text) => make("li", {}, text)));
     if (running) {
@@ -71,9 +82,13 @@ export class Captioner {
       this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS);
     }
     if (fresh) this.editor.reload();
+    if (fresh && !running && answer.state !== "none") this.editor.captioned?.();
   }
 
-  describe() { this.about.textContent = this.known.get(this.models.input.value) ?? ""; }
+  describe() {
+    this.about.textContent = this.known.get(this.models.input.value) ?? "";
+    this.prompt.node.hidden = this.tags.has(this.models.input.value); // a tagger takes none
+  }
 
   aim() { this.said.textContent = ""; }
 
@@ -87,7 +102,19 @@ export class Captioner {
     this.done = -1;
     await this.ask("caption", {
       files, model: this.models.input.value, mode: mode === "replace" ? "replace" : "missing",
+      prompt: this.prompt.node.hidden ? "" : this.prompt.input.value,
     });
+  }
+
+  /** Write captions from the names of files and folders, which needs no model and no network. */
+  async takeNames() {
+    await this.editor.flush();
+    const answer = await this.editor.ask("caption_names", {});
+    if (answer.error) { this.said.textContent = answer.error; return; }
+    this.names.hidden = true;
+    this.said.textContent = say("Captions were taken from the names of files and folders.");
+    this.said.classList.remove("ds-error");
+    this.editor.changed(answer, answer.step);
   }
 
   async takeBack() {

@@ -101,4 +101,5 @@ class Caption(Pictures):
     """Have a model write captions, of all images that have none where no files are named."""
 
     model: Annotated[Name, AfterValidator(_known_model)]
+    prompt: Annotated[str, StringConstraints(max_length=2000)] = ""
     mode: Literal["missing", "replace"]

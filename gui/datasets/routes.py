@@ -35,6 +35,7 @@ def routes(work: Workplace) -> list[Route]:
         _route("closer", requests.Picture, api.closer),
         _route("mask", requests.Mask, api.mask),
         _route("caption", requests.Caption, api.caption),
+        _route("caption_names", requests.Folder, api.caption_names),
         _route("caption_state", requests.Folder, api.caption_state),
         _route("caption_stop", requests.Folder, api.caption_stop),
         _route("caption_undo", requests.Folder, api.caption_undo),

@@ -2,6 +2,7 @@
 // Datasets; whole folders, filters and changes of many captions are there.
 import { say } from "/ui/shared/words.js";
 import { askInTurn } from "/ui/datasets/asking.js";
+import { Captioner } from "/ui/datasets/captioner.js";
 import { Card } from "/ui/datasets/card.js";
 import { button, make } from "/ui/shared/elements.js";
 
@@ -10,11 +11,14 @@ const SHOWN = 24;
 export class Images {
   /** `changed` hears that the images are others, so that the page looks at the folder again. */
   constructor(place, leaving, changed) {
-    Object.assign(this, { folder: "", cards: new Map(), away: new Set(), tell: changed });
+    Object.assign(this, { folder: "", cards: new Map(), away: new Set(), chosen: new Set(), tell: changed, leaving });
     this.said = make("p", { class: "line", role: "status" });
     this.list = make("ul", { class: "ds-cards", "aria-label": say("Your images and their captions") });
     this.more = make("p", { class: "ds-quiet" });
-    place.replaceChildren(this.said, this.list, this.more);
+    this.captioner = new Captioner(this);
+    this.captioner.mode.node.hidden = true; // all without a caption: what is chosen is chosen on the page Datasets
+    this.captioner.node.hidden = true;
+    place.replaceChildren(this.captioner.node, this.said, this.list, this.more);
     window.addEventListener("beforeunload", (event) => {
       if ([...this.cards.values()].some((card) => card.dirty)) event.preventDefault();
     }, { signal: leaving });
@@ -29,8 +33,19 @@ export class Images {
       this.said.replaceChildren();
     }
     this.folder = folder;
+    this.captioner.node.hidden = !folder;
     if (folder) await this.reload(); else this.draw({ pictures: [] });
+    if (folder) await this.captioner.look();
   }
+
+  /** Have captions written where there are none: the one press that the report on the images offers. */
+  async write() {
+    this.captioner.showFirst();
+    await this.captioner.look();
+    await this.captioner.begin();
+  }
+
+  async flush() { await Promise.all([...this.cards.values()].filter((card) => card.dirty).map((card) => card.save())); }
 
   async reload() {
     const answer = await this.ask("look", {});
@@ -65,6 +80,9 @@ export class Images {
     });
     this.said.replaceChildren(make("span", {}, say("Left out of the training; the file is in the folder _excluded.")), " ", back);
   }
+
+  /** Captions were written: the report on the images is another now. */
+  captioned() { this.tell(); }
 
   /** Take over a whole view, and let the page look at the folder again. */
   changed(answer) {

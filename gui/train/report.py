@@ -39,7 +39,7 @@ KINDS = {
         some="{#} images have no caption",
         one="1 image has no caption",
         why="A caption says what is in an image; what it names can be left out or changed later.",
-        button="Caption them",
+        button="Write captions",
     ),
     "unusable": Kind(
         some="{#} files cannot be read as images",
@@ -86,6 +86,8 @@ class Remark:
     why: str = ""
     label: str
     address: str
+    is_written: bool = False
+    """Mended by captions that are written here."""
 
 
 def report(
@@ -141,7 +143,7 @@ def _groups(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Remark:
     first = rows[0]
     kind, severity = str(first.get("kind")), str(first.get("severity", "note"))
-    address = _datasets_url(folder, kind) + ("&write=1" if kind == "no-caption" else "")
+    address = _datasets_url(folder, kind)
     named = KINDS.get(kind)
     if named is None:
         return _own_words(rows, said, severity=severity, address=address)
@@ -160,6 +162,7 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
         why=said(named.why),
         label=said(named.button),
         address=address,
+        is_written=kind == "no-caption",
     )
 
 

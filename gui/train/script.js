@@ -160,6 +160,7 @@ export function mount(main, leaving) {
   });
   page.addEventListener("click", ({ target }) => {
     const reset = target.closest("[data-reset]");
+    if (target.closest("[data-write]")) images.write();
     if (reset) { fields.type(reset.dataset.reset, ""); changed(reset.dataset.reset); }
   });
   one("#dataset").addEventListener("keydown", ({ key }) => { if (key === "Enter") one("#look").click(); });

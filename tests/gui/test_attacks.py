@@ -286,6 +286,7 @@ def test_no_operation_leads_out_or_asks_an_address(attacker: Attacker, place: Pl
 EDIT = {"kind": "append", "text": "x", "replacement": "", "joint": ", "}
 DATASET_WISHES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("look", "check", "undo", "redo", "caption_state", "caption_stop"), {}),
+    "caption_names": {},
     "caption_undo": {},
     **dict.fromkeys(("exclude", "put_back"), {"files": ["a.png"]}),
     "closer": {"file": "a.png"},
@@ -306,7 +307,7 @@ ASKED = (
     "/share/published",
     *(f"/library/{name}" for name in ("search", "tries", "rename", "note", "texts", "preview")),
     *(f"/library/{name}" for name in ("jobs", "check", "export", "inside")),
-    *(f"/train/{name}" for name in ("look", "start", "bases", "fits")),
+    *(f"/train/{name}" for name in ("look", "start", "bases", "fits", "found")),
 )
 """What the scripts of the pages ask."""
 

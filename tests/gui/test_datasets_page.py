@@ -7,6 +7,7 @@ import io
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from lora_trainer.gui import drafts
 from lora_trainer.gui.datasets import requests
 from lora_trainer.gui.datasets.api import DatasetApi
+from lora_trainer.gui.datasets.name_captions import caption_from_names
 from lora_trainer.gui.datasets.routes import routes
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
@@ -352,7 +354,7 @@ def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
     assert "Is cut off. What to do: replace it." in text and "2 files cannot be read" not in text
 
 
-def test_a_remark_on_all_images_is_counted_and_leads_to_where_captions_are_written(
+def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     folder: Path,
 ) -> None:
     what = "18 of 18 images have no caption: a.png, b.png, ..."
@@ -360,7 +362,8 @@ def test_a_remark_on_all_images_is_counted_and_leads_to_where_captions_are_writt
     answer = check_answer(findings=[row], images=18)
     report, _ = report_on(folder, answer, words(ENGLISH), assumed="SDXL")
     assert "18 images have no caption" in report and "Some" not in report
-    assert "write=1" in report and "Judged for SDXL" in report
+    assert '<button type="button" class="primary" data-write>' in report
+    assert "Judged for SDXL" in report
 
 
 def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
@@ -548,7 +551,12 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
 
     monkeypatch.setattr("lora_trainer.gui.jobs.start", start)
     ask(api, "look", folder, trigger="-x", resolution="")
-    asked = {"model": "blip", "mode": "replace", "files": ["p0.png", "p2.png"]}
+    asked = {
+        "model": "blip",
+        "mode": "replace",
+        "files": ["p0.png", "p2.png"],
+        "prompt": " -in rhyme",
+    }
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(RequestError, match="cannot be reached"):
         ask(api, "caption", folder, **asked)
@@ -556,7 +564,8 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     monkeypatch.setattr("lora_trainer.gui.datasets.caption_job._reaches_hub", lambda: True)
     assert ask(api, "caption", folder, **asked)["state"] == "none"
     words = lines[0][lines[0].index("caption") :]
-    assert {"--overwrite", "--trigger=-x", "--images=p0.png", "--images=p2.png"} < set(words)
+    options = {"--overwrite", "--trigger=-x", "--prompt=-in rhyme"}
+    assert options | {"--images=p0.png", "--images=p2.png"} < set(words)
     words = [word.replace("blip", str(folder / "no model")) for word in words]
     with pytest.raises(SystemExit):
         main([*words, "--dry-run"])
@@ -572,7 +581,7 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     third = [{**ninth, "index": 3}, problem, "a word of a library", '{"event": "capt']
     for rows, code, state, said, done in (
         ([], None, "running", "loading the model", 0),
-        ([download], None, "running", "downloading a/b, about 1.6 GB", 0),
+        ([download], None, "running", "downloading a/b: 0 B of about 1.6 GB", 0),
         (third, None, "running", "3 of 9 captions written", 3),
         ([ninth, ended], 0, "finished", "8 captions written, 1 images without", 9),
         (["error: no such model. Fix: x"], 3, "failed", "error: no such model. Fix: x", 0),
@@ -589,6 +598,66 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     monkeypatch.setattr("lora_trainer.gui.command_lines.ask", lambda words: refused)
     with pytest.raises(InputError, match="nothing to take back"):
         ask(api, "caption_undo", folder)
+
+
+def test_a_download_of_a_model_is_counted_in_bytes(
+    api: DatasetApi, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    blobs = tmp_path / "hub/models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "abc.incomplete").write_bytes(bytes(2**20))
+    row = {"event": "downloading", "model": "a/b", "gigabytes": 2**21 / 1e9}
+    shown = captioning(api, folder, [row])
+    assert shown["said"].startswith("downloading a/b: 1.0 MiB of about ")
+    assert shown["downloaded"] == pytest.approx(0.5)
+    assert captioning(api, folder, [row], 3)["downloaded"] is None
+
+
+@pytest.mark.parametrize(
+    ("base", "writes"),
+    [("OnomaAIResearch/Illustrious-xl", "tags"), ("/m/ponyV6.safetensors", "tags"), ("auto", "sentences")],
+)  # fmt: skip
+def test_the_captioner_that_is_suggested_writes_as_the_base_was_trained(
+    api: DatasetApi, folder: Path, base: str, writes: str
+) -> None:
+    drafts.save(api.work, replace(drafts.new(api.work, dataset=str(folder)), base=base))
+    state = ask(api, "caption_state", folder)
+    assert (state["suggested"] in state["tags"]) == (writes == "tags")
+    assert state["suggested"] in dict(state["models"])
+
+
+NAMES = {
+    "IMG_1234.JPG": "",
+    "PXL_20240102_120000123.jpg": "",
+    "WhatsApp Image 2024-01-02 at 12.00.00.jpeg": "",
+    "0f3a9c1d77e2.png": "",
+    "a_red-cat_003.png": "red cat",
+    "MyDogRunning2.jpg": "my dog running",
+    "10_blue owl/IMG_7.png": "blue owl",
+    "owl/flying owl.png": "owl, flying owl",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_somebody_gave_become_captions_and_those_of_cameras_do_not(name: str) -> None:
+    assert caption_from_names(name, root=Path("/home/jane/uploads/dataset-2")) == NAMES[name]
+
+
+def test_captions_from_names_need_no_model_keep_what_is_there_and_are_undone(
+    api: DatasetApi, root: Path
+) -> None:
+    for name in ("red cat.png", "black dog.png", "IMG_1.png"):
+        Image.new("RGB", (64, 64)).save(root / name)
+    (root / "black dog.txt").write_text("mine")
+    answer = ask(api, "caption_names", root)
+    captions = {row["file"]: row["caption"] for row in answer["pictures"]}
+    assert captions == {"red cat.png": "red cat", "black dog.png": "mine", "IMG_1.png": ""}
+    assert answer["step"] == answer["undo"] == "captions from names"
+    with pytest.raises(RequestError, match="say nothing in words"):
+        ask(api, "caption_names", root)
+    ask(api, "undo", root)
+    assert not (root / "red cat.txt").exists()
 
 
 def captioning(api: DatasetApi, folder: Path, rows: list[Any], code: int | None = None) -> Any:

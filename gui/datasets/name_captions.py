@@ -1,0 +1,37 @@
+"""Captions without a model and without a network: words of the names that somebody gave, and of the image's own data.
+
+Input: the name of a picture in its dataset. Output: a caption of what its file and folder are called, "" where these
+are only what a camera counts, such as IMG_1234. What an image's own data says of it is its caption already
+(dataset/images.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# What cameras, phones, messengers and screens put in front of their numbers, and what only says that it is a picture.
+_COUNTED = re.compile(
+    r"img|images?|dscf?|dscn|pxl|photos?|pics?|pictures?|frame|clip|video|vid|mvimg|signal|whatsapp|whats|app|screenshot|screen"
+    r"|shot|export|edit(ed)?|copy|final|new|untitled|downloads?|uploads?|datasets?|train(ing)?|at|pano|burst|portrait"
+    r"|wa|gopr|scan|files?|heic|jpe?g|png|raw|set",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_CODE = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b|\b\w*[^\W\d]\d+[^\W\d]\w*\b|\d+", re.IGNORECASE)
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
+def caption_from_names(name: str, *, root: Path) -> str:
+    """Return the words of a picture's name, and of its folder where that says something else."""
+    *folders, _ = Path(name).parts
+    folder = folders[-1] if folders else root.name
+    said = [_words(folder), _words(Path(name).stem)]
+    return ", ".join(dict.fromkeys(part for part in said if part))
+
+
+def _words(name: str) -> str:
+    """Return what a name says in words, without numbers, codes and what cameras write."""
+    spaced = _CODE.sub(" ", _CAMEL.sub(" ", name).replace("_", " ").replace("-", " "))
+    words = [word for word in _WORD.findall(spaced) if not _COUNTED.fullmatch(word)]
+    return " ".join(words).casefold()
