@@ -482,10 +482,32 @@ class RunTimeInputs:
             return (0.0, 0.0)
         sampling, side_px = self.config.sampling, self.config.data.resolution
         images = (1 + math.ceil(self.config.train.steps / every_steps)) * self.inputs.prompts
-        is_guided = sampling.guidance_scale > 1
-        passes = 1 + (is_guided and self.inputs.facts.guidance.two_passes)
-        drawing = _times(sampling.steps * passes, self._forward(side_px))
+        is_guided = sampling.guidance_scale > 1 and self.inputs.facts.guidance.two_passes
+        step = self._forward(side_px)
+        if is_guided:
+            step = _sum(_times(2, step), self._reading_unguided())
+        drawing = _times(sampling.steps, step)
         return _times(images, _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px)))
+
+    def _reading_unguided(self) -> Range:
+        """Return the time in which a network of its own for guidance comes to the device, once for each pass of it.
+
+        Its layers are read from its files while it runs. Files that host memory has room for beside the training stay
+        there; larger ones come from the disk each time.
+        """
+        inputs, load = self.inputs, self.load
+        size = inputs.family.unguided_bytes(inputs.facts)
+        if not size:
+            return (0.0, 0.0)
+        moved = inputs.facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
+        _, (slow, fast) = link_of(self.gpu)
+        link = (moved / fast, moved / slow)
+        taken = self.evaluator.predict_host(load)
+        room_bytes = inputs.hardware.ram_free_bytes - (taken.peak_bytes if taken else 0)
+        if size <= room_bytes:
+            return link
+        slow_disk, fast_disk = DISK_BYTES_PER_S
+        return _sum(link, (size / fast_disk, size / slow_disk))
 
     def _vae(self, flops: float) -> Range:
         """Return the time of a VAE pass in fp32; `flops` are of the AutoencoderKL, scaled by parameters."""

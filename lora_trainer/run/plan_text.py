@@ -316,6 +316,11 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
             assistant=assistant,
             download=f"; {bytes_text(absent_bytes)} to download" if absent_bytes else "",
         )
+    family, sampling = prepared.family, config.sampling
+    is_drawn = sampling.every_steps and sampling.guidance_scale > 1
+    needed = family.pipeline.unguided
+    if needed and is_drawn and not family.unguided_bytes(facts):
+        yield finding("guided-alone", source=facts.source, part=needed)
     batch = config.train.batch_size
     if batch % processes:
         name = "processes.idle" if batch < processes else "processes.wait"

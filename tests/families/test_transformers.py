@@ -24,6 +24,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base.sampling import build_sampler, plain_pipeline
 from lora_trainer.families.files.deferred import settled
+from lora_trainer.planning.run_time import middle
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -42,6 +43,7 @@ from tests.fakes.family_bases import (
     pipeline_of,
 )
 from tests.fakes.original_names import original_names, split_at
+from tests.fakes.plans import machine, planned
 from tests.fakes.tiny_base import write_base
 
 PROMPTS = ("a red square", "a photo of the blue one, on the left")
@@ -515,3 +517,32 @@ def test_ideogram_4_is_drawn_as_its_pipeline_draws_with_both_networks() -> None:
         ).images[0]
         difference = np.asarray(ours, dtype=int) - np.asarray(plain, dtype=int)
         assert np.abs(difference).max() <= 1, steps
+
+
+def test_the_reading_of_a_second_network_is_in_the_time_of_sample_images(tmp_path: Path) -> None:
+    """From memory where there is room, else from the disk; not where a base has no such network."""
+    base = "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers"
+    family = families.family("ideogram4")
+    known = families.known_base(base)
+    assert known is not None
+    parameters = known.parts["denoiser"].parameters
+    assert family.unguided_bytes(known) == 2 * parameters
+    fixed = {"data.resolution": 512, "sampling.every_steps": 100, "train.steps": 100}
+
+    def drawing_s(ram_gib: float, **more: Any) -> float:
+        plan = planned(base, machine(24, ram_gib=ram_gib), overrides={**fixed, **more})
+        return middle(plan.run_time.parts["sample images"])
+
+    plain = drawing_s(96, **{"sampling.guidance_scale": 1})
+    from_memory, from_disk = drawing_s(96), drawing_s(24)
+    # Beside its pass. 2 x 4 images of 20 steps: 18.6 GB each at some 5 GB/s, and at some 1 GB/s more.
+    memory_s, disk_s = from_memory - 2 * plain, from_disk - 2 * plain
+    assert 400 < memory_s < 1200 and 1500 < disk_s - memory_s < 5000
+    own = copy_of("ideogram4", tmp_path / "own")
+    files = [*(own / "unconditional_transformer").glob("*.safetensors")]
+    assert family.unguided_bytes(facts_at(own)) == sum(file.stat().st_size for file in files) > 0
+    for file in files:
+        file.unlink()
+    assert family.unguided_bytes(facts_at(own)) == 0
+    sdxl = families.known_base("stabilityai/stable-diffusion-xl-base-1.0")
+    assert sdxl is not None and families.family("sdxl").unguided_bytes(sdxl) == 0

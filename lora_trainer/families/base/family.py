@@ -391,6 +391,19 @@ class Family(ABC):
         loaded = network.to(device)
         return loaded
 
+    def unguided_bytes(self, facts: BaseFacts) -> int:
+        """Return the bytes of the files of `pipeline.unguided`, 0 where the base has none.
+
+        A release that is not on this machine brings it, as large as the denoiser in 16 bits.
+        """
+        name = self.pipeline.unguided
+        if not name:
+            return 0
+        if facts.layout is None:
+            return 2 * facts.parts["denoiser"].parameters
+        files = (facts.layout.folder / name).glob(f"*{SAFETENSORS}")
+        return sum(file.stat().st_size for file in files)
+
     def load_unguided(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> nn.Module | None:
