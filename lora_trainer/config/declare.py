@@ -91,6 +91,7 @@ SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", 
 # A class or function of an installed package, `package.module:Name`.
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 ScheduleName = Literal[
     "constant",
     "linear",

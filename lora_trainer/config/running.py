@@ -17,6 +17,7 @@ from lora_trainer.config.declare import (
     A_co,
     BasePrecision,
     Checkpointing,
+    CompileMode,
     Count,
     Decided,
     Interval,
@@ -122,6 +123,14 @@ class HardwareSettings(Section, Generic[A_co]):
         resume="rounding",
         replans=True,
         works_anywhere="none",
+    )
+    compile_mode: CompileMode = setting(
+        "default",
+        "torch.compile's: reduce-overhead replays CUDA graphs, max-autotune times more kernels",
+        not_for={"hardware.compile": ("none",)},
+        resume="rounding",
+        replans=True,
+        works_anywhere="default",
     )
     process_timeout_s: Annotated[float, Field(ge=5, le=86_400)] = setting(
         120.0,

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,11 +22,18 @@ import torch
 from torch import nn
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, first_line
+from lora_trainer.config.declare import CompileMode
 from lora_trainer.network.block_swap import repeated_blocks
 
 # Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
 # gradient, and blocks of one kind may be at several resolutions of a U-Net.
 GRAPHS_PER_SHAPE = 4
+# What torch calls the modes. Its max-autotune has CUDA graphs too, which the planner leaves out more often than that.
+INDUCTOR_MODES: Mapping[CompileMode, str] = {
+    "default": "default",
+    "reduce-overhead": "reduce-overhead",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 # One kernel takes seconds; a run that waits longer than this goes on uncompiled.
 WORKER_PATIENCE_S = 300
 
@@ -44,12 +51,14 @@ class CompiledBlocks:
         network: nn.Module,
         *,
         shapes: Collection[tuple[int, int, int]],
+        mode: CompileMode = "default",
         backend: str | Callable[[Any, Any], Any] = "inductor",
     ) -> None:
         # Two warnings that torch's tracer causes itself, by reading every attribute of an object.
         for message in (r"The \.grad attribute", r".*torch\.autograd\.function\.Function"):
             warnings.filterwarnings("ignore", message=message)
         self.shapes, self.is_off = shapes, False
+        self._has_graphs = mode == "reduce-overhead"
         self.is_told = False
         """Whether the user knows that passes of other shapes do not run compiled."""
         self._blocks = list(repeated_blocks(network).values())
@@ -74,13 +83,23 @@ class CompiledBlocks:
         # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
         # take longer to compile and gain little.
         self._compiled = [
-            torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
+            torch.compile(
+                block.forward,
+                backend=backend,
+                mode=INDUCTOR_MODES[mode] if backend == "inductor" else None,
+                dynamic=False,
+                fullgraph=True,
+            )
             for block in self._blocks
         ]
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Run the blocks compiled inside the context, backward pass included; compilers raise anything."""
+        if (
+            self._has_graphs
+        ):  # what the pass before has left in the graphs' memory may be written over
+            torch.compiler.cudagraph_mark_step_begin()
         # An attribute of the instance hides the class's method until it is deleted below.
         for block, compiled in zip(self._blocks, self._compiled, strict=True):
             block.forward = compiled

@@ -362,7 +362,27 @@ class _Planner:
         # After memory, which chooses the checkpointing, compiling is left out where it is impossible.
         if self.config.hardware.compile == "blocks" and (obstacle := self._against_compiling()):
             self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
+        mode = self.config.hardware.compile_mode
+        if mode != "default" and (obstacle := self._against_mode(memory_choice)):
+            self.decide("hardware.compile_mode", "default", f"instead of {mode}: {obstacle}")
         return memory_choice
+
+    def _against_mode(self, memory_choice: MemoryChoice) -> str:
+        """Return why blocks cannot be compiled in the mode that was asked for, else ""."""
+        config = self.config
+        if config.hardware.compile == "none":
+            return "nothing is compiled"
+        if config.hardware.compile_mode == "max-autotune":
+            by_time = "kernels that are chosen by their time may give other bits"
+            return by_time if config.train.deterministic else ""
+        if not self.gpu:
+            return "only a GPU has CUDA graphs"
+        if settled(config.memory.streamed_blocks):
+            return "streamed blocks have their weights at another address each time"
+        each = memory_choice.images_at_once.values()
+        if min(each, default=1) < math.ceil(config.train.batch_size / self.inputs.processes):
+            return "the gradients of several passes a step cannot be added up in the graphs' memory"
+        return ""
 
     def _against_compiling(self) -> str:
         """Return why blocks cannot be compiled with these settings, else ""; each was tried on every family."""

@@ -301,7 +301,9 @@ def _training(
             batch_size=config.train.batch_size,
             processes=job.prepared.inputs.processes,
         )[:MOST_SHAPES]
-        compiled = CompiledBlocks(parts.networks.denoiser, shapes=frozenset(shapes))
+        compiled = CompiledBlocks(
+            parts.networks.denoiser, shapes=frozenset(shapes), mode=config.hardware.compile_mode
+        )
     adapter, afterwards = parts.adapter, list[Callable[[int], None]]()
     if (limit := config.optimizer.max_weight_norm) is not None:
         afterwards.append(lambda _: adapter.limit_norms(limit))

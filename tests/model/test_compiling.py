@@ -69,11 +69,11 @@ from torch._dynamo.utils import counters
 from lora_trainer.network.compiling import CompiledBlocks
 from tests.model.test_compiling import Network
 
-def gradients(compiled):
+def gradients(compiled, mode="default"):
     network = Network()
     x = torch.linspace(-2.0, 2.0, 12).reshape(3, 4).requires_grad_()
     if compiled:
-        with CompiledBlocks(network, shapes=()).used():
+        with CompiledBlocks(network, shapes=(), mode=mode).used():
             network(x).square().sum().backward()
     else:
         network(x).square().sum().backward()
@@ -86,7 +86,9 @@ torch.compiler.reset()  # as a second run begins
 counters.clear()
 same = torch.equal(gradients(True), found)
 traced, again = counters["stats"]["unique_graphs"], counters["inductor"]["fxgraph_cache_miss"]
-print(torch.allclose(found, plain, rtol=1e-4, atol=1e-5), same, compiled, traced, again)
+modes = [gradients(True, mode) for mode in ("reduce-overhead", "max-autotune")]
+close = all(torch.allclose(each, plain, rtol=1e-4, atol=1e-5) for each in (found, *modes))
+print(close, same, compiled, traced, again)
 """
 
 
