@@ -29,7 +29,6 @@ _LOOKED_EVERY_S = 0.25
 _WHOLE_UP_TO_S = 120.0
 # No reference to another file or address in a video is followed.
 _VIDEO_OPTIONS = {"enable_drefs": "0", "protocol_whitelist": "file"}
-_INSTALL = 'pip install "lora-train[phone]" on the computer that trains'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,9 @@ def convert(folder: Path) -> Converted:
             made = act[kind](path)
         except InputError as error:
             found = error.reason if isinstance(error, ImageDecodeError) else error.found
-            left_out.append(f"{path.name}: {found}; {error.fix}")
+            left_out.append(
+                f"{path.name}: {found}; {error.fix}" if error.fix else f"{path.name}: {found}"
+            )
             made = 0
         path.unlink()
         if made and kind in HEIC_EXTENSIONS:
@@ -74,7 +75,8 @@ def convert(folder: Path) -> Converted:
 def _heic(path: Path) -> int:
     """Write a photograph as it is displayed: turned, in sRGB; raises InputError."""
     if importlib.util.find_spec("pillow_heif") is None:
-        raise InputError("is HEIC, which needs a package", fix=_INSTALL)
+        what = 'is HEIC, which needs a package: pip install "lora-train[phone]" where it trains'
+        raise InputError(what, fix="")
     _save(decode(path, settings=DataSettings()).image, path.with_suffix(".jpg"))
     return 1
 
@@ -82,7 +84,8 @@ def _heic(path: Path) -> int:
 def _video(path: Path) -> int:
     """Write frames of a video; returns how many, raises InputError."""
     if importlib.util.find_spec("av") is None:
-        raise InputError("is a video, whose frames need a package", fix=_INSTALL)
+        what = 'is a video, which needs a package: pip install "lora-train[phone]" where it trains'
+        raise InputError(what, fix="")
     import av
 
     best: dict[int, tuple[float, Image.Image]] = {}
@@ -96,10 +99,10 @@ def _video(path: Path) -> int:
     except (av.FFmpegError, OSError, ValueError, IndexError, MemoryError) as error:
         what = first_line(error)
         raise InputError(
-            f"is a video that cannot be read ({what})", fix="save it as MP4 or send single images"
+            f"is a video that cannot be read ({what}): save it as MP4 or send single images", fix=""
         ) from None
     if not best:
-        raise InputError("is a video without images", fix="send single images")
+        raise InputError("is a video without images: send single images", fix="")
     for number, part in enumerate(sorted(best), 1):
         _save(best[part][1], path.with_name(f"{path.stem}-{number:02d}.jpg"))
     return len(best)

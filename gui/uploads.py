@@ -132,11 +132,11 @@ def fetched(folder: Path, addresses: list[str]) -> dict[str, list[str]]:
             (folder / str(len(files))).write_bytes(image.data)
             files.append(image.name)
         except RequestError as error:
-            missed.append(f"{address[:80]}: {error}")
+            missed.append(f"Not fetched: {address[:80]}: {error.found}.")
         except OSError as error:
             raise disk_error(folder, error) from error
     if not files:
-        raise RequestError(missed[0], fix="paste the address of an image itself")
+        raise RequestError(missed[0].rstrip("."), fix="paste the address of an image itself")
     return {"files": files, "missed": missed}
 
 
@@ -230,10 +230,12 @@ def _converted(received: Received) -> dict[str, Any]:
 
 def sentence(received: Received) -> str:
     """Say in lines where an upload is, and what of it was left out, the first by name."""
-    images = f"{received.images:,} {'image' if received.images == 1 else 'images'}"
-    captions = f"{received.captions:,} {'caption' if received.captions == 1 else 'captions'}"
+    images = "1 image" if received.images == 1 else f"{received.images:,} images"
+    captions = "1 caption" if received.captions == 1 else f"{received.captions:,} captions"
     said = [f"{images} and {captions} are in {received.folder}."]
-    said += [f"Left out: {each}." for each in received.left_out[:MAX_LEFT_OUT_NAMED]]
+    for each in received.left_out[:MAX_LEFT_OUT_NAMED]:
+        name, _, reason = each.partition(": ")
+        said.append(f"Left out: {name}: {reason}.")
     rest = len(received.left_out) - MAX_LEFT_OUT_NAMED
     return "\n".join([*said, *([f"Left out: {rest:,} more."] if rest > 0 else [])])
 

@@ -100,7 +100,18 @@ def flags(text: str) -> set[str]:
 # ---- names
 
 
-@pytest.mark.parametrize("name", FLAGS)
+def test_the_help_of_gui_is_that_of_the_interface(command: Command) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command.run("gui", "--help")
+    out = command.capsys.readouterr().out
+    assert "usage: lora-train-gui" in out
+    assert set(re.findall(r"^  (?:-h, )?(--\S+)", out, re.MULTILINE)) == {
+        "--help",
+        *FLAGS["gui"].split(),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(FLAGS.keys() - {"gui"}))
 def test_the_flags_of_a_command_are_these(name: str, command: Command) -> None:
     code, out, _ = command.run(*name.split(), "--help")
     assert code == 0

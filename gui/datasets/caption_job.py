@@ -180,7 +180,7 @@ def _said(job: Job, events: Sequence[Event], *, done: int, count: int) -> str:
         if last.gigabytes is None:
             return f"downloading {model}"
         here = bytes_text(_bytes_here(last.model))
-        return f"downloading {model}: {here} of about {last.gigabytes:g} GB"
+        return f"downloading {model}: {here} of about {bytes_text(last.gigabytes * 1e9)}"
     return "loading the model"
 
 

@@ -24,6 +24,10 @@ _SAID = re.compile(r' (title|aria-label|alt|placeholder)="([^"]*)"')
 _KEPT = frozenset({"code", "pre", "kbd", "script", "style"})
 _VOID = frozenset({"br", "hr", "img", "input", "meta"})
 _PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
+# A number with the separators of English; what has more points, such as a version, is none.
+_NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]*[.,]\d)")
+_DAYS, _IN_DAYS = "{#} days", re.compile(r"([\d.,]+) days\b")
+_SAMPLE = "1,234.5"
 _FIGURE = r"(\d[^A-Za-z]*?(?:(?:[KMG]iB|B|days|h|min|ms|px|s|e-?\d+)\b[^A-Za-z]*?)*)"
 
 
@@ -38,7 +42,28 @@ class Words:
         """Return a text of the pages with its placeholders filled in order."""
         left = iter(values)
         text = self.texts.get(english, english)
-        return _PLACEHOLDER.sub(lambda _: str(next(left)), text) if values else text
+        if not values:
+            return text
+
+        def fill(found: re.Match[str]) -> str:
+            value = str(next(left))
+            return self.figure(value) if found[0] == "{#}" else value
+
+        return _PLACEHOLDER.sub(fill, text)
+
+    def figure(self, written: str) -> str:
+        """Return a figure with the separators of the language, which its word for `1,234.5` shows, and its units."""
+        point, group = self._separators
+        said = _NUMBER.sub(
+            lambda found: found[0].translate({ord("."): point, ord(","): group}), written
+        )
+        days = self.texts.get(_DAYS, _DAYS)
+        return _IN_DAYS.sub(lambda found: days.replace("{#}", found[1]), said)
+
+    @cached_property
+    def _separators(self) -> tuple[str, str]:
+        shown = self.texts.get(_SAMPLE, _SAMPLE)
+        return shown[-2], shown[1]
 
     def message(self, english: str) -> str:
         """Return a text that was put together elsewhere, such as what a training says of itself.

@@ -1,8 +1,22 @@
-// What has to be there before a page is drawn and before its modules have come: the scheme that the browser asks
-// for, and the choice of the language, which counts from its first moment.
-if (matchMedia("(prefers-color-scheme: dark)").matches) document.documentElement.classList.add("dark");
+// What has to be there before a page is drawn and before its modules have come: the scheme that was chosen, else the one
+// that the browser asks for, and the choice of the language, which counts from its first moment.
+const THEME = "lora_train_theme";
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+function colour() {
+  const chosen = localStorage.getItem(THEME) ?? "";
+  document.documentElement.classList.toggle("dark", chosen === "dark" || (chosen !== "light" && systemIsDark.matches));
+}
+colour();
+systemIsDark.addEventListener("change", colour);
+document.addEventListener("DOMContentLoaded", () => {
+  document.querySelector(".theme select").value = localStorage.getItem(THEME) ?? "";
+});
 
 document.addEventListener("change", ({ target }) => {
+  if (target.matches?.(".theme select")) {
+    localStorage.setItem(THEME, target.value);
+    colour();
+  }
   if (!target.matches?.(".language select")) return;
   const yearInSeconds = 365 * 24 * 3600;
   // It is read back, as a browser may store it beside the script, and a page asked for meanwhile goes without it.

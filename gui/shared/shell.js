@@ -68,7 +68,7 @@ function show(page, { redirected, url }) {
   const main = page.querySelector("main");
   const bar = page.querySelector(".bar");
   const used = new Set(sheets(page).map((sheet) => sheet.href));
-  bar.querySelector(".live").replaceWith(document.querySelector(".live"));
+  for (const kept of [".live", ".theme"]) bar.querySelector(kept).replaceWith(document.querySelector(kept));
   document.querySelector(".bar").replaceWith(bar);
   document.querySelector("main").replaceWith(main);
   for (const sheet of sheets(document)) if (!used.has(sheet.href)) sheet.remove();

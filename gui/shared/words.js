@@ -14,5 +14,16 @@ async function read(address) {
 
 export function say(english, ...values) {
   const left = values[Symbol.iterator]();
-  return (texts[english] ?? english).replace(/\{(?:text|#)?\}/g, () => left.next().value);
+  return (texts[english] ?? english).replace(/\{(?:text|#)?\}/g, (place) => {
+    const { value } = left.next();
+    return place === "{#}" ? figure(String(value)) : value;
+  });
+}
+
+const sample = texts["1,234.5"] ?? "1,234.5"; // it shows the separators of the language
+const separators = { ".": sample.at(-2), ",": sample.at(1) };
+
+/** Return a figure with the separators of the language; a version such as 2.13.0 is none. */
+function figure(written) {
+  return written.replace(/(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w*[.,]\d)/g, (number) => number.replace(/[.,]/g, (each) => separators[each]));
 }

@@ -157,6 +157,8 @@ COMMANDS: Mapping[str, str] = {
     "gui": "look_around:gui",
     "queue": "queueing:app",
 }
+# Whose words, --help too, another program reads.
+WITH_OWN_HELP = frozenset({"gui"})
 
 
 # ---- to train, and to plan a training
@@ -273,7 +275,8 @@ quitting = Quitting()
 
 app.default(train)
 for name, function in COMMANDS.items():
-    app.command(f"lora_trainer.cli.{function}", name=name, help=help_line(name))
+    own = {"help_flags": ()} if name in WITH_OWN_HELP else {}
+    app.command(f"lora_trainer.cli.{function}", name=name, help=help_line(name), **own)
 
 
 def main(arguments: list[str] | None = None) -> None:

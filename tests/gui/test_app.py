@@ -188,6 +188,22 @@ def test_every_text_of_a_template_and_of_its_script_has_its_translation() -> Non
                 assert english in gui_texts.known(code), f"{path.name}: {english}"
 
 
+@pytest.mark.parametrize(
+    ("figure", "german"),
+    [
+        ("8.3 h", "8,3 h"), ("1,234", "1.234"), ("12.9 GiB", "12,9 GiB"), ("2.13.0", "2.13.0"),
+        ("64 days", "64 Tage"), ("Qwen2.5", "Qwen2.5"), ("1e-4", "1e-4"), ("1,234,567.8 MiB", "1.234.567,8 MiB"),
+    ],
+)  # fmt: skip
+def test_figures_have_the_separators_and_units_of_the_language(figure: str, german: str) -> None:
+    from lora_trainer.gui.server.translation import words
+
+    assert words("en").figure(figure) == figure
+    assert words("de").figure(figure) == german
+    assert words("de")("Show {#} more", figure) == f"{german} weitere zeigen"
+    assert words("de")("{}, on this machine", figure).startswith(figure), "a name stays"
+
+
 @pytest.mark.parametrize("code", [each.stem for each in gui_texts.LANGUAGES.glob("*.json")])
 def test_what_a_release_is_good_for_is_said_in_every_language(code: str) -> None:
     from lora_trainer.gui.server.translation import words

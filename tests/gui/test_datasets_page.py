@@ -581,7 +581,7 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     third = [{**ninth, "index": 3}, problem, "a word of a library", '{"event": "capt']
     for rows, code, state, said, done in (
         ([], None, "running", "loading the model", 0),
-        ([download], None, "running", "downloading a/b: 0 B of about 1.6 GB", 0),
+        ([download], None, "running", "downloading a/b: 0 B of about 1.5 GiB", 0),
         (third, None, "running", "3 of 9 captions written", 3),
         ([ninth, ended], 0, "finished", "8 captions written, 1 images without", 9),
         (["error: no such model. Fix: x"], 3, "failed", "error: no such model. Fix: x", 0),

@@ -130,7 +130,9 @@ def test_pasted_addresses_become_files_of_a_batch(
     monkeypatch.setattr(web_images, "fetch", fetch)
     asked = ["http://a/1", " http://a/1", "http://bad", "http://a/2"]
     found = uploads.fetched(tmp_path / "batch", asked)
-    assert found["files"] == ["cat.png", "cat.png"] and "http://bad: is not" in found["missed"][0]
+    assert found["files"] == ["cat.png", "cat.png"] and found["missed"] == [
+        "Not fetched: http://bad: is not an image."
+    ]
     assert (tmp_path / "batch/1").read_bytes() == b"http://a/2"
     with pytest.raises(RequestError, match="http://bad"):
         uploads.fetched(tmp_path / "other", ["http://bad"])
