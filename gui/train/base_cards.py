@@ -57,7 +57,7 @@ def cards(
             "folded": row["source"] not in here and row["offered"] > _IN_SIGHT,
             "download": said("on this machine")
             if row["source"] in here
-            else bytes_text(row["download_bytes"]),
+            else said.figure(bytes_text(row["download_bytes"])),
             "here": row["source"] in here,
             "size": said("Images of {} px", row["resolution_px"]),
             "companies": row["companies"],
@@ -168,7 +168,7 @@ def _found_card(row: Mapping[str, Any], said: Words) -> dict[str, Any]:
         "of": row["program"] or str(Path(row["source"]).parent.name),
         "picture": emblem_url(row["family"], ()),
         "download": said("on this machine"),
-        "size": bytes_text(row["size_bytes"]),
+        "size": said.figure(bytes_text(row["size_bytes"])),
         "found": True,
     }
 
