@@ -203,6 +203,8 @@ def fingerprint(made: Plan) -> str:
         del load["contrasted"]
     if not load["assistant_bytes"]:
         del load["assistant_bytes"]
+    if not load["references_px"]:
+        del load["references_px"]
     if load["adapter"]["refiners"]:
         del load["adapter"]["refiners"]
     if load["adapter"]["noise_rank"] is None:

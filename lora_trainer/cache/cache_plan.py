@@ -23,7 +23,7 @@ from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_rules import class_texts, variants
-from lora_trainer.dataset.records import ImageRecord
+from lora_trainer.dataset.records import ImageRecord, Reference
 from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
 from lora_trainer.families.base.texts import TextEncoder
 
@@ -40,6 +40,8 @@ class SampleView:
     """The crop as the denoiser's conditioning takes it."""
     mask: CacheKey | None = None
     """Key of its mask; None: the whole image counts."""
+    references: tuple[CacheKey, ...] = ()
+    """Keys of the latents of its reference images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,8 @@ class SampleSource:
     """The same texts with the class word in place of the trigger, None for a text without the trigger; empty without
     class preservation."""
     regularisation: bool = False
+    references_px: tuple[tuple[int, int], ...] = ()
+    """(width, height) of each reference image."""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +98,8 @@ class Entries:
 class ImageJob:
     """One latent or one mask to make, as its key says."""
 
-    record: ImageRecord
+    record: ImageRecord | Reference
+    """The image, or one of its reference images."""
     placement: Placement
     flip: bool
     """Whether the image is mirrored."""
@@ -229,13 +234,22 @@ def needs(
         of_class = class_texts(drawn, settings=data)
         class_keys = tuple(None if text is None else key_of(text) for text in of_class)
         sizes: list[SampleSource] = []
-        for placement in record.placements:
+        for number, placement in enumerate(record.placements):
+            references = [(one, one.placements[number]) for one in record.references]
             views: list[SampleView] = []
             size_px = (placement.bucket.width_px, placement.bucket.height_px)
             for flip in (False, True) if data.flip else (False,):
                 job = partial(ImageJob, record=record, placement=placement, flip=flip)
                 image_keys = list(_image_keys(record, placement, flip, facts, data))
                 images |= {k.digest: job(factor=facts.vae_factor, key=k) for k in image_keys}
+                # A mirrored image shows what its mirrored references do.
+                reference_keys = tuple(
+                    _latents_key(one, placed, flip, facts, data) for one, placed in references
+                )
+                for (one, placed), key in zip(references, reference_keys, strict=True):
+                    images[key.digest] = ImageJob(
+                        record=one, placement=placed, flip=flip, factor=facts.vae_factor, key=key
+                    )
                 # The crop within the image as it is seen: diffusers' SDXL script mirrors, then crops.
                 right_px = placement.scaled_width_px - size_px[0] - placement.left_px
                 corner_px = (right_px if flip else placement.left_px, placement.top_px)
@@ -244,7 +258,14 @@ def needs(
                     Geometry(original_px=image_px, corner_px=corner_px, target_px=size_px)
                 )
                 mask = image_keys[1] if len(image_keys) > 1 else None
-                views.append(SampleView(latents=image_keys[0], geometry=crop, mask=mask))
+                views.append(
+                    SampleView(
+                        latents=image_keys[0],
+                        geometry=crop,
+                        mask=mask,
+                        references=reference_keys,
+                    )
+                )
             at_size = SampleSource(
                 views=tuple(views),
                 texts=keys,
@@ -252,6 +273,7 @@ def needs(
                 regularisation=record.regularisation,
                 size_px=size_px,
                 folder=record.folder,
+                references_px=tuple(placed.bucket.size_px for _, placed in references),
             )
             sizes.append(at_size)
         first = replace(sizes[0], others=tuple(sizes[1:])) if len(sizes) > 1 else sizes[0]
@@ -266,28 +288,42 @@ def _image_keys(
 ) -> Iterator[CacheKey]:
     """Yield the key of an image's latents and, if it has a mask, that of the mask at their size.
 
-    The background is "" for an opaque image. The mask's hash is of its file, or of the image whose transparency it is.
+    The mask's hash is of its file, or of the image whose transparency it is.
     """
-    place: dict[str, str | int] = {
-        "bucket": str(placement.bucket),
-        "scaled": f"{placement.scaled_width_px}x{placement.scaled_height_px}",
-        "crop": f"{placement.left_px},{placement.top_px}",
-        "flip": int(flip),
-    }
-    yield CacheKey.of(
-        "latents",
-        image=record.content_hash,
-        encoder=facts.parts["vae"].identity,
-        background=settings.alpha_background if record.transparent else "",
-        **({"reader": facts.reader} if facts.reader else {}),
-        **({"colours": "sRGB"} if record.recoloured else {}),
-        **place,
-    )
+    yield _latents_key(record, placement, flip, facts, settings)
     if record.mask is not None:
         yield CacheKey.of(
             "masks",
             mask=record.mask.content_hash,
             channel=record.mask.channel,
             factor=facts.vae_factor,
-            **place,
+            **_place(placement, flip),
         )
+
+
+def _latents_key(
+    image: ImageRecord | Reference,
+    placement: Placement,
+    flip: bool,
+    facts: BaseFacts,
+    settings: DataSettings,
+) -> CacheKey:
+    """Return the key of the latents of an image or a reference; the background is "" for an opaque image."""
+    return CacheKey.of(
+        "latents",
+        image=image.content_hash,
+        encoder=facts.parts["vae"].identity,
+        background=settings.alpha_background if image.transparent else "",
+        **({"reader": facts.reader} if facts.reader else {}),
+        **({"colours": "sRGB"} if image.recoloured else {}),
+        **_place(placement, flip),
+    )
+
+
+def _place(placement: Placement, flip: bool) -> dict[str, str | int]:
+    return {
+        "bucket": str(placement.bucket),
+        "scaled": f"{placement.scaled_width_px}x{placement.scaled_height_px}",
+        "crop": f"{placement.left_px},{placement.top_px}",
+        "flip": int(flip),
+    }

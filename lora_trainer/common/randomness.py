@@ -21,6 +21,7 @@ class Stream(StrEnum):
     FLIP = "flip"
     CAPTION_VARIANT = "caption-variant"
     CAPTION_DROPOUT = "caption-dropout"
+    REFERENCE_DROPOUT = "reference-dropout"
     TAG_SHUFFLE = "tag-shuffle"
     TAG_DROPOUT = "tag-dropout"
     WILDCARD = "wildcard"

@@ -250,6 +250,27 @@ class DataSettings(Section, Generic[A_co]):
         "none",
         "region of the loss: `NAME-masklabel.png` or `masks/NAME.png` (files), or opaque pixels (alpha)",
     )
+    references: Literal["files", "none"] = setting(
+        "files",
+        "reference images of editing pairs: `references/NAME.png`, `references_2/NAME.png`; none: not read",
+    )
+    reference_dirs: tuple[str, ...] = setting(
+        (),
+        "folders of reference images elsewhere, in the order of the references; files named as the images",
+        path=True,
+    )
+    reference_dropout: Share = setting(
+        0.0,
+        "fraction of samples trained without their reference images",
+        not_for={"data.references": ("none",)},
+    )
+    reference_resolution: Pixels | None = setting(
+        None,
+        "side of a square with the area that reference images are scaled down to; none: data.resolution",
+        unit="px",
+        replans=True,
+        not_for={"data.references": ("none",)},
+    )
     mask_background: BelowOne = setting(
         0.1,
         "loss weight of black or transparent regions; 0: training ignores them",

@@ -270,7 +270,14 @@ class BaseCosts:
 
         def trace() -> dict[str, Any]:
             # Only the fields that change the network; the others are sizes of its inputs.
-            built = replace(workload, height_px=0, width_px=0, checkpointing="none", micro_batch=1)
+            built = replace(
+                workload,
+                height_px=0,
+                width_px=0,
+                checkpointing="none",
+                micro_batch=1,
+                references_px=(),
+            )
             return asdict(self._network(built).sample_cost(workload))
 
         return SampleCost(**self._remembered(json.dumps(asdict(workload)), trace))

@@ -29,7 +29,7 @@ class Workload:
 
     `micro_batch` samples go through the network together; some tensors that are views for one sample are
     copies for several. `wide_adapter`: the adapter reads fp32 copies of its inputs, as every kind but
-    plain LoRA does.
+    plain LoRA does. `references_px` are (width, height) of the reference images of a sample.
     """
 
     height_px: int
@@ -40,6 +40,13 @@ class Workload:
     checkpointing: Checkpointing
     micro_batch: int = 1
     wide_adapter: bool = False
+    references_px: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def area_px(self) -> int:
+        """Pixels of the image and its references: a network has as many tokens for each as for one of that size."""
+        own = self.height_px * self.width_px
+        return own + sum(width_px * height_px for width_px, height_px in self.references_px)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +105,7 @@ def tabled(
         step = {**traces["full"], **step}
     areas = [side_px**2 for side_px in release["sides_px"]]
     usual, other = release["text_tokens"]
-    area = workload.height_px * workload.width_px
+    area = workload.area_px
 
     def at(values: Sequence[float], over_size: _OverSize) -> float:
         """Interpolate over size at the smallest rank, one sample and the usual text, then add each change.

@@ -30,6 +30,7 @@ from lora_trainer.costs import meta_kernels
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
 from lora_trainer.families.base.family import Family, fp32_parts
+from lora_trainer.families.base.references import with_references
 from lora_trainer.lora.adapter_layers import CUSTOM
 from lora_trainer.network.gradient_checkpointing import (
     BlockRunner,
@@ -351,13 +352,19 @@ class TracedNetwork:
         factor, count = self.facts.vae_factor, workload.micro_batch
         size = (workload.height_px // factor, workload.width_px // factor)
         flow = self.facts.release.prediction == "flow"
+
+        def latents(height: int, width: int) -> Tensor:
+            shape = (self.facts.latent_channels, height, width)
+            return torch.empty(*shape, dtype=self.dtype, device="meta")
+
+        references = [
+            latents(high // factor, wide // factor) for wide, high in workload.references_px
+        ]
+        conditioning = {**self.conditioning, **with_references(references)}
         return (
-            torch.empty(count, self.facts.latent_channels, *size, dtype=self.dtype, device="meta"),
+            latents(*size).repeat(count, 1, 1, 1),
             torch.empty(count, dtype=torch.float32 if flow else torch.int64, device="meta"),
-            {
-                name: tensor.repeat_interleave(count, 0)
-                for name, tensor in self.conditioning.items()
-            },
+            {name: tensor.repeat_interleave(count, 0) for name, tensor in conditioning.items()},
         )
 
 

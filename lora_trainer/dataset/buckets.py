@@ -17,6 +17,7 @@ from PIL import Image
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.inputs import DataSettings
+from lora_trainer.families.base.facts import BaseFacts
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -28,6 +29,11 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"{self.width_px}x{self.height_px}"
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.width_px, self.height_px
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,28 @@ def placing(data: DataSettings, *, resolution_px: int, step_px: int) -> Place:
     ]
     return cache(
         lambda width_px, height_px: tuple(place(width_px, height_px, buckets=b) for b in buckets)
+    )
+
+
+def placing_references(data: DataSettings, *, facts: BaseFacts) -> Place:
+    """Return the function that places reference images beside images at each of their resolutions.
+
+    A reference keeps its own shape and is as large as an image of that resolution at most, or as
+    `data.reference_resolution` says. Without a base that reads references it has no place.
+    """
+    if facts.references is None:
+        return lambda width_px, height_px: ()
+    rule, own = facts.references, data.reference_resolution
+    side_px = facts.resolution_px if data.resolution == "auto" else data.resolution
+    sides_px = [each if own is None else own for each in (side_px, *data.more_resolutions)]
+    token_px = facts.vae_factor * facts.patch
+
+    def place_at(width_px: int, height_px: int, side_px: int) -> Placement:
+        size = rule.size_px(width_px, height_px, side_px=side_px, token_px=token_px)
+        return place(width_px, height_px, buckets=[Bucket(*size)])
+
+    return cache(
+        lambda width_px, height_px: tuple(place_at(width_px, height_px, side) for side in sides_px)
     )
 
 

@@ -12,12 +12,13 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
 from lora_trainer.common.events import Finding, named, shown
+from lora_trainer.common.files import user_path
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.captions import (
@@ -38,6 +39,14 @@ from lora_trainer.dataset.captions import (
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 from lora_trainer.dataset.mask_names import MASK_SUFFIX, by_name, key_of_mask, masked_folder
 from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
+from lora_trainer.dataset.reference_files import (
+    ReferenceFile,
+    ReferenceFolder,
+    is_own_name,
+    matched,
+    place_in,
+    reference_folder,
+)
 
 Entry = os.DirEntry[str]
 FolderKind = Literal["mask", "control", "class"]
@@ -135,6 +144,8 @@ class ImageFile:
     """Captions to use without a caption file, best first."""
     mask: Path | None = None
     mask_name: str | None = None
+    references: tuple[ReferenceFile, ...] = ()
+    """Its reference images, the first one first."""
 
     @property
     def path(self) -> Path:
@@ -198,7 +209,7 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
             f"no images in {shown(str(root))}" + (f" ({remarks})" if remarks else ""),
             fix=f"put in files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}",
         )
-    pictures = sorted(walk.pictures, key=lambda picture: picture.name)
+    pictures = sorted(walk.with_references(), key=lambda picture: picture.name)
     findings += [*walk.findings_about_captions(), *walk.unused_masks()]
     return Listing(pictures=tuple(pictures), findings=tuple(findings))
 
@@ -241,6 +252,7 @@ class _Walk:
     masks: list[tuple[str, str]] = field(default_factory=list)
     """Masks by name, each with the name of the image it is for, without extension."""
     folder_names: set[str] = field(default_factory=lambda: {OWN_FOLDER})
+    reference_folders: list[ReferenceFolder] = field(default_factory=list)
 
     def _say(self, name: str, file: str, /, **words: object) -> None:
         self.findings.append(finding(name, file, **words))
@@ -262,7 +274,10 @@ class _Walk:
         is_project = not self.pictures and any(
             _REPEATS_FOLDER.fullmatch(inner.name) for path in img for inner in entries_in(path)
         )
-        for file in files:
+        # Folders of references last: whether they hold any, the names of the images say.
+        for file in sorted(files, key=lambda file: place_in(file.entry.name) is not None):
+            if self._takes_references(file, folder):
+                continue
             last, names = file.name.rpartition("/")[2], self.settings.folders
             kind: str | None = folder_kind(last)
             if kind not in ("control", "class"):
@@ -305,6 +320,53 @@ class _Walk:
                 self._say("not-a-file.own-folder", inner.prefix)
                 continue
             self.read(inner, masks)
+
+    def _takes_references(self, file: _File, folder: _Folder) -> bool:
+        """Take out a subfolder whose files have the names of images, as their references; return whether it is one."""
+        place = place_in(file.entry.name)
+        is_named = any(f"{name}/".startswith(f"{file.name}/") for name in self.settings.folders)
+        if place is None or is_named:
+            return False
+        found = reference_folder(file.entry.path, name=file.name, beside=folder.prefix, place=place)
+        if not matched((picture.name for picture in self.pictures), [found])[0]:
+            return False
+        if self.settings.references == "files":
+            self.reference_folders.append(found)
+            return True
+        if is_own_name(file.entry.name):
+            self._say("unread-references", f"{file.name}/")
+            return True
+        return False  # set aside by its name, as without the setting
+
+    def with_references(self) -> list[ImageFile]:
+        """Return the images with their reference images, and say which references and images have no partner."""
+        folders = self.reference_folders
+        if self.settings.references == "files":
+            for number, given in enumerate(self.settings.reference_dirs, 1):
+                path = Path(user_path(given))
+                if not path.is_dir():
+                    raise InputError(
+                        f"data.reference_dirs names {shown(str(path))}, which is not a folder",
+                        fix="give folders of reference images, whose files have the names of the images",
+                    )
+                # Behind those in the dataset folder, for images of the whole dataset.
+                folders = [
+                    *folders,
+                    reference_folder(str(path), name=str(path), beside="", place=100 + number),
+                ]
+        if not folders:
+            return self.pictures
+        references, unused = matched((picture.name for picture in self.pictures), folders)
+        alone = [one.name for one in self.pictures if one.name not in references]
+        words = {"pairs": len(references), "images": len(self.pictures)}
+        for folder in sorted(folders, key=lambda folder: (folder.place, folder.name)):
+            self._say("references", folder.name + "/", **words)
+        self.findings += finding_of_all("references.unused", sorted(unused))
+        self.findings += finding_of_all("references.missing", sorted(alone))
+        return [
+            replace(picture, references=references.get(picture.name, ()))
+            for picture in self.pictures
+        ]
 
     def _read_files(
         self, folder: _Folder, masks_beside: Masks

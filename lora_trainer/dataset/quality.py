@@ -61,6 +61,8 @@ UNCAPTIONED_COST = 1.5
 # What of a caption a folder's name or the trigger lacks: among captions, and where no image has one.
 STAND_IN_LACK, LONE_STAND_IN_LACK = 0.5, 0.1
 CRISP_FROM, CRISP_FULL, CRISP_ADVISED = 0.3, 0.6, 0.4
+# Natural logarithm of the ratio of two aspect ratios: 10 % apart, more than cropping to multiples of pixels makes.
+RESHAPED = math.log(1.1)
 # Share of an image's area: where more is cut off, it is another image that is trained.
 MOSTLY_CROPPED = 0.5
 DARK_BELOW, BRIGHT_ABOVE, CONTRAST_BELOW = 0.25, 0.85, 0.12
@@ -358,6 +360,24 @@ def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Itera
         lack = "no mask" if settings.masks == "files" else "no transparent part"
         yield from finding_of_all("no-mask", names, all=len(learned), lack=lack)
     yield from _findings_about_masks(records)
+    yield from _findings_about_references(records)
+
+
+def _findings_about_references(records: Sequence[ImageRecord]) -> Iterator[Finding]:
+    """Yield the pairs that change nothing, and those whose image has another shape than the one it was made from."""
+    equal, reshaped = list[str](), list[str]()
+    for record in records:
+        if record.content_hash in {one.content_hash for one in record.references}:
+            equal.append(record.name)
+        # Of several references only one, and nobody knows which, has to be of the image's shape.
+        ratios = [
+            record.width_px * one.height_px / (record.height_px * one.width_px)
+            for one in record.references
+        ]
+        if ratios and min(abs(math.log(ratio)) for ratio in ratios) > RESHAPED:
+            reshaped.append(record.name)
+    yield from finding_of_all("references.equal", equal)
+    yield from finding_of_all("references.shape", reshaped)
 
 
 def _findings_about_masks(records: Sequence[ImageRecord]) -> Iterator[Finding]:

@@ -33,6 +33,27 @@ MAX_REPEATS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """A usable reference image of an image to learn: what its caption says to change."""
+
+    file: str
+    name: str
+    content_hash: str
+    width_px: int
+    height_px: int
+    transparent: bool
+    recoloured: bool
+    placements: tuple[Placement, ...] = ()
+    """Its size beside the image at each of the image's resolutions; empty if no base is known."""
+    mask: None = None
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.file)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRecord:
     """One usable image.
 
@@ -60,6 +81,7 @@ class ImageRecord:
     recoloured: bool = False
     """Whether its pixels were converted from its colour profile to sRGB."""
     mask: Mask | None = None
+    references: tuple[Reference, ...] = ()
     regularisation: bool = False
     placements: tuple[Placement, ...] = ()
     """Its place at `data.resolution`, then at each of `data.more_resolutions`; empty if no base is known."""

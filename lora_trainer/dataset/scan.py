@@ -38,7 +38,7 @@ from lora_trainer.common.files import (
 from lora_trainer.common.memo import HashMemo, MemoTable
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.buckets import Place, placing
+from lora_trainer.dataset.buckets import Place, Placement, placing, placing_references
 from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, plain_text
 from lora_trainer.dataset.captions import (
     IMAGE_TEXT,
@@ -60,7 +60,14 @@ from lora_trainer.dataset.images import (
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.dataset.masks import Mask, MaskFacts, facts_of
 from lora_trainer.dataset.quality import findings_of
-from lora_trainer.dataset.records import REGULARISATION, Dataset, ImageRecord, finding
+from lora_trainer.dataset.records import (
+    REGULARISATION,
+    Dataset,
+    ImageRecord,
+    Reference,
+    finding,
+)
+from lora_trainer.dataset.reference_files import ReferenceFile
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB
 
@@ -135,16 +142,23 @@ class Inspector:
     settings: DataSettings
     memo: DatasetMemo
     place_image: Place
+    place_reference: Place
 
     def inspect(self, image: ImageFile) -> Inspected:
         """Hash and, unless these bytes are known, decode one image; read its caption file."""
         kind, name = "unusable", image.name
         try:
             content_hash = self.memo.hashes.sha256(image.file)
-            facts = self._facts(image, content_hash)
+            facts = self._facts(image.path, content_hash)
             inside = self._caption_inside(image, content_hash)
             kind, name = BAD_MASK, image.mask_name or image.name
             mask = self._mask(image, facts, content_hash)
+            references, notes = [], []
+            for file in image.references:
+                kind, name = "unusable", file.name
+                reference, about_it = self._reference(file)
+                references.append(reference)
+                notes += about_it
         except ImageDecodeError as error:
             words = {"what": error.reason, "advice": error.fix, "code": error.code}
             return None, [finding(kind, name, **words)]
@@ -171,15 +185,17 @@ class Inspector:
             caption_source=caption.source or None,
             repeats=image.repeats,
             transparent=bool(facts.background),
-            recoloured=any(note.startswith("icc: ") for note in facts.notes),
+            recoloured=_is_recoloured(facts),
             measures=facts.measures,
             mask=mask,
+            references=tuple(references),
             placements=self.place_image(facts.width_px, facts.height_px),
         )
         findings = [
             finding(kind, image.name, what=what)
             for kind, _, what in (note.partition(": ") for note in facts.notes)
         ]
+        findings += notes
         kind = "caption-text.json" if is_json(sidecar.source) else "caption-text"
         findings += [finding(kind, sidecar.source, problem=problem) for problem in sidecar.problems]
         if TRIGGER_PLACEHOLDER in caption.text and not settings.trigger:
@@ -189,12 +205,29 @@ class Inspector:
             findings.append(finding("two-captions.table", image.name, **words))
         return record, findings
 
-    def _facts(self, image: ImageFile, content_hash: str) -> VerifiedImage:
+    def _reference(self, file: ReferenceFile) -> tuple[Reference, list[Finding]]:
+        """Hash and decode a reference image; raises OSError and ImageDecodeError for one that cannot be used."""
+        content_hash = self.memo.hashes.sha256(file.file)
+        facts = self._facts(Path(file.file), content_hash)
+        reference = Reference(
+            file=file.file,
+            name=file.name,
+            content_hash=content_hash,
+            width_px=facts.width_px,
+            height_px=facts.height_px,
+            transparent=bool(facts.background),
+            recoloured=_is_recoloured(facts),
+            placements=self.place_reference(facts.width_px, facts.height_px),
+        )
+        parts = (note.partition(": ") for note in facts.notes)
+        return reference, [finding(kind, file.name, what=what) for kind, _, what in parts]
+
+    def _facts(self, path: Path, content_hash: str) -> VerifiedImage:
         facts = self.memo.images.get(content_hash)
         backgrounds, most = ("", self.settings.alpha_background), max_pixels(self.settings)
         if facts and facts.background in backgrounds and facts.width_px * facts.height_px <= most:
             return facts
-        decoded = decode(image.path, settings=self.settings, content_hash=content_hash)
+        decoded = decode(path, settings=self.settings, content_hash=content_hash)
         background = "" if decoded.alpha is None else self.settings.alpha_background
         facts = VerifiedImage(
             *decoded.image.size, decoded.notes, measure(decoded.image), background
@@ -263,12 +296,22 @@ class Inspector:
         return text._replace(source=source)
 
 
+def _is_recoloured(facts: VerifiedImage) -> bool:
+    return any(note.startswith("icc: ") for note in facts.notes)
+
+
+def _nowhere(_width_px: int, _height_px: int) -> tuple[Placement, ...]:
+    """Return no place: no base is known."""
+    return ()
+
+
 def scan(
     folder: Path,
     *,
     settings: DataSettings,
     memo: DatasetMemo | None = None,
-    place_image: Place = lambda _width_px, _height_px: (),
+    place_image: Place = _nowhere,
+    place_reference: Place = _nowhere,
 ) -> Dataset:
     """Read and check the dataset in `folder`; the caller saves `memo`.
 
@@ -277,7 +320,9 @@ def scan(
     images inside the dataset.
     """
     memo = memo or DatasetMemo()
-    records, findings, fingerprint = _scan_folder(folder, settings, memo, place_image)
+    records, findings, fingerprint = _scan_folder(
+        folder, settings, memo, place_image, place_reference
+    )
     learned = tuple(one for one in records if not settings.is_regularisation(one.folder))
     if not learned:
         raise InputError(
@@ -295,7 +340,9 @@ def scan(
                 f"data.regularisation_dir={other_folder} is inside the dataset folder",
                 fix=f"{marking}, or move it elsewhere",
             )
-        plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
+        plain = settings.model_copy(
+            update={"trigger": None, "folders": {}, "masks": "none", "references": "none"}
+        )
         elsewhere, about_them, other = _scan_folder(other_folder, plain, memo, place_image)
         others += (
             replace(one, name=REGULARISATION + one.name, folder=REGULARISATION + one.folder)
@@ -305,7 +352,9 @@ def scan(
             replace(one, file=one.file and REGULARISATION + one.file) for one in about_them
         )
         fingerprint = _joined(fingerprint, other)
-    regularisation = _numbered([replace(one, regularisation=True, mask=None) for one in others])
+    regularisation = _numbered(
+        [replace(one, regularisation=True, mask=None, references=()) for one in others]
+    )
     original = {record.content_hash: record.name for record in learned}
     findings += [
         finding("regularisation", record.name, original=original[record.content_hash])
@@ -327,13 +376,19 @@ def _joined(*fingerprints: str) -> str:
 
 @gc_disabled()
 def _scan_folder(
-    folder: Path, settings: DataSettings, memo: DatasetMemo, place_image: Place
+    folder: Path,
+    settings: DataSettings,
+    memo: DatasetMemo,
+    place_image: Place,
+    place_reference: Place = _nowhere,
 ) -> tuple[tuple[ImageRecord, ...], list[Finding], str]:
     """Return the records of one folder, the findings about it and its fingerprint."""
     background_rgb(settings)
     listing = list_dataset(folder, settings=settings)
     findings, inspected = list(listing.findings), list[ImageRecord]()
-    inspector = Inspector(settings=settings, memo=memo, place_image=place_image)
+    inspector = Inspector(
+        settings=settings, memo=memo, place_image=place_image, place_reference=place_reference
+    )
     # Hashing and decoding release the GIL; only a few images at a time, to bound the memory. Handing over
     # an image that the memo knows takes as long as the memo's answer, so many are handed over together,
     # and not neighbours: new images often have neighbouring names, which one thread would decode alone.
@@ -387,6 +442,7 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
             # A caption's text beyond the plain one: other lines, other alternatives, marks.
             *record.written,
             *(_name_of_mask(record.mask) if record.mask else ()),
+            *(f"reference {one.content_hash}" for one in record.references),
         )
         for record in records
     )
@@ -417,10 +473,22 @@ def cache_in(data: DataSettings) -> CappedFolder:
     return CappedFolder(root=cache_folder(data), limit_bytes=int(data.cache_max_gib * GIB))
 
 
-def read_dataset(folder: Path, data: DataSettings, facts: BaseFacts) -> Dataset:
-    """Scan a dataset for a base, skipping images whose check the cache folder's memo has already."""
+def read_dataset(
+    folder: Path, data: DataSettings, facts: BaseFacts, *, checks_only: bool = False
+) -> Dataset:
+    """Scan a dataset for a base, skipping images whose check the cache folder's memo has already.
+
+    Reference images are left aside for a base that reads none, unless the dataset is only checked.
+    """
     memo = DatasetMemo(cache_folder(data))
-    place_image = placing(data, resolution_px=facts.resolution_px, step_px=facts.bucket_step_px)
-    dataset = scan(folder, settings=data, memo=memo, place_image=place_image)
+    if facts.references is None and not checks_only:
+        data = data.model_copy(update={"references": "none"})
+    dataset = scan(
+        folder,
+        settings=data,
+        memo=memo,
+        place_image=placing(data, resolution_px=facts.resolution_px, step_px=facts.bucket_step_px),
+        place_reference=placing_references(data, facts=facts),
+    )
     memo.save()
     return dataset

@@ -40,7 +40,12 @@ from lora_trainer.run import build
 from lora_trainer.run.device import check_allocator, planned_device, setup_torch
 from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
 from lora_trainer.run.run_folder import TrainingJob, read_run
-from lora_trainer.run.samples import OF_THE_BASE, file_and_base, is_own_base
+from lora_trainer.run.samples import (
+    OF_THE_BASE,
+    file_and_base,
+    is_own_base,
+    reference_pictures,
+)
 from lora_trainer.run.saving import WeightFigures, weight_figures
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
@@ -112,6 +117,8 @@ class Evaluation:
         settings, key = self.prepared.config.sampling, build.texts_as(self.prepared).key
         model, read = self.model, self.feeder.entries.read
         side = self.prepared.config.data.resolution
+        records = (*self.prepared.held_out, *self.prepared.trained)
+        references = {one.caption: one.references for one in reversed(records)}
         with self.dial.at(strength), torch.no_grad():
             return [
                 self.sampler.image(
@@ -122,6 +129,7 @@ class Evaluation:
                     # A few-step base is not drawn in more steps than it was distilled to.
                     steps=min(SAMPLE_STEPS, settings.steps),
                     guidance_scale=settings.guidance_scale,
+                    references=reference_pictures(self.prepared, references.get(prompt, ())),
                 )
                 for index, prompt in enumerate(prompts)
             ]

@@ -33,6 +33,13 @@ def known_base(source: str) -> BaseFacts | None:
     return next((facts for name in NAMES if (facts := family(name).releases.get(source))), None)
 
 
+def editing() -> list[str]:
+    """Return the names of the families with a release that reads reference images."""
+    return [
+        name for name in NAMES if any(each.references for each in family(name).releases.values())
+    ]
+
+
 def detect(folder: Path) -> Family:
     """Return the family of a diffusers folder; raises InputError that lists the folder's contents."""
     for name in NAMES:

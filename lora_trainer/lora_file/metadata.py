@@ -92,6 +92,8 @@ class ExportInfo:
     zero_terminal_snr: bool = False
     """The value that was used."""
     regularisation_per_epoch: int = 0
+    references: int = 0
+    """Reference images of an image, the most; 0: it was trained from text alone."""
     base_hashes: FileHashes | None = None
     """Hashes of a base in one file; None for a folder."""
     vae_hashes: FileHashes | None = None
@@ -348,6 +350,7 @@ def metadata(info: ExportInfo) -> dict[str, str]:
             {key: value for key, value in settings.items() if key not in MACHINE_SETTINGS}
         ),
         "lora_train.base_identity": public.base_identity,
+        **({"lora_train.references": str(public.references)} if public.references else {}),
     }
     if not settings[DATASET_IN_HEADER]:
         values = {key: value for key, value in values.items() if key not in DATASET_ENTRIES}

@@ -20,6 +20,7 @@ docs/memory.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -96,7 +97,8 @@ def runs_wide(adapter: AdapterSettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
+    """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height),
+    `references_px` those of the reference images of an image.
 
     `twice` is the share of a step's images that appear a second time for class preservation, `as_base` the
     share for which the base's own prediction is computed too, `contrasted` the share for which the prediction
@@ -121,6 +123,7 @@ class Load:
     prepared_samples: int
     optimizer_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     averaged: bool = False
+    references_px: tuple[tuple[int, int], ...] = ()
     masked: bool = False
     twice: float = 0.0
     as_base: float = 0.0
@@ -136,6 +139,7 @@ class Load:
         return Workload(
             height_px=height_px,
             width_px=width_px,
+            references_px=self.references_px,
             element_bytes=ELEMENT_BYTES[self.precision],
             rank=self.adapter.rank,
             targets=self.adapter.targets,
@@ -343,6 +347,7 @@ def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
     area = latent_area(load, costs)
     # Latents, noise and target have the same shape.
     elements = 3 * costs.facts.latent_channels * area + (area if load.masked else 0)
+    elements += costs.facts.latent_channels * _references_area(load, costs)
     # The empty prompt lies beside the caption; it is counted as if it were as long.
     texts = 2 if load.contrasted else 1
     return 4 * elements + texts * costs.conditioning_bytes
@@ -352,6 +357,12 @@ def latent_area(load: Load, costs: BaseCosts) -> int:
     """Return the elements of one channel of a latent of the load's bucket."""
     width_px, height_px = load.bucket_px
     return (width_px // costs.facts.vae_factor) * (height_px // costs.facts.vae_factor)
+
+
+def _references_area(load: Load, costs: BaseCosts) -> int:
+    """Return the elements of one channel of the latents of all references of an image."""
+    factor = costs.facts.vae_factor
+    return sum((width // factor) * (height // factor) for width, height in load.references_px)
 
 
 def vae_weights(costs: BaseCosts) -> MemoryItem:
@@ -367,7 +378,7 @@ def _vae_elements_per_px(load: Load, costs: BaseCosts) -> tuple[int, int]:
 
 
 def _images(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
-    width_px, height_px = load.bucket_px
+    width_px, height_px = max((load.bucket_px, *load.references_px), key=math.prod)
     elements = _vae_elements_per_px(load, costs)[0] * width_px * height_px
     yield vae_weights(costs)
     note = f"one image of {width_px}x{height_px} px, fp32"
@@ -392,10 +403,14 @@ def _sampling(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     # Without gradients nothing is kept, so micro-batch and checkpointing of the training do not matter.
     alone = replace(load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none")
     forward_bytes = costs.sample_cost(alone.workload()).forward_bytes
-    decoding = 4 * _vae_elements_per_px(load, costs)[1] * side_px * side_px
+    encoding, decoding = (4 * each for each in _vae_elements_per_px(load, costs))
+    # References are encoded before, one after another.
+    vae = max(
+        decoding * side_px * side_px, *(encoding * math.prod(s) for s in load.references_px), 0
+    )
     yield vae_weights(costs)
     # Guidance predicts with the prompt and the negative prompt together; decoding comes later.
-    size = max(decoding, 2 * forward_bytes)
+    size = max(vae, 2 * forward_bytes)
     note = f"the larger of: decoding {side_px}x{side_px} px in fp32, a guided forward pass"
     yield MemoryItem("sample image", size, note)
 

@@ -41,7 +41,7 @@ from lora_trainer.planning.memory import (
     Prediction,
     runs_wide,
 )
-from lora_trainer.planning.plan_input import PlanInput
+from lora_trainer.planning.plan_input import PlanInput, area_of
 from lora_trainer.planning.run_time import Evaluator
 
 # Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more.
@@ -133,7 +133,7 @@ class MemoryChooser:
         # The chosen load is of the largest bucket; smaller buckets may have more images at once.
         least, most = load.micro_batch, ideal_load.micro_batch
         at_once = {
-            size: self._most_images(replace(load, bucket_px=size), least=least, most=most)
+            size: self._most_images(self._with_bucket(load, size), least=least, most=most)
             for size in dict.fromkeys(self._buckets)
         }
         choice = self._chosen(load, at_once)
@@ -144,7 +144,8 @@ class MemoryChooser:
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
         loads = [
-            replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
+            replace(self._with_bucket(load, bucket), micro_batch=count)
+            for bucket, count in at_once.items()
         ]
         memory = max(
             map(self.evaluator.predict, loads),
@@ -162,6 +163,12 @@ class MemoryChooser:
         side_px = settled(self.config.data.resolution)
         return self.inputs.buckets or [(side_px, side_px)]
 
+    def _references(self, bucket_px: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+        return self.inputs.references.get(bucket_px, ())
+
+    def _with_bucket(self, load: Load, bucket_px: tuple[int, int]) -> Load:
+        return replace(load, bucket_px=bucket_px, references_px=self._references(bucket_px))
+
     @cached_property
     def _ideal_load(self) -> Load:
         config, gpu = self.config, self.gpu
@@ -169,6 +176,8 @@ class MemoryChooser:
         regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
         twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
         learned_from_base = regularisation if config.objective.prior == "base" else 0.0
+        # Of equal buckets that with the largest references: their tokens cost what the image's own do.
+        largest = max(self._buckets, key=lambda size: area_of((size, *self._references(size))))
         load = Load(
             device=gpu.can.torch_type if gpu else "cpu",
             precision=settled(config.train.precision),
@@ -182,7 +191,8 @@ class MemoryChooser:
             micro_batch=batch_size if memory.micro_batch == "auto" else memory.micro_batch,
             checkpointing=self._checkpointing[0],
             streamed_blocks=0 if memory.streamed_blocks == "auto" else memory.streamed_blocks,
-            bucket_px=max(self._buckets, key=math.prod),
+            bucket_px=largest,
+            references_px=self._references(largest),
             samples=bool(config.sampling.every_steps),
             sample_side_px=settled(config.data.resolution),
             prepared_samples=math.ceil(config.data.prefetch_steps * batch_size * (1 + twice)),
@@ -375,11 +385,19 @@ class MemoryChooser:
         without, side_px = "", ideal_load.sample_side_px
         if ideal_load.bucket_px[0] * ideal_load.bucket_px[1] > side_px**2:
             without = "data.more_resolutions=[]"
-            yield without, replace(ideal_load, bucket_px=(side_px, side_px))
+            yield without, self._with_side(ideal_load, side_px)
             without = f" --set {without}"
         for side_px in range(ideal_load.sample_side_px - step_px, step_px - 1, -step_px):
-            shrunk = replace(ideal_load, bucket_px=(side_px, side_px), sample_side_px=side_px)
+            shrunk = replace(self._with_side(ideal_load, side_px), sample_side_px=side_px)
             yield f"data.resolution={side_px}{without}", shrunk
+
+    def _with_side(self, load: Load, side_px: int) -> Load:
+        """Return a load of square images, whose references are no larger where they follow the resolution."""
+        references = load.references_px
+        if self.config.data.reference_resolution is None:
+            square = (side_px, side_px)
+            references = tuple(min(size, square, key=math.prod) for size in references)
+        return replace(load, bucket_px=(side_px, side_px), references_px=references)
 
     def _least(self, load: Load) -> Load:
         kind = self._checkpointing[-1]

@@ -8,7 +8,7 @@ version of torch, as another one of these may need less. An entry can only make 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -24,6 +24,11 @@ from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.known_pace import PastRun
 
 
+def area_of(sizes: Iterable[tuple[int, int]]) -> int:
+    """Return the pixels of images of these sizes together."""
+    return sum(width_px * height_px for width_px, height_px in sizes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanInput:
     """Everything a plan is made from. `images` counts the different training images.
@@ -32,8 +37,9 @@ class PlanInput:
 
     `samples_per_epoch` counts repeats, at least `fewest_repeats` of each image, without regularisation;
     `regularisation_per_epoch` comes on top. `buckets` are the (width, height) in use, in pixels, of all
-    images, held-out ones too; `buckets_by_side` those at another `data.resolution`, by its pixels. `latents`
-    counts mirrored images twice, `texts` the different captions, `prompts`
+    images, held-out ones too; `buckets_by_side` those at another `data.resolution`, by its pixels. `references` are
+    the sizes of the reference images of an image of a bucket, those with the most pixels together. `latents`
+    counts reference images too, and mirrored images twice, `texts` the different captions, `prompts`
     those of the sample images. `full_card` is an out-of-memory record of this GPU. `processes` share each
     step, `sharing` of them one machine's memory. `kept_at_once` is the micro-batch by bucket of a resumed
     run, which keeps its plan. `held_out_count` counts images held out for validation. `past_runs` are finished
@@ -53,6 +59,7 @@ class PlanInput:
     prompts: int
     fewest_repeats: int = 1
     buckets_by_side: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    references: Mapping[tuple[int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
     full_card: OomRecord | None = None
     processes: int = 1
     sharing: int = 1

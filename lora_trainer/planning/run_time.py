@@ -458,7 +458,10 @@ class RunTimeInputs:
                     max(step_px, round(length * scale / step_px) * step_px)
                     for length in self.load.bucket_px
                 )
-                yield replace(self.load, bucket_px=(width_px, height_px))
+                references = self.load.references_px
+                if self.config.data.reference_resolution is None:
+                    references = tuple((round(w * scale), round(h * scale)) for w, h in references)
+                yield replace(self.load, bucket_px=(width_px, height_px), references_px=references)
 
     def _forward(self, side_px: int) -> Range:
         """Return the time of one prediction of one image without gradients."""

@@ -10,7 +10,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
@@ -167,6 +167,24 @@ def image_counts(prepared: Prepared) -> dict[str, int]:
     return {"all": len(prepared.trained) + len(prepared.held_out), **kinds}
 
 
+def _references_row(prepared: Prepared) -> dict[str, str]:
+    """Return how many images have references, and what these cost; nothing for a dataset without any."""
+    records = (*prepared.trained, *prepared.held_out)
+    counts = [len(record.references) for record in records if record.references]
+    if not counts:
+        return {}
+    each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    load, costs = prepared.plan.load, prepared.inputs.costs
+    with_them, without = (
+        costs.sample_cost(one.workload()).step_flops
+        for one in (load, replace(load, references_px=()))
+    )
+    return {
+        "references": f"{len(counts)} of {len(records)} images have {each}; a step computes "
+        f"{with_them / without:.2f} times as much as from text alone"
+    }
+
+
 def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType:
     """Return the plan for people: the run's facts, time and disk, memory item by item, settings with origins.
 
@@ -194,6 +212,7 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         "preset": f"{resolved.preset}, priority {resolved.priority}",
         "data": f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
         f"{regularisation}; {buckets}",
+        **_references_row(prepared),
         "check": _check_text(prepared),
         "length": f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
         "micro-batch": f"images by bucket: {', '.join(sizes)}",

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError
-from lora_trainer.common.events import shown
+from lora_trainer.common.events import named, shown
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.processes import gc_disabled
+from lora_trainer.common.wording import without_secrets
 from lora_trainer.config import Priority
 from lora_trainer.config.config import (
     flatten,
@@ -36,7 +38,7 @@ from lora_trainer.config.layers import (
 )
 from lora_trainer.config.prompt_line import SamplePrompt, check_sizes, plain_prompt, read_prompt
 from lora_trainer.config.running import Config, RunConfig
-from lora_trainer.dataset.buckets import placing
+from lora_trainer.dataset.buckets import placing, placing_references
 from lora_trainer.dataset.caption_rules import (
     MOST_CHUNKS,
     Reading,
@@ -48,7 +50,13 @@ from lora_trainer.dataset.caption_rules import (
 )
 from lora_trainer.dataset.json_captions import json_findings
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
-from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regularisation_count
+from lora_trainer.dataset.records import (
+    Dataset,
+    ImageRecord,
+    Reference,
+    hold_out,
+    regularisation_count,
+)
 from lora_trainer.dataset.scan import BAD_MASK, cache_folder, read_dataset
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
@@ -61,7 +69,7 @@ from lora_trainer.lora_file.key_formats import format_for, planned_contents
 from lora_trainer.planning.image_size import smaller_sides
 from lora_trainer.planning.known_pace import known_runs
 from lora_trainer.planning.plan import Plan, device_of, plan
-from lora_trainer.planning.plan_input import PlanInput, known_oom
+from lora_trainer.planning.plan_input import PlanInput, area_of, known_oom
 
 if TYPE_CHECKING:  # it imports torch
     from lora_trainer.training.actions import Action
@@ -98,6 +106,12 @@ class Request:
     command: Sequence[str] = ()
     watchers: Sequence[Action] = ()
     is_asked_to_stop: Callable[[], bool] = lambda: False
+
+    @property
+    def _run_settings(self) -> Mapping[str, Any] | None:
+        """The settings of the run that is resumed; runs of releases that did not read references go on without."""
+        before = self.run_settings
+        return before if before is None else {"data.references": "none", **before}
 
     @property
     def asked(self) -> AskedFor:
@@ -185,6 +199,22 @@ class Prepared:
         return tuple(read(line) for line in self.sample_prompts)
 
     @property
+    def sample_references(self) -> tuple[tuple[Reference, ...], ...]:
+        """The reference images of each sample image.
+
+        A caption brings those of its image; other prompts have those of the first images with references, in turn.
+        """
+        records = (*self.held_out, *self.trained)
+        pairs = [record for record in records if record.references]
+        if not pairs:
+            return ((),) * len(self.drawn_prompts)
+        own = {without_secrets(one.caption): one.references for one in reversed(records)}
+        return tuple(
+            own.get(prompt.text, pairs[at % len(pairs)].references)
+            for at, prompt in enumerate(self.drawn_prompts)
+        )
+
+    @property
     def sample_texts(self) -> tuple[str, ...]:
         """The texts that the prompts of the sample images are encoded from, negative ones too."""
         prompts = self.drawn_prompts
@@ -220,9 +250,15 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
     )
     _refuse_data(settings, dataset, held_out)
+    _refuse_references(settings, dataset, basis)
     learned = sorted((*trained, *held_out), key=lambda record: record.name)
     used = (*learned, *dataset.regularisation)
     samples = sum(record.repeats for record in trained)
+    smaller = {
+        side_px: _placed(used, side_px, data=settings.data, facts=basis.facts)
+        for side_px in smaller_sides(basis.facts, basis.family)
+        if settings.data.resolution == "auto"
+    }
     plan_input = PlanInput(
         resolved=basis.resolved,
         facts=basis.facts,
@@ -237,15 +273,14 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             samples, pool=len(dataset.regularisation), ratio=settings.data.regularisation_ratio
         ),
         buckets=_buckets(used),
-        buckets_by_side={
-            side_px: _buckets(_placed(used, side_px, data=settings.data, facts=basis.facts))
-            for side_px in smaller_sides(basis.facts, basis.family)
-            if settings.data.resolution == "auto"
-        },
+        buckets_by_side={side_px: _buckets(records) for side_px, records in smaller.items()},
+        references=_references(chain(used, *smaller.values())),
         latents=sum(
             # A mirrored image has an entry of its own in the cache, as its
             # latents are not the mirrored latents.
-            len(record.placements) * (1 + record.settings(settings.data).flip)
+            len(record.placements)
+            * (1 + record.settings(settings.data).flip)
+            * (1 + len(record.references))
             for record in used
         ),
         texts=_text_count(dataset, settings),
@@ -290,24 +325,39 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
 
 def _buckets(records: Iterable[ImageRecord]) -> list[tuple[int, int]]:
     """Return the (width, height) of each placement in pixels."""
-    return [
-        (placement.bucket.width_px, placement.bucket.height_px)
-        for record in records
-        for placement in record.placements
-    ]
+    return [placement.bucket.size_px for record in records for placement in record.placements]
+
+
+def _references(
+    records: Iterable[ImageRecord],
+) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
+    """Return the sizes of the references that go with an image of each bucket, the largest ones."""
+    largest: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+    for record in records:
+        for number, placement in enumerate(record.placements if record.references else ()):
+            sizes = tuple(one.placements[number].bucket.size_px for one in record.references)
+            size_px = placement.bucket.size_px
+            largest[size_px] = max(largest.get(size_px, ()), sizes, key=area_of)
+    return largest
 
 
 def _placed(
     records: Iterable[ImageRecord], side_px: int, *, data: DataSettings, facts: BaseFacts
 ) -> tuple[ImageRecord, ...]:
     """Return the records as they are trained at another `data.resolution`."""
-    place = placing(
-        data.model_copy(update={"resolution": side_px}),
-        resolution_px=side_px,
-        step_px=facts.bucket_step_px,
-    )
+    data = data.model_copy(update={"resolution": side_px})
+    place = placing(data, resolution_px=side_px, step_px=facts.bucket_step_px)
+    place_reference = placing_references(data, facts=facts)
     return tuple(
-        replace(record, placements=place(record.width_px, record.height_px)) for record in records
+        replace(
+            record,
+            placements=place(record.width_px, record.height_px),
+            references=tuple(
+                replace(one, placements=place_reference(one.width_px, one.height_px))
+                for one in record.references
+            ),
+        )
+        for record in records
     )
 
 
@@ -379,7 +429,7 @@ def examine(
     basis = _basis(request, hardware)
     # No limit of bad images here: `check` lists them all, where a training would refuse.
     data = basis.resolved.config.data.model_copy(update={"max_bad_fraction": 1.0})
-    dataset = read_dataset(request.dataset, data, basis.facts)
+    dataset = read_dataset(request.dataset, data, basis.facts, checks_only=True)
     reading = _reading(request, dataset, basis)
     is_auto = basis.family.text.chunks and data.caption_tokens == "auto"
     room = MOST_CHUNKS if is_auto else reading.chunks
@@ -511,6 +561,42 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
         raise RequestError(
             f"the validation loss is needed for {keys}, but no image is held out for it",
             fix=f"add images, raise data.validation_fraction, or leave {keys} out",
+        )
+
+
+def _refuse_references(settings: Config, dataset: Dataset, basis: Basis) -> None:
+    """Raise RequestError or InputError for reference images that the base does not read, or reads otherwise."""
+    facts, data = basis.facts, settings.data
+    reads = facts.references
+    unread = [one.file for one in dataset.findings if one.kind == "unread-references"]
+    if data.references == "files" and reads is None and (unread or data.reference_dirs):
+        where = shown(str(unread[0] if unread else data.reference_dirs[0]))
+        raise RequestError(
+            f"{where} holds reference images, which {facts.source} (family {facts.family}) does not read",
+            fix=f"use a base that edits images (families {', '.join(families.editing())}), or "
+            "--set data.references=none to train without them",
+        )
+    if reads is None:
+        return
+    most = max((len(record.references) for record in dataset.records), default=0)
+    if most > reads.most:
+        name = next(one.name for one in dataset.records if len(one.references) == most)
+        raise InputError(
+            f"{shown(name)} has {most} reference images, and {facts.source} reads at most {reads.most}",
+            fix="take some of the folders of references away",
+        )
+    alone = [one.name for one in dataset.records if len(one.references) < reads.least]
+    if alone:
+        raise InputError(
+            f"{facts.source} draws nothing without a reference image, and {len(alone)} images have none: "
+            + named(alone),
+            fix="give each a file of its name in references/",
+        )
+    if data.reference_dropout and reads.least:
+        raise RequestError(
+            f"data.reference_dropout={data.reference_dropout:g}, but {facts.source} draws nothing "
+            "without a reference image",
+            fix="leave data.reference_dropout out",
         )
 
 

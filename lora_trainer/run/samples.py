@@ -48,6 +48,9 @@ from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.prompt_line import SamplePrompt, check_sizes, read_prompt, seeds
 from lora_trainer.config.running import Config, SamplingSettings
+from lora_trainer.dataset.buckets import cut
+from lora_trainer.dataset.images import decode
+from lora_trainer.dataset.records import Reference
 from lora_trainer.families.base.facts import BaseFacts, Conditioning, SamplingRecipe
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.sampling import (
@@ -70,6 +73,7 @@ from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.reporting.sample_files import try_names
 from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
 from lora_trainer.run.device import CPU, best_device
+from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob, read_run
 from lora_trainer.training.actions import Progress
 
@@ -79,11 +83,12 @@ WORD_IN_PROMPTS = "<new-word>"
 
 @dataclass(frozen=True)
 class Drawing:
-    """An image to draw: what its prompt says, its seed, the name of its file."""
+    """An image to draw: what its prompt says, its seed, the name of its file, the images it begins with."""
 
     prompt: SamplePrompt
     seed: int
     name: str
+    references: tuple[Reference, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -142,9 +147,11 @@ class SampleAction:
             # Text encoders are loaded before memory is needed for images, and let go.
             prompts = self.job.prepared.drawn_prompts if self._own_due else ()
             own_seeds = seeds(prompts, self.job.prepared.config.sampling.seed)
+            references = self.job.prepared.sample_references if self._own_due else ()
+            rows = zip(prompts, own_seeds, references, strict=True)
             drawings = [
-                Drawing(prompt, seed, f"{index:02d}.png")
-                for index, (prompt, seed) in enumerate(zip(prompts, own_seeds, strict=True))
+                Drawing(prompt, seed, f"{index:02d}.png", own)
+                for index, (prompt, seed, own) in enumerate(rows)
             ]
             drawings += self._asked(target, step=progress.step)
             with (
@@ -193,7 +200,8 @@ class SampleAction:
         # A resumed run may come to a step again, with another prompt asked for.
         number = len(list(target.glob("asked-*.png")))
         (seed,) = seeds((prompt,), prepared.config.sampling.seed)
-        return [Drawing(prompt, seed, f"asked-{number:02d}.png")]
+        references = self.job.prepared.sample_references[0]
+        return [Drawing(prompt, seed, f"asked-{number:02d}.png", references)]
 
     def _images(self, target: Path, drawings: list[Drawing], *, step: int) -> list[SampleFile]:
         """Make the images; those left when somebody asks to stop are not made, as saving is waiting."""
@@ -224,6 +232,7 @@ class SampleAction:
                 size_px=prompt.size_px(side_px),
                 steps=steps,
                 guidance_scale=scale,
+                references=reference_pictures(prepared, drawing.references),
             )
             info = PngInfo()
             width, height = image.size
@@ -241,6 +250,19 @@ class SampleAction:
     def _text(self, key: CacheKey) -> Conditioning:
         """Return a prompt's texts; text encoders that are trained along run on its tokens as they are now."""
         return self.parts.model.embed(self.entries.read(key))
+
+
+def reference_pictures(prepared: Prepared, references: Sequence[Reference]) -> list[Image]:
+    """Return reference images as they are trained: decoded, scaled and cropped."""
+    data = prepared.config.data
+    return [
+        cut(
+            decode(one.path, settings=data, content_hash=one.content_hash).image,
+            one.placements[0],
+            flip=False,
+        )
+        for one in references
+    ]
 
 
 def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> None:

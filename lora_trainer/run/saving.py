@@ -161,6 +161,7 @@ def _export_info(
         saved_at_s=time.time(),
         trigger=", ".join(prepared.config.data.triggers) or None,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
+        references=max((len(one.references) for one in prepared.trained), default=0),
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.release.zero_terminal_snr,
         base_hashes=file_hashes(Path(user_path(base)), memo),

@@ -26,6 +26,7 @@ from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.records import epoch_order, sample_id
 from lora_trainer.families.base.facts import Conditioning, Prediction
 from lora_trainer.families.base.noise_levels import Level, Levels
+from lora_trainer.families.base.references import references_in, with_references
 from lora_trainer.training.noise import contrast, draw_noise, loss_delta, loss_weight
 
 
@@ -65,17 +66,18 @@ def split(
 ) -> list[tuple[Sample, ...]]:
     """Split samples by shape, then into micro-batches of at most `cap`; order within a shape is kept.
 
-    `images_at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
-    conditioning has different `group_key`s are split too.
+    `images_at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples with
+    reference images of different sizes, and those whose conditioning has different `group_key`s, are split too.
     """
     # A dict keeps its order: micro-batches, and with them the order in which gradients are summed, are those of the
     # samples.
-    by_shape: dict[tuple[torch.Size, int], list[Sample]] = {}
+    by_shape: dict[tuple[torch.Size, tuple[torch.Size, ...], int], list[Sample]] = {}
     for sample in samples:
-        key = (sample.latents.shape, group_key(sample.conditioning))
+        references = tuple(latents.shape for latents in references_in(sample.conditioning))
+        key = (sample.latents.shape, references, group_key(sample.conditioning))
         by_shape.setdefault(key, []).append(sample)
     micro_batches: list[tuple[Sample, ...]] = []
-    for (shape, _), alike in by_shape.items():
+    for (shape, *_), alike in by_shape.items():
         size = min(cap, images_at_once.get((shape[-2], shape[-1]), cap))
         micro_batches += [tuple(alike[at : at + size]) for at in range(0, len(alike), size)]
     return micro_batches
@@ -154,7 +156,8 @@ class TrainingDataLoader:
         if process.count == 1:
             return positions
         # Stable sort: every process finds the same order, so the shares neither overlap nor miss a sample.
-        positions.sort(key=lambda at: self.drawn(*at).size_px)
+        sources = {at: self.drawn(*at) for at in positions}
+        positions.sort(key=lambda at: (sources[at].size_px, sources[at].references_px))
         return [
             positions[index]
             for index in share(len(positions), rank=process.rank, count=process.count)
@@ -199,7 +202,9 @@ class TrainingDataLoader:
             noise=noise,
             level=level,
             weight=weight,
-            conditioning=self._conditioning(text, view),
+            conditioning=self._conditioning(
+                text, view, drops_references=self._drops_references(source, epoch, sample)
+            ),
             loss=objective.loss,
             delta=loss_delta(objective, level),
             input_noise=input_noise,
@@ -264,8 +269,24 @@ class TrainingDataLoader:
         order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
         return (int(order[stratum]) + uniform) / strata
 
-    def _conditioning(self, text: CacheKey, view: SampleView) -> Conditioning:
-        return {**self.entries.read(text), **view.geometry, **self.shared_conditioning}
+    def _conditioning(
+        self, text: CacheKey, view: SampleView, *, drops_references: bool = False
+    ) -> Conditioning:
+        # The mean of the posterior, as the pipelines that edit take it: a draw would add noise to what is known.
+        references = [self.entries.read(key)["mean"] for key in view.references]
+        return {
+            **self.entries.read(text),
+            **view.geometry,
+            **self.shared_conditioning,
+            **with_references([] if drops_references else references),
+        }
+
+    def _drops_references(self, source: SampleSource, epoch: int, sample: str) -> bool:
+        """Return whether a sample is trained without its reference images; its caption is drawn apart."""
+        share = self.data.reference_dropout
+        if not share or not source.references_px:
+            return False
+        return draw_uniform(self.seed, Stream.REFERENCE_DROPOUT, epoch, sample) < share
 
     def _mask_weights(self, mask: CacheKey | None) -> Tensor | None:
         """Return how much each latent's error counts, by the mask and the weight of the unmasked rest."""

@@ -35,6 +35,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import Decided
 from lora_trainer.config.learning import TrainSettings
+from lora_trainer.families.base.references import references_in
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.actions import Action, Progress
@@ -174,7 +175,9 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
     batch, blocks = batch.on(model.device), training.compiled
     if blocks is not None and not blocks.is_off:
         count, _, height, width = batch.latents.shape
-        if (height, width, count) in blocks.shapes:
+        # With references a pass has more tokens than the compiled ones.
+        is_planned = (height, width, count) in blocks.shapes
+        if is_planned and not references_in(batch.conditioning):
             compiled = blocks.used()
         elif not blocks.is_told:  # shapes change with every step, the reason does not
             blocks.is_told = True

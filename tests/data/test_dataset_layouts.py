@@ -169,6 +169,12 @@ def test_a_layout_is_read(layout: Mapping[str, Any], tmp_path: Path) -> None:
         one.name: one.mask.path.relative_to(root).as_posix() for one in dataset.records if one.mask
     }
     assert masks == layout.get("masks", {})
+    references = {
+        one.name: [reference.name for reference in one.references]
+        for one in dataset.records
+        if one.references
+    }
+    assert references == layout.get("references", {})
     assert [one.name for one in dataset.regularisation] == layout.get("regularisation", [])
     sources = {one.name: one.caption_source or "" for one in dataset.records}
     assert sources.items() >= layout.get("sources", {}).items()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base.layout import Layout, Part
+from lora_trainer.families.base.references import References
 from lora_trainer.families.base.unet_numbers import UNET_CLASS, unet_numbers
 
 if TYPE_CHECKING:
@@ -276,6 +277,8 @@ class BaseFacts:
     """Side of the square of latents that becomes one token; 1 in a U-Net."""
     guidance: Guidance
     """How it follows a guidance scale."""
+    references: References | None = None
+    """How it reads reference images; None: it reads none."""
     shifts_by_tokens: bool = False
     """The noise is shifted by the image's size, though the base's own sampler has one shift for all."""
     unshifted_px: int = 0

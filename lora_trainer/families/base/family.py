@@ -21,6 +21,7 @@ from lora_trainer.config.declare import Targets
 from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning, PartFacts
 from lora_trainer.families.base.latents import VaeLatents
 from lora_trainer.families.base.layout import DENOISER, PARTS, Header, Layout, Part, WeightPlace
+from lora_trainer.families.base.references import References
 from lora_trainer.families.base.releases import few_step_drawing, other_names, released
 from lora_trainer.families.base.stated import Stated, stated_by_name, stated_in
 from lora_trainer.families.base.tables import family_table
@@ -118,12 +119,17 @@ class Family(ABC):
             latent_channels=channels,
             vae_factor=factor,
             guidance=self.pipeline.guidance(release.architecture, release.distilled),
+            references=self.references_of(release),
             patch=self.traits.patch,
             shifts_by_tokens=self.traits.shifts_by_tokens,
             unshifted_px=self.traits.unshifted_px,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
             system_prompt=system_prompt,
         )
+
+    def references_of(self, release: BaseRelease) -> References | None:
+        """Return how a release reads reference images; None: it reads none."""
+        return None
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:
@@ -486,6 +492,7 @@ class Family(ABC):
     ) -> Tensor:
         """Run one forward pass: [B, C, H, W] -> prediction of the same shape.
 
+        A base that edits finds the latents of references in `conditioning` (`references_in`).
         `timesteps` is int64 [B] in [0, 999] for epsilon and v, float32 [B] = 1000 sigma for flow.
         """
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ class Sampler:
     vae: Any
     device: torch.device
     family: Family
+    facts: BaseFacts
     sigmas: Callable[[int], Sequence[float] | None] = lambda steps: None
     """The base's own noise levels of as many steps, None where the pipeline makes them."""
 
@@ -46,13 +47,19 @@ class Sampler:
         size_px: tuple[int, int],
         steps: int,
         guidance_scale: float,
+        references: Sequence[Image.Image] = (),
     ) -> Image.Image:
-        """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`."""
+        """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`.
+
+        `references` are as large as they are trained with.
+        """
         import torch
         from diffusers.image_processor import VaeImageProcessor
 
         sigmas = self.sigmas(steps)
-        latents = self.pipeline(
+        draw = self.edit if references else self.pipeline
+        latents = draw(
+            **({"image": list(references)} if references else {}),
             **_arguments(
                 self.family.pipeline,
                 self._moved(conditioning),
@@ -79,12 +86,48 @@ class Sampler:
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
         return image
 
+    @cached_property
+    def edit(self) -> Any:
+        """The pipeline that draws with references, made when the first image is drawn with some."""
+        traits = self.facts.references
+        assert traits is not None, f"{self.facts.source} reads no references"
+        pipeline = self.pipeline
+        if traits.pipeline:
+            import diffusers
+
+            pipeline = getattr(diffusers, traits.pipeline)(**pipeline.components)
+            pipeline.set_progress_bar_config(disable=True)
+            pipeline.vae_scale_factor = self.pipeline.vae_scale_factor
+        pipeline.vae = borrowed_vae(self.vae, self.device)
+        return pipeline
+
     def _moved(self, conditioning: Conditioning) -> Conditioning:
         dtype = next(self.denoiser.parameters()).dtype
         return {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in conditioning.items()
         }
+
+
+def borrowed_vae(vae: Any, device: torch.device) -> Any:
+    """Return a VAE as a pipeline needs it that is given references: on `device` only while it encodes one."""
+    from torch import float32, no_grad
+    from torch.nn import Module
+
+    class Borrowed(Module):
+        device: torch.device
+        config, dtype = vae.config, float32
+        bn = getattr(vae, "bn", None)
+
+        def encode(self, pixels: torch.Tensor) -> Any:
+            try:
+                with no_grad():
+                    return vae.to(device).encode(pixels.to(device, float32))
+            finally:
+                vae.to("cpu")
+
+    Borrowed.device = device  # a class cannot read the argument of its own name
+    return Borrowed()
 
 
 def build_sampler(
@@ -101,7 +144,9 @@ def build_sampler(
             blocks, components, architecture=facts.release.architecture, latents_of=vae
         )
         images.set_progress_bar_config(disable=True)
-        return Sampler(pipeline=images, denoiser=denoiser, vae=vae, device=device, family=family)
+        return Sampler(
+            pipeline=images, denoiser=denoiser, vae=vae, device=device, family=family, facts=facts
+        )
     if (images_of := family.pipeline.images) is not None:
         # In the dtype of the texts that it gets.
         dtype = next(denoiser.parameters()).dtype
@@ -112,6 +157,7 @@ def build_sampler(
             vae=vae,
             device=device,
             family=family,
+            facts=facts,
         )
     # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
     # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
@@ -136,6 +182,7 @@ def build_sampler(
         vae=vae,
         device=device,
         family=family,
+        facts=facts,
         sigmas=partial(family.pipeline.sigmas, facts),
     )
 

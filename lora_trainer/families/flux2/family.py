@@ -22,6 +22,7 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.latents import VaeLatents
 from lora_trainer.families.base.layout import Header, Layout
+from lora_trainer.families.base.references import References, joined, references_in
 from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import (
     QWEN3_UNREAD,
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 # Keys of the configuration that differ between the sizes of klein.
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
 
+
+# The first axis of a token's position is 10 for those of the first reference, 20 for the second and so on.
+REFERENCE_TIME = 10
+# As many references klein was released for.
+REFERENCES = References(most=4)
 
 # The class of dev's text encoder, by which folders of dev and klein are told apart.
 MISTRAL = "Mistral3ForConditionalGeneration"
@@ -186,30 +192,43 @@ class Flux2(FlowFamily):
 
     # ---- networks
 
+    def references_of(self, release: BaseRelease) -> References | None:
+        return REFERENCES
+
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        text = conditioning["text"]
+        text, pictures = conditioning["text"], [noisy, *references_in(conditioning)]
+        positions = [
+            token_positions(each, time=REFERENCE_TIME * place, rows=rows, columns=columns)
+            for place, each in enumerate(pictures)
+            for rows, columns in [each.shape[2:]]
+        ]
         velocity = denoiser(
-            hidden_states=noisy.flatten(2).transpose(1, 2),
+            hidden_states=joined([each.flatten(2).transpose(1, 2) for each in pictures], 1),
             encoder_hidden_states=text,
             # The network multiplies by 1000 again.
             timestep=timesteps / 1000,
             guidance=conditioning.get("guidance"),
-            img_ids=token_positions(noisy, rows=noisy.shape[2], columns=noisy.shape[3]),
+            img_ids=joined(positions, 0),
             txt_ids=token_positions(text, tokens=text.shape[1]),
             return_dict=False,
         )[0]
-        unpacked: Tensor = velocity.transpose(1, 2).reshape(noisy.shape)
+        # The references' tokens stand behind those of the image, which alone is predicted.
+        own = velocity[:, : noisy.shape[2] * noisy.shape[3]]
+        unpacked: Tensor = own.transpose(1, 2).reshape(noisy.shape)
         return unpacked
 
 
 FAMILY = Flux2()
 
 
-def token_positions(like: Tensor, *, rows: int = 1, columns: int = 1, tokens: int = 1) -> Tensor:
-    """Return int64 [rows columns tokens, 4]: image (always 0), row, column, index in the text."""
+def token_positions(
+    like: Tensor, *, time: int = 0, rows: int = 1, columns: int = 1, tokens: int = 1
+) -> Tensor:
+    """Return int64 [rows columns tokens, 4]: time (0 for the noisy image), row, column, index in the text."""
     import torch
 
     axes = [torch.arange(count, device=like.device) for count in (1, rows, columns, tokens)]
+    axes[0] = axes[0] + time
     return torch.cartesian_prod(*axes)

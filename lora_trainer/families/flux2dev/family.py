@@ -16,6 +16,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning, Guidance
 from lora_trainer.families.base.flow import encoders
 from lora_trainer.families.base.layout import Header, Layout
+from lora_trainer.families.base.references import References
 from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import MaskedEncoder, text_config
 from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
@@ -130,6 +131,10 @@ class Flux2Dev(Flux2):
     ) -> BaseRelease:
         told = replace(release, variant="dev")
         return super(Flux2, self).as_distilled(told, kind, steps=steps, is_file=is_file)
+
+    def references_of(self, release: BaseRelease) -> References | None:
+        # What Black Forest Labs recommends at most.
+        return References(most=6)
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         # ai-toolkit's name of it, and musubi-tuner's.

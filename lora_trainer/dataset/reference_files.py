@@ -1,0 +1,129 @@
+"""The names of reference images: which folder holds them, and which image a file is a reference of.
+
+`cat.png` is an image to learn and `cat.txt` says what to change; `references/cat.png` is what it looked like before,
+and `references_2/cat.png` a second image that the change refers to. Folders of references lie beside the images, or
+beside the folder of the images (`after/cat.png`, `references/cat.png`); one for the images of several folders has
+subfolders of their names. `control`, `control_1` and the like are names that other trainers have.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lora_trainer.dataset.captions import NAMES, same_name, split_name
+from lora_trainer.dataset.images import IMAGE_EXTENSIONS
+
+_FOLDER = re.compile(NAMES["reference_folders"])
+_OWN_FOLDER = re.compile(r"references?")
+_NUMBER = re.compile(r"(.+?)[-_ ]?([0-9]{1,2})")
+MAX_DEPTH = 2
+
+
+class ReferenceFile(NamedTuple):
+    """A file with a reference image, and its name in the dataset."""
+
+    file: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceFolder:
+    """A folder of reference images; `beside` begins the names of the images that it may be for."""
+
+    name: str
+    beside: str
+    place: int
+    """Which of an image's references are in it: 1, 2, ..."""
+    files: Mapping[str, ReferenceFile]
+    """By the name that an image has from `beside` on, without extension, by `same_name`."""
+
+    def of(self, picture: str, direct: frozenset[str]) -> tuple[str, ReferenceFile] | None:
+        """Return the reference of an image of that name, with its key in `files`.
+
+        `direct` are the keys of the images that lie directly in `beside`: their references are not also those of
+        images of the same name in a subfolder.
+        """
+        if not picture.startswith(self.beside):
+            return None
+        key = same_name(split_name(picture[len(self.beside) :])[0])
+        keys = [key]
+        _, is_below, inner = key.partition("/")
+        if is_below and inner not in direct:
+            keys.append(inner)
+        return next(((each, self.files[each]) for each in keys if each in self.files), None)
+
+
+def place_in(name: str) -> int | None:
+    """Return which references of its images a folder of that name holds, 1 for the first; None: no references."""
+    folded = name.casefold()
+    numbered = _NUMBER.fullmatch(folded)
+    if numbered and _FOLDER.fullmatch(numbered[1]):
+        return int(numbered[2])
+    return 1 if _FOLDER.fullmatch(folded) else None
+
+
+def is_own_name(name: str) -> bool:
+    """Return whether a folder's name says references in our words, and not in those of another trainer."""
+    folded = name.casefold()
+    numbered = _NUMBER.fullmatch(folded)
+    return _OWN_FOLDER.fullmatch(numbered[1] if numbered else folded) is not None
+
+
+def reference_folder(path: str, *, name: str, beside: str, place: int) -> ReferenceFolder:
+    """Read the names in a folder of references, down to `MAX_DEPTH`; `name` is its name in the dataset."""
+    files: dict[str, ReferenceFile] = {}
+    _read(path, name, "", files)
+    return ReferenceFolder(name=name, beside=beside, place=place, files=files)
+
+
+def _read(path: str, name: str, inner: str, files: dict[str, ReferenceFile]) -> None:
+    with os.scandir(path) as entries:
+        listed = sorted(entries, key=lambda entry: entry.name)
+    for entry in listed:
+        if entry.name.startswith("."):
+            continue
+        text = os.fsencode(entry.name).decode("utf-8", "backslashreplace")
+        stem, extension = split_name(text)
+        if extension in IMAGE_EXTENSIONS and entry.is_file():
+            key = same_name(inner + stem)
+            files.setdefault(key, ReferenceFile(entry.path, f"{name}/{inner}{text}"))
+        elif inner.count("/") < MAX_DEPTH and entry.is_dir():
+            _read(entry.path, name, f"{inner}{text}/", files)
+
+
+def matched(
+    pictures: Iterable[str], folders: Sequence[ReferenceFolder]
+) -> tuple[dict[str, tuple[ReferenceFile, ...]], list[str]]:
+    """Return the references of each image by its name, the first one first, and the names of unused references."""
+    names = list(pictures)
+    direct = {
+        folder.beside: frozenset(
+            same_name(split_name(name[len(folder.beside) :])[0])
+            for name in names
+            if name.startswith(folder.beside) and "/" not in name[len(folder.beside) :]
+        )
+        for folder in folders
+    }
+    ordered = sorted(folders, key=lambda folder: (folder.place, folder.name))
+    used: set[tuple[str, str]] = set()
+    references: dict[str, tuple[ReferenceFile, ...]] = {}
+    for name in names:
+        found = [
+            (folder, match)
+            for folder in ordered
+            if (match := folder.of(name, direct[folder.beside])) is not None
+        ]
+        used |= {(folder.name, key) for folder, (key, _) in found}
+        if found:
+            references[name] = tuple(file for _, (_, file) in found)
+    unused = [
+        file.name
+        for folder in ordered
+        for key, file in folder.files.items()
+        if (folder.name, key) not in used
+    ]
+    return references, unused

@@ -1,0 +1,171 @@
+"""Bases that edit: the prediction with references is that of diffusers' own pipeline, and sizes are never distorted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.families.base.latents import unpack
+from lora_trainer.families.base.references import References, references_in, with_references
+from lora_trainer.families.base.sampling import build_sampler
+from tests.fakes.family_bases import (
+    CPU,
+    encoder_of,
+    facts_of,
+    image_encoder_of,
+    network_of,
+    pipeline_of,
+)
+from tests.fakes.studio import draw
+
+PROMPT = "make the left one blue"
+# Other shapes than the image's, and than each other's: rows, columns and places cannot be taken for one another.
+TARGET_PX, REFERENCES_PX = (48, 32), ((96, 64), (64, 80))
+
+
+def pictures(folder: Any) -> list[Image.Image]:
+    files = [folder / f"{index}.png" for index in range(len(REFERENCES_PX))]
+    for index, (file, size) in enumerate(zip(files, REFERENCES_PX, strict=True)):
+        draw(file, seed=index, size=size)
+    return [Image.open(file).convert("RGB") for file in files]
+
+
+def values(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image, dtype=np.float32))
+
+
+def latents_of(name: str, images: list[Image.Image]) -> list[Tensor]:
+    encoder = image_encoder_of(facts_of(name))
+    rows = [values(each).permute(2, 0, 1)[None] / 127.5 - 1 for each in images]
+    return [encoder.encode_images(each)[0].mean for each in rows]
+
+
+class Recorded:
+    """A network's first call by a pipeline: its named arguments and its output."""
+
+    def __init__(self, network: Any) -> None:
+        self.calls: list[tuple[dict[str, Any], Tensor]] = []
+        network.register_forward_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, _: Any, args: Any, named: dict[str, Any], output: Any) -> None:
+        self.calls.append((named, output[0]))
+
+
+@pytest.mark.parametrize("name", families.editing())
+def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: Any) -> None:
+    family, facts = families.family(name), facts_of(name)
+    images = pictures(tmp_path)[: facts.references.most]
+    pipeline: Any = pipeline_of(facts)
+    if facts.references.pipeline:
+        pipeline = getattr(diffusers, facts.references.pipeline)(**pipeline.components)
+    recorded = Recorded(pipeline.transformer)
+    width, height = (side // facts.vae_factor for side in TARGET_PX)
+    count = width * height // facts.patch**2
+    pipeline(
+        image=images,
+        prompt=PROMPT,
+        width=TARGET_PX[0],
+        height=TARGET_PX[1],
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        generator=torch.Generator().manual_seed(3),
+        output_type="latent",
+    )
+    named, output = recorded.calls[0]
+
+    def image_of(tokens: Tensor) -> Tensor:
+        own = tokens[:, :count].float()
+        if facts.patch == 1:
+            return own.transpose(1, 2).unflatten(2, (height, width))
+        return unpack(own, height=height, width=width)
+
+    conditioning = {
+        **encoder_of(facts).encode_prompts([PROMPT]),
+        **facts.guidance.conditioning(1.0),
+        **with_references(latents_of(name, images)),
+    }
+    with torch.no_grad():
+        prediction = family.predict(
+            network_of(facts),
+            image_of(named["hidden_states"]),
+            named["timestep"] * 1000,
+            conditioning,
+        )
+        alone = family.predict(
+            network_of(facts),
+            image_of(named["hidden_states"]),
+            named["timestep"] * 1000,
+            {key: each for key, each in conditioning.items() if not key.startswith("reference")},
+        )
+    expected = image_of(output)
+    assert prediction.shape == expected.shape
+    torch.testing.assert_close(prediction, expected, rtol=0, atol=1e-4)
+    assert (alone - expected).abs().max() > 1e-2, "the references change nothing"
+
+
+@pytest.mark.parametrize("name", families.editing())
+def test_a_sample_image_with_references_is_the_plain_pipelines(name: str, tmp_path: Any) -> None:
+    family, facts = families.family(name), facts_of(name)
+    images = pictures(tmp_path)[: facts.references.most]
+    sampler = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
+    texts = encoder_of(facts)
+    drawn = sampler.image(
+        texts.encode_prompts([PROMPT]),
+        texts.encode_prompts([""]),
+        seed=5,
+        size_px=TARGET_PX,
+        steps=2,
+        guidance_scale=1.0,
+        references=images,
+    )
+    pipeline: Any = pipeline_of(facts)
+    if facts.references.pipeline:
+        pipeline = getattr(diffusers, facts.references.pipeline)(**pipeline.components)
+    whole = pipeline(
+        image=images,
+        prompt=PROMPT,
+        width=TARGET_PX[0],
+        height=TARGET_PX[1],
+        num_inference_steps=2,
+        guidance_scale=1.0 - family.pipeline.scale_offset,
+        generator=torch.Generator().manual_seed(5),
+    ).images[0]
+    assert drawn.size == TARGET_PX
+    assert (values(drawn) - values(whole)).abs().max() <= 1
+
+
+def test_references_keep_their_shape_and_are_never_larger_than_allowed() -> None:
+    rule = References(most=4)
+    sized = {
+        size: rule.size_px(*size, side_px=1024, token_px=16)
+        for size in ((1024, 1024), (2048, 1024), (1024, 2048), (640, 480), (100, 100), (8, 900))
+    }
+    assert sized == {
+        (1024, 1024): (1024, 1024),
+        (2048, 1024): (1440, 720),  # 1448 x 724, and at most 15 px of each side cut off
+        (1024, 2048): (720, 1440),
+        (640, 480): (640, 480),  # not enlarged
+        (100, 100): (96, 96),
+        (8, 900): (16, 896),
+    }
+    # At half the resolution of the base as large as the images, whatever the base could read.
+    assert rule.size_px(2048, 1024, side_px=512, token_px=16) == (720, 352)
+    grown = References(most=1, grows=True, tokens=2)
+    assert grown.size_px(300, 200, side_px=1024, token_px=16) == (1248, 832)
+    listed = References(most=1, sizes_px=((672, 1568), (1024, 1024), (1568, 672)))
+    assert listed.size_px(3000, 1200, side_px=1024, token_px=16) == (1568, 672)
+    assert listed.size_px(1200, 3000, side_px=2048, token_px=16) == (672, 1568)
+    assert listed.size_px(1200, 3000, side_px=512, token_px=16) == (320, 800)
+
+
+def test_references_are_named_in_their_order() -> None:
+    latents = [torch.full((1, 2, 2), float(index)) for index in range(11)]
+    found = references_in({"text": torch.zeros(1), **with_references(latents)})
+    assert [float(each[0, 0, 0, 0]) for each in found] == list(range(11))

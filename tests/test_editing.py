@@ -1,0 +1,176 @@
+"""A LoRA that edits, by the real command: from pairs of reference images and an image to the sample images."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer import families
+from lora_trainer.lora_file.read import read_contents
+from tests.fakes.family_bases import base_of
+from tests.fakes.runs import (
+    BETWEEN_SAVES,
+    Toy,
+    apart,
+    assert_same_run,
+    events,
+    problems,
+    run_cli,
+    run_killed,
+    toy,
+    trajectory,
+)
+from tests.fakes.studio import draw
+
+pytestmark = pytest.mark.timeout(400)  # a loaded machine is not a failure
+SETTINGS: Mapping[str, Any] = {
+    "adapter__rank": 4,
+    "data__reference_dropout": 0.2,
+    # A pipeline refuses references with a side below 64 px.
+    "data__reference_resolution": 96,
+    "data__validation_fraction": 0.25,
+    "logging__trackers": [],
+    "memory__gradient_checkpointing": "none",
+    "memory__micro_batch": 2,
+    "optimizer__learning_rate": 0.02,
+    "optimizer__schedule": "constant",
+    "output__precision": "fp32",
+    "sampling__every_steps": 5,
+    "sampling__prompts": [],
+    "train__batch_size": 2,
+    "train__precision": "fp32",
+    "train__validate_every_steps": 5,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Toy):
+    """Four images of which three have a reference, of another shape each, and one has two."""
+
+    name: str
+
+    @property
+    def base(self) -> Path:
+        return base_of(self.name)
+
+    def command(self, run: str, *more: str, **settings: Any) -> list[str]:
+        chosen = {**SETTINGS, "data__resolution": 32, **settings}
+        return self.arguments("--name", run, *more, steps=5, **chosen)
+
+
+def pairs(folder: Path, name: str) -> Place:
+    place = Place(folder=toy(folder, images=4).folder, name=name)
+    for index, size in enumerate(((96, 96), (110, 72), (64, 96))):
+        write(place.dataset / "references", index, size)
+    write(place.dataset / "references_2", 0, (72, 80))
+    return place
+
+
+def write(folder: Path, index: int, size: tuple[int, int], *, seed: int = 50) -> None:
+    folder.mkdir(exist_ok=True)
+    draw(folder / f"p{index}.png", seed=seed + index, size=size)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Pairs with an uninterrupted run `whole`, and a killed one beside it."""
+    place = pairs(tmp_path_factory.mktemp("editing"), "flux2")
+    assert run_cli(place.command("whole")) == 0
+    run_killed([(place.command("killed"), BETWEEN_SAVES)])
+    return place
+
+
+def test_a_killed_run_of_pairs_goes_on_to_the_same_bits(place: Place) -> None:
+    assert run_cli(place.command("killed", "--resume")) == 0
+    assert_same_run(place.runs / "killed", place.runs / "whole")
+
+
+def test_passes_of_one_image_give_the_same_numbers(place: Place) -> None:
+    assert run_cli(place.command("single", memory__micro_batch=1, sampling__every_steps=0)) == 0
+    one, two = (trajectory(place.runs / run) for run in ("single", "whole"))
+    for row, other in zip(one, two, strict=True):
+        assert row[1:] == pytest.approx(other[1:], rel=1e-4)
+
+
+def test_references_are_in_what_is_trained_and_drawn(place: Place) -> None:
+    whole = place.runs / "whole"
+    said = [each["what"] for each in problems(whole) if each["severity"] != "note"]
+    assert said == ["images without a reference image (1): p3.png"]
+    (cached,) = events(whole, "cached")
+    # Four images and four references, each once.
+    assert cached["latents"] == 8
+    plain = {"data__references": "none", "data__reference_dropout": 0.0}
+    assert run_cli(place.command("plain", **plain)) == 0
+    assert events(place.runs / "plain", "cached")[0]["latents"] == 0, (
+        "the images themselves are known"
+    )
+    for run in (whole, place.runs / "plain"):
+        assert events(run, "sample")[-1]["images"]
+    first = "samples/step-00000000/00.png"
+    assert apart(whole / first, place.runs / "plain" / first) > 5, "the same seed and prompt"
+    before, after = (
+        {event["step"]: event["loss"] for event in events(place.runs / run, "validation")}
+        for run in ("plain", "whole")
+    )
+    assert before[0] != after[0]
+
+
+def test_a_changed_reference_is_encoded_again_and_nothing_else(
+    place: Place, tmp_path: Path
+) -> None:
+    dataset = shutil.copytree(place.dataset, tmp_path / "toy")
+    write(dataset / "references", 1, (110, 72), seed=90)
+    line = place.command("changed", sampling__every_steps=0, train__validate_every_steps=0)
+    line[0], line[line.index("--steps") + 1] = str(dataset), "2"
+    assert run_cli(line) == 0
+    cached = events(place.runs / "changed", "cached")[0]
+    assert (cached["latents"], cached["texts"], cached["masks"]) == (1, 0, 0)
+
+
+def test_the_plan_says_what_references_cost(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(**settings: Any) -> list[str]:
+        line = place.command("planned", **settings)
+        return [
+            "plan",
+            *line[:3],
+            *line[7:-2],
+        ]  # without the folder of the runs, the steps and the name
+
+    capsys.readouterr()
+    assert run_cli(asked()) == 0
+    assert "3 of 4 images have 1 to 2; a step computes" in " ".join(capsys.readouterr().out.split())
+    peaks = []
+    for references in ("files", "none"):
+        line = asked(data__references=references, data__reference_dropout=0.0)
+        assert run_cli([*line, "--json"]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["memory"]["peak_bytes"])
+    assert peaks[0] > peaks[1]
+
+
+def test_the_file_says_that_it_was_trained_on_pairs(place: Place) -> None:
+    metadata = read_contents(place.runs / "whole" / "whole.safetensors").metadata
+    assert metadata["lora_train.references"] == "2"
+
+
+def test_a_base_that_does_not_edit_refuses_pairs(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Place(folder=place.folder, other_runs=tmp_path, name="sd15")
+    capsys.readouterr()
+    line = other.command("refused", data__reference_dropout=0.0)
+    assert run_cli(line) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "references/ holds reference images, which" in said
+    assert "(family sd15) does not read" in said and "flux2" in said
+
+
+def test_families_that_edit_are_said() -> None:
+    assert families.editing()[:1] and "sdxl" not in families.editing()
