@@ -151,7 +151,7 @@ def test_the_plan_says_what_references_cost(
     for references in ("files", "none"):
         line = asked(data__references=references, data__reference_dropout=0.0)
         assert run_cli([*line, "--json"]) == 0
-        peaks.append(json.loads(capsys.readouterr().out)["memory"]["peak_bytes"])
+        peaks.append(json.loads(capsys.readouterr().out)["memory"]["phases"]["training"])
     assert peaks[0] > peaks[1]
 
 
