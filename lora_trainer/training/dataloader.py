@@ -196,15 +196,14 @@ class TrainingDataLoader:
             weight *= objective.prior_weight
         variant = self._variant(source, epoch, sample)
         text = self.empty_text if variant is None else source.texts[variant]
+        drops = self._drops_references(source, epoch, sample)
         return Sample(
             sample=sample,
             latents=latents,
             noise=noise,
             level=level,
             weight=weight,
-            conditioning=self._conditioning(
-                text, view, drops_references=self._drops_references(source, epoch, sample)
-            ),
+            conditioning=self._conditioning(text, view, drops_references=drops),
             loss=objective.loss,
             delta=loss_delta(objective, level),
             input_noise=input_noise,
@@ -212,7 +211,7 @@ class TrainingDataLoader:
             mask_weights=self._mask_weights(view.mask),
             as_base=source.regularisation and objective.prior == "base",
             contrast=contrast(objective, level),
-            empty_conditioning=self._conditioning(self.empty_text, view)
+            empty_conditioning=self._conditioning(self.empty_text, view, drops_references=drops)
             if objective.contrast_scale != 1
             else None,
         )
