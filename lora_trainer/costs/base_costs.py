@@ -81,18 +81,18 @@ class FrozenBase:
         """Weights in the layers of `linear_shapes`, counted."""
         return sum(fan_in * out for fan_in, out in self.costs.linear_shapes.values())
 
-    @property
+    @cached_property
     def other_bytes(self) -> int:
         """Bytes of all weights outside `linear_shapes`, which are never quantised."""
         elements = self.costs.parameters("denoiser") - self.linear_elements
         return elements * ELEMENT_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of the whole base."""
         return self.linear_bytes + self.other_bytes
 
-    @property
+    @cached_property
     def dequantized_bytes(self) -> int:
         """Bytes of the largest layer when dequantised; one layer is at a time. 0: the base is unquantised."""
         if not self.is_quantized:
@@ -128,8 +128,8 @@ class BaseCosts:
 
     family: Family
     facts: BaseFacts
-    tensors: dict[str, Counter[Shape]] = field(default_factory=dict)
-    """What `adapter_tensors` has counted, by the adapter's settings."""
+    counted: list[tuple[AdapterSettings, Counter[Shape]]] = field(default_factory=list)
+    """What `adapter_tensors` has counted. A list, as settings with a `rank_pattern` cannot be hashed."""
 
     def parameters(self, part: Part) -> int:
         """Return the number of weights in a part of the base."""
@@ -251,17 +251,18 @@ class BaseCosts:
 
     def adapter_tensors(self, settings: AdapterSettings) -> Counter[Shape]:
         """Return how many trained tensors there are of each shape: adapters and new tokens."""
-        key = settings.model_dump_json()  # hash() refuses settings, because of `rank_pattern`
-        if key not in self.tensors:
-            tensors = adapter_tensors(self.adapted(settings), settings)
-            for component, text_shapes in self.text_adapter_shapes.items():
-                if settings.text_encoder:
-                    tensors += adapter_tensors(text_shapes, settings, component=component)
-                if settings.new_tokens:
-                    width = next(iter(text_shapes.values()))[0]  # of the first layer's input
-                    tensors += Counter({(settings.new_tokens, width): 1})
-            self.tensors[key] = tensors
-        return self.tensors[key]
+        for known, tensors in self.counted:
+            if known is settings or known == settings:
+                return tensors
+        tensors = adapter_tensors(self.adapted(settings), settings)
+        for component, text_shapes in self.text_adapter_shapes.items():
+            if settings.text_encoder:
+                tensors += adapter_tensors(text_shapes, settings, component=component)
+            if settings.new_tokens:
+                width = next(iter(text_shapes.values()))[0]  # of the first layer's input
+                tensors += Counter({(settings.new_tokens, width): 1})
+        self.counted.append((settings, tensors))
+        return tensors
 
     # ---- an architecture that is not in the table
 

@@ -207,9 +207,8 @@ def predict(load: Load, costs: BaseCosts, *, limit_bytes: int) -> Prediction:
     if load.samples:
         # Drawn between two steps: no activations, but everything that stays for the next step.
         phases["sampling"] = [*resident, *_sampling(load, costs)]
-    by_phase = {
-        phase: [*_outside(load), *items, _slack(items, load)] for phase, items in phases.items()
-    }
+    outside = list(_outside(load))
+    by_phase = {phase: [*outside, *items, _slack(items, load)] for phase, items in phases.items()}
     return Prediction(by_phase=by_phase, limit_bytes=limit_bytes)
 
 
@@ -434,8 +433,12 @@ def _slack(items: Sequence[MemoryItem], load: Load) -> MemoryItem:
     if not KINDS[load.device].own_memory:
         size = int(SHARED_SLACK * sum_bytes(items))
         return MemoryItem(SLACK, size, "freed memory that the allocator keeps")
-    moved_bytes = sum_bytes(item for item in items if item.name in MOVED)
-    temporary_bytes = sum_bytes(item for item in items if item.name in TEMPORARY)
+    moved_bytes = temporary_bytes = 0
+    for item in items:
+        if item.name in MOVED:
+            moved_bytes += item.bytes
+        if item.name in TEMPORARY:
+            temporary_bytes += item.bytes
     holes, segments = (HOLES, 0.0) if load.expandable else (HOLES_OF_SEGMENTS, SEGMENTS)
     holes_bytes = min(int(holes * moved_bytes), temporary_bytes)
     size = PAGES_BYTES + int(segments * moved_bytes) + holes_bytes

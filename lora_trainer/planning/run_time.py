@@ -270,8 +270,10 @@ class Evaluator:
 
     def fits(self, load: Load) -> bool:
         """Say whether the device and the machine can hold a load."""
+        if not self.predict(load).fits:
+            return False
         host = self.predict_host(load)
-        return self.predict(load).fits and (host is None or host.fits)
+        return host is None or host.fits
 
 
 # ---- a run
