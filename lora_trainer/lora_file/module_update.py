@@ -265,7 +265,11 @@ def take_rows(update: Update, begin: int, end: int, *, part: tuple[int, int] = (
                 changed[first] = arrays[first][begin // height : end // height]
     taken = replace(update, tensors={**arrays, **changed}, rows=rows)
     products = PRODUCTS.get(update.kind, ())
-    return _without_zeros(taken, products, part) if products else taken
+    if not products:
+        return taken
+    beside = np.r_[:begin, end : update.size[0]]
+    elsewhere = _read_ranks({name: arrays[name][beside] for name, _ in products}, update.rank)
+    return _without_zeros(taken, products, part, elsewhere)
 
 
 # By kind, the factors of each product: the one that has a row for each output, and the one that reads the inputs.
@@ -275,22 +279,34 @@ PRODUCTS: Mapping[AdapterKind, tuple[tuple[Role, Role], ...]] = {
 }
 
 
+def _read_ranks(factors: Mapping[Role, Array], rank: int) -> Array:
+    """Return for each rank whether any of these rows of outputs reads it."""
+    read = np.zeros(rank, dtype=bool)
+    for factor in factors.values():
+        read |= factor.reshape(factor.shape[0], rank, -1).any(axis=(0, 2))
+    return read
+
+
 def _without_zeros(
-    update: Update, products: tuple[tuple[Role, Role], ...], part: tuple[int, int]
+    update: Update,
+    products: tuple[tuple[Role, Role], ...],
+    part: tuple[int, int],
+    elsewhere: Array,
 ) -> Update:
-    """Leave out the ranks that only other rows of a joined layer read.
+    """Leave out the ranks that only other rows of a joined layer read; `elsewhere`: whether those read a rank.
 
     sd-scripts' split_qkv and this program train q, k and v apart and write them side by side with zeros between
-    them: a part has its share of the joined rank. A rank of that share may have no effect yet.
+    them: a part has its share of the joined rank. A rank of that share may have no effect yet. Where other rows
+    read ranks of the share, ranks are not shared out; rows that read none then keep all, as if they had been trained.
     """
     rank, (number, count) = update.rank, part
     share = np.zeros(rank, dtype=bool)
     share[rank * number // count : rank * (number + 1) // count] = True
-    read = np.zeros(rank, dtype=bool)
-    for written, _ in products:
-        factor = update.tensors[written]
-        read |= factor.reshape(factor.shape[0], rank, -1).any(axis=(0, 2))
-    own = share if rank % count == 0 and not (read & ~share).any() else read
+    read = _read_ranks({written: update.tensors[written] for written, _ in products}, rank)
+    is_shared_out = (
+        rank % count == 0 and not (read & ~share).any() and not (elsewhere & share).any()
+    )
+    own = share if is_shared_out else read
     if own.all() or not own.any():
         return update
     changed = {written: update.tensors[written][:, own] for written, _ in products}

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lora_trainer import families
+from tests.fakes.release_networks import VAES, texts, vae
 from tests.fakes.tiny_base import write_base
-from tests.families.test_releases import VAES, texts, vae
 
 SAVED_DTYPE = torch.bfloat16
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}

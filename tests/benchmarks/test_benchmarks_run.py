@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from lora_trainer import families
+from lora_trainer.families.files.weight_files import read_header
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -95,22 +98,15 @@ def test_calibrate_orders_the_prepared_datasets(tmp_path: Path) -> None:
     assert all(scores["good"] >= score + 0.1 for name, score in scores.items() if name != "good")
 
 
-RELEASED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, "benchmarks")
-from released_bases import BASES, tiny, write_file, write_folder
-from lora_trainer import families
-from lora_trainer.families.files.weight_files import read_header
-place = Path(sys.argv[1])
-for name, base in BASES.items():
-    assert families.detect(write_folder(tiny(base), place / name)).name == name
-    file = write_file(tiny(base), place / f"{name}-lacks", place / f"{name}.safetensors")
-    family, parts = families.detect_file(read_header(file))
-    assert family.name == name and {"denoiser", "vae", "text_encoder"} <= parts
-"""
-
-
-def test_released_bases_are_of_their_families_as_folder_and_as_single_file(tmp_path: Path) -> None:
+def test_released_bases_are_of_their_families_as_folder_and_as_single_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With tiny networks; what true_size.py measures needs the true ones."""
-    run("-c", RELEASED, str(tmp_path))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    bases = importlib.import_module("released_bases")
+    for name, base in bases.BASES.items():
+        tiny = bases.tiny(base)
+        assert families.detect(bases.write_folder(tiny, tmp_path / name)).name == name
+        file = bases.write_file(tiny, tmp_path / f"{name}-lacks", tmp_path / f"{name}.safetensors")
+        family, parts = families.detect_file(read_header(file))
+        assert family.name == name and {"denoiser", "vae", "text_encoder"} <= parts

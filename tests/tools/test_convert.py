@@ -34,8 +34,6 @@ WAYS = [
     for formats in [families.family(name).formats.written]
     # A family of one format has no second to go through.
     for own, through in list(combinations(formats, 2)) or [(*formats, *formats)]
-    # Its joined layer of the MLP comes back with a higher rank: the same change in other numbers.
-    if name != "qwen21"
 ]
 """(family, format of the file, format it goes through)."""
 
