@@ -13,7 +13,7 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer.lora_file.read import read_contents
-from tests.fakes.family_bases import base_of
+from tests.fakes.family_bases import base_of, copy_of, edit_json
 from tests.fakes.runs import (
     BETWEEN_SAVES,
     Toy,
@@ -170,6 +170,23 @@ def test_a_base_that_does_not_edit_refuses_pairs(
     said = " ".join(capsys.readouterr().err.split())
     assert "references/ holds reference images, which" in said
     assert "(family sd15) does not read" in said and "flux2" in said
+
+
+def test_a_release_that_edits_beside_one_that_does_not(place: Place, tmp_path: Path) -> None:
+    """FLUX.1 dev and Kontext have the same network: the folder's index tells them apart."""
+    line = place.command("kontext", data__reference_dropout=0.0, sampling__steps=1)
+    base = copy_of("flux", tmp_path / "base")
+    line[2], line[line.index("--steps") + 1] = str(base), "2"
+    line = [each.replace("sampling.every_steps=5", "sampling.every_steps=2") for each in line]
+    line = [each.replace("validate_every_steps=5", "validate_every_steps=2") for each in line]
+    assert run_cli(line) == 2, "dev reads no references"
+    edit_json(base / "model_index.json", _class_name="FluxKontextPipeline")
+    shutil.rmtree(shutil.copytree(place.dataset, tmp_path / "toy") / "references_2")
+    line[0] = str(tmp_path / "toy")
+    assert run_cli(line) == 0
+    run = place.runs / "kontext"
+    assert events(run, "cached")[0]["latents"] == 7
+    assert len(events(run, "sample")[-1]["images"]) > 1
 
 
 def test_families_that_edit_are_said() -> None:

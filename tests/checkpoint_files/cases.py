@@ -205,7 +205,6 @@ def refused() -> Iterator[Case]:
     )  # fmt: skip
     for title, shapes, words in rows:
         yield Case(title, shapes, refused=re.escape(words))
-    yield Case("Kontext", flux, refused="Kontext", file="flux1-kontext-dev.safetensors")
     yield Case("int8 FLUX.1", flux, dtype="I8", refused="is quantised")
     yield Case("IQ2_XXS FLUX.1", flux, refused="is quantised", **gguf("IQ2_XXS", "flux"))
     # Of models of no family a few tensors are enough: these are the ones that tell them apart.

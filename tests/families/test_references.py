@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -12,12 +14,19 @@ from PIL import Image
 from torch import Tensor
 
 from lora_trainer import families
+from lora_trainer.costs.base_costs import BaseCosts
+from lora_trainer.costs.sample_cost import Workload
+from lora_trainer.costs.trace import traced_network
+from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.latents import unpack
 from lora_trainer.families.base.references import References, references_in, with_references
 from lora_trainer.families.base.sampling import build_sampler
 from tests.fakes.family_bases import (
     CPU,
+    copy_of,
+    edit_json,
     encoder_of,
+    facts_at,
     facts_of,
     image_encoder_of,
     network_of,
@@ -28,6 +37,17 @@ from tests.fakes.studio import draw
 PROMPT = "make the left one blue"
 # Other shapes than the image's, and than each other's: rows, columns and places cannot be taken for one another.
 TARGET_PX, REFERENCES_PX = (48, 32), ((96, 64), (64, 80))
+
+
+def base_that_edits(name: str, folder: Path) -> BaseFacts:
+    """Return the facts of a family's tiny base, as the release that edits: its folder names another pipeline."""
+    if facts_of(name).references is not None:
+        return facts_of(name)
+    releases = families.family(name).releases.values()
+    reads = next(one.references for one in releases if one.references)
+    base = copy_of(name, folder / "base")
+    edit_json(base / "model_index.json", _class_name=reads.pipeline)
+    return facts_at(base, family=name)
 
 
 def pictures(folder: Any) -> list[Image.Image]:
@@ -41,8 +61,8 @@ def values(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image, dtype=np.float32))
 
 
-def latents_of(name: str, images: list[Image.Image]) -> list[Tensor]:
-    encoder = image_encoder_of(facts_of(name))
+def latents_of(facts: BaseFacts, images: list[Image.Image]) -> list[Tensor]:
+    encoder = image_encoder_of(facts)
     rows = [values(each).permute(2, 0, 1)[None] / 127.5 - 1 for each in images]
     return [encoder.encode_images(each)[0].mean for each in rows]
 
@@ -60,7 +80,8 @@ class Recorded:
 
 @pytest.mark.parametrize("name", families.editing())
 def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: Any) -> None:
-    family, facts = families.family(name), facts_of(name)
+    family, facts = families.family(name), base_that_edits(name, tmp_path)
+    assert facts.references is not None
     images = pictures(tmp_path)[: facts.references.most]
     pipeline: Any = pipeline_of(facts)
     if facts.references.pipeline:
@@ -69,7 +90,7 @@ def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: An
     width, height = (side // facts.vae_factor for side in TARGET_PX)
     count = width * height // facts.patch**2
     pipeline(
-        image=images,
+        **facts.references.drawing(images, TARGET_PX),
         prompt=PROMPT,
         width=TARGET_PX[0],
         height=TARGET_PX[1],
@@ -89,7 +110,7 @@ def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: An
     conditioning = {
         **encoder_of(facts).encode_prompts([PROMPT]),
         **facts.guidance.conditioning(1.0),
-        **with_references(latents_of(name, images)),
+        **with_references(latents_of(facts, images)),
     }
     with torch.no_grad():
         prediction = family.predict(
@@ -112,7 +133,8 @@ def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: An
 
 @pytest.mark.parametrize("name", families.editing())
 def test_a_sample_image_with_references_is_the_plain_pipelines(name: str, tmp_path: Any) -> None:
-    family, facts = families.family(name), facts_of(name)
+    family, facts = families.family(name), base_that_edits(name, tmp_path)
+    assert facts.references is not None
     images = pictures(tmp_path)[: facts.references.most]
     sampler = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
     texts = encoder_of(facts)
@@ -129,7 +151,7 @@ def test_a_sample_image_with_references_is_the_plain_pipelines(name: str, tmp_pa
     if facts.references.pipeline:
         pipeline = getattr(diffusers, facts.references.pipeline)(**pipeline.components)
     whole = pipeline(
-        image=images,
+        **facts.references.drawing(images, TARGET_PX),
         prompt=PROMPT,
         width=TARGET_PX[0],
         height=TARGET_PX[1],
@@ -169,3 +191,24 @@ def test_references_are_named_in_their_order() -> None:
     latents = [torch.full((1, 2, 2), float(index)) for index in range(11)]
     found = references_in({"text": torch.zeros(1), **with_references(latents)})
     assert [float(each[0, 0, 0, 0]) for each in found] == list(range(11))
+
+
+def test_a_step_with_references_takes_what_the_table_says() -> None:
+    """The table knows no references: their pixels count as the image's own."""
+    family = families.family("flux2")
+    costs = BaseCosts(family=family, facts=next(iter(family.releases.values())))
+    alone = Workload(
+        height_px=512,
+        width_px=512,
+        element_bytes=2,
+        rank=16,
+        targets="attention",
+        checkpointing="full",
+    )
+    network = traced_network(family, costs.facts, alone, prompt=costs._prompt)
+    for sizes in (((512, 512),), ((640, 384), (256, 768)), ((512, 512),) * 4):
+        load = replace(alone, references_px=sizes)
+        planned, traced = costs.sample_cost(load), network.sample_cost(load)
+        assert planned.step_flops == pytest.approx(traced.step_flops, rel=0.01)
+        peaks = [each.saved_bytes + each.temporary_bytes for each in (planned, traced)]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.01)

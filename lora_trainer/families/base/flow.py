@@ -48,15 +48,14 @@ def target_endings(
     return {"attention": attention, "transformer": both, "all": (*both, *modulation)}
 
 
-def position_ids(latents: Tensor) -> Tensor:
-    """Return float32 [H/2 W/2, 3]: 0, row, column of each token of [B, C, H, W]."""
+def position_ids(latents: Tensor, *, place: int = 0) -> Tensor:
+    """Return float32 [H/2 W/2, 3]: place, row, column of each token of [B, C, H, W]; the noisy image is at place 0."""
     import torch
 
     rows = torch.arange(latents.shape[-2] // 2, device=latents.device)
     columns = torch.arange(latents.shape[-1] // 2, device=latents.device)
     grid = torch.cartesian_prod(rows, columns).reshape(-1, 2).float()
-    # The first of the three axes is 0 for every token of a single image.
-    return torch.nn.functional.pad(grid, (1, 0))
+    return torch.nn.functional.pad(grid, (1, 0), value=float(place))
 
 
 def text_lengths(mask: Tensor) -> list[int]:

@@ -8,9 +8,9 @@ and returns the prediction of the noisy image alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,8 @@ class References:
     """The (width, height) that references have at full size, the nearest in shape; empty: any."""
     pipeline: str = ""
     """diffusers' pipeline that draws with references; "": the one that draws without them."""
+    arguments: Callable[[tuple[int, int]], Mapping[str, Any]] = lambda size_px: {}
+    """Its arguments to draw an image of (width, height) with references as large as they are given."""
 
     def size_px(
         self, width_px: int, height_px: int, *, side_px: int, token_px: int
@@ -57,6 +59,11 @@ class References:
             max(step_px, int(side * scale) // step_px * step_px) for side in (width_px, height_px)
         )
         return width, height
+
+    def drawing(self, images: Sequence[Any], size_px: tuple[int, int]) -> Mapping[str, Any]:
+        """Return the pipeline's arguments to draw with these images as references."""
+        given = list(images) if self.most > 1 else images[0]
+        return {"image": given, **self.arguments(size_px)}
 
 
 def with_references(latents: Sequence[Tensor]) -> Mapping[str, Tensor]:

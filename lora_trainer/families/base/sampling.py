@@ -59,7 +59,7 @@ class Sampler:
         sigmas = self.sigmas(steps)
         draw = self.edit if references else self.pipeline
         latents = draw(
-            **({"image": list(references)} if references else {}),
+            **self._reference_arguments(references, size_px),
             **_arguments(
                 self.family.pipeline,
                 self._moved(conditioning),
@@ -85,6 +85,12 @@ class Sampler:
             self.vae.to("cpu")
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
         return image
+
+    def _reference_arguments(
+        self, references: Sequence[Image.Image], size_px: tuple[int, int]
+    ) -> Mapping[str, Any]:
+        traits = self.facts.references
+        return traits.drawing(references, size_px) if traits is not None and references else {}
 
     @cached_property
     def edit(self) -> Any:

@@ -1,6 +1,7 @@
-"""FLUX.1 dev and schnell: a transformer of joint and single blocks, CLIP's pooled text and T5's tokens.
+"""FLUX.1 dev, schnell and Kontext: a transformer of joint and single blocks, CLIP's pooled text and T5's tokens.
 
-Dev was distilled with an embedded guidance scale; schnell was distilled to few steps without guidance.
+Dev was distilled with an embedded guidance scale; schnell was distilled to few steps without guidance. Kontext is dev
+trained to edit: it reads one reference image behind the noisy one, whose tokens have 1 on the first axis.
 Conditioning: `text` [B, 512 or 256, 4096] with padding unmasked as in the base's training, `pooled`
 [B, 768], and `guidance` [B] for dev.
 
@@ -9,7 +10,7 @@ An example of a family; docs/adding-a-family.md says how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,11 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.latents import PackedLatents, pack, unpack
 from lora_trainer.families.base.layout import Header, Layout
+from lora_trainer.families.base.references import References, joined, references_in
 from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
 from lora_trainer.families.base.traits import AdapterNames, PipelineTraits
-from lora_trainer.families.files.base_parts import denoiser_names
+from lora_trainer.families.files.base_parts import components, denoiser_names
 from lora_trainer.families.files.weight_files import read_header
 
 if TYPE_CHECKING:
@@ -45,6 +47,24 @@ _GUIDANCE = frozenset(
     {"guidance_in.in_layer.weight", "time_text_embed.guidance_embedder.linear_1.weight"}
 )
 LATENT_CHANNELS = 16
+
+
+# The pipeline of a folder of Kontext.
+KONTEXT_PIPELINE = "FluxKontextPipeline"
+# The sizes of references that Kontext was trained with (diffusers' PREFERRED_KONTEXT_RESOLUTIONS), upright ones; each
+# lying down, too.
+_UPRIGHT = (
+    *((672, 1568), (688, 1504), (720, 1456), (752, 1392)),
+    *((800, 1328), (832, 1248), (880, 1184), (944, 1104)),
+)
+KONTEXT = References(
+    most=1,
+    grows=True,
+    sizes_px=(*_UPRIGHT, (1024, 1024), *((height, width) for width, height in _UPRIGHT)),
+    pipeline=KONTEXT_PIPELINE,
+    # Else it would draw 1 megapixel whatever is asked for, and stretch the reference to one of its sizes.
+    arguments=lambda size_px: {"max_area": size_px[0] * size_px[1], "_auto_resize": False},
+)
 
 
 class PooledT5Encoder(TransformersEncoder):
@@ -83,8 +103,11 @@ class Flux(FlowFamily):
     # ---- facts
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        # Dev and schnell differ in no name and no shape but the embedder of the guidance scale.
-        return self.published[0 if _reads_guidance(file) else 1]
+        # Dev and schnell differ in no name and no shape but the embedder of the guidance scale, Kontext from dev in
+        # none at all.
+        if not _reads_guidance(file):
+            return self.published[1]
+        return self.published[2 if "kontext" in file.name.casefold() else 0]
 
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Return the release by the network's guidance input.
@@ -98,6 +121,10 @@ class Flux(FlowFamily):
         single = layout.part_file("denoiser")
         embeds = in_folder if single is None else _reads_guidance(single)
         release = self.published[0 if embeds else 1]
+        if single is not None:
+            release = self.file_release(single, {})
+        elif components(layout.folder).get("") == KONTEXT_PIPELINE:
+            release = self.published[2]
         return replace(
             plain,
             architecture={**plain.architecture, "guidance_embeds": embeds},
@@ -120,36 +147,55 @@ class Flux(FlowFamily):
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.release.variant}/lora")
 
+    def references_of(self, release: BaseRelease) -> References | None:
+        return KONTEXT if release.variant == "kontext" else None
+
     # ---- training
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
         guidance, pooled = conditioning.get("guidance"), conditioning["pooled"]
-        more = {"guidance": guidance, "pooled_projections": pooled}
-        return velocity(denoiser, noisy, timesteps, conditioning["text"], **more)
+        return velocity(
+            denoiser,
+            noisy,
+            timesteps,
+            conditioning["text"],
+            references=references_in(conditioning),
+            guidance=guidance,
+            pooled_projections=pooled,
+        )
 
 
 FAMILY = Flux()
 
 
 def velocity(
-    denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, text: Tensor, **more: Any
+    denoiser: nn.Module,
+    noisy: Tensor,
+    timesteps: Tensor,
+    text: Tensor,
+    *,
+    references: Sequence[Tensor] = (),
+    **more: Any,
 ) -> Tensor:
     """Return the prediction [B, C, H, W] of a network of FLUX.1's kind for texts [B, tokens, channels]."""
+    pictures = [noisy, *references]
+    positions = [position_ids(each, place=place) for place, each in enumerate(pictures)]
     tokens: Tensor = denoiser(
-        hidden_states=pack(noisy),
+        hidden_states=joined([pack(each) for each in pictures], 1),
         # The network multiplies by 1000 again, and the guidance scale likewise.
         timestep=timesteps / 1000,
         encoder_hidden_states=text,
         # All text tokens stand at position 0, as in
         # FluxPipeline.encode_prompt: T5's states carry their order.
         txt_ids=text.new_zeros(text.shape[1], 3),
-        img_ids=position_ids(noisy),
+        img_ids=joined(positions, 0),
         return_dict=False,
         **more,
     )[0]
-    return unpack(tokens, height=noisy.shape[-2], width=noisy.shape[-1])
+    height, width = noisy.shape[-2:]
+    return unpack(tokens[:, : height * width // 4], height=height, width=width)
 
 
 def _reads_guidance(file: Path) -> bool:
