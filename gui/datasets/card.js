@@ -3,6 +3,7 @@
 import { say } from "/ui/shared/words.js";
 import { afterPause, button, make } from "/ui/shared/elements.js";
 import { paint } from "/ui/datasets/mask.js";
+import { openWorkbench, remember } from "/ui/datasets/workbench.js";
 
 const SAVE_PAUSE_MS = 800;
 const SAVED_SHOWN_MS = 6000;
@@ -41,6 +42,11 @@ export class Card {
     });
     const large = make("a", {
       href: pictureOf(LARGE_PX), target: "_blank", rel: "noopener", "aria-label": say("Enlarge {}", name),
+      onclick: (event) => {
+        if (this.excluded || event.ctrlKey || event.metaKey || event.shiftKey) return; // the picture itself, in a tab of its own
+        event.preventDefault();
+        openWorkbench(this.editor, name);
+      },
     }, this.image);
     this.box = make("div", { class: "ds-picture", "data-broken": say("cannot be shown") }, large, this.frame,
       make("label", { class: "ds-select" }, this.check));
@@ -63,9 +69,20 @@ export class Card {
       });
     this.closerButton = this.excluded ? null
       : button(say("Mask"), () => this.closer(), { "aria-label": say("Mask and crop of {}", name) });
+    this.foot = make("div", { class: "ds-foot" }, this.state, this.closerButton, act);
     this.node = make("li", { class: "ds-card" }, this.box,
       make("div", { class: "ds-name", title: name, dir: "auto", translate: "no" }, name),
-      this.area, this.size, this.badges, make("div", { class: "ds-foot" }, this.state, this.closerButton, act));
+      this.area, this.size, this.badges, this.foot);
+    remember(this.folder, row);
+  }
+
+  /** Give the field, the remarks and what is said to the workbench, until it gives them back. */
+  lend() { return [this.area, this.badges, this.state]; }
+
+  takeBack() {
+    this.size.before(this.area);
+    this.foot.before(this.badges);
+    this.foot.prepend(this.state);
   }
 
   ask(name, values) { return this.editor.ask(name, { folder: this.folder, ...values }); }

@@ -9,7 +9,8 @@ import { Card } from "/ui/datasets/card.js";
 import { EditMany } from "/ui/datasets/edit_many.js";
 import { make } from "/ui/shared/elements.js";
 import { Opener } from "/ui/datasets/opener.js";
-import { Tools, tagsOf } from "/ui/datasets/tools.js";
+import { tagsOf } from "/ui/datasets/tags.js";
+import { Tools } from "/ui/datasets/tools.js";
 
 const CHUNK = 60; // whole rows of one to six cards
 const NEAR_PX = 800;
@@ -237,6 +238,11 @@ class Editor {
     card.check.checked = this.chosen.has(row.file);
     return card;
   }
+
+  // What the workbench asks for.
+  order() { return this.shown().map((row) => row.file); }
+  cardOf(name) { return this.card(this.rows().find((row) => row.file === name)); }
+  captions() { return this.data.pictures.map((row) => row.caption); }
 
   selected(name, on) {
     this.bulk.close();

@@ -1,6 +1,7 @@
 // The bars above the cards: undo, filters, order, what to look for, and what is said of the whole folder.
 import { say } from "/ui/shared/words.js";
 import { button, choice, field, make } from "/ui/shared/elements.js";
+import { tagsOf } from "/ui/datasets/tags.js";
 
 const MAX_TAGS = 60;
 const ORDERS = [["name", say("by name")], ["worst", say("worst first")], ["best", say("best first")]];
@@ -150,10 +151,6 @@ function redrawn(node, buttons) {
   const focused = node.contains(document.activeElement) ? document.activeElement.dataset.chip : null;
   node.replaceChildren(...buttons.filter(Boolean));
   if (focused !== null) [...node.children].find((one) => one.dataset.chip === focused)?.focus();
-}
-
-export function tagsOf(caption) {
-  return caption.split(/[,\uff0c\u3001\u060c]/).map((tag) => tag.trim()).filter(Boolean);
 }
 
 /** Return what a score of the check says of the images; nothing of none. */

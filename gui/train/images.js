@@ -54,6 +54,7 @@ export class Images {
 
   draw({ pictures, excluded = [] }) {
     this.away = new Set(excluded.map((row) => row.file));
+    this.texts = pictures.map((row) => row.caption);
     const rows = pictures.slice(0, SHOWN);
     const names = new Set(rows.map((row) => row.file));
     for (const name of this.cards.keys()) if (!names.has(name)) this.cards.delete(name);
@@ -91,6 +92,11 @@ export class Images {
     this.draw(answer);
     this.tell();
   }
+
+  // What the workbench asks for.
+  order() { return [...this.cards.keys()]; }
+  cardOf(name) { return this.cards.get(name); }
+  captions() { return this.texts; }
 
   saved(answer) { for (const row of answer.cards) this.cards.get(row.file)?.show(row); }
   announce(text) { this.said.textContent = text; }

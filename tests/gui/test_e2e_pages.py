@@ -460,6 +460,22 @@ def test_edit_undo_reload_bulk_exclude(
     press(page, "Apply to 2 captions")
     shows(page, "c.png", "zibbo, a bird")
     assert (folder / "a.txt").read_text() == "zibbo, a dog, big"
+    # One image, large: Enter saves and goes to the next; what a caption was before is one press away.
+    page.get_by_label("Enlarge a.png").click()
+    bench = page.locator(".workbench")
+    bench.locator("textarea").press("Control+End")
+    page.keyboard.type(", zib")
+    bench.get_by_label(re.compile(r"^Add zibbo, in 2")).wait_for(
+        state="detached"
+    )  # it has that one
+    page.keyboard.press("Enter")
+    bench.locator("h3", has_text="a.png").wait_for(state="detached")
+    until(lambda: (folder / "a.txt").read_text() == "zibbo, a dog, big, zib")
+    page.keyboard.press("PageUp")
+    bench.get_by_label("Take away zib", exact=True).click()
+    page.keyboard.press("Escape")
+    bench.wait_for(state="detached")
+    until(lambda: (folder / "a.txt").read_text() == "zibbo, a dog, big")
     # Excluding moves; putting back brings the caption along.
     press(page, "Exclude a.png")
     said(page, "exclude a.png")

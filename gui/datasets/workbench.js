@@ -1,0 +1,163 @@
+// One image, large, with its caption beside it: Enter saves and goes to the next, Page Up and Page Down turn over,
+// Escape closes. The field, the remarks and what is said are those of the card, lent while they are here, so that what
+// is typed is saved, refused and warned of as it is there. Below are the tags of all captions, to add or take away.
+import { dialog } from "/ui/dialog.js";
+import { say } from "/ui/shared/words.js";
+import { button, make } from "/ui/shared/elements.js";
+import { tagsOf } from "/ui/datasets/tags.js";
+
+const LARGE_PX = 1536;
+const TAGS_SHOWN = 24;
+const LONGEST_TAG = 40;
+const before = new Map(); // the captions as they were when this page first showed them, by folder and file
+
+/** Remember a caption as it was before something on this page has changed it. */
+export function remember(folder, { file, caption }) {
+  const key = `${folder}\n${file}`;
+  if (!before.has(key)) before.set(key, caption);
+}
+
+/** Open it on an image; `editor` has `order()`, the names in the order on the page, and `cardOf(name)`. */
+export function openWorkbench(editor, name) {
+  new Workbench(editor).show(name);
+}
+
+class Workbench {
+  constructor(editor) {
+    Object.assign(this, { editor, card: null });
+    this.picture = make("img", { alt: "", class: "wb-image" });
+    this.name = make("h3", { dir: "auto", translate: "no" });
+    this.counter = make("p", { class: "ds-quiet", role: "status" });
+    this.caption = make("div", { class: "wb-caption" });
+    this.was = make("p", { class: "ds-quiet wb-was", hidden: true });
+    this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Tags of all captions") });
+    this.back = button(say("Previous"), () => this.turn(-1), { "aria-keyshortcuts": "PageUp" });
+    this.next = button(say("Next"), () => this.turn(1), { "aria-keyshortcuts": "PageDown" });
+    this.mask = button(say("Mask"), () => this.card.closer());
+    this.exclude = button(say("Exclude"), () => this.leaveOut());
+    this.shown = dialog(say("Image and caption"), {
+      fields: [make("div", { class: "workbench" }, this.picture,
+        make("div", {}, this.name, this.counter, this.caption, this.was, this.tags,
+          make("p", { class: "actions" }, this.back, this.next, this.mask, this.exclude)))],
+      note: say("Enter saves and goes to the next image, Shift and Enter begins a line."),
+      act: say("Save and next"),
+      submit: async () => { await this.card.save(); return this.card.failed ? { error: say("The caption is not saved.") } : {}; },
+    });
+    this.shown.done = () => {
+      this.shown.node.querySelector("[type=submit]").disabled = false;
+      if (!this.turn(1)) this.shown.node.close();
+    };
+    const { node } = this.shown;
+    node.classList.add("whole");
+    node.querySelector("[type=submit] + button").textContent = say("Close"); // all that was typed is saved
+    node.addEventListener("close", () => this.giveBack());
+    node.addEventListener("keydown", (event) => this.key(event));
+    node.addEventListener("input", () => this.drawTags());
+    editor.leaving.addEventListener("abort", () => node.close());
+  }
+
+  show(name) {
+    this.giveBack();
+    const order = this.editor.order();
+    const at = order.indexOf(name);
+    this.card = this.editor.cardOf(name);
+    const { picture, folder } = this.card;
+    remember(folder, picture);
+    this.picture.src = `/media/thumb?${new URLSearchParams({ folder, file: picture.file, size: LARGE_PX })}`;
+    this.name.textContent = picture.file;
+    this.counter.textContent = say("Image {#} of {#}", at + 1, order.length);
+    this.caption.replaceChildren(...this.card.lend());
+    this.back.disabled = at < 1;
+    this.next.disabled = at + 1 >= order.length;
+    this.mask.hidden = Boolean(picture.unreadable);
+    this.drawWas();
+    this.drawTags();
+    this.card.area.focus();
+  }
+
+  giveBack() {
+    if (!this.card) return;
+    this.card.save();
+    this.card.takeBack();
+    this.card = null;
+  }
+
+  /** Go to another image; false where there is none. */
+  turn(by) {
+    const order = this.editor.order();
+    const to = order[order.indexOf(this.card.picture.file) + by];
+    if (to !== undefined) this.show(to);
+    return to !== undefined;
+  }
+
+  async leaveOut() {
+    const { file } = this.card.picture;
+    const order = this.editor.order();
+    const at = order.indexOf(file);
+    const other = order[at + 1] ?? order[at - 1];
+    this.giveBack();
+    await this.editor.exclude([file]);
+    if (other === undefined) this.shown.node.close(); else this.show(other);
+  }
+
+  key(event) {
+    const isTyping = event.target === this.card?.area;
+    const by = { PageDown: 1, PageUp: -1, ...(isTyping ? {} : { ArrowRight: 1, ArrowLeft: -1 }) }[event.key];
+    if (by && !event.altKey && !event.ctrlKey) this.turn(by);
+    else if (isTyping && event.key === "Enter" && !event.shiftKey && !event.isComposing) this.shown.node.querySelector("[type=submit]").click();
+    else return;
+    event.preventDefault();
+  }
+
+  /** Show what the caption was before, where it is another now: a model may have written it meanwhile. */
+  drawWas() {
+    const { picture, folder, area } = this.card;
+    const text = before.get(`${folder}\n${picture.file}`);
+    this.was.hidden = area.readOnly || text === area.value;
+    this.was.replaceChildren(say("Before:"), " ", make("span", { dir: "auto", translate: text ? "no" : null }, text || say("(nothing)")), " ",
+      button(say("Put that back"), () => { this.write(text); }));
+  }
+
+  /** Show the tags of this caption, then those of the others that begin with the word that is typed. */
+  drawTags() {
+    const { area } = this.card;
+    this.drawWas();
+    const own = tagsOf(area.value);
+    const typed = area.value.slice(area.value.lastIndexOf(",") + 1).trim().toLowerCase();
+    const counts = new Map();
+    for (const caption of this.editor.captions()) for (const tag of tagsOf(caption)) counts.set(tag, (counts.get(tag) ?? 0) + 1);
+    const others = [...counts].filter(([tag, count]) => count > 1 && tag.length <= LONGEST_TAG && !own.includes(tag));
+    const fitting = others.filter(([tag]) => typed && tag.toLowerCase().startsWith(typed));
+    const shown = (fitting.length ? fitting : others).sort((a, b) => b[1] - a[1]).slice(0, TAGS_SHOWN);
+    const isTagged = own.length > 1 && own.every((tag) => tag.length <= LONGEST_TAG);
+    const chip = (tag, count, does, pressed, label) => button("", does, { class: "ds-chip", "aria-pressed": String(pressed), "aria-label": label });
+    const parts = [
+      ...(isTagged ? own : []).map((tag) => {
+        const one = chip(tag, 0, () => this.write(own.filter((each) => each !== tag).join(", ")), true, say("Take away {}", tag));
+        one.append(make("span", { translate: "no" }, tag), " \u00d7");
+        return one;
+      }),
+      ...shown.map(([tag, count]) => {
+        const one = chip(tag, count, () => this.add(tag, fitting.length ? typed : ""), false, say("Add {}, in {#} captions", tag, count));
+        one.append(make("span", { translate: "no" }, tag), ` ${count}`);
+        return one;
+      }),
+    ];
+    this.tags.hidden = area.readOnly || !parts.length;
+    this.tags.replaceChildren(...parts);
+  }
+
+  /** Add a tag, in place of the beginning of it that is typed. */
+  add(tag, typed) {
+    const { value } = this.card.area;
+    const kept = (typed ? value.slice(0, value.lastIndexOf(",") + 1) : value).trim().replace(/,$/, "");
+    this.write(kept ? `${kept}, ${tag}` : tag);
+  }
+
+  write(text) {
+    const { area } = this.card;
+    area.value = text;
+    area.dispatchEvent(new Event("input", { bubbles: true }));
+    area.focus();
+  }
+}
