@@ -15,7 +15,7 @@ from lora_trainer.config.declare import settled
 from lora_trainer.families import known_base
 from scripts.marked_tables import with_table
 from scripts.plan_tables import CARDS, planned, releases
-from scripts.release_table import NOT_STATED
+from scripts.release_table import COMPANIES, NOT_STATED
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 MODELS, TIMES = "models", "times"
@@ -30,7 +30,9 @@ FIRST_SCREEN = {
 
 def model_table(names: Mapping[str, str], *, has_licences: bool) -> str:
     """Return the table of releases {source: name in the table} as Markdown."""
-    licences, rule = ("licence | download | ", "---|---:|") if has_licences else ("", "")
+    licences, rule = (
+        ("licence | company work | download | ", "---|---|---:|") if has_licences else ("", "")
+    )
     lines = [
         f"| model | {licences}steps | {' | '.join(CARDS)} |",
         f"|---|{rule}---:|{'---:|' * len(CARDS)}",
@@ -50,11 +52,12 @@ def model_table(names: Mapping[str, str], *, has_licences: bool) -> str:
 
 
 def _terms(source: str) -> Iterator[str]:
-    """Yield licence and download of a release."""
+    """Yield licence, whether it allows a company's work, and download of a release."""
     facts = known_base(source)
     assert facts is not None
     licence = facts.release.licence
     yield licence.name if licence else NOT_STATED
+    yield COMPANIES[licence.companies] if licence else ""
     yield f"{facts.release.download_bytes / 1e9:.0f} GB"
 
 

@@ -19,14 +19,16 @@ from scripts.marked_tables import with_table
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 MARK = "releases"
 NOT_STATED = "its owner's own"
+# Whether a company may use a model for its work, by `Licence.companies`.
+COMPANIES = {"free": "yes", "conditions": "under conditions", "no": "no"}
 
 
 def release_table() -> str:
     """Return the table as Markdown; releases whose networks are equal need the same GPU."""
     own_size = f"own size on, GiB ({', '.join(PRIORITIES)})"
     lines = [
-        f"| release | parameters | download | licence | what it allows | assistant | {own_size} |",
-        "|---|---:|---:|---|---|---|---|",
+        f"| release | parameters | download | licence | company work | what it allows | assistant | {own_size} |",
+        "|---|---:|---:|---|---|---|---|---|",
     ]
     planned_as = {plan_tables.network_of(source): source for source in plan_tables.releases()}
     hours = _cells(plan_tables.PAGE.read_text(encoding="utf-8"))
@@ -47,6 +49,7 @@ def _stated(source: str, facts: BaseFacts) -> tuple[str, ...]:
         f"{sum(release.parameters.values()) / 1e9:.1f} B",
         f"{release.download_bytes / 1e9:.0f} GB",
         licence.name + gate if licence else NOT_STATED,
+        COMPANIES[licence.companies] if licence else "",
         licence.allows if licence else "",
         release.assistant.id if release.assistant else "",
     )

@@ -7,7 +7,6 @@ ComfyUI's key maps and patches. Printed is the largest difference relative to th
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,11 +18,10 @@ from torch import Tensor, nn
 from lora_trainer import families
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.lora.adapter import layer_shapes
-from lora_trainer.lora.tensors import AdapterTensors, update
+from lora_trainer.lora.tensors import AdapterTensors
+from scripts.readers.beside import add_updates, compare, patched, start_comfyui
 from scripts.readers.cases import adapter, arguments
-from scripts.readers.comfyui_lumina2 import compare, patched
 from scripts.readers.networks import Base
-from scripts.readers.stand_ins import stand_in
 from tests.fakes.adapters import export
 from tests.fakes.family_bases import encoder_of, facts_of, network_of
 from tests.fakes.original_names import original_names
@@ -35,15 +33,9 @@ ROWS = 512
 
 def main() -> None:
     given = arguments(__doc__ or "")
-    stand_in("torchvision", "torchaudio", "kornia", "spandrel", "av", "aiohttp", "folder_paths")
-    sys.path.insert(0, str(given.checkout))
-    sys.argv = [sys.argv[0], "--cpu"]
-    import comfy.options
-
-    comfy.options.enable_args_parsing()
+    start_comfyui(given)
     import comfy.model_base
 
-    print(f"ComfyUI at {given.commit}")
     facts = facts_of("anima")
     told = encoder_of(facts).encode_prompts(PROMPTS)
     texts = nn.functional.pad(told["text"], (0, 0, 0, ROWS - told["text"].shape[1]))
@@ -149,9 +141,7 @@ def _comfy(base: Base) -> nn.Module:
 def _ours(facts: BaseFacts, tensors: AdapterTensors, noisy: Tensor, sigma: Tensor) -> Tensor:
     """Return the family's prediction, with the update of each module added to its weight."""
     network = network_of(facts)
-    for key, module in tensors.items():
-        weight = network.get_parameter(f"{key.partition('.')[2]}.weight")
-        weight.add_(update(module, weight).reshape(weight.shape))
+    add_updates(tensors, network)
     with torch.no_grad():
         told = encoder_of(facts).encode_prompts(PROMPTS)
         return FAMILY.predict(network.eval(), noisy, sigma * 1000, told)

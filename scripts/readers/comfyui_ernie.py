@@ -8,7 +8,6 @@ difference relative to the largest prediction. Needs its packages torchsde, eino
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,15 +16,13 @@ import diffusers
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from lora_trainer import families
 from lora_trainer.lora.adapter import layer_shapes
-from lora_trainer.lora.tensors import AdapterTensors, update
+from lora_trainer.lora.tensors import AdapterTensors
+from scripts.readers.beside import add_updates, compare, padded, patched, start_comfyui
 from scripts.readers.cases import adapter, arguments
-from scripts.readers.comfyui_lumina2 import compare, patched
 from scripts.readers.networks import Base
-from scripts.readers.stand_ins import stand_in
 from tests.fakes.adapters import export
 
 # Width, heads, blocks, channels of the axes of positions, width of the text, rows and columns of latents.
@@ -38,15 +35,9 @@ SIZES = (
 
 def main() -> None:
     given = arguments(__doc__ or "")
-    stand_in("torchvision", "torchaudio", "kornia", "spandrel", "av", "aiohttp", "folder_paths")
-    sys.path.insert(0, str(given.checkout))
-    sys.argv = [sys.argv[0], "--cpu"]
-    import comfy.options
-
-    comfy.options.enable_args_parsing()
+    start_comfyui(given)
     import comfy.model_base
 
-    print(f"ComfyUI at {given.commit}")
     for seed in range(len(SIZES)):
         *_, text_width, rows, columns = SIZES[seed]
         base = _base(seed)
@@ -116,16 +107,9 @@ def _ours(
 ) -> Tensor:
     """Return the family's prediction of a padded batch."""
     base = _base(seed)
-    for key, module in tensors.items():
-        weight = base.denoiser.get_parameter(f"{key.partition('.')[2]}.weight")
-        weight.add_(update(module, weight).reshape(weight.shape))
-    masks = [torch.ones(text.shape[1], dtype=torch.long) for text in texts]
-    conditioning = {
-        "text": pad_sequence([text[0] for text in texts], batch_first=True),
-        "text_mask": pad_sequence(masks, batch_first=True),
-    }
+    add_updates(tensors, base.denoiser)
     with torch.no_grad():
-        return base.family.predict(base.denoiser.eval(), noisy, sigma * 1000, conditioning)
+        return base.family.predict(base.denoiser.eval(), noisy, sigma * 1000, padded(texts))
 
 
 def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:

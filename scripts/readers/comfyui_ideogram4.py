@@ -8,8 +8,6 @@ largest prediction, with text, without, and with the LoRA.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,11 +19,10 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.lora.adapter import layer_shapes
-from lora_trainer.lora.tensors import AdapterTensors, update
+from lora_trainer.lora.tensors import AdapterTensors
+from scripts.readers.beside import add_updates, compare, padded, patched, start_comfyui
 from scripts.readers.cases import adapter, arguments
-from scripts.readers.comfyui_lumina2 import compare, patched
 from scripts.readers.networks import Base
-from scripts.readers.stand_ins import stand_in
 from tests.fakes.adapters import export
 from tests.fakes.original_names import original_names
 
@@ -44,12 +41,9 @@ NUMBERS = {
 
 def main() -> None:
     given = arguments(__doc__ or "")
-    stand_in("torchvision", "torchaudio", "kornia", "spandrel", "av", "aiohttp", "scipy")
-    sys.path.insert(0, str(given.checkout))
-    sys.argv = [sys.argv[0], "--cpu"]
-    import comfy.options
-
-    comfy.options.enable_args_parsing()
+    start_comfyui(
+        given, unused=("torchvision", "torchaudio", "kornia", "spandrel", "av", "aiohttp", "scipy")
+    )
     import comfy.model_base
     import comfy.model_management
 
@@ -60,7 +54,6 @@ def main() -> None:
     assert tensors is not None
     texts = [torch.randn(1, length, NUMBERS["llm_features_dim"]) for length in (7, 12)]
     noisy, sigma = torch.randn(2, NUMBERS["in_channels"], 8, 12), torch.tensor([0.3, 0.85])
-    print(f"ComfyUI at {given.commit}")
     network = _comfy(base)
     compare("base", _ours(base, {}, noisy, sigma, texts), _theirs(network, noisy, sigma, texts))
     # Without a text ComfyUI runs the network that predicts without one; here they are the same.
@@ -111,20 +104,10 @@ def _ours(
     base: Base, tensors: AdapterTensors, noisy: Tensor, sigma: Tensor, texts: list[Tensor]
 ) -> Tensor:
     """Return the family's prediction of a padded batch."""
-    from torch.nn.utils.rnn import pad_sequence
-
     network = _base().denoiser
-    for key, module in tensors.items():
-        weight = network.get_parameter(f"{key.partition('.')[2]}.weight")
-        weight.add_(update(module, weight).reshape(weight.shape))
-    conditioning: Mapping[str, Tensor] = {
-        "text": pad_sequence([text[0] for text in texts], batch_first=True),
-        "text_mask": pad_sequence(
-            [torch.ones(text.shape[1], dtype=torch.long) for text in texts], batch_first=True
-        ),
-    }
+    add_updates(tensors, network)
     with torch.no_grad():
-        return base.family.predict(network.eval(), noisy, sigma * 1000, conditioning)
+        return base.family.predict(network.eval(), noisy, sigma * 1000, padded(texts))
 
 
 def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:

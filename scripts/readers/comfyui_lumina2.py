@@ -7,11 +7,8 @@ the predictions, with and without the LoRA, relative to the largest prediction.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,27 +16,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lora_trainer.lora.adapter import layer_shapes
-from lora_trainer.lora.tensors import AdapterTensors, update
+from lora_trainer.lora.tensors import AdapterTensors
+from scripts.readers.beside import add_updates, compare, padded, patched, start_comfyui
 from scripts.readers.cases import adapter, arguments
 from scripts.readers.networks import Base, base_of
-from scripts.readers.stand_ins import stand_in
 from tests.fakes.adapters import export
 
 
 def main() -> None:
     given = arguments(__doc__ or "")
-    stand_in("torchvision", "torchaudio", "kornia", "spandrel", "av", "aiohttp", "folder_paths")
-    sys.path.insert(0, str(given.checkout))
-    sys.argv = [sys.argv[0], "--cpu"]
-    import comfy.options
-
-    comfy.options.enable_args_parsing()
+    start_comfyui(given)
     base = base_of("lumina2")
     tensors = adapter(base, "locon")
     assert tensors is not None
     text, noisy, sigma = torch.randn(1, 7, 12), torch.randn(1, 4, 8, 8), torch.tensor([0.3])
     network = _comfy_network(base)
-    print(f"ComfyUI at {given.commit}")
     compare("base", _ours(base, {}, noisy, sigma, text), _theirs(network, noisy, sigma, text))
     with TemporaryDirectory() as folder:
         file = Path(folder) / "a.safetensors"
@@ -92,56 +83,20 @@ def _comfy_network(base: Base) -> nn.Module:
     return loaded
 
 
-def patched(network: nn.Module, file: Path, *, kind: Any, unet_config: Mapping[str, Any]) -> int:
-    """Load a file as ComfyUI does and change the weights; return how many it changes.
-
-    `kind` is ComfyUI's class of the model, which its key maps ask for.
-    """
-    import comfy.lora
-    import comfy.lora_convert
-
-    class Model(kind):  # type: ignore[misc]  # a class that is not known here
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.diffusion_model = network
-            self.model_config = SimpleNamespace(unet_config=unet_config)
-
-    model = Model()
-    keys = comfy.lora.model_lora_keys_unet(model, {})
-    patches = comfy.lora.load_lora(comfy.lora_convert.convert_lora(load_file(file)), keys)
-    weights = dict(model.named_parameters())
-    for key, patch in patches.items():
-        entry = [(1.0, patch, 1.0, None, None)]
-        with torch.no_grad():
-            changed = comfy.lora.calculate_weight(entry, weights[key].clone(), key)
-            weights[key].copy_(changed)
-    return len(patches)
-
-
 def _ours(
     base: Base, tensors: AdapterTensors, noisy: Tensor, sigma: Tensor, text: Tensor
 ) -> Tensor:
     """Return the family's prediction, with the update of each module added to its weight."""
     network = base_of(base.family.name).denoiser
-    for key, module in tensors.items():
-        weight = network.get_parameter(f"{key.partition('.')[2]}.weight")
-        weight.add_(update(module, weight).reshape(weight.shape))
-    conditioning = {"text": text, "text_mask": torch.ones(text.shape[:2], dtype=torch.long)}
+    add_updates(tensors, network)
     with torch.no_grad():
-        return base.family.predict(network.eval(), noisy, sigma * 1000, conditioning)
+        return base.family.predict(network.eval(), noisy, sigma * 1000, padded([text]))
 
 
 def _theirs(network: Any, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
     with torch.no_grad():
         prediction: Tensor = network(noisy, sigma, text, text.shape[1], attention_mask=None)
         return prediction
-
-
-def compare(what: str, ours: Tensor, theirs: Tensor) -> None:
-    error = float((ours - theirs).abs().max() / ours.abs().max())
-    print(
-        f"{what}: largest difference {error:.1e} of the largest prediction {ours.abs().max():.2f}"
-    )
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 from lora_trainer import families
 from lora_trainer.lora.adapter import layer_shapes
 from lora_trainer.lora.tensors import AdapterTensors
+from scripts.readers.beside import compare, padded
 from scripts.readers.cases import arguments
-from scripts.readers.comfyui_lumina2 import compare
 from tests.fakes.adapters import adapter_for, export
 from tests.fakes.family_bases import base_of, encoder_of, facts_of
 from tests.fakes.tiny_base import enliven
@@ -129,15 +129,8 @@ def _told(rows: int, columns: int, windows: Sequence[int]) -> tuple[Tensor, Tens
 
 def _ours(network: nn.Module, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
     """Return the family's prediction of a padded batch."""
-    from torch.nn.utils.rnn import pad_sequence
-
-    masks = [torch.ones(text.shape[1], dtype=torch.long) for text in texts]
-    conditioning = {
-        "text": pad_sequence([text[0] for text in texts], batch_first=True),
-        "text_mask": pad_sequence(masks, batch_first=True),
-    }
     with torch.no_grad():
-        return FAMILY.predict(network, noisy, 1000 * sigma, conditioning)
+        return FAMILY.predict(network, noisy, 1000 * sigma, padded(texts))
 
 
 def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
