@@ -1,4 +1,4 @@
-"""Whether SimpleTuner's network of Qwen-Image 2.1 predicts what the trainer's predicts, alone and with an exported LoRA.
+"""Whether SimpleTuner's network of Qwen-Image 2.1 predicts what the trainer's predicts, alone and with a LoRA.
 
 `python -m scripts.readers.simpletuner_qwen21 --checkout DIR --commit VERSION` with the unpacked wheel of SimpleTuner:
 narrow random networks at several sizes and seeds, texts of unequal length in one batch here and one by one there, and a
