@@ -131,10 +131,10 @@ FLUX.2 dev has 32 billion parameters, and these hours are not kept for it. On GP
 minute, at the smallest size too, because the base model comes from the memory of the machine block by block. On
 24 GiB, `quality` takes a little over 8 hours. `plan` warns of both.
 
-Sample images of Ideogram 4 are a fifth to a third of its hours. The second network that its guidance needs is read anew for each
-step of an image: from the memory of the machine where that has room for its 19 GB (9 in fp8), else from the disk. Its presets draw
-with the release's recipe of 20 steps (`speed`: 12) and two images (`quality`: four); `sampling.guidance_scale=1`
-draws without the second network, `sampling.every_steps=0` not at all.
+Sample images of Ideogram 4 are a fifth to a third of its hours. The second network that its guidance needs is read anew
+for each step of an image: from the memory of the machine where that has room for its 19 GB (9 in fp8), else from the
+disk. Its presets draw with the release's recipe of 20 steps (`speed`: 12) and two images (`quality`: four).
+`sampling.guidance_scale=1` draws without the second network, `sampling.every_steps=0` not at all.
 
 The table shows the hours of a run, and the size of its images in px:
 """
