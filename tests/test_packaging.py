@@ -103,6 +103,7 @@ def test_every_imported_package_is_declared() -> None:
             "mcp",
             "optim",
             "parquet",
+            "phone",
             "tune",
             "xformers",
         )
