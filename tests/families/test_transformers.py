@@ -25,6 +25,8 @@ from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base.sampling import build_sampler, plain_pipeline
 from lora_trainer.families.files.deferred import settled
 from lora_trainer.planning.run_time import middle
+from lora_trainer.run.plan_text import run_warnings
+from lora_trainer.run.prepare import Request, prepare
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -44,6 +46,7 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.original_names import original_names, split_at
 from tests.fakes.plans import machine, planned
+from tests.fakes.runs import toy
 from tests.fakes.tiny_base import write_base
 
 PROMPTS = ("a red square", "a photo of the blue one, on the left")
@@ -546,3 +549,21 @@ def test_the_reading_of_a_second_network_is_in_the_time_of_sample_images(tmp_pat
     assert family.unguided_bytes(facts_at(own)) == 0
     sdxl = families.known_base("stabilityai/stable-diffusion-xl-base-1.0")
     assert sdxl is not None and families.family("sdxl").unguided_bytes(sdxl) == 0
+
+
+def test_a_base_without_the_second_network_is_told(tmp_path: Path) -> None:
+    """Once, and only where sample images would be guided by it."""
+    own = copy_of("ideogram4", tmp_path / "own")
+    dataset = toy(tmp_path, images=2, sizes=((32, 32),)).dataset
+
+    def kinds(**more: Any) -> list[str]:
+        asked = {"base.model": str(own), "data.resolution": 32, **more}
+        made = prepare(Request(dataset=dataset, overrides=asked))
+        return [each.kind for each in run_warnings(made)]
+
+    assert "guided-alone" not in kinds()
+    for file in (own / "unconditional_transformer").glob("*.safetensors"):
+        file.unlink()
+    assert kinds().count("guided-alone") == 1
+    assert "guided-alone" not in kinds(**{"sampling.guidance_scale": 1})
+    assert "guided-alone" not in kinds(**{"sampling.every_steps": 0})
