@@ -133,6 +133,32 @@ def test_a_changed_reference_is_encoded_again_and_nothing_else(
     assert (cached["latents"], cached["texts"], cached["masks"]) == (1, 0, 0)
 
 
+def test_a_finished_file_edits_an_image_as_the_training_showed(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = place.runs / "whole"
+    images = events(whole, "sample")[-1]["images"]
+    sample = next(each for each in images if each["prompt"] == "a toy with 0 legs")
+    references = sorted(place.dataset.glob("references*/p0.png"))
+    line = [
+        "sample",
+        str(whole),
+        "--prompt",
+        f"{sample['prompt']} --s 2",
+        "--output",
+        str(tmp_path),
+    ]
+    line += ["--seed", str(sample["seed"])]
+    for each in references:
+        line += ["--reference", str(each)]
+    assert len(references) == 2 and run_cli(line) == 0
+    (drawn,) = tmp_path.glob("*.png")
+    assert apart(drawn, whole / sample["file"]) <= 2
+    capsys.readouterr()
+    assert run_cli([*line, *(["--reference", str(references[0])] * 4)]) == 2
+    assert "reads at most 4" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_plan_says_what_references_cost(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:

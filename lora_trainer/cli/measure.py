@@ -31,6 +31,7 @@ def sample(
     output: Path = Path("samples"),
     seed: int = 1234,
     strength: list[float] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    reference: list[Path] = [],  # noqa: B006 - as above
 ) -> None:
     """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline.
 
@@ -38,13 +39,20 @@ def sample(
     :param output: folder for the images
     :param seed: seed of the first image
     :param strength: strength of the LoRA, repeatable [default: 1]
+    :param reference: image to edit, of a base that edits; repeatable, the first reference first
     """
     quiet_libraries()
     out = console()
     from lora_trainer.run.samples import make_images
 
     for file in make_images(
-        run, prompts=prompt, base=base, output=output, seed=seed, strengths=strength or [1.0]
+        run,
+        prompts=prompt,
+        base=base,
+        output=output,
+        seed=seed,
+        strengths=strength or [1.0],
+        references=reference,
     ):
         out.print(str(file), highlight=False)
 

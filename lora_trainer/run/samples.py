@@ -46,9 +46,10 @@ from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.declare import Precision
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.prompt_line import SamplePrompt, check_sizes, read_prompt, seeds
 from lora_trainer.config.running import Config, SamplingSettings
-from lora_trainer.dataset.buckets import cut
+from lora_trainer.dataset.buckets import Bucket, cut, place
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import Reference
 from lora_trainer.families.base.facts import BaseFacts, Conditioning, SamplingRecipe
@@ -311,12 +312,45 @@ class LoadedAdapter:
     family: Family
     facts: BaseFacts
     word: NewWord | None
+    references_px: int
+    """Side of the square with the most pixels that a reference image is read with."""
 
-    def image(self, prompt: str, *, seed: int, strength: float = 1.0) -> Image:
+    @cached_property
+    def editing(self) -> Any:
+        """The pipeline that draws with references, with the networks of the other."""
+        import diffusers
+
+        assert self.facts.references is not None, f"{self.facts.source} reads no references"
+        name = self.facts.references.pipeline
+        return getattr(diffusers, name)(**self.pipeline.components) if name else self.pipeline
+
+    def fitted(self, references: Sequence[Image]) -> list[Image]:
+        """Return reference images as large as they are trained with; raises RequestError for some not read."""
+        reads = self.facts.references
+        if len(references) > (0 if reads is None else reads.most):
+            most = "none" if reads is None else f"at most {reads.most}"
+            raise RequestError(
+                f"{len(references)} reference images are given, and {self.facts.source} reads {most}",
+                fix="give fewer, or a LoRA of a base that edits",
+            )
+        token_px = self.facts.vae_factor * self.facts.patch
+        images = []
+        for image in references:
+            assert reads is not None
+            size = reads.size_px(*image.size, side_px=self.references_px, token_px=token_px)
+            images.append(cut(image, place(*image.size, buckets=[Bucket(*size)]), flip=False))
+        return images
+
+    def image(
+        self, prompt: str, *, seed: int, strength: float = 1.0, references: Sequence[Image] = ()
+    ) -> Image:
         """Draw one image; the same prompt, seed and strength give the same image on the same machine.
 
+        A base that edits reads `references` (RGB), the first one first.
+
         Options behind the prompt (`a cat --n blurry --w 512`) stand above what is said otherwise, the seed too.
-        Raises RequestError for a strength that is not finite, and for options that cannot be drawn.
+        Raises RequestError for a strength that is not finite, for options that cannot be drawn, and for references
+        that are not read.
         """
         _refuse_not_finite(strength)
         wanted = read_prompt(prompt)
@@ -337,6 +371,11 @@ class LoadedAdapter:
             guidance_scale=wanted.guidance_scale or self.drawing.guidance_scale,
             steps=steps,
         )
+        if images := self.fitted(references):
+            assert self.facts.references is not None
+            size_px = (width_px, height_px)
+            arguments = {**arguments, **self.facts.references.drawing(images, size_px)}
+            pipeline = self.editing
         image: Image = pipeline(
             **arguments,
             generator=torch.Generator().manual_seed(seed),
@@ -393,10 +432,12 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
             if getattr(module, "eos_token_id", None) == 2:
                 module.eos_token_id = tokenizer.eos_token_id
     trained_px = config.data.resolution
+    side_px = facts.resolution_px if trained_px == "auto" else trained_px
     return LoadedAdapter(
         file=file,
         pipeline=pipeline,
-        side_px=facts.resolution_px if trained_px == "auto" else trained_px,
+        side_px=side_px,
+        references_px=config.data.reference_resolution or side_px,
         negative_prompt=config.sampling.negative_prompt,
         drawing=recipe(config.sampling, facts),
         family=family,
@@ -475,16 +516,20 @@ def make_images(
     output: Path,
     seed: int,
     strengths: Sequence[float],
+    references: Sequence[Path] = (),
 ) -> Iterator[Path]:
     """Write and yield an image for each prompt and strength; `run` is a run folder or an adapter file.
 
-    All strengths of a prompt have the same seed. Raises InputError without an adapter, RequestError if the
-    base is unknown or options behind a prompt cannot be drawn, MachineError if the disk refuses.
+    All images begin with the same `references`, and all strengths of a prompt have the same seed. Raises InputError
+    without an adapter, RequestError if the base is unknown or options behind a prompt cannot be drawn, MachineError if
+    the disk refuses.
     """
     for strength in strengths:
         _refuse_not_finite(strength)
     wanted = [read_prompt(prompt) for prompt in prompts]
+    images = [decode(path, settings=DataSettings()).image for path in references]
     adapter = load_adapter(run, base=base)
+    adapter.fitted(images)  # refused before a folder is made
     check_sizes(wanted, step_px=adapter.facts.bucket_step_px)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -492,7 +537,7 @@ def make_images(
         raise disk_error(output, error) from error
     names = try_names(adapter.file.stem, wanted, seed=seed, strengths=strengths)
     for (index, prompt), strength in product(enumerate(prompts), strengths):
-        image = adapter.image(prompt, seed=seed + index, strength=strength)
+        image = adapter.image(prompt, seed=seed + index, strength=strength, references=images)
         name = names[index, strength]
         png = BytesIO()
         image.save(png, format="PNG")
