@@ -208,6 +208,22 @@ class Samples(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Preview(Event):
+    """A small quick image of the first prompt was drawn; that of step 0 is the untouched base's."""
+
+    kind: ClassVar = "preview"
+    step: int
+    file: str
+    """Relative to the run folder."""
+    prompt: str
+    seed: int | str
+    drawn: str
+    """`real`, decoded by the base's VAE, or `approximate`."""
+    denoising_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved(Event):
     """A resume state was written, and a LoRA file beside it if `export` names one."""
 
@@ -395,14 +411,25 @@ class UnknownEvent(Event):
     """The kind that the row gives."""
 
 
-_OF_A_RUN = (RunStarted, Resumed, Cached, Step, Validation, Samples, Saved, Change, OutOfMemory)
+_OF_A_RUN = (
+    RunStarted,
+    Resumed,
+    Cached,
+    Step,
+    Validation,
+    Samples,
+    Preview,
+    Saved,
+    Change,
+    OutOfMemory,
+)
 _OF_ITS_END = (BaseLosses, Learned, Measured, Finished, Stopped, Uploaded, Cores)
 _OF_CAPTIONS = (Downloading, Captioning, Caption, Captioned)
 KINDS: Mapping[str, type[Event]] = {
     each.kind: each for each in (Problem, Phase, *_OF_A_RUN, *_OF_ITS_END, *_OF_CAPTIONS)
 }
 # A row of these without its step is of no use.
-_NEED_THEIR_STEP = (Step, Validation, Samples, Saved, Resumed)
+_NEED_THEIR_STEP = (Step, Validation, Samples, Preview, Saved, Resumed)
 # The names of the fields of each class, without the time.
 _NAMES: Mapping[type[Event], Sequence[str]] = {
     each: tuple(entry.name for entry in fields(each) if entry.name != "time_s")

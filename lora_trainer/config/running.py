@@ -27,7 +27,7 @@ from lora_trainer.config.declare import (
     enforced_setting,
     setting,
 )
-from lora_trainer.config.inputs import BaseSettings, DataSettings
+from lora_trainer.config.inputs import BaseSettings, DataSettings, Pixels
 from lora_trainer.config.learning import (
     AdapterSettings,
     ObjectiveSettings,
@@ -37,6 +37,8 @@ from lora_trainer.config.optimizers import OptimizerSettings
 from lora_trainer.hardware.dashboards import PACKAGE_OF
 
 CUDA = {"hardware.device": ("cuda",)}
+# How a preview is decoded: by the base's VAE, or by a linear map to colours.
+PreviewKind = Literal["real", "approximate"]
 # Declare a setting of what a run writes, which no number of the training depends on.
 free_setting = partial(setting, resume="free")
 
@@ -212,6 +214,22 @@ class SamplingSettings(Section, Generic[A_co]):
         "auto", "classifier-free guidance; 1: none; auto: the one that the base is published with"
     )
     seed: Seed = free_setting(1234, "seed of the first prompt's image; the next prompt adds 1")
+    preview: PreviewKind | A_co | Literal["off"] = free_setting(
+        "auto",
+        "small quick image of the first prompt every 2 % of the steps; auto: off above 1 % of the run's time",
+        not_for={"sampling.every_steps": (0,)},
+    )
+    preview_steps: Annotated[int, Field(ge=1, le=1000)] | A_co = free_setting(
+        "auto",
+        "denoising steps per preview; auto: as many as take 1 % of the run's time",
+        not_for={"sampling.preview": ("off",), "sampling.every_steps": (0,)},
+    )
+    preview_resolution: Pixels | A_co = free_setting(
+        "auto",
+        "side of a square preview; auto: data.resolution, or half of it where that takes too long",
+        unit="px",
+        not_for={"sampling.preview": ("off",), "sampling.every_steps": (0,)},
+    )
 
 
 class LoggingSettings(Section):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.wording import step_seconds_text
 from lora_trainer.config.config import build_run_config, flatten, value_of, with_value
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import (
@@ -35,7 +36,14 @@ from lora_trainer.planning.memory import Load, Prediction
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
-from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
+from lora_trainer.planning.run_time import (
+    PREVIEW_SHARE,
+    RunTime,
+    RunTimeInputs,
+    disk_bytes,
+    middle,
+    run_length,
+)
 
 # Most shapes that are compiled; further shapes run as usual.
 MOST_SHAPES = 16
@@ -99,7 +107,9 @@ def _idle_hours(inputs: PlanInput) -> float:
     """Return the predicted hours of a run on an idle machine."""
     made = _plan(inputs)
     busy = math.sqrt(math.prod(made.seconds_per_step)) / made.idle_step_s
-    return made.run_time.seconds / busy / 3600
+    # The size of the images is not chosen by whether somebody looks on.
+    previews_s = middle(made.run_time.parts["previews"])
+    return (made.run_time.seconds - previews_s) / busy / 3600
 
 
 def _plan(inputs: PlanInput) -> Plan:
@@ -352,6 +362,42 @@ class _Planner:
             reason = f"the base is distilled ({facts.release.distillation})"
         self.decide_auto("sampling.steps", drawing.steps, reason)
         self.decide_auto("sampling.guidance_scale", drawing.guidance_scale, reason)
+        # Until the time of a step is known (`decide_previews`).
+        self.decide_auto("sampling.preview", "off", reason)
+        self.decide_auto("sampling.preview_steps", self.config.sampling.steps, reason)
+        self.decide_auto("sampling.preview_resolution", self.config.data.resolution, reason)
+
+    def decide_previews(self, pace: RunTimeInputs) -> None:
+        """Draw previews in the best way that takes its share of the run; too slow for any, none."""
+        asked = self.inputs.resolved.config.sampling
+        if asked.preview == "off":
+            return
+        ways = list(pace.preview_ways(asked))
+        way = next((each for each in ways if each.is_often), ways[-1])
+        share = f"{PREVIEW_SHARE:.0%} of the run's time"
+        if not pace.config.sampling.every_steps:
+            found = (
+                "off",
+                "sampling.every_steps is 0, and previews take memory and colours from sample images",
+            )
+        elif asked.preview == "auto" and not way.is_useful:
+            found = (
+                "off",
+                f"one takes about {step_seconds_text(way.seconds)}: all of them above {share}",
+            )
+        else:
+            found = (
+                way.drawn,
+                f"about {way.count} of {step_seconds_text(way.seconds)} each stay below {share}",
+            )
+        kind, reason = found
+        for key, value in {
+            "sampling.preview": kind,
+            "sampling.preview_steps": way.steps,
+            "sampling.preview_resolution": way.side_px,
+        }.items():
+            if value_of(self.inputs.resolved.config, key) == "auto":
+                self.decide(key, value, reason)
 
     def decide_memory(self) -> MemoryChoice:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
@@ -421,6 +467,9 @@ class _Planner:
                 self.decide("sampling.every_steps", interval, reason)
                 config = with_value(config, "sampling.every_steps", interval)
                 pace = replace(pace, config=config)
+        self.decide_previews(pace)
+        config = build_run_config(flatten(self.config))
+        pace = replace(pace, config=config)
         step = pace.step()
         here = pace_here(inputs.hardware, gpu=self.gpu, past=inputs.past_runs)
         return Plan(

@@ -13,13 +13,13 @@ often to draw sample images, and how long a run of each priority may take.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lora_trainer.common.wording import GIB, gib
 from lora_trainer.config.declare import KEEP_ATTENTION, BasePrecision, Precision, settled
-from lora_trainer.config.running import Config, RunConfig
+from lora_trainer.config.running import Config, PreviewKind, RunConfig, SamplingSettings
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import total_elements
@@ -346,6 +346,21 @@ SAMPLES_SHARE, FREE_SAMPLES_S = 0.15, 180.0
 # Sample images are drawn at every save, every second or every fifth, and always before the first step.
 FEWER_SAMPLES = (1, 2, 5)
 
+# Previews are drawn every fiftieth of the steps, and not above twenty seconds apart in a short run, where all of them
+# take a hundredth of the time; else rarer, down to every tenth of the steps.
+PREVIEWS, FEWEST_PREVIEWS, PREVIEW_EVERY_S, PREVIEW_SHARE = 50, 10, 20.0, 0.01
+# No base draws anything in smaller images, but the miniature, whose own are smaller.
+LEAST_PREVIEW_PX = 256
+# How a preview is drawn, the best first: decoded as, most denoising steps, part of the side of a sample image.
+PREVIEW_WAYS: Sequence[tuple[PreviewKind, int, float]] = (
+    ("real", 10, 1.0),
+    ("real", 6, 1.0),
+    ("real", 4, 1.0),
+    ("approximate", 8, 1.0),
+    ("approximate", 8, 0.5),
+    ("approximate", 4, 0.5),
+)
+
 # Python, torch and the libraries, the plan, the device's context and the first kernels.
 START_S: Range = (10.0, 30.0)
 # (slow, fast): reading weights from a SATA SSD or an NVMe disk, through mapped files, layer by layer.
@@ -358,6 +373,28 @@ ENCODE_FLOPS_PER_PX, DECODE_FLOPS_PER_PX = 4.4e6, 9.8e6
 # Reading, decoding, scaling and checking an image on one core, and writing its cache entries.
 PICTURE_S: Range = (0.03, 0.2)
 TEXT_FLOPS_PER_PARAMETER = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewWay:
+    """How previews are drawn, how long each takes, and how many a run has beside that of the base."""
+
+    drawn: PreviewKind
+    steps: int
+    side_px: int
+    seconds: float
+    count: int
+    wanted: int
+
+    @property
+    def is_often(self) -> bool:
+        """Whether there is one as often as is wanted, for its share of the time."""
+        return self.count == self.wanted
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether there are enough of them to see a training learn."""
+        return self.count >= min(FEWEST_PREVIEWS, self.wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,6 +471,7 @@ class RunTimeInputs:
                 "steps": _times(train.steps, step.range_s),
                 "validation": validation,
                 "sample images": self._samples(self.config.sampling.every_steps),
+                "previews": self._previews(),
             }
         )
 
@@ -445,6 +483,55 @@ class RunTimeInputs:
             if drawing_s <= max(FREE_SAMPLES_S, SAMPLES_SHARE * step_s):
                 break
         return times * every_steps
+
+    def preview_ways(self, asked: SamplingSettings) -> Iterator[PreviewWay]:
+        """Yield the ways to draw previews, the best first; those settings that are not `auto` stay."""
+        side_px, step_px = self.config.data.resolution, self.inputs.facts.bucket_step_px
+        for drawn, most_steps, part in PREVIEW_WAYS:
+            if asked.preview not in ("auto", drawn):
+                continue
+            steps = min(most_steps, self.config.sampling.steps)
+            smaller_px = max(step_px, round(side_px * part / step_px) * step_px)
+            smaller_px = max(smaller_px, min(side_px, LEAST_PREVIEW_PX))
+            yield self.preview_way(
+                drawn,
+                steps=steps if asked.preview_steps == "auto" else asked.preview_steps,
+                side_px=smaller_px
+                if asked.preview_resolution == "auto"
+                else asked.preview_resolution,
+            )
+
+    def preview_way(self, drawn: PreviewKind, *, steps: int, side_px: int) -> PreviewWay:
+        """Return this way with its cost; the count is 0 where one alone takes above its share of the run."""
+        seconds = middle(self._preview(drawn, steps=steps, side_px=side_px))
+        run_s = self.config.train.steps * self.step().seconds
+        wanted = min(PREVIEWS, max(1, math.floor(run_s / PREVIEW_EVERY_S)))
+        count = min(wanted, math.floor(PREVIEW_SHARE * run_s / seconds))
+        return PreviewWay(
+            drawn=drawn, steps=steps, side_px=side_px, seconds=seconds, count=count, wanted=wanted
+        )
+
+    def _preview(self, drawn: PreviewKind, *, steps: int, side_px: int) -> Range:
+        drawing = _times(steps, self._sampler_step(side_px))
+        if drawn == "approximate":
+            return drawing
+        return _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px))
+
+    def _previews(self) -> Range:
+        sampling = self.config.sampling
+        if sampling.preview == "off" or not sampling.every_steps:
+            return (0.0, 0.0)
+        steps, side_px = sampling.preview_steps, sampling.preview_resolution
+        way = self.preview_way(sampling.preview, steps=steps, side_px=side_px)
+        drawing = self._preview(sampling.preview, steps=steps, side_px=side_px)
+        return _times(way.count + 1, drawing)
+
+    def _sampler_step(self, side_px: int) -> Range:
+        """Return the time of one denoising step of one image, with guidance where samples have it."""
+        step = self._forward(side_px)
+        if self.config.sampling.guidance_scale > 1 and self.inputs.facts.guidance.two_passes:
+            return _sum(_times(2, step), self._reading_unguided())
+        return step
 
     @property
     def _loads(self) -> Iterator[Load]:
@@ -487,11 +574,7 @@ class RunTimeInputs:
             return (0.0, 0.0)
         sampling, side_px = self.config.sampling, self.config.data.resolution
         images = (1 + math.ceil(self.config.train.steps / every_steps)) * self.inputs.prompts
-        is_guided = sampling.guidance_scale > 1 and self.inputs.facts.guidance.two_passes
-        step = self._forward(side_px)
-        if is_guided:
-            step = _sum(_times(2, step), self._reading_unguided())
-        drawing = _times(sampling.steps, step)
+        drawing = _times(sampling.steps, self._sampler_step(side_px))
         return _times(images, _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px)))
 
     def _reading_unguided(self) -> Range:

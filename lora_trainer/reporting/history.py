@@ -25,6 +25,7 @@ from lora_trainer.common.event_kinds import (
     Change,
     Event,
     Finished,
+    Preview,
     Problem,
     Resumed,
     RunStarted,
@@ -73,6 +74,7 @@ class RunHistory:
     steps: tuple[Step, ...]
     validations: tuple[Validation, ...]
     samples: tuple[SampleImage, ...]
+    previews: tuple[Preview, ...]
     marks: tuple[Mark, ...]
     problems: tuple[Problem, ...]
     seconds: float
@@ -174,6 +176,7 @@ class _EventSum:
     steps: dict[int, Step] = field(default_factory=dict)
     validations: dict[int, Validation] = field(default_factory=dict)
     samples: list[SampleImage] = field(default_factory=list)
+    previews: dict[int, Preview] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
     seconds: float = 0.0
@@ -186,7 +189,7 @@ class _EventSum:
         if passed_s > 0 and not isinstance(event, Resumed | RunStarted):
             self.seconds += passed_s
         self._last_s = event.time_s
-        if not isinstance(event, Step):
+        if not isinstance(event, Step | Preview):  # which are many, and tell nothing in words
             self.recent.append(event)
         match event:
             case Step():
@@ -205,6 +208,8 @@ class _EventSum:
                     )
                     for each in event.images
                 ]
+            case Preview():
+                self.previews[event.step] = event
             case Saved() | Resumed():
                 self._step = event.step
                 self.marks.append(Mark(step=event.step, event=event))
@@ -221,6 +226,7 @@ class _EventSum:
         self.steps = {step: each for step, each in self.steps.items() if step <= last}
         self.validations = {step: each for step, each in self.validations.items() if step <= last}
         self.samples = [image for image in self.samples if image.step <= last]
+        self.previews = {step: each for step, each in self.previews.items() if step <= last}
         self.marks = [mark for mark in self.marks if mark.step <= last]
         self._step = max(0, last)
 
@@ -269,6 +275,7 @@ class HistoryReader:
             steps=tuple(so_far.steps[step] for step in sorted(so_far.steps)),
             validations=tuple(so_far.validations[step] for step in sorted(so_far.validations)),
             samples=tuple(so_far.samples),
+            previews=tuple(so_far.previews[step] for step in sorted(so_far.previews)),
             marks=tuple(so_far.marks),
             problems=tuple(self._problem_list),
             seconds=so_far.seconds,
@@ -277,7 +284,7 @@ class HistoryReader:
         )
 
     def recent(self) -> list[Event]:
-        """Return the newest events that are not steps, at most 200, by the time they were written."""
+        """Return the newest events that are neither steps nor previews, at most 200, by the time they were written."""
         events = [*self._sum.recent, *self._problem_list[-RECENT_EVENTS:]]
         # An event without a time is taken for the oldest: NaN is never the larger one.
         return sorted(events, key=lambda event: max(0.0, event.time_s))[-RECENT_EVENTS:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from lora_trainer.run.device import (
     oom_fallbacks,
 )
 from lora_trainer.run.hub_upload import push
+from lora_trainer.run.previews import Previews
 from lora_trainer.run.run_folder import EVENTS_FILE, STATES, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
@@ -132,6 +134,10 @@ def run_job(job: TrainingJob) -> Path:
         samples = SampleAction(job=job, parts=parts, entries=feeder.entries)
         actions = [*job.watchers, *actions[:-1], samples, actions[-1], saves]
     training = _training(job, parts, feeder, start, rate=rate, actions=actions, restore=restore)
+    if leads:
+        previews = Previews(job=job, samples=samples)
+        samples.seen = previews.seen
+        training = replace(training, look_on=previews)
     events.emit(Phase(phase="train", message="training", done=start.step, total=config.train.steps))
     began = time.monotonic()
     with writer:

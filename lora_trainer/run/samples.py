@@ -14,8 +14,8 @@ from __future__ import annotations
 import glob
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BytesIO
@@ -103,6 +103,8 @@ class SampleAction:
     job: TrainingJob
     parts: TrainComponents
     entries: Entries
+    # Gets the latents and the pixels of each image, from which the colours of previews are learned.
+    seen: Callable[[torch.Tensor, torch.Tensor], None] = lambda latents, pixels: None
     # The images due at this step: of the run's own prompts, of the prompt that somebody asked for. They are kept
     # from `due` to the call, which is repeated when the device is out of memory.
     _own_due: bool = field(default=True, init=False)
@@ -141,8 +143,6 @@ class SampleAction:
         target = self.job.folder / "samples" / f"step-{progress.step:08d}"
         began_s = time.monotonic()
         give_back_heap()  # decoding makes tensors larger than what a step on a processor has left
-        assistant = self.parts.networks.assistant
-        precision = DTYPES[self.job.prepared.config.output.precision]
         try:
             target.mkdir(parents=True, exist_ok=True)
             # Text encoders are loaded before memory is needed for images, and let go.
@@ -155,12 +155,7 @@ class SampleAction:
                 for index, (prompt, seed, own) in enumerate(rows)
             ]
             drawings += self._asked(target, step=progress.step)
-            with (
-                self.parts.chosen(),
-                self.parts.adapter.rounded(precision),
-                assistant.at(0.0) if assistant else nullcontext(),
-                torch.no_grad(),
-            ):
+            with self.drawing():
                 images = self._images(target, drawings, step=progress.step)
         except StoppedBySignal:
             raise
@@ -175,6 +170,18 @@ class SampleAction:
             self.job.events.emit(
                 Samples(step=progress.step, images=images, seconds=seconds, asked=asked)
             )
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Have the weights that an export would have now, while the block runs."""
+        assistant = self.parts.networks.assistant
+        with (
+            self.parts.chosen(),
+            self.parts.adapter.rounded(DTYPES[self.job.prepared.config.output.precision]),
+            assistant.at(0.0) if assistant else nullcontext(),
+            torch.no_grad(),
+        ):
+            yield
 
     def _problem(self, what: str, *, fix: str) -> None:
         self.job.events.problem(what, fix=fix, code="TRN-03")
@@ -227,13 +234,14 @@ class SampleAction:
             steps = prompt.steps or settings.steps
             scale = prompt.guidance_scale or settings.guidance_scale
             image = self.sampler.image(
-                self._text(key(prompt.text)),
-                self._text(key(negative)),
+                self.text(key(prompt.text)),
+                self.text(key(negative)),
                 seed=seed,
                 size_px=prompt.size_px(side_px),
                 steps=steps,
                 guidance_scale=scale,
                 references=reference_pictures(prepared, drawing.references),
+                seen=self.seen,
             )
             info = PngInfo()
             width, height = image.size
@@ -248,7 +256,7 @@ class SampleAction:
             images.append(SampleFile(prompt=prompt.line, seed=seed, file=file))
         return images
 
-    def _text(self, key: CacheKey) -> Conditioning:
+    def text(self, key: CacheKey) -> Conditioning:
         """Return a prompt's texts; text encoders that are trained along run on its tokens as they are now."""
         return self.parts.model.embed(self.entries.read(key))
 

@@ -71,6 +71,7 @@ def train_steps(training: Training, start: Progress) -> Progress:
     progress = start
     if start.step == 0:  # a resumed run has already validated and sampled the untouched base
         progress = _act(training, _due(training, progress), progress)
+        training.look_on(progress)
     while True:
         try:
             return _train(training, progress)
@@ -176,6 +177,10 @@ def _train(training: Training, start: Progress) -> Progress:
                 # for the reports that are still pending.
                 progress = _act(training, due, reports.judge(progress))
                 reports.lap_began_s = time.perf_counter()
+            # Not an action: that it looks must not make the guards judge a step earlier than without it.
+            looks_from_s = time.perf_counter()
+            training.look_on(progress)
+            reports.lap_began_s += time.perf_counter() - looks_from_s
             if not progress.ending and _has_converged(training, progress):
                 progress = replace(progress, ending=True)
                 progress = _act(training, _due(training, progress, but=due), progress)

@@ -33,6 +33,7 @@ from lora_trainer.common.event_kinds import (
     Event,
     Learned,
     OutOfMemory,
+    Preview,
     Samples,
     Step,
     Validation,
@@ -332,7 +333,7 @@ class Notices:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Samples() | Validation() | BaseLosses() | Learned():
+            case Samples() | Preview() | Validation() | BaseLosses() | Learned():
                 self._pace.skip = True
             case Change() | OutOfMemory():
                 self._pace = StepPace()  # the training itself has changed

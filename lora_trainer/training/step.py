@@ -85,6 +85,8 @@ class Training:
     change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
     `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
     `compiled` are the compiled blocks, None in a run without.
+    `look_on` is called before the first step and after each, once the actions have run; it changes nothing and
+    raises nothing but a stop.
     """
 
     settings: TrainSettings[Decided]
@@ -108,6 +110,7 @@ class Training:
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()
     compiled: CompiledBlocks | None = None
+    look_on: Callable[[Progress], None] = lambda progress: None
 
     def tell_change(self, key: str, old: object, new: object, *, reason: str) -> None:
         """Emit that a value of the plan has changed, if it has."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
@@ -30,6 +31,7 @@ from lora_trainer.families.base.texts import TextEncoder
 from lora_trainer.families.files.weight_files import read_header
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import adapter_tensors, total_elements
+from lora_trainer.run.previews import Colours
 from tests.fakes.family_bases import (
     CPU,
     base_of,
@@ -148,10 +150,16 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
     prompt, negative = (texts.encode_prompts([text]) for text in ("a toy", words))
     sampler = build_sampler(family, facts, denoiser=denoiser_of(name), device=CPU)
     pipeline = pipeline_of(facts)
-    side, drawn = side_of(facts), []
+    side, drawn, seen = side_of(facts), [], []
     for scale in (1.0, 9.0):
         image = sampler.image(
-            prompt, negative, seed=3, size_px=(side, side), steps=3, guidance_scale=scale
+            prompt,
+            negative,
+            seed=3,
+            size_px=(side, side),
+            steps=3,
+            guidance_scale=scale,
+            seen=lambda latents, pixels: seen.append((latents, pixels)),
         )
         plain: Any = pipeline(
             **pipeline_arguments(
@@ -165,6 +173,13 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
         drawn.append(np.asarray(image, dtype=int))
         assert np.abs(drawn[-1] - np.asarray(plain.images[0], dtype=int)).max() <= 1, scale
     assert np.abs(drawn[0] - drawn[1]).max() > 5
+    colours = Colours()  # of previews, from whatever form the latents have
+    colours.learn(*seen[0])
+    approximate = colours.decoded(seen[0][0], size_px=(side, side))
+    assert approximate.shape[-2:] <= (side, side)
+    grey = seen[0][1].mean((2, 3), keepdim=True)
+    small = adaptive_avg_pool2d(seen[0][1], approximate.shape[-2:])
+    assert (small - approximate).square().mean() <= (small - grey).square().mean()
 
 
 # ---- adapters

@@ -48,17 +48,44 @@ class Sampler:
         steps: int,
         guidance_scale: float,
         references: Sequence[Image.Image] = (),
+        seen: Callable[[torch.Tensor, torch.Tensor], None] = lambda latents, pixels: None,
     ) -> Image.Image:
         """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`.
 
-        `references` are as large as they are trained with.
+        `references` are as large as they are trained with. `seen` gets the pipeline's latents and the pixels,
+        [1, 3, H, W] in [-1, 1], that the VAE made of them.
         """
+        latents = self.latents(
+            conditioning,
+            negative,
+            seed=seed,
+            size_px=size_px,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            references=references,
+        )
+        give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
+        pixels = self.decoded(latents, size_px)
+        seen(latents, pixels)
+        return as_image(pixels)
+
+    def latents(
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning,
+        *,
+        seed: int,
+        size_px: tuple[int, int],
+        steps: int,
+        guidance_scale: float,
+        references: Sequence[Image.Image] = (),
+    ) -> torch.Tensor:
+        """Return the latents of one image as the family's pipeline has them at its end."""
         import torch
-        from diffusers.image_processor import VaeImageProcessor
 
         sigmas = self.sigmas(steps)
         draw = self.edit if references else self.pipeline
-        latents = draw(
+        latents: torch.Tensor = draw(
             **self._reference_arguments(references, size_px),
             **_arguments(
                 self.family.pipeline,
@@ -75,16 +102,19 @@ class Sampler:
             **({} if sigmas is None else {"sigmas": list(sigmas)}),
             output_type="latent",
         ).images.to(self.device)
-        give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
+        return latents
+
+    def decoded(self, latents: torch.Tensor, size_px: tuple[int, int]) -> torch.Tensor:
+        """Return the pixels, float32 [1, 3, H, W] in [-1, 1], that the VAE makes of latents."""
+        import torch
+
         try:
             vae = self.vae.to(self.device)
             with torch.no_grad():
-                pixels = self.family.latents.decode(vae, latents, size_px)
+                return self.family.latents.decode(vae, latents, size_px)
         finally:
             # Also after an error: training needs the memory, most of all when decoding ran out of it.
             self.vae.to("cpu")
-        image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
-        return image
 
     def _reference_arguments(
         self, references: Sequence[Image.Image], size_px: tuple[int, int]
@@ -134,6 +164,14 @@ def borrowed_vae(vae: Any, device: torch.device) -> Any:
 
     Borrowed.device = device  # a class cannot read the argument of its own name
     return Borrowed()
+
+
+def as_image(pixels: torch.Tensor) -> Image.Image:
+    """Return [1, 3, H, W] in [-1, 1] as an RGB image."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+    return image
 
 
 def build_sampler(
