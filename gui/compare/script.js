@@ -86,7 +86,6 @@ class Side {
     const source = this.sheet.images[index]?.[this.step.value];
     if (!source) return make("span", { className: "missing", textContent: say("not drawn at this step") });
     const image = make("img", { src: source, alt: `${this.run.value}, ${this.sheet.steps[this.step.value].name}: ${prompt.text}`, translate: false });
-    image.addEventListener("load", () => image.classList.toggle("pixels", image.naturalWidth <= 128));
     return make("a", { href: source, target: "_blank" }, image);
   }
 }

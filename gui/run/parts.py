@@ -26,6 +26,7 @@ from ..run_state import Look, possible
 from ..runs import Records
 from ..server.templates import render
 from ..server.translation import Words
+from .film import film_key, film_of
 from .head import head, head_html, machine_now
 from .log import log
 
@@ -63,6 +64,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
         "chart": Part(
             key=(*_chart_key(history), best_step), draw=lambda _: _chart(history, best_step, _)
         ),
+        "film": Part(key=film_key(history), draw=lambda _: film_of(folder, history, _)),
         "samples": Part(
             key=(len(history.samples), history.sessions, *files),
             draw=lambda _: sample_sheet(folder, history, exported=exported, best=best, _=_),
@@ -90,6 +92,7 @@ def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
         "head": Part(key=told, draw=lambda _: _.markup(told)),
         "buttons": Part(key=possible(seen), draw=lambda _: _buttons(seen)),
         "where": _where(seen),
+        "film": Part(key="", draw=lambda _: {"frames": [], "prompt": "", "no_mp4": ""}),
         "samples": Part(key="", draw=lambda _: None),
         "chart": Part(key="", draw=lambda _: blank),
         "log": Part(key=told, draw=lambda _: _.markup(told)),

@@ -23,7 +23,7 @@ from ..server.pages import Body, Text, answer, attempted, page, stamped
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
-from . import starting, view
+from . import film, starting, view
 from .parts import shown_best
 
 
@@ -130,6 +130,7 @@ def routes(work: Workplace) -> list[Route]:
         answer("/run/chart", ChartView, chart),
         answer("/run/prompt", Named, prompt),
         answer("/run/sample", Samples, sample),
+        film.route(work),
     ]
 
 

@@ -18,11 +18,6 @@ export function samples(place, markBest) {
   /** Return the columns in which a prompt has a picture. */
   const drawnSteps = (prompt) => sheet.steps.map((_, step) => step).filter((step) => address({ prompt, step }) !== null);
 
-  /** Small pictures are enlarged without smoothing: one sees what was made, not what was smoothed. */
-  function sharpen(event) {
-    event.target.classList.toggle("pixels", event.target.naturalWidth <= 128);
-  }
-
   // ---- two steps beside each other, large: the newest and the one before, until others are chosen
 
   const SHOWN = 6; // prompts; the table has all
@@ -73,7 +68,7 @@ export function samples(place, markBest) {
   function largeCell(at, isNow) {
     const source = address(at);
     const key = `${isNow} ${source}`;
-    if (!largePictures.has(key)) largePictures.set(key, make("img", { src: source, onload: sharpen }));
+    if (!largePictures.has(key)) largePictures.set(key, make("img", { src: source }));
     const image = largePictures.get(key);
     image.alt = `${sheet.prompts[at.prompt].text}, ${sheet.steps[at.step].name}`;
     const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
@@ -146,7 +141,7 @@ export function samples(place, markBest) {
     const source = address(at);
     if (source === null) return make("span", { class: "quiet" }, say("none"));
     if (!pictures.has(source)) {
-      pictures.set(source, make("img", { src: source, loading: "lazy", onload: sharpen }));
+      pictures.set(source, make("img", { src: source, loading: "lazy" }));
     }
     const image = pictures.get(source);
     image.alt = title(at);
@@ -165,7 +160,7 @@ export function samples(place, markBest) {
 
   // ---- one picture, large
 
-  const large = make("img", { onload: sharpen });
+  const large = make("img", {});
   const caption = make("p", { class: "caption", "aria-live": "polite" });
   const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
   const baseButton = button(say("Compare with the base"), () => openCompare({ ...cell, step: 0 }, cell));
@@ -266,7 +261,7 @@ export function samples(place, markBest) {
 
   /** Return the picture and the two lists of one side. */
   function side(name) {
-    const made = { name, image: make("img", { class: name.toLowerCase(), onload: sharpen }) };
+    const made = { name, image: make("img", { class: name.toLowerCase() }) };
     made.prompt = make("select", { "aria-label": say("prompt of {}", name), onchange: showSides });
     made.step = make("select", { "aria-label": say("step of {}", name), onchange: showSides });
     made.form = make("fieldset", {}, make("legend", {}, name), made.step, made.prompt);

@@ -2,6 +2,7 @@
 // shows, and sends the others.
 import { dialog, make } from "/ui/dialog.js";
 import { chart } from "/ui/run/chart.js";
+import { film } from "/ui/run/film.js";
 import { samples } from "/ui/run/samples.js";
 import { mount as shares } from "/ui/share/script.js";
 import { ask } from "/ui/shared/ask.js";
@@ -28,6 +29,7 @@ function mountRun(main, leaving) {
   let { stamp } = page.dataset;
 
   const drawChart = chart(page.querySelector(".run-chart"), run);
+  const drawFilm = film(page.querySelector(".run-film"), run, leaving);
   const drawSamples = samples(page.querySelector(".run-samples"), (step) => asked({ press: { action: "best", step } }));
   const asked = following({ path: "/run/look", leaving, goes: "goes" in page.dataset, shown: () => ({ run, stamp, keys }), draw });
 
@@ -39,6 +41,7 @@ function mountRun(main, leaving) {
       if (name === "buttons") for (const button of buttons) button.hidden = !drawn.includes(button.dataset.press);
       else if (name === "where") where.hidden = !drawn;
       else if (name === "chart") drawChart(drawn);
+      else if (name === "film") drawFilm(drawn);
       else if (name === "samples") drawSamples(drawn);
       else drawMarkup(page.querySelector(`[data-part=${name}]`), drawn);
     }

@@ -11,9 +11,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lora_trainer.cli.main import PLANNED, Json, PlanOptions, Reply, Sets, console, overrides
-from lora_trainer.common.errors import RequestError, StoppedBySignal
+from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
+from lora_trainer.common.files import write_atomic
 from lora_trainer.common.processes import quiet_libraries, read_dist_env
 from lora_trainer.common.wording import gib
+from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.reporting.score import WEIGHTS
 
 Run = Annotated[Path, Parameter(help="a run folder or an adapter file")]
@@ -55,6 +57,30 @@ def sample(
         references=reference,
     ):
         out.print(str(file), highlight=False)
+
+
+def film(run: Path, /, *, output: Path | None = None, force: bool = False) -> str:
+    """Write a film of a run's previews, the base beside one step after another, as GIF or MP4.
+
+    :param run: a run folder
+    :param output: file to write, .gif or .mp4 [default: RUN.gif]
+    :param force: replace an existing output
+    """
+    from lora_trainer.reporting.film import KINDS
+    from lora_trainer.reporting.film import film as film_of
+    from lora_trainer.reporting.history import read_history
+
+    if not (run / RUN_FILE).is_file():
+        raise InputError(f"{run} is not a run folder", fix="give runs/NAME")
+    file = output or Path(f"{run.resolve().name}.gif")
+    kinds = {f".{kind}": kind for kind in KINDS}
+    kind = kinds.get(file.suffix.lower())
+    if kind is None:
+        raise RequestError(f"{file} is neither a GIF nor an MP4", fix="name it .gif or .mp4")
+    if file.exists() and not force:
+        raise RequestError(f"{file} exists", fix="give another --output, or --force")
+    write_atomic(file, film_of(run, read_history(run), kind), durable=False)
+    return str(file)
 
 
 def validate(

@@ -337,7 +337,8 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
 
 # In the cache beside the captions, for caption dropout and guidance.
 EMPTY_TEXT = 1
-# Longest run with the presets over 20 images, in hours, on the GPU that stands for its tier (docs/plans.md).
+# Longest run with the presets over 20 images, in hours, on the GPU that stands for its tier (docs/plans.md);
+# without its previews, which are a hundredth of it.
 MOST_HOURS: Mapping[str, float] = {"speed": 1.0, "balanced": 3.0, "quality": 8.0}
 # Noise levels at which each held-out image is predicted.
 VALIDATION_QUANTILES = 8

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts, run_actions, runs
+from lora_trainer.gui.run import film as run_film
 from lora_trainer.gui.run import parts as run_parts
 from lora_trainer.gui.run import routes
 from lora_trainer.gui.run import view as run_view
@@ -25,6 +28,7 @@ from lora_trainer.gui.run_state import look
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words as words_of
 from lora_trainer.gui.workplace import Workplace
+from PIL import Image
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.config.config import setting_keys
@@ -33,10 +37,12 @@ from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.write import prune_exports
 from lora_trainer.queue import commands
 from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.film import why_no_mp4
 from lora_trainer.reporting.status import end_process, read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.lora_library import finished_run
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
+from tests.fakes.runs import run_cli
 
 DEAD = 2**22 - 3
 GIB = 1 << 30
@@ -131,6 +137,54 @@ def test_one_sentence_says_what_it_does_and_before_the_first_step_there_are_stag
     assert "begins with the first step" in page(new)["chart"]["drawn"]
     write_status(new, step=0, phase="train", done=0, total=30)
     assert "stages" not in head(new)  # the first step is done: the time left is known
+
+
+def add_previews(folder: Path, steps: Sequence[int], **more: object) -> None:
+    """Write previews of a run, each with its record."""
+    (folder / "previews").mkdir()
+    for step in steps:
+        file = f"previews/step-{step:08d}.jpg"
+        Image.new("RGB", (64, 48), (step, 90, 90)).save(folder / file)
+        fields = {"prompt": PROMPTS[0], "seed": 1234, "drawn": "real", "denoising_steps": 6}
+        append(folder, event="preview", step=step, file=file, seconds=0.1, **{**fields, **more})
+
+
+def test_the_film_has_the_previews_says_what_they_are_and_is_saved(
+    live: Path, work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = page(live)["film"]
+    assert [frame["name"] for frame in samples["frames"]] == ["base", "step 10"]
+    assert {frame["how"] for frame in samples["frames"]} == {"A sample image, drawn in full."}
+    add_previews(live, [0, 4, 8], drawn="approximate")
+    append(live, event="preview", step=12, file="../../secret.jpg", drawn="real")
+    shown = page(live)["film"]
+    assert [frame["step"] for frame in shown["frames"]] == [0, 4, 8], (
+        "and no file of another folder"
+    )
+    assert {frame["how"].split(",")[0] for frame in shown["frames"]} == {
+        "A quick preview: only 6 denoising steps"
+    }
+    assert all(frame["src"].startswith("/media/run/live/previews/") for frame in shown["frames"])
+    with pytest.raises(InputError, match=r"secret.jpg of step 12 cannot be read"):
+        run_film.film_file(work, "live", "gif")
+    lines = (live / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    (live / "events.jsonl").write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+    kind, made = run_film.film_file(work, "live", "gif")
+    with Image.open(BytesIO(made)) as film:
+        frames = film.n_frames  # type: ignore[attr-defined] # of a GIF
+        assert (kind, film.format, frames) == ("gif", "GIF", 3)
+    with pytest.raises(RequestError, match="not a kind of film"):
+        run_film.film_file(work, "live", "exe")
+    if why_no_mp4():
+        with pytest.raises(MachineError, match="MP4 needs PyAV"):
+            run_film.film_file(work, "live", "mp4")
+    else:
+        assert run_film.film_file(work, "live", "mp4")[1][4:8] == b"ftyp"
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(["film", str(live)]) == 0
+    assert Path("live.gif").read_bytes() == made
+    assert run_cli(["film", str(live)]) == 2, "it is there already"
+    assert run_cli(["film", str(live), "--output", "film.avi"]) == 2
 
 
 def test_stop_saves_force_stop_does_not_and_a_process_that_obeys_neither_is_ended(
@@ -362,7 +416,7 @@ def changed(folder: Path, followed: runs.Followed, before: dict[str, object]) ->
 
 def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     followed, before = runs.Followed(), dict[str, object]()
-    assert len(changed(long_run, followed, before)) == 8
+    assert len(changed(long_run, followed, before)) == 9
     assert changed(long_run, followed, before) == set()
     drawn = []
     for step in range(601, 607):
@@ -391,7 +445,7 @@ def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     Control(long_run).done("save")
     assert changed(long_run, followed, before) == {"samples", "files", "chart"}
     append(long_run, event="sample", step=600, images=[{"prompt": "p", "seed": 1, "file": "x"}])
-    assert changed(long_run, followed, before) == {"samples", "log"}
+    assert changed(long_run, followed, before) == {"samples", "film", "log"}
     shown = page(long_run)
     assert "<svg" in shown["chart"]["drawn"]
     json.dumps(shown["samples"], allow_nan=False)

@@ -1,0 +1,82 @@
+// How a run learns, as a film: the base beside one picture of the first prompt after another, which a slider walks
+// through. Keys on the slider: left and right one picture, Home and End the first and the last.
+import { button, make } from "/ui/shared/elements.js";
+import { say } from "/ui/shared/words.js";
+
+const PLAY_MS = 160; // from one picture to the next
+
+/** Show the film in `place`, first as data-film has it. Return what draws it as it is by now. */
+export function film(place, run, leaving) {
+  let shown = JSON.parse(place.dataset.film);
+  let at = -1; // of the picture on the right; -1: the newest, also when another comes
+  let playing = 0;
+
+  const base = make("img", { alt: say("base") });
+  const now = make("img");
+  const name = make("span", { class: "name" });
+  const how = make("p", { class: "quiet how" });
+  const slider = make("input", { type: "range", min: "0", step: "1", "aria-label": say("step of the picture"), oninput: () => { stop(); go(Number(slider.value)); } });
+  const play = button(say("Play"), () => (playing ? stop() : start()), { class: "play" });
+  const link = (kind, text) => make("a", { class: "ui-button", download: "", href: `/run/film?${new URLSearchParams({ run, kind })}` }, text);
+  const gif = link("gif", say("Save as GIF"));
+  const mp4 = link("mp4", say("Save as MP4"));
+  const why = make("span", { class: "quiet" });
+
+  place.append(
+    make("div", { class: "pair" },
+      make("figure", {}, base, make("figcaption", {}, say("base"))),
+      make("figure", {}, now, make("figcaption", { role: "status" }, name))),
+    make("div", { class: "scrub" }, play, slider),
+    how,
+    make("p", { class: "actions" }, gif, mp4, why),
+  );
+  leaving.addEventListener("abort", stop);
+
+  function draw() {
+    const { frames } = shown;
+    place.hidden = frames.length === 0;
+    if (frames.length === 0) return;
+    const last = frames.length - 1;
+    const one = frames[at < 0 || at > last ? last : at];
+    show(base, frames[0]);
+    show(now, one);
+    now.alt = `${shown.prompt}, ${one.name}`;
+    name.textContent = one.name;
+    how.textContent = one.how;
+    slider.max = last;
+    slider.value = frames.indexOf(one);
+    slider.setAttribute("aria-valuetext", one.name);
+    slider.disabled = play.disabled = last === 0;
+    gif.hidden = mp4.hidden = last === 0;
+    mp4.hidden ||= shown.no_mp4 !== "";
+    why.textContent = last === 0 ? "" : shown.no_mp4;
+  }
+
+  function show(image, { src }) {
+    if (image.getAttribute("src") !== src) image.src = src;
+  }
+
+  function go(to) {
+    at = to >= shown.frames.length - 1 ? -1 : to;
+    draw();
+  }
+
+  function start() {
+    if (at < 0) at = 0;
+    play.textContent = say("Pause");
+    playing = setInterval(() => {
+      go(at + 1);
+      if (at < 0) stop();
+    }, PLAY_MS);
+    draw();
+  }
+
+  function stop() {
+    clearInterval(playing);
+    playing = 0;
+    play.textContent = say("Play");
+  }
+
+  draw();
+  return (newer) => { shown = newer; draw(); };
+}
