@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.hardware.nvml import card_states
 from lora_trainer.queue import commands
 
 from . import runs
+from .cockpit import Cockpit, cockpit_now
 from .run_state import left_text, look, sentence
 from .runs import Followed
+from .server.translation import Words
 from .workplace import Workplace
 
 _ENDED_WITHIN_S = 3600.0
@@ -35,6 +38,7 @@ class LiveTraining:
     fraction: float
     left: str
     said: str
+    cockpit: Cockpit | None = None
 
     @property
     def percent(self) -> int:
@@ -60,15 +64,30 @@ def _training(work: Workplace, run: runs.RunEntry, followed: Followed) -> LiveTr
     except (LoraTrainError, OSError):  # its page says so
         return LiveTraining(fraction=fraction, left="", said="training")
     left = left_text(status.left_s)
-    return LiveTraining(fraction=fraction, left=left, said=sentence(seen, history))
+    machine = cockpit_now(work, status, history, card_states())
+    return LiveTraining(fraction=fraction, left=left, said=sentence(seen, history), cockpit=machine)
 
 
-def live(work: Workplace, followed: Followed) -> dict[str, Any]:
+def _drawn(machine: Cockpit, _: Words) -> dict[str, Any]:
+    return {
+        "figures": [[_(name), value] for name, value in machine.figures],
+        "memory": machine.memory_share,
+        "warning": _(machine.warning) if machine.warning else "",
+    }
+
+
+def live(work: Workplace, followed: Followed, _: Words) -> dict[str, Any]:
     """Return what the bar of each page shows."""
     trains = running(work, followed)
     return {
         "training": [
-            {"name": name, "url": runs.page_url(name), "percent": seen.percent, "left": seen.left}
+            {
+                "name": name,
+                "url": runs.page_url(name),
+                "percent": seen.percent,
+                "left": _.message(seen.left),
+                "cockpit": None if seen.cockpit is None else _drawn(seen.cockpit, _),
+            }
             for name, seen in trains.items()
         ],
         "ended": {

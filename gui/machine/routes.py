@@ -14,18 +14,30 @@ from starlette.routing import Route
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import detect
 
-from ..server.pages import Nothing, answer, page
+from ..cockpit import keep_power_price, power_price
+from ..server.pages import Body, Nothing, Text, answer, page
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import report
 
 
+class Price(Body):
+    """Keep the price of a kilowatt-hour."""
+
+    typed: Text
+
+
 def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its buttons."""
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
-        return look(work)
+        price = power_price(work)
+        return {**look(work), "price": "" if price is None else f"{price:g}"}
+
+    def keep_price(asked: Price, _: Words) -> Mapping[str, Any]:
+        price = keep_power_price(work, asked.typed)
+        return {"done": _("The price is kept.") if price else _("The price is forgotten.")}
 
     def question(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         cache = report.cache_state()
@@ -41,6 +53,7 @@ def routes(work: Workplace) -> list[Route]:
         page("/doctor", "machine/page.html", title="Machine", look=show),
         answer("/doctor/cache", Nothing, question),
         answer("/doctor/clear", Nothing, clear),
+        answer("/doctor/price", Price, keep_price),
     ]
 
 

@@ -15,6 +15,12 @@ export function mount(main) {
     question.hidden = false;
   });
 
+  const price = main.querySelector(".price");
+  price.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    tell(said, await ask("/doctor/price", { typed: price.querySelector("input").value }));
+  });
+
   press("data-keep", () => { question.hidden = true; });
 
   press("data-clear", async ({ target }) => {

@@ -123,9 +123,13 @@ def machine_now(status: RunStatus, cards: Sequence[CardState]) -> str:
 
     A driver that does not tell who uses a GPU, as in a container, leaves all of them.
     """
-    used = [card for card in cards if status.pid in card.users]
-    lines = filter(None, map(_card_now, used or cards))
+    lines = filter(None, map(_card_now, cards_of(status, cards)))
     return " ".join(f"{line}." for line in lines)
+
+
+def cards_of(status: RunStatus, cards: Sequence[CardState]) -> Sequence[CardState]:
+    """Return the GPUs that a run trains on; all where the driver does not tell who uses one."""
+    return [card for card in cards if status.pid in card.users] or cards
 
 
 def _card_now(card: CardState) -> str:

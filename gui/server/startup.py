@@ -84,7 +84,9 @@ class AllRoutes:
         await answer(scope, receive, send)
 
     async def _live(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(live, self._work, self._followed))
+        return JSONResponse(
+            await asyncio.to_thread(live, self._work, self._followed, words_of(request))
+        )
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         """Serve until the end of the server, and end what was built beside."""

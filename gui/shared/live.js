@@ -48,12 +48,26 @@ function show(now) {
     if (ended) tell(run, ended);
   }
   const first = now.training[0];
+  drawCockpit(first?.cockpit);
   const title = first ? `${first.percent} % \u00b7 ${first.name}` : document.querySelector(".bar").dataset.page;
   document.title = `${title} \u2013 lora-train`;
   const newer = first ? [first.name, `${first.percent} %`, first.left].filter(Boolean).join(" \u00b7 ") : "";
   if (said === newer) return;
   said = newer;
   document.querySelector(".live").replaceChildren(...(first ? chip(first) : []));
+}
+
+/** Show what the machine does while something trains, below the bar of every page. */
+function drawCockpit(now) {
+  const place = document.querySelector(".cockpit");
+  place.hidden = !now;
+  if (!now) return;
+  const figures = now.figures.map(([name, value]) => make("span", {}, `${name} `, make("b", { textContent: value })));
+  const bar = now.memory === null ? [] : [make("i", { className: now.memory > 1 ? "more" : "" })];
+  if (bar.length) bar[0].style.setProperty("--share", `${Math.min(100, 100 * now.memory)}%`);
+  place.querySelector("p").replaceChildren(...figures, ...bar);
+  const warning = place.querySelector("strong"); // is read out when it changes, and not at each figure
+  if (warning.textContent !== now.warning) warning.textContent = now.warning;
 }
 
 function chip(run) {

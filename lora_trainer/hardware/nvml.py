@@ -210,6 +210,10 @@ def _slot(ask: Callable[..., Any], handle: Any) -> tuple[int, int]:
 # ---- what GPUs do at this moment
 
 
+# Bits of `held_back`: the software's and the hardware's limit of heat.
+TOO_HOT = 0x20 | 0x40
+
+
 @dataclass(frozen=True, kw_only=True)
 class CardState:
     """State of a GPU at one moment; None or empty if the driver does not tell."""
@@ -224,6 +228,8 @@ class CardState:
     """Its power."""
     held_back: int = 0
     """The driver's reasons for lower clocks, as bits."""
+    slows_at_celsius: int | None = None
+    """The heat at which it lowers its clock."""
     users: frozenset[int] = frozenset()
     """Numbers of the processes on it."""
     busy_percent: Mapping[int, int] = field(default_factory=dict)
@@ -265,6 +271,7 @@ def _state(ask: Callable[..., Any], handle: Any) -> CardState | None:
         celsius=ask("nvmlDeviceGetTemperature", handle, 0),
         watts=None if milliwatts is None else milliwatts / 1000,
         held_back=ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0,
+        slows_at_celsius=ask("nvmlDeviceGetTemperatureThreshold", handle, 1),
         users=frozenset(int(process.pid) for process in processes),
         busy_percent={
             int(sample.pid): int(sample.smUtil)

@@ -58,7 +58,7 @@ def every_page(work: Workplace, hardware: Any) -> str:
     """Return all that the pages show of the runs; what they call an error is not one of Python."""
     followed = Followed()
     german = words("de")
-    shown = [json.dumps(live.live(work, followed)), home_view.stamp(work)]
+    shown = [json.dumps(live.live(work, followed, german)), home_view.stamp(work)]
     shown.append(home_view.machine_line(work, hardware, german))
     shown.append(render("home/cards.html", german, **home_view.shown(work, followed, german)))
     shown.append(str(queue_view.view(work, words("en"))))
