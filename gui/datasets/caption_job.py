@@ -41,9 +41,7 @@ KIND = "caption"
 MODELS = tuple(KNOWN)
 _SMALL = "florence2-base"
 # What names of checkpoints that are trained on tags have in common.
-_ANIME = re.compile(
-    r"illustrious|pony|noob|animagine|anime|anima\b|hassaku|autismmix", re.IGNORECASE
-)
+_ANIME = re.compile(r"illustrious|pony|noob|anim[ae]|hassaku|autismmix", re.IGNORECASE)
 _LINES_READ = 400
 _REACHED_WITHIN_S = 4.0
 

@@ -3,7 +3,7 @@
 import { make } from "/ui/dialog.js";
 import { say } from "/ui/shared/words.js";
 
-/** Return {node, button, tell} of a release, or of a choice that is no release. */
+/** Return {node, button, tell} of a release, or of a choice that is not a release. */
 export function card(row, onclick) {
   const parts = pressed(row, onclick, [
     row.recommended && make("mark", { className: "badge", textContent: say("Recommended for ComfyUI") }),
