@@ -414,6 +414,6 @@ def test_the_path_of_one_setting(
     checked = [config for config in calls["contradictions"] if config.train.batch_size == 3]
     assert [type(config).__name__ for config in checked][:2] == ["Config", "RunConfig"]
     (prepared,) = calls["plan_text"]
-    assert prepared.config is checked[1]
+    assert prepared.config is checked[-1]
     assert prepared.config.memory.micro_batch <= 3, "no auto is left beside it"
     assert prepared.plan.origins["train.batch_size"].layer == f"config {file}"

@@ -13,7 +13,7 @@ export function film(place, run, leaving) {
 
   const base = make("img", { alt: say("base") });
   const now = make("img");
-  const name = make("span", { class: "name" });
+  const name = make("span", { class: "name", role: "status" });
   const how = make("p", { class: "quiet how" });
   const slider = make("input", { type: "range", min: "0", step: "1", "aria-label": say("step of the picture"), oninput: () => { stop(); go(Number(slider.value)); } });
   const play = button(say("Play"), () => (playing ? stop() : start()), { class: "play" });
@@ -25,7 +25,7 @@ export function film(place, run, leaving) {
   place.append(
     make("div", { class: "pair" },
       make("figure", {}, base, make("figcaption", {}, say("base"))),
-      make("figure", {}, now, make("figcaption", { role: "status" }, name))),
+      make("figure", {}, now, make("figcaption", {}, name))),
     make("div", { class: "scrub" }, play, slider),
     how,
     make("p", { class: "actions" }, gif, mp4, why),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lora_trainer import families
-from tests.fakes.release_networks import VAES, texts, vae
+from tests.fakes.networks_of_releases import VAES, texts, vae
 from tests.fakes.tiny_base import write_base
 
 SAVED_DTYPE = torch.bfloat16

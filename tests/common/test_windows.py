@@ -341,7 +341,7 @@ def _text_mode_fault(call: ast.Call) -> bool:
     return False
 
 
-OPEN_NO_FILE = ("Image", "os", "webbrowser", "tarfile", "archive", "content", "self")
+OPEN_NO_FILE = ("Image", "av", "os", "webbrowser", "tarfile", "archive", "content", "self")
 """Whose `open` is not that of files; `content` is of an archive."""
 
 

@@ -20,7 +20,7 @@ from lora_trainer.families.base.releases import part_row, part_rows, released_la
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.qwen21.family import decoded_frame
 from lora_trainer.lora.adapter import denoiser_layers
-from tests.fakes.release_networks import VAES, texts, vae
+from tests.fakes.networks_of_releases import VAES, texts, vae
 from tests.fakes.tiny_base import tiny_table
 
 SOURCES = [

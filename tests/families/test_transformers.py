@@ -530,7 +530,12 @@ def test_the_reading_of_a_second_network_is_in_the_time_of_sample_images(tmp_pat
     assert known is not None
     parameters = known.parts["denoiser"].parameters
     assert family.unguided_bytes(known) == 2 * parameters
-    fixed = {"data.resolution": 512, "sampling.every_steps": 100, "train.steps": 100}
+    fixed = {
+        "data.resolution": 512,
+        "sampling.every_steps": 100,
+        "sampling.prompts_from_captions": 4,
+        "train.steps": 100,
+    }
 
     def drawing_s(ram_gib: float, **more: Any) -> float:
         plan = planned(base, machine(24, ram_gib=ram_gib), overrides={**fixed, **more})

@@ -198,7 +198,10 @@ def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
     server.open(german, "/library")
     german.get_by_role("link", name=f"Training {TYPED}", exact=True).first.wait_for()
     server.open(german, f"/compare?a={TYPED}", ".pairs img")
-    assert TYPED in german.get_by_label("Training").first.locator("option").all_inner_texts()
+    assert (
+        TYPED
+        in german.get_by_role("combobox", name="Training").first.locator("option").all_inner_texts()
+    )
     server.open(german, f"/run?run={TYPED}", "table.sheet img")
     assert german.get_by_role("heading", level=1).inner_text() == TYPED
     server.open(german, "/").get_by_label("Sprache").select_option("English")
