@@ -68,7 +68,7 @@ def test_what_cannot_be_read_is_left_out_with_its_reason_and_cure(
 ) -> None:
     (tmp_path / "torn.mp4").write_bytes(b"\0\0\0\x18ftypmp42torn")
     (tmp_path / "torn.heic").write_bytes(b"\0\0\0\x18ftypheictorn")
-    # A list of other files is not followed: what is no MP4 or MOV is not opened as anything else.
+    # A list of other files is not followed: a file that is not an MP4 or MOV is not opened as anything else.
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile /etc/passwd\n")
     found = photos.convert(tmp_path)
     assert not tree(tmp_path) and len(found.left_out) == 3 and found.images == 0
