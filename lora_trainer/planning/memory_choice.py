@@ -392,7 +392,7 @@ class MemoryChooser:
             yield f"data.resolution={side_px}{without}", shrunk
 
     def _with_side(self, load: Load, side_px: int) -> Load:
-        """Return a load of square images, whose references are no larger where they follow the resolution."""
+        """Return a load of square images, whose references are not larger where they follow the resolution."""
         references = load.references_px
         if self.config.data.reference_resolution is None:
             square = (side_px, side_px)

@@ -5,6 +5,7 @@ Input: a study. Outputs: best.json, a settings file, and tune.html, both replace
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,15 @@ def _whole_settings(study: Study, found: Mapping[str, Any]) -> dict[str, Any]:
     return {**before, **typed, **found}
 
 
+def _command(study: Study, settings_file: Path) -> str:
+    """Return the command that trains with what was found, with the preset and priority of the trials."""
+    words = list(study.record.words)
+    if "--config" in words:  # which the new file holds too
+        at = words.index("--config")
+        del words[at : at + 2]
+    return shlex.join(["lora-train", *words, "--config", str(settings_file)])
+
+
 def _page(study: Study, result: Result) -> str:
     best, planned = result.best, result.planned
     lines = [
@@ -119,7 +129,7 @@ def _page(study: Study, result: Result) -> str:
         result=result,
         chart=chart,
         keys=[dimension.name for dimension in study.record.space],
-        best_file=BEST_FILE,
+        command=_command(study, result.folder / BEST_FILE),
     )
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import (
     build_run_config,
@@ -67,7 +65,6 @@ class Choices:
 
 
 Dimension = Span | Choices
-DIMENSIONS = TypeAdapter(tuple[Dimension, ...])
 
 
 def around(config: RunConfig, origins: Mapping[str, Origin]) -> tuple[Dimension, ...]:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from pydantic import TypeAdapter
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.layers import COMMAND_LINE, Origin
-from lora_trainer.tuning.space import DIMENSIONS, Choices, Span, around, keys_of, read_vary
+from lora_trainer.tuning.space import Choices, Dimension, Span, around, keys_of, read_vary
 from tests.fakes.plans import planned
-
-
-def usual(**overrides: Any) -> dict[str, Span | Choices]:
-    plan = planned(overrides={key.replace("__", "."): value for key, value in overrides.items()})
-    return {each.name: each for each in around(plan.config, plan.origins)}
 
 
 def test_the_usual_dimensions_lie_around_the_plan() -> None:
@@ -36,7 +30,8 @@ def test_the_usual_dimensions_lie_around_the_plan() -> None:
     assert set(keys_of(timesteps)) == {
         "objective.timestep_sampling", "objective.logit_mean",
     }  # fmt: skip
-    assert DIMENSIONS.validate_json(DIMENSIONS.dump_json(space)) == space
+    as_json = TypeAdapter(tuple[Dimension, ...])
+    assert as_json.validate_json(as_json.dump_json(space)) == space
 
 
 def test_what_the_user_gave_and_what_has_no_effect_stays() -> None:
