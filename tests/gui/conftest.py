@@ -232,9 +232,15 @@ def as_names(texts: tuple[str, ...]) -> list[str]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file in a folder by its name there."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    """Return the content of each file in a folder by its name there.
+
+    What a running program removes between the listing and the reading is left out.
+    """
+    content = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with contextlib.suppress(FileNotFoundError):
+            content[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return content
 
 
 def answered(

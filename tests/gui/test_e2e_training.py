@@ -25,7 +25,7 @@ from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
 from tests.fakes.queues import until
-from tests.gui.conftest import NO_SERVER, StartGui, page_script
+from tests.gui.conftest import NO_SERVER, StartGui, page_script, tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -187,8 +187,8 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     page.get_by_role("button", name="Close").click()
     page.get_by_text("You are signed in on this machine.").wait_for()
     assert Path(place.env["HF_HOME"], "token").read_text() == TOKEN
-    told = [path for path in place.runs.rglob("*") if path.is_file()]
-    assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
+    told = tree(place.runs)
+    assert told and not any(TOKEN.encode() in content for content in told.values())
     assert TOKEN not in place.server.said()
     go = page.get_by_role("button", name="Train", exact=True)
     page.get_by_text("Train waits for a plan that works: ").wait_for()
