@@ -210,9 +210,31 @@ def extension_names(extensions: Iterable[str]) -> tuple[str, ...]:
 METADATA_NAME = "metadata.jsonl"
 TABLE_NAMES: tuple[str, ...] = (*NAMES["table_names"],)
 FILE_KEYS: tuple[str, ...] = (*NAMES["file_keys"],)
+INSTRUCTION_KEYS: tuple[str, ...] = (*NAMES["instruction_keys"],)
+_REFERENCE_KEY = re.compile(
+    rf"(?:{NAMES['reference_keys']})(?:[-_]?(?P<number>[0-9]{{1,4}}))?", re.VERBOSE
+)
 _MAX_PROBLEMS_NAMED = 5
 # A file name, then a colon, bar, tab or comma; Flickr's lists number the captions of an image with #0, #1.
 _TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\S.*)")
+
+
+class TableRow(NamedTuple):
+    """What a table says of one image: its captions and the names of its reference images, the first one first."""
+
+    image: str
+    lines: tuple[str, ...]
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A file with captions, by the name of the image as the file writes it, with forward slashes."""
+
+    captions: dict[str, CaptionText] = field(default_factory=dict)
+    references: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names of reference images, of those images that have some."""
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -226,12 +248,10 @@ class CaptionTables:
     _elsewhere: dict[str, list[str]] = field(default_factory=dict)
     """Keys of `captions` that are not files of the table's folder, by the `same_name` of their last part."""
 
-    def add(
-        self, table: Mapping[str, CaptionText], *, source: str, folder: Path, prefix: str
-    ) -> list[str]:
+    def add(self, table: Table, *, source: str, folder: Path, prefix: str) -> list[str]:
         """Add a table that lies in `folder`, called `prefix` in the dataset ("x/" or ""); return the new keys."""
         new: list[str] = []
-        for name, caption in table.items():
+        for name, caption in table.captions.items():
             key = prefix + name
             first = self.captions.setdefault(key, caption._replace(source=source))
             if first.source != source:
@@ -264,17 +284,17 @@ class CaptionTables:
         return None
 
 
-def read_table(name: str, data: bytes) -> tuple[dict[str, CaptionText], list[str]]:
-    """Read a file called `name`, one of `TABLE_NAMES`.
+def read_table(name: str, data: bytes) -> Table:
+    """Read a file called `name`, one of `TABLE_NAMES`, with the problems met in reading.
 
-    Returns captions by image name as the file writes it, with forward slashes, and the problems met in reading.
     Raises InputError for a Parquet file where pyarrow is not installed.
     """
     extension = split_name(name)[1]
     text, problems = ("", list[str]()) if extension == ".parquet" else decoded(data)
     captions: dict[str, CaptionText] = {}
+    references: dict[str, tuple[str, ...]] = {}
     bad_rows: list[str] = []
-    rows: Iterable[tuple[str, tuple[str, ...]]]
+    rows: Iterable[TableRow]
     try:
         match extension:
             case ".jsonl" if _is_one_json_value(text):
@@ -293,19 +313,24 @@ def read_table(name: str, data: bytes) -> tuple[dict[str, CaptionText], list[str
                 rows = _json_rows(json.loads(text))
             case _:
                 matches = (_TEXT_ROW.fullmatch(line.strip()) for line in text.splitlines())
-                rows = ((match[1].strip(), (match[2],)) for match in matches if match)
-        for file, lines in rows:
-            image = _as_posix(file)
+                rows = (TableRow(match[1].strip(), (match[2],)) for match in matches if match)
+        for row in rows:
+            image = _as_posix(row.image)
             if image in captions:
                 bad_rows.append(f"{image} occurs again; the last row counts")
-            captions[image] = caption_of(lines)
+            captions[image] = caption_of(row.lines)
+            references[image] = tuple(map(_as_posix, row.references))
     except (ValueError, RecursionError, csv.Error, OSError) as error:
-        return {}, [*problems, f"cannot be read ({error})"]
+        return Table(problems=(*problems, f"cannot be read ({error})"))
     if not captions and not bad_rows:
         problems.append(f"has no row with {FILE_KEYS[0]} and {' or '.join(CAPTION_KEYS[:3])}")
     rest = len(bad_rows) - _MAX_PROBLEMS_NAMED
     more = [f"{rest} more lines like these"] if rest > 0 else []
-    return captions, [*problems, *bad_rows[:_MAX_PROBLEMS_NAMED], *more]
+    return Table(
+        captions=captions,
+        references={image: names for image, names in references.items() if names},
+        problems=(*problems, *bad_rows[:_MAX_PROBLEMS_NAMED], *more),
+    )
 
 
 def read_metadata_row(line: str) -> tuple[dict[str, Any], str, str]:
@@ -317,13 +342,40 @@ def read_metadata_row(line: str) -> tuple[dict[str, Any], str, str]:
     name = _file_name(values) if isinstance(values, dict) else None
     if name is None:
         raise ValueError('no {"file_name": "..."}')
-    key = next((key for key in CAPTION_KEYS if key in values), None)
+    key = next((key for key in _caption_keys(values) if key in values), None)
     if key is None or not is_text(values[key]):
         raise ValueError(f"no text under {', '.join(CAPTION_KEYS[:3])}")
     return values, _as_posix(name), key
 
 
-def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _caption_keys(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of a row's caption: of an editing pair what changes, else what the image shows."""
+    if references_in(values):
+        return (*INSTRUCTION_KEYS, *CAPTION_KEYS)
+    return (*CAPTION_KEYS, *INSTRUCTION_KEYS)
+
+
+def references_in(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of image files under the keys of reference images in a row, in the order of their numbers."""
+    found: list[tuple[int, str]] = []
+    for key, value in values.items():
+        match = _REFERENCE_KEY.fullmatch(key.casefold())
+        if match:
+            names = value if isinstance(value, list) else [value]
+            found += [(int(match["number"] or 0), name) for name in names if _is_image_name(name)]
+    return tuple(name for _, name in sorted(found, key=lambda pair: pair[0]))
+
+
+def _is_image_name(value: Any) -> bool:
+    """Return whether a value names an image file, and not a page of the web or a sentence."""
+    return (
+        isinstance(value, str)
+        and "://" not in value
+        and split_name(value.strip())[1] in NAMES["image_extensions"]
+    )
+
+
+def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[TableRow]:
     # Not splitlines(): JSON strings may hold U+2028 and the like.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip(" \t\r\ufeff\0"):
@@ -333,7 +385,8 @@ def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str
                 bad_rows.append(f"line {number}: {error}")
             else:
                 texts = caption_lines(values[key])
-                yield name, (", ".join(texts),) if key in NAMES["tag_keys"] else texts
+                lines = (", ".join(texts),) if key in NAMES["tag_keys"] else texts
+                yield TableRow(name, lines, references_in(values))
 
 
 def _is_one_json_value(text: str) -> bool:
@@ -360,6 +413,7 @@ def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:
             BufferReader,
             parquet,
         )
+        from pyarrow.types import is_struct  # noqa: PLC0415 - as above
     except ImportError:
         raise InputError(
             f"{name} needs the package pyarrow, which is not installed",
@@ -367,18 +421,36 @@ def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:
         ) from None
     file = parquet.ParquetFile(BufferReader(data))
     # Only the columns with names and texts: files of the Hub can hold the images themselves too.
-    keys = {*FILE_KEYS, *CAPTION_KEYS}
-    columns = [column for column in file.schema_arrow.names if column.casefold() in keys]
+    keys = {*FILE_KEYS, *CAPTION_KEYS, *INSTRUCTION_KEYS}
+    columns = [
+        column.name
+        for column in file.schema_arrow
+        if column.name.casefold() in keys
+        or (_REFERENCE_KEY.fullmatch(column.name.casefold()) and not is_struct(column.type))
+    ]
     for batch in file.iter_batches(columns=columns):
         yield from batch.to_pylist()
 
 
-def _of_columns(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _of_columns(rows: Iterable[Mapping[str, Any]]) -> Iterator[TableRow]:
     for row in rows:
         values = {str(key).strip().casefold(): value for key, value in row.items()}
-        file, lines = _file_name(values), caption_lines(values)
+        file, lines = _file_name(values), _row_lines(values)
         if file is not None and lines:
-            yield file, lines
+            yield TableRow(file, lines, references_in(values))
+
+
+def _row_lines(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the captions of a row: of an editing pair what changes, if it says so."""
+    instructions = (
+        caption_lines(values[key])
+        for key in INSTRUCTION_KEYS
+        if isinstance(values.get(key), str | list)
+    )
+    instruction = next(filter(None, instructions), ())
+    if references_in(values):
+        return instruction or caption_lines(values)
+    return caption_lines(values) or instruction
 
 
 def _file_name(values: Mapping[str, Any]) -> str | None:
@@ -386,7 +458,7 @@ def _file_name(values: Mapping[str, Any]) -> str | None:
     return next((name for name in names if isinstance(name, str) and name.strip()), None)
 
 
-def _json_rows(content: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _json_rows(content: Any) -> Iterator[TableRow]:
     """Yield the rows of {"a.png": caption}, of [{"file_name": ..., "text": ...}], or of COCO captions."""
     match content:
         case {"images": [*images], "annotations": [*annotations]}:
@@ -397,17 +469,18 @@ def _json_rows(content: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield from _json_rows(rows)
         case dict():
             for file, value in content.items():
-                lines = caption_lines(value)
+                is_row = isinstance(value, dict)
+                lines = _row_lines(value) if is_row else caption_lines(value)
                 match value:  # sd-scripts' fine-tuning puts the tags after the caption
                     case {"caption": str(text), "tags": str(tags)} if clean(text) and clean(tags):
                         lines = (f"{text}, {tags}",)
                 if lines:
-                    yield file, lines
+                    yield TableRow(file, lines, references_in(value) if is_row else ())
         case list():
             yield from _of_columns(row for row in content if isinstance(row, dict))
 
 
-def _coco_rows(images: list[Any], annotations: list[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _coco_rows(images: list[Any], annotations: list[Any]) -> Iterator[TableRow]:
     captions: dict[Any, list[str]] = {}
     for row in annotations:
         match row:
@@ -416,7 +489,7 @@ def _coco_rows(images: list[Any], annotations: list[Any]) -> Iterator[tuple[str,
     for row in images:
         match row:
             case {"id": int() | str() as image_id, "file_name": str(file)} if image_id in captions:
-                yield file, tuple(captions[image_id])
+                yield TableRow(file, tuple(captions[image_id]))
 
 
 def _as_posix(name: str) -> str:

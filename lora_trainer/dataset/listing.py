@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
@@ -29,6 +29,7 @@ from lora_trainer.dataset.captions import (
     TABLE_NAMES,
     CaptionTables,
     CaptionText,
+    Table,
     caption_of_name,
     extension_names,
     read_caption_file,
@@ -46,6 +47,7 @@ from lora_trainer.dataset.reference_files import (
     matched,
     place_in,
     reference_folder,
+    starts_and_ends,
 )
 
 Entry = os.DirEntry[str]
@@ -177,6 +179,10 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
     walk = _Walk(
         settings=settings,
         caption_extensions=(*extension_names(settings.caption_extensions), JSON_SIDECAR),
+        root=os.path.normpath(root),
+        reference_dirs=frozenset(
+            os.path.realpath(user_path(given)) for given in settings.reference_dirs
+        ),
         real_root=os.path.realpath(root),
     )
     repeats = settings.of_folder(OWN_FOLDER).repeats
@@ -235,7 +241,10 @@ class _Walk:
 
     settings: DataSettings
     caption_extensions: tuple[str, ...]
+    root: str
     real_root: str
+    reference_dirs: frozenset[str]
+    """The folders that `data.reference_dirs` names, links followed."""
     pictures: list[ImageFile] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
@@ -253,6 +262,15 @@ class _Walk:
     """Masks by name, each with the name of the image it is for, without extension."""
     folder_names: set[str] = field(default_factory=lambda: {OWN_FOLDER})
     reference_folders: list[ReferenceFolder] = field(default_factory=list)
+    named_references: dict[str, tuple[ReferenceFile, ...]] = field(default_factory=dict)
+    """References that a table or the names of one folder's files give, by the name of the image."""
+    references_of_rows: dict[str, tuple[ReferenceFile, ...]] = field(default_factory=dict)
+    """References that the rows of tables name, by the key of the row."""
+    reference_paths: set[str] = field(default_factory=set)
+    """Files that a table names as references and not as images to learn."""
+    unused_references: list[str] = field(default_factory=list)
+    lost_references: list[str] = field(default_factory=list)
+    """References that a table names and that are not there."""
 
     def _say(self, name: str, file: str, /, **words: object) -> None:
         self.findings.append(finding(name, file, **words))
@@ -325,9 +343,13 @@ class _Walk:
         """Take out a subfolder whose files have the names of images, as their references; return whether it is one."""
         place = place_in(file.entry.name)
         is_named = any(f"{name}/".startswith(f"{file.name}/") for name in self.settings.folders)
+        if os.path.realpath(file.entry.path) in self.reference_dirs:
+            return True  # `with_references` reads it
         if place is None or is_named:
             return False
         found = reference_folder(file.entry.path, name=file.name, beside=folder.prefix, place=place)
+        if any(one.file in self.reference_paths for one in found.files.values()):
+            return True  # a table said which images they are for
         if not matched((picture.name for picture in self.pictures), [found])[0]:
             return False
         if self.settings.references == "files":
@@ -354,13 +376,18 @@ class _Walk:
                     *folders,
                     reference_folder(str(path), name=str(path), beside="", place=100 + number),
                 ]
-        if not folders:
+            lost = sorted(set(self.lost_references))
+            self.findings += finding_of_all("references.lost", lost)
+        if self.settings.references == "none" or not (folders or self.named_references):
             return self.pictures
-        references, unused = matched((picture.name for picture in self.pictures), folders)
+        others = (one.name for one in self.pictures if one.name not in self.named_references)
+        in_folders, unused = matched(others, folders)
+        references = {**in_folders, **self.named_references}
         alone = [one.name for one in self.pictures if one.name not in references]
         words = {"pairs": len(references), "images": len(self.pictures)}
         for folder in sorted(folders, key=lambda folder: (folder.place, folder.name)):
             self._say("references", folder.name + "/", **words)
+        unused += self.unused_references
         self.findings += finding_of_all("references.unused", sorted(unused))
         self.findings += finding_of_all("references.missing", sorted(alone))
         return [
@@ -404,15 +431,14 @@ class _Walk:
         for file in sorted(tables, key=lambda one: TABLE_NAMES.index(one.entry.name.casefold())):
             try:
                 data = Path(file.entry.path).read_bytes()
-                described, problems = read_table(file.entry.name.casefold(), data)
+                table = read_table(file.entry.name.casefold(), data)
             except OSError as error:
-                described, problems = {}, [f"cannot be read ({error.strerror or error})"]
-            for problem in problems:
+                table = Table(problems=(f"cannot be read ({error.strerror or error})",))
+            for problem in table.problems:
                 self._say("metadata", file.name, problem=problem)
-            new = self.tables.add(
-                described, source=file.name, folder=folder.path, prefix=folder.prefix
-            )
+            new = self.tables.add(table, source=file.name, folder=folder.path, prefix=folder.prefix)
             self.users.update((key, []) for key in new)
+            self._find_references_of_rows(table, new, file, folder)
         captions = [file for file in groups["metadata"] if file not in tables]
         for file in groups["caption"]:
             # Many tools leave JSON files in a folder; only one named as an image can be its caption.
@@ -423,10 +449,73 @@ class _Walk:
         rest = [file for file in groups["other"] if file not in unread]
         self.ignored.update(file.extension or "without extension" for file in rest)
         self.users.update((file.name, []) for file in captions)
+        groups["picture"] = [
+            file for file in groups["picture"] if file.entry.path not in self.reference_paths
+        ]
         captions_of = _by_picture(captions, self.caption_extensions)
+        roots = self._take_starts(folder, groups)
         for file in groups["picture"]:
-            self._add_picture(file, folder, captions_of(file), masks)
+            own = captions_of(file)
+            if not own and file.name in roots:
+                own = captions_of(file._replace(stem=roots[file.name]))
+            self._add_picture(file, folder, own, masks)
         return groups["folder"], inner_masks, mask_folders
+
+    def _find_references_of_rows(
+        self, table: Table, keys: Collection[str], file: _File, folder: _Folder
+    ) -> None:
+        """Find the reference images that the rows of a table name; `keys` are those of its rows that count."""
+        found: dict[str, ReferenceFile] = {}
+        for image, names in table.references.items():
+            if folder.prefix + image not in keys:
+                continue
+            for name in names:
+                if name not in found and (one := self._file_named(name, folder)):
+                    found[name] = one
+            self.lost_references += [name for name in names if name not in found]
+            self.references_of_rows[folder.prefix + image] = tuple(
+                found[name] for name in names if name in found
+            )
+        # One that has a row of its own is an image to learn too.
+        self.reference_paths |= {
+            one.file for one in found.values() if self.tables.find(one.name) is None
+        }
+        if found:
+            self._say_of_pairs("named", file.name)
+
+    def _file_named(self, name: str, folder: _Folder) -> ReferenceFile | None:
+        """Return the image file that a table in `folder` names, by its end if the path is one of another machine."""
+        parts = PurePosixPath(name).parts
+        for index in range(len(parts)):
+            path = os.path.normpath(folder.path.joinpath(*parts[index:]))
+            is_image = split_name(path)[1] in IMAGE_EXTENSIONS and Path(path).is_file()
+            if is_image and is_inside(path, self.real_root):
+                inner = Path(os.path.relpath(path, self.root)).as_posix()
+                return ReferenceFile(path, text_of(inner))
+        return None
+
+    def _say_of_pairs(self, layout: str, file: str) -> None:
+        """Say in which layout pairs were recognised, or that their references are not read."""
+        is_read = self.settings.references == "files"
+        self._say(f"references.{layout}" if is_read else "unread-references", file)
+
+    def _take_starts(self, folder: _Folder, groups: Groups) -> dict[str, str]:
+        """Remove the references among files called `NAME_start` and `NAME_end`; return NAME by the image's name."""
+        files = {file.name: file for file in groups["picture"]}
+        found = starts_and_ends(files)
+        if found is None:
+            return {}
+        groups["picture"] = [
+            file for file in groups["picture"] if file.name not in found.references
+        ]
+        self.named_references |= {
+            image: tuple(ReferenceFile(files[name].entry.path, name) for name in names)
+            for image, names in found.starts.items()
+            if names
+        }
+        self.unused_references += found.alone
+        self._say_of_pairs("beside", folder.prefix or OWN_FOLDER)
+        return {name: files[name].stem[: -len("_end")] for name in found.starts}
 
     def _take_masks(self, folder: _Folder, groups: Groups) -> tuple[Masks, Masks, list[_File]]:
         """Remove mask files from a folder's groups; return the masks of its images and of its subfolders' images.
@@ -579,6 +668,8 @@ class _Walk:
         if described is not None:
             self.users[described].append(file.name)
             stand_ins.append(self.tables.captions[described])
+            if self.references_of_rows.get(described):
+                self.named_references[file.name] = self.references_of_rows[described]
         if self.settings.caption_fallback == "file_name":
             stand_ins.append(CaptionText(caption_of_name(file.name), source=FILE_NAME))
         if folder.caption is not None:

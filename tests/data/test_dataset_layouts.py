@@ -20,9 +20,13 @@ from lora_trainer.dataset.quality import inspect_images
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import DatasetMemo, scan
 
-LAYOUTS: list[dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("dataset_layouts.toml").read_text(encoding="utf-8")
-)["layouts"]
+LAYOUTS: list[dict[str, Any]] = [
+    layout
+    for name in ("dataset_layouts.toml", "pair_layouts.toml")
+    for layout in tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))[
+        "layouts"
+    ]
+]
 # What a text file cannot hold: a name that is not UTF-8, a line of 100,000 characters.
 ODD_NAMES = ("sp ace.png", "\u732b.png", "a'b\"c.png", "{a|b}%s.png", os.fsdecode(b"caf\xe9.png"))
 LAYOUTS += [
@@ -240,3 +244,16 @@ def test_a_crop_that_leaves_little_is_a_warning(tmp_path: Path) -> None:
         one for one in inspect_images(dataset, settings=data).findings if one.kind == "cropped"
     ]
     assert cropped.severity == "warning" and "94%" in cropped.what
+
+
+def test_a_folder_of_references_is_read_once_and_holds_no_images_to_learn(tmp_path: Path) -> None:
+    names = ("a.png", "before/a.png", "references/a.png", "elsewhere/a.png")
+    root = written({name: image(name) for name in names}, tmp_path)
+    given = [str(root / "before"), str(root / "references")]
+    dataset = read(root, {"data.reference_dirs": given})
+    (first, other) = dataset.records
+    assert (first.name, other.name) == ("a.png", "elsewhere/a.png")
+    assert [Path(one.file) for one in first.references] == [
+        root / "before/a.png",
+        root / "references/a.png",
+    ]
