@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from lora_trainer.costs import meta_kernels
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
+from lora_trainer.families.base.facts import TEXT_LENGTHS, BaseFacts, Conditioning, Geometry
 from lora_trainer.families.base.family import Family, fp32_parts
 from lora_trainer.families.base.references import with_references
 from lora_trainer.lora.adapter_layers import CUSTOM
@@ -401,7 +401,7 @@ def empty_conditioning(
     prompt: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> Conditioning:
-    """Return a network's conditioning, batch 1 on `meta`, from the shapes of an encoded prompt."""
+    """Return a network's conditioning, batch 1 on `meta`, from the shapes of an encoded prompt without padding."""
     whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
     extra_tensors = {
         **facts.release.geometry_conditioning(whole),
@@ -411,10 +411,13 @@ def empty_conditioning(
         name: (tuple(tensor.shape), not tensor.is_floating_point())
         for name, tensor in extra_tensors.items()
     }
-    return {
+    conditioning = {
         name: torch.empty(shape, dtype=torch.int64 if whole_numbers else dtype, device="meta")
         for name, (shape, whole_numbers) in shapes.items()
     }
+    if "text_mask" in prompt:
+        conditioning[TEXT_LENGTHS] = torch.tensor(prompt["text_mask"][1:])
+    return conditioning
 
 
 def _host_bytes(network: nn.Module) -> int:

@@ -23,6 +23,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
+from lora_trainer.families.base.facts import TEXT_LENGTHS
 from lora_trainer.families.base.noise_levels import Level
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.loss import collate
@@ -303,6 +304,7 @@ def test_texts_of_several_lengths_are_padded_with_their_masks() -> None:
     assert stacked["text_mask"].dtype == torch.int64
     assert stacked["text_mask"].tolist() == [[1, 1, 0, 0, 0], [1] * 5]
     assert stacked["guidance"].tolist() == [2, 5]
+    assert stacked[TEXT_LENGTHS].tolist() == [2, 5]
 
 
 # ---- entries

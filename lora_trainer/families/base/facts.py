@@ -28,8 +28,12 @@ AROUND = 2
 # Named tensors beside the noisy latents; each tensor's first dimension is the batch.
 #
 # A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones [1,
-# length]; a batch is padded with zeros on dimension 1 to its longest text.
+# length]; a batch is padded with zeros on dimension 1 to its longest text. In a batch of the training the texts'
+# numbers of tokens are `TEXT_LENGTHS`, int64 [B].
 Conditioning = Mapping[str, "Tensor"]
+# Stays in host memory, wherever the others are: networks need these as numbers, and the host would wait for the
+# device to read them from the mask there.
+TEXT_LENGTHS = "text_lengths"
 
 
 @dataclass(frozen=True, kw_only=True)

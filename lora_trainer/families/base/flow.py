@@ -7,7 +7,7 @@ folder with `transformer`, `vae`, a scheduler, and one or more text encoders, ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Precision, Targets
-from lora_trainer.families.base.facts import Conditioning
+from lora_trainer.families.base.facts import TEXT_LENGTHS, Conditioning
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.releases import TextNetwork
 from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
@@ -58,12 +58,12 @@ def position_ids(latents: Tensor, *, place: int = 0) -> Tensor:
     return torch.nn.functional.pad(grid, (1, 0), value=float(place))
 
 
-def text_lengths(mask: Tensor) -> list[int]:
-    """Return each text's number of tokens without padding; `mask` [B, L] is 1 on real tokens."""
-    batch, longest = mask.shape
-    # A single text has no padding. Reading the mask would synchronise with the device, and a meta tensor
-    # (costs are traced without padding) has no values to read.
-    return [longest] * batch if batch == 1 or mask.is_meta else mask.sum(dim=1).tolist()
+def text_lengths(conditioning: Conditioning) -> list[int]:
+    """Return each text's number of tokens without padding; without `TEXT_LENGTHS` they are read from the mask."""
+    lengths = conditioning.get(TEXT_LENGTHS)
+    if lengths is None:
+        lengths = conditioning["text_mask"].sum(dim=1)
+    return lengths.tolist()
 
 
 def recomputed(blocks: nn.ModuleList) -> nn.ModuleList:
@@ -99,24 +99,24 @@ def in_one_length(
 ) -> Tensor:
     """Call `run` with noisy latents, timesteps and texts of one length, once for each length; return what it returns.
 
-    No call needs a mask. Reading the lengths synchronises with the device once.
+    No call needs a mask.
     """
     import torch
 
-    text, mask = conditioning["text"], conditioning["text_mask"]
-    lengths = text_lengths(mask)
+    text, lengths = conditioning["text"], text_lengths(conditioning)
     if len(set(lengths)) == 1:
         return run(noisy, timesteps, text[:, : lengths[0]])
-    groups = {
-        length: [row for row, row_length in enumerate(lengths) if row_length == length]
-        for length in sorted(set(lengths))
-    }
-    parts = [
-        run(noisy[rows], timesteps[rows], text[rows, :length]) for length, rows in groups.items()
-    ]
-    order = torch.tensor([row for rows in groups.values() for row in rows])
-    # `order` lists the batch's rows as grouped by length; its argsort puts them back.
-    return torch.cat(parts)[order.argsort().to(noisy.device)]
+    predicted: dict[int, Tensor] = {}
+    for length in sorted(set(lengths)):
+        rows = [row for row, row_length in enumerate(lengths) if row_length == length]
+
+        def alike(tensor: Tensor, rows: Sequence[int] = rows) -> Tensor:
+            # By slices: a list of rows would be copied to the device, and the host would wait for it.
+            return torch.cat([tensor[row : row + 1] for row in rows])
+
+        part = run(alike(noisy), alike(timesteps), alike(text)[:, :length])
+        predicted |= zip(rows, part.split(1), strict=True)
+    return torch.cat([predicted[row] for row in range(len(lengths))])
 
 
 def refuse_channels(source: str, architecture: Mapping[str, Any], *, allowed: int) -> None:

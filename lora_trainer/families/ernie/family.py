@@ -84,9 +84,7 @@ class Ernie(FlowFamily):
         # The network that rewrites prompts is neither downloaded nor loaded.
         absent={"pe": None, "pe_tokenizer": None},
         text_arguments={"text": "prompt_embeds"},
-        as_read=lambda *texts: [
-            {"text": [*_unpadded(each["text"], each["text_mask"])]} for each in texts
-        ],
+        as_read=lambda *texts: [{"text": [*_unpadded(each)]} for each in texts],
     )
     formats = AdapterFormats(
         written=("comfyui", "diffusers"),
@@ -158,6 +156,7 @@ class Ernie(FlowFamily):
 FAMILY = Ernie()
 
 
-def _unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:
+def _unpadded(conditioning: Conditioning) -> list[Tensor]:
     """Split texts [B, L, D] into tensors [length, D] without padding."""
-    return [states[:length] for states, length in zip(text, text_lengths(mask), strict=True)]
+    lengths = text_lengths(conditioning)
+    return [text[:length] for text, length in zip(conditioning["text"], lengths, strict=True)]

@@ -142,7 +142,7 @@ class Lumina2(FlowFamily):
         positions: Any = denoiser.rope_embedder
         positions.freqs_cis = [table.to(noisy.device) for table in positions.freqs_cis]
         mask = conditioning["text_mask"]
-        lengths = torch.tensor(text_lengths(mask), device="cpu")
+        lengths = torch.tensor(text_lengths(conditioning), device="cpu")
         towards_image: Tensor = denoiser(
             hidden_states=noisy,
             timestep=(1000 - timesteps) / 1000,  # time from noise (0) to image (1)

@@ -68,9 +68,7 @@ class ZImage(FlowFamily):
     pipeline = PipelineTraits(
         class_name="ZImagePipeline",
         text_arguments={"text": "prompt_embeds"},
-        as_read=lambda *texts: [
-            {"text": unpadded(each["text"], each["text_mask"])} for each in texts
-        ],
+        as_read=lambda *texts: [{"text": unpadded(each)} for each in texts],
         scale_offset=1.0,  # prompt + scale (prompt - negative)
     )
     latents = MeanLatents()
@@ -119,7 +117,7 @@ class ZImage(FlowFamily):
         images = denoiser(
             list(noisy.unsqueeze(2)),  # a list of [C, 1 frame, H, W]
             (1000 - timesteps) / 1000,  # time from noise (0) to image (1)
-            unpadded(conditioning["text"], conditioning["text_mask"]),
+            unpadded(conditioning),
             return_dict=False,
         )[0]
         return -torch.stack(images).squeeze(2)  # towards the image -> noise - image
@@ -128,6 +126,7 @@ class ZImage(FlowFamily):
 FAMILY = ZImage()
 
 
-def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:
+def unpadded(conditioning: Conditioning) -> list[Tensor]:
     """Split texts [B, L, D] into tensors [length, D] without padding."""
-    return [states[:length] for states, length in zip(text, text_lengths(mask), strict=True)]
+    lengths = text_lengths(conditioning)
+    return [text[:length] for text, length in zip(conditioning["text"], lengths, strict=True)]
