@@ -21,7 +21,7 @@ from pathlib import Path
 from lora_trainer.common.errors import InputError, MachineError, first_line
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open
 
-from .upload_names import Names, is_image, reason_against, safe_name
+from .upload_names import Names, is_image, safe_path, without_common_folder
 
 _DIRECTORY_MAX_BYTES = 16 * 2**20
 _CHUNK_BYTES = 2**20
@@ -136,7 +136,7 @@ def _entries(
     # Of the whole file: entries may share their bytes, and many small ones escape the limit of each.
     if total_bytes > max(_SMALL_TOTAL_BYTES, packed_bytes * limits.ratio):
         raise _refused(name, _like_a_bomb(limits))
-    return _without_common_folder(entries)
+    return _without_litter(entries)
 
 
 def _check_size(info: zipfile.ZipInfo, name: str, limits: Limits) -> None:
@@ -159,13 +159,11 @@ def _parts(name: str) -> tuple[str, ...] | None:
     return tuple(part for part in parts if part != ".")
 
 
-def _without_common_folder(entries: list[_Entry]) -> list[_Entry]:
-    """Drop the one folder that everything lies in, as when a folder was packed."""
+def _without_litter(entries: list[_Entry]) -> list[_Entry]:
+    """Drop what a file system packed along, and the one folder that everything lies in."""
     kept = [entry for entry in entries if not _is_litter(entry.parts)]
-    tops = {entry.parts[0] if len(entry.parts) > 1 else "" for entry in kept}
-    if len(tops) != 1 or "" in tops:
-        return kept
-    return [replace(entry, parts=entry.parts[1:]) for entry in kept]
+    paths = without_common_folder([entry.parts for entry in kept])
+    return [replace(entry, parts=path) for entry, path in zip(kept, paths, strict=True)]
 
 
 def _is_litter(parts: tuple[str, ...]) -> bool:
@@ -179,15 +177,12 @@ def _extract(content: zipfile.ZipFile, entries: list[_Entry], folder: Path, name
     names: dict[Path, Names] = {}
     for entry in entries:
         shown = "/".join(entry.parts)
-        safe = [safe_name(part) for part in entry.parts]
-        reason = reason_against(safe[-1])
-        if len(safe) > 2 or not all(safe):
-            reason = "lies more than one folder deep"
+        safe, reason = safe_path(entry.parts)
         if reason:
             left_out.append(f"{shown}: {reason}")
             continue
         place = folder.joinpath(*safe[:-1])
-        place.mkdir(exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
         target = place / names.setdefault(place, Names()).free(safe[-1])
         with target.open("xb") as file:
             for chunk in _chunks(content, entry.info, name=name):

@@ -1,18 +1,20 @@
 """Names for files that a browser or an archive brings: safe on every file system, unique, of a kind.
 
-Inputs: names from anywhere. Outputs: a plain name, a free one, or why the file is not taken.
+Inputs: names and paths from anywhere. Outputs: a plain name or path, a free one, or why the file is not taken. Folders
+are kept, because their names mean something: repeats, masks, reference images.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lora_trainer.common.files import WINDOWS_DEVICES, WINDOWS_FORBIDDEN
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.captions import METADATA_NAME, extension_names
+from lora_trainer.dataset.captions import TABLE_NAMES, extension_names
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
+from lora_trainer.dataset.listing import MAX_DEPTH
 
 CAPTION_EXTENSIONS = frozenset(extension_names(DataSettings().caption_extensions))
 # Taken apart into images (photos.py).
@@ -62,12 +64,28 @@ def safe_name(name: str) -> str:
     return f"{stem}{extension}" if stem else ""
 
 
+def safe_path(parts: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Return folders and name of a file that it may have in a dataset, and why it is not taken or ""."""
+    safe = tuple(map(safe_name, parts))
+    reason = reason_against(safe[-1])
+    if len(safe) > MAX_DEPTH + 1 or not all(safe):
+        reason = f"lies more than {MAX_DEPTH} folders deep"
+    return safe, reason
+
+
+def without_common_folder(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Drop the one folder that everything lies in, as when a folder was packed or dropped."""
+    tops = {path[0] if len(path) > 1 else "" for path in paths}
+    one_folder = len(tops) == 1 and "" not in tops
+    return [path[1:] for path in paths] if one_folder else list(paths)
+
+
 def reason_against(name: str) -> str:
     """Say why a file is not taken; an empty string for one that is."""
     if not name:
         return "has no usable name"
     extension = Path(name).suffix.lower()
-    if name == METADATA_NAME or extension in _TAKEN:
+    if name in TABLE_NAMES or extension in _TAKEN:
         return ""
     return "is neither a picture nor a caption"
 

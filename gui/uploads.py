@@ -43,7 +43,15 @@ from .archives import Received, unpack
 from .markup import plain
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
 from .server.pages import Body, words_of
-from .upload_names import Names, is_image, numbered, reason_against, safe_name
+from .upload_names import (
+    Names,
+    is_image,
+    numbered,
+    reason_against,
+    safe_name,
+    safe_path,
+    without_common_folder,
+)
 from .workplace import Workplace
 
 FOLDER, INCOMING = "uploads", "incoming"
@@ -242,7 +250,7 @@ def sentence(received: Received) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """A file that a browser sent: where it lies, and the name that the browser gave it."""
+    """A file that a browser sent: where it lies, and its name there, with the folders if it came in one."""
 
     path: Path
     name: str
@@ -278,7 +286,7 @@ def _new_folder(work: Workplace, name: str) -> Iterator[Path]:
 
 
 def save_files(work: Workplace, files: Iterable[Upload], *, into: Path) -> Received:
-    """Put uploaded pictures and captions into a folder of `work.own` that nobody else writes to.
+    """Put uploaded pictures and captions into a folder of `work.own` that nobody else writes to, with their folders.
 
     Names are made safe and unique, picture and caption of one name alike. Raises InputError for
     files that were not uploaded here, MachineError when the disk refuses.
@@ -292,19 +300,32 @@ def save_files(work: Workplace, files: Iterable[Upload], *, into: Path) -> Recei
     left_out: list[str] = []
     try:
         into.mkdir(parents=True, exist_ok=True)
-        names = Names([path.name for path in into.iterdir()])
-        for upload in uploaded:
-            name = safe_name(upload.name)
-            reason = reason_against(name)
+        names = {into: Names([path.name for path in into.iterdir()])}
+        paths = without_common_folder([_parts(upload.name) for upload in uploaded])
+        for upload, parts in zip(uploaded, paths, strict=True):
+            (*folders, name), reason = safe_path(parts)
             if reason:
                 left_out.append(f"{upload.name}: {reason}")
                 continue
-            _move(upload.path, into / names.free(name))
+            place = into.joinpath(*folders)
+            place.mkdir(parents=True, exist_ok=True)
+            _move(upload.path, place / names.setdefault(place, Names()).free(name))
             images += is_image(name)
             captions += not is_image(name)
     except OSError as error:
         raise disk_error(into, error) from error
     return Received(folder=into, images=images, captions=captions, left_out=tuple(left_out))
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return the folders and the name of a file of a dropped folder, of which no part leads elsewhere.
+
+    The folders of an absolute path say where the file was on another machine, and not in which dataset folder.
+    """
+    parts = name.replace("\\", "/").split("/")
+    if not parts[0] or ":" in parts[0]:
+        parts = parts[-1:]
+    return tuple(part for part in parts if part not in ("", ".", "..")) or ("",)
 
 
 def _move(source: Path, target: Path) -> None:

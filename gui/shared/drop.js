@@ -83,11 +83,11 @@ export function dropZone(zone, leaving, done) {
   });
 }
 
-/** Return the files of a dropped entry; of a folder all that are in it, with the folder's name. */
-async function filesOf(entry, folder = "") {
+/** Return the files of a dropped entry; of a folder all that are in it, each with its path. */
+async function filesOf(entry) {
   if (entry.isFile) {
     const file = await new Promise((resolve, reject) => entry.file(resolve, reject));
-    if (folder) file.folder = folder;
+    file.path = entry.fullPath.replace(/^\//, "");
     return [file];
   }
   const reader = entry.createReader();
@@ -97,7 +97,7 @@ async function filesOf(entry, folder = "") {
     if (!part.length) break;
     found.push(...part);
   }
-  return (await Promise.all(found.map((inner) => filesOf(inner, folder || entry.name)))).flat();
+  return (await Promise.all(found.map((inner) => filesOf(inner)))).flat();
 }
 
 /** Send files, until the page is left; `progress` gets how many are there. Return {received, said}, or throw what to say. */
@@ -114,8 +114,9 @@ async function send(files, leaving, progress) {
     }
   };
   await Promise.all(Array.from({ length: Math.min(AT_ONCE, files.length) }, sender));
-  const name = files[0].folder ?? files[0].webkitRelativePath?.split("/")[0] ?? "";
-  return post(`/upload/${batch}`, { name, files: files.map((file) => file.name) }, leaving);
+  const paths = files.map((file) => file.path || file.webkitRelativePath || file.name);
+  const name = paths[0].includes("/") ? paths[0].split("/")[0] : "";
+  return post(`/upload/${batch}`, { name, files: paths }, leaving);
 }
 
 /** Have the server fetch images from addresses; return {received, said}, or throw what to say. */

@@ -11,6 +11,7 @@ import stat
 import struct
 import threading
 import time
+import tomllib
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from lora_trainer.gui.workplace import Workplace
 from pydantic import ValidationError
 
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
+from tests.fakes.gui_server import ROOT
 from tests.gui.conftest import tree
 
 BATCH = "0123456789abcdef"
@@ -142,8 +144,16 @@ def test_names_are_made_safe_and_their_own_in_a_new_folder(work: Workplace) -> N
     names = ["set/a.png", "set/a.txt", "../../b.png", "virus.exe", "other/a.png", "other/a.txt"]
     sent = {name: str(number).encode() for number, name in enumerate(names)}
     got, said = uploaded(work, "my ../ cats", sent)
-    wanted = {"a.png": b"0", "a.txt": b"1", "b.png": b"2", "a-2.png": b"4", "a-2.txt": b"5"}
+    wanted = {
+        "set/a.png": b"0",
+        "set/a.txt": b"1",
+        "b.png": b"2",
+        "other/a.png": b"4",
+        "other/a.txt": b"5",
+    }
     assert got == wanted, "no picture has the caption of another"
+    got, _ = uploaded(work, "x", {"a.png": b"0", "A.PNG": b"1", "a.txt": b"2"})
+    assert got == {"a.png": b"0", "A-2.PNG": b"1", "a.txt": b"2"}
     assert said.startswith("3 images and 2 captions are in ")
     assert "virus.exe: is neither a picture nor a caption" in said
     uploaded(work, "my ../ cats", sent)
@@ -160,8 +170,9 @@ def test_names_are_made_safe_and_their_own_in_a_new_folder(work: Workplace) -> N
 @given(name=st.text(max_size=200, alphabet=st.characters(exclude_categories=["Cs"])))
 def test_any_name_is_one_visible_file_or_nothing(work: Workplace, name: str) -> None:
     for safe in uploaded(work, name, {f"{name}.png": PICTURE})[0]:
-        assert len(safe.encode()) <= 255 and safe.isprintable()
-        assert PurePosixPath(safe).name == safe and safe[0] not in ".- "
+        for part in PurePosixPath(safe).parts:
+            assert len(part.encode()) <= 255 and part.isprintable()
+            assert part not in ("/", "..") and part[0] not in ".- "
 
 
 def test_files_that_did_not_arrive_make_no_folder(work: Workplace) -> None:
@@ -187,6 +198,22 @@ def test_files_that_did_not_arrive_make_no_folder(work: Workplace) -> None:
     (work.own / "incoming" / "new").mkdir()
     uploads.forget_old(work.own / "incoming", kept_s=500)
     assert [path.name for path in (work.own / "incoming").iterdir()] == ["new"]
+
+
+def test_pairs_are_pairs_however_they_are_uploaded(work: Workplace) -> None:
+    """A dropped folder and a zip keep the folders that say which image is a reference of which."""
+    text = (ROOT / "tests" / "data" / "pair_layouts.toml").read_text(encoding="utf-8")
+    for layout in tomllib.loads(text)["layouts"]:
+        names = (*layout["images"], *layout.get("files", ()))
+        files = {name: name.encode() for name in names}
+        common = {name.partition("/")[0] for name in names}
+        inner = {name.partition("/")[2]: data for name, data in files.items()}
+        expected = inner if len(common) == 1 else files
+        assert uploaded(work, "", {"set.zip": packed(*files.items())})[0] == expected
+        for folder in ("mine", "10_cats"):
+            dropped = {f"{folder}/{name}": data for name, data in files.items()}
+            assert uploaded(work, folder, dropped)[0] == files
+            assert uploaded(work, "", {"set.zip": packed(*dropped.items())})[0] == files
 
 
 def packed(*entries: tuple[str | zipfile.ZipInfo, bytes]) -> bytes:
