@@ -249,7 +249,8 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     look = page.get_by_role("button", name="Look at the images")
     box.fill("/no/such/folder")
     look.click()
-    page.get_by_text("the folder /no/such/folder does not exist").wait_for()
+    report = page.locator("#report")
+    report.get_by_text("the folder /no/such/folder does not exist").wait_for()
     assert box.input_value() == "/no/such/folder"
     box.fill(str(place.images))
     look.click()
