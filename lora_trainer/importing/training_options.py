@@ -241,6 +241,20 @@ def shift_by_tokens(
     return shift, key
 
 
+def shift_by_size(foreign: Foreign, model: str, key: str) -> Sourced:
+    """Return the shift by an image's size: that of the base's own sampler, or what that trainer has for the model.
+
+    `[shifts_by_size]` of its table has the models of which it takes another: by the tokens of a side in pixels, with
+    the numbers of FLUX.1, or the same at each size.
+    """
+    others = foreign.table["shifts_by_size"]
+    if model in others.get("fixed", {}):
+        return others["fixed"][model], key
+    if model in others.get("token_px", {}):
+        return shift_by_tokens(foreign, key, token_px=others["token_px"][model])
+    return "resolution", key
+
+
 def set_timestep_range(foreign: Foreign, low: str, high: str) -> None:
     """Set the trained timesteps from keys of the first one and of the one after the last."""
     first, end = foreign.number(low), foreign.number(high)

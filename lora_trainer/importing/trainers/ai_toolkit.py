@@ -46,8 +46,8 @@ def read(foreign: Foreign) -> None:
     _optimizer(foreign)
     _length(foreign)
     _objective(foreign)
-    _timesteps(foreign)
     _datasets(foreign)
+    _timesteps(foreign)
     _output(foreign)
     _single_keys(foreign)
 
@@ -60,11 +60,7 @@ def _model(foreign: Foreign) -> None:
             f"type={kind} is a process that is not done here, or it has no network",
             fix="give a job of type sd_trainer or diffusion_trainer with a network",
         )
-    flags: Mapping[str, str] = foreign.table["old_flags"]
-    flag = foreign.first_on(*flags)
-    name = foreign.word("model.arch", flags[flag] if flag else "sd1")
-    key = "model.arch" if foreign.get("model.arch", None) or not flag else flag
-    training.set_model(foreign, name.partition(":")[0].lower(), key)
+    training.set_model(foreign, *_architecture(foreign))
     bits = foreign.word("model.qtype", "qfloat8").partition("|")[0]
     if foreign.on("model.quantize"):
         precision = foreign.table["bits"].get(bits, "int8")
@@ -73,6 +69,15 @@ def _model(foreign: Foreign) -> None:
         if bits not in precisions and "model.qtype" in foreign.values:
             foreign.is_nearest("model.qtype", f"{bits}: memory.base_precision={precision}")
     training.set_precision(foreign, "train.dtype", missing="fp32")
+
+
+def _architecture(foreign: Foreign) -> tuple[str, str]:
+    """Return the model's name without its variant, and the key that has it."""
+    flags: Mapping[str, str] = foreign.table["old_flags"]
+    flag = foreign.first_on(*flags)
+    name = foreign.word("model.arch", flags[flag] if flag else "sd1")
+    key = "model.arch" if foreign.get("model.arch", None) or not flag else flag
+    return name.partition(":")[0].lower(), key
 
 
 def _network(foreign: Foreign) -> None:
@@ -181,7 +186,9 @@ def _timesteps(foreign: Foreign) -> None:
             )
             foreign.is_nearest(high_key if high_key in foreign.values else low_key, how)
         sigmoid = word in ("sigmoid", "lognorm_blend")
-        shift: Sourced = ("resolution", key) if word.endswith("shift") else (1.0, THERE)
+        shift: Sourced = (1.0, THERE)
+        if word.endswith("shift"):
+            shift = training.shift_by_size(foreign, _architecture(foreign)[0], key)
         training.set_timesteps(foreign, "sigmoid" if sigmoid else "uniform", key, shift=shift)
     key = "train.content_or_style"
     bias = foreign.word(key, "balanced")

@@ -93,7 +93,7 @@ def _timesteps(foreign: Foreign, model: str) -> None:
     if foreign.flag("model.flux_shift") and not foreign.on("model.shift"):
         shift = ("resolution", "model.flux_shift")
         if foreign.is_flow and model != "flux":
-            token_px = 32 if model == "flux2" else 16
+            token_px = 32 if model in foreign.table["paths"]["latents_of_16_px"] else 16
             shift = training.shift_by_tokens(foreign, "model.flux_shift", token_px=token_px)
     drawn = "logit_normal" if normal else "uniform"
     training.set_timesteps(foreign, drawn, "model.timestep_sample_method", std=std, shift=shift)

@@ -35,8 +35,8 @@ def read(foreign: Foreign) -> None:
     _adapter(foreign)
     _text_encoders(foreign, _optimizer(foreign))
     _loss(foreign)
-    _timesteps(foreign)
     _data(foreign)
+    _timesteps(foreign)
     destination = foreign.on("output_model_destination")
     if destination is not None:
         foreign.carry("output.name", "output_model_destination", folders.path_of(destination).stem)
@@ -181,8 +181,9 @@ def _timesteps(foreign: Foreign) -> None:
         weight = bias = 0.0
     normal = drawn == "logit_normal"
     shift: Sourced = (foreign.nonzero("timestep_shift", 1.0), "timestep_shift")
+    model = foreign.word("model_type", "STABLE_DIFFUSION_15")
     if foreign.flag("dynamic_timestep_shifting"):
-        shift = ("resolution", "dynamic_timestep_shifting")
+        shift = training.shift_by_size(foreign, model, "dynamic_timestep_shifting")
     training.set_timesteps(
         foreign,
         drawn,

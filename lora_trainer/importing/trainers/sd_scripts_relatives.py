@@ -275,8 +275,12 @@ def read_musubi(foreign: Foreign) -> None:
 
 
 def _timesteps(foreign: Foreign, module: str) -> None:
-    word = foreign.word("timestep_sampling", "sigma")
-    if word == "sigma":
+    word = foreign.word("timestep_sampling", _NETWORKS["own_sampling"].get(module, "sigma"))
+    if word == "ideogram4_shift":  # of this deviation, whatever the file says
+        by_size = ("resolution", "timestep_sampling")
+        std = (1.5, "timestep_sampling")
+        training.set_timesteps(foreign, "logit_normal", "timestep_sampling", std=std, shift=by_size)
+    elif word == "sigma":
         sd_scripts.set_density(foreign, sign=-1)
     elif word == "logsnr":
         mean = (-foreign.nonzero("logit_mean", 0.0) / 2, "logit_mean")

@@ -108,8 +108,8 @@ def read(foreign: Foreign) -> None:
     if foreign.word("loss_type", "l2") in ("huber", "smooth_l1"):
         delta = min(1.0, foreign.nonzero("huber_c", 0.1))
         foreign.set("objective.huber_delta", delta, "huber_c")
-    _timesteps(foreign)
     _read_data(foreign)
+    _timesteps(foreign)
     prompts = [foreign.values["validation_prompt"]] if foreign.on("validation_prompt") else []
     library = folders.named_file(foreign, "user_prompt_library", json.loads)
     if isinstance(library, Mapping):
@@ -139,6 +139,11 @@ def _model(foreign: Foreign) -> None:
                 fix=f"use one of {', '.join(flavours)}",
             )
         foreign.set("base.model", flavours[flavour], "model_flavour", "model_family")
+        precision = foreign.table["flavour_precisions"].get(family, {}).get(flavour)
+        if precision:
+            foreign.set("memory.base_precision", precision, "model_flavour")
+            how = f"{flavour}: {flavours[flavour]}, kept in {precision}"
+            foreign.is_nearest("model_flavour", how)
     training.set_precision(foreign, "mixed_precision", missing="bf16")
 
 
@@ -202,10 +207,18 @@ def _timesteps(foreign: Foreign) -> None:
     if not foreign.is_flow:
         training.set_timesteps(foreign, "uniform", THERE)
         return
+    model = foreign.word("model_family", "")
+    own = foreign.table["densities"].get(model)
+    if own:
+        mean = foreign.sourced(own["mean"], 0.0)
+        std = foreign.sourced(own["std"], own["default_std"])
+        own_shift = ("resolution", THERE)
+        training.set_timesteps(foreign, "logit_normal", THERE, mean=mean, std=std, shift=own_shift)
+        return
     uniform = foreign.flag("flow_use_uniform_schedule")
     beta = foreign.flag("flow_use_beta_schedule")
     stated = foreign.number("flow_schedule_shift", 3.0) or 0
-    fixed = foreign.table["shifts"].get(foreign.word("model_family", ""))
+    fixed = foreign.table["shifts"].get(model)
     shift = fixed or stated
     by_size = foreign.flag("flow_schedule_auto_shift") and shift <= 0
     if beta and not uniform:
@@ -217,7 +230,7 @@ def _timesteps(foreign: Foreign) -> None:
         "uniform" if uniform else "sigmoid",
         "flow_use_uniform_schedule" if uniform or beta else "flow_sigmoid_scale",
         std=(scale, "flow_sigmoid_scale"),
-        shift=("resolution", "flow_schedule_auto_shift")
+        shift=training.shift_by_size(foreign, model, "flow_schedule_auto_shift")
         if by_size
         else (shift or 1.0, THERE if fixed else "flow_schedule_shift"),
     )
