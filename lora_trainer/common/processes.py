@@ -8,6 +8,7 @@ is kept from the Ctrl-C and the closing window of its parent by a console and a 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import logging
@@ -213,6 +214,17 @@ def made_to_stay() -> Iterator[None]:
             yield
         finally:
             gc.freeze()
+            atexit.register(_unfreeze_for_triton)
+
+
+def _unfreeze_for_triton() -> None:
+    """Let Python's last search reach what was made to stay, where triton's objects are among it.
+
+    At the end of the process triton 3.9 (of torch 2.15) writes thirty lines about those of its objects that are left.
+    The search takes a second, so that it is left out for all others.
+    """
+    if "triton._C.libtriton" in sys.modules:
+        gc.unfreeze()
 
 
 _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None

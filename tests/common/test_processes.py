@@ -1,4 +1,4 @@
-"""What a process sets before torch is imported."""
+"""What a process sets before torch is imported, and what Python searches for garbage at its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import pytest
 from torch._native import common_utils
 
 from lora_trainer.common import processes
+from tests.fakes.runs import python
+
+SCRIPT = """
+import atexit, gc, sys, types
+from lora_trainer.common.processes import made_to_stay
+
+# Called last: the newest goes first.
+atexit.register(lambda: print("left out at the end:", gc.get_freeze_count() > 0))
+with made_to_stay():
+    for name in sys.argv[1:]:
+        sys.modules[name] = types.ModuleType(name)
+print("left out:", gc.get_freeze_count() > 0)
+"""
 
 
 def test_torch_compiles_no_kernel_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +34,11 @@ def test_a_user_who_wants_them_gets_them() -> None:
     environment = {"TORCH_DISABLE_NATIVE_JIT": "0"}
     processes.without_compilers(environment)
     assert environment == {"TORCH_DISABLE_NATIVE_JIT": "0"}
+
+
+@pytest.mark.parametrize(("modules", "at_the_end"), [((), True), (("triton._C.libtriton",), False)])
+def test_the_last_search_reaches_what_was_made_to_stay_for_triton_alone(
+    modules: tuple[str, ...], at_the_end: bool
+) -> None:
+    done = python(SCRIPT, *modules)
+    assert done.stdout == f"left out: True\nleft out at the end: {at_the_end}\n", done.stderr
