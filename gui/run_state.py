@@ -220,8 +220,7 @@ def starting(seen: Look) -> tuple[Stage, ...]:
     """Return the stages up to the first step of a run that has not done it since it started or resumed."""
     status = seen.status
     phase = status.phase or _PHASES_OF_STAGES.get(status.stage, "")
-    # The trainer knows the time left from the first step on.
-    if status.state != "running" or seen.stopping or math.isfinite(status.left_s):
+    if status.state != "running" or seen.stopping or status.steps_here:
         return ()
     now = next((at for at, (phases, _) in enumerate(_STARTING) if phase in phases), None)
     if now is None:

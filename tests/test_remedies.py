@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,14 @@ from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.config import build_config
 from lora_trainer.network.quantize import QuantizedLinear
+from lora_trainer.planning.plan import Plan
+from lora_trainer.planning.run_time import middle
 from lora_trainer.reporting.run_record import read as read_record
 from lora_trainer.run import device as run_device
 from lora_trainer.run import prepare
+from lora_trainer.run.time_taken import pace_memo
 from lora_trainer.training.actions import Progress
+from lora_trainer.training.cores import CpuTimes
 from lora_trainer.training.loop import train_steps
 from lora_trainer.training.step import Training
 from tests.fakes.family_bases import base_of, denoiser_of, facts_at, side_of
@@ -75,28 +80,55 @@ def problems_of_a_full_device(prepared: prepare.Prepared) -> list[Any]:
     return [event.fields for event in seen if event.kind == "problem"]
 
 
-def test_how_long_a_finished_run_took_corrects_the_next_plan(tmp_path: Path) -> None:
+def test_how_long_the_parts_of_a_finished_run_took_correct_the_next_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_trainer.run.time_taken.usable_processors", lambda: [0, 1, 2, 3])
     place = toy(tmp_path)
-    overrides = {"data.cache_dir": str(place.cache), "base.model": "embedded"}
+    overrides = {
+        "data.cache_dir": str(place.cache),
+        "base.model": "embedded",
+        "train.steps": 40,
+        "hardware.threads": 2,
+    }
     request = prepare.Request(dataset=place.dataset, overrides=overrides)
     planned = prepare.prepare(request)
-    step_s = planned.plan.idle_step_s
-
-    def trained(steps: int, end: str) -> tuple[str, ...]:
-        events = EventStream()
-        events.subscribe(run_device.pace_memo(planned, events))
-        for step in range(steps):
-            events.emit(made("step", step=step, seconds=7 * step_s))
-        events.emit(made(end, step=steps, exit_code=0))
-        return prepare.prepare(request).plan.time_corrections
-
     hardware = replace(planned.hardware, busy_processors=0.0)
     planned = replace(planned, inputs=replace(planned.inputs, hardware=hardware))
-    assert not [note for note in trained(19, "finished") if "finished runs" in note]
-    assert not [note for note in trained(40, "stopped") if "finished runs" in note]
-    assert "finished runs on this machine took 7 times the estimate" in trained(40, "finished")
-    low_s, high_s = prepare.prepare(request).plan.seconds_per_step
-    assert low_s < 7 * step_s < high_s
+    idle_s, step_s = planned.plan.idle_parts_s, planned.plan.idle_step_s
+
+    def trained(steps: int, end: str, *, taken: float = 0.0, **started: Any) -> Plan:
+        """Let a run take 7 times as long as planned, and its start 3 times, beside `taken` processors."""
+        clock = iter([0.0, 1000.0])
+        monkeypatch.setattr(
+            "lora_trainer.run.time_taken.cpu_times",
+            lambda processors: CpuTimes(at_s=next(clock), all_s=next(used), own_s=0.0),
+        )
+        used = iter([0.0, 1000.0 * taken])
+        began_s = time.time()
+        seconds = {"validation": 7 * idle_s["validation"], "sample": 7 * idle_s["sample images"]}
+        total_s = 3 * idle_s["start"] + 7 * steps * step_s + sum(seconds.values())
+        events = EventStream(clock=lambda: began_s + total_s)
+        monkeypatch.setattr("lora_trainer.run.time_taken.time.time", lambda: began_s)
+        events.subscribe(pace_memo(planned, events))
+        events.emit(made("run_started", steps=40, resumed_from=None, **started))
+        for step in range(steps):
+            events.emit(made("step", step=step, seconds=7 * step_s))
+        for kind, taken_s in seconds.items():
+            events.emit(made(kind, step=steps, seconds=taken_s))
+        events.emit(made(end, step=steps, exit_code=0))
+        return prepare.prepare(request, hardware=hardware).plan
+
+    assert "estimate" in trained(19, "finished").time_source
+    assert "estimate" in trained(40, "stopped").time_source
+    after = trained(40, "finished")
+    assert after.time_source == "from 1 finished run on this machine"
+    for part, factor in {"steps": 7, "validation": 7, "sample images": 7, "start": 3}.items():
+        assert middle(after.run_time.parts[part]) == pytest.approx(factor * idle_s[part], rel=0.01)
+    # Beside programs that left it one of the two processors that it wanted, the second run was as fast as the first.
+    twice = trained(40, "finished", taken=3.0)
+    assert twice.run_time.parts["steps"][0] < 3.6 * 40 * step_s
+    assert twice.time_source == "from 2 finished runs on this machine"
 
 
 def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_its_own(

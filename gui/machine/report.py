@@ -22,6 +22,7 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.scan import cache_in
 from lora_trainer.hardware.machine import PURPOSES, Hardware, is_optional, package_notes
+from lora_trainer.run.machine_report import clock
 
 from .. import runs
 from ..workplace import Workplace
@@ -103,6 +104,7 @@ def shown(work: Workplace, found: Hardware, cache: CacheState, links: Hub) -> Ma
         "found": found,
         "gpu": gpu,
         "reason": reason,
+        "clock": clock(found, cache.folder.root),
         "packages": packages,
         "wrong": sum(bool(each.command) and not is_optional(each.name) for each in packages),
         "folders": _places(work, cache, links),

@@ -22,6 +22,7 @@ from lora_trainer.reporting.status import RunStatus, read_status
 
 from ..command_lines import command_line
 from ..markup import inline
+from ..run_state import left_text
 from ..runs import Stamp, page_url
 from ..server.language import ENGLISH
 from ..server.templates import render
@@ -65,6 +66,8 @@ class Running(Row):
     """An item that trains, or whose base model comes."""
 
     said: str
+    left: str
+    left_from: str
     device: str
     percent: float
     stops: bool
@@ -190,6 +193,8 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
     return Running(
         **Row.facts(item),
         said=message,
+        left=said.message(left_text(status.left_s)) if status is not None and not download else "",
+        left_from=said.message(status.left_from) if status is not None else "",
         device=item.device[:_DEVICE_LENGTH] if item.device else "",
         percent=100 * fraction,
         stops=_is_stopping(work, item),

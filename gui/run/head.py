@@ -239,7 +239,7 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     if status.state == "running" and not seen.stopping:
         left = left_text(status.left_s)
         if left:
-            yield "Time left", left, "with samples and saves"
+            yield "Time left", left, status.left_from
     elif history.seconds:
         yield "Took", duration_text(history.seconds), ""
     pace_s = step_s(history)

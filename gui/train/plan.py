@@ -52,6 +52,8 @@ class Time:
     is_slow: bool
     steps: int | None
     hint: str
+    source: str
+    """Where the time comes from, in a few words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +152,14 @@ def duration(found: PlanRecord, said: Words) -> Time:
     time, pair = found.time, found.time.range_s
     note = said.message(time.note)
     if pair is None:
-        return Time(text=note, is_slow=False, steps=None, hint="")
+        return Time(text=note, is_slow=False, steps=None, hint="", source="")
     parts = ", ".join(said.message(part) for part in time.parts_s)
     return Time(
         text=_span(*pair, one="About {#}", two="About {#} to {#}", said=said),
         is_slow=is_slow(pair),
         steps=time.steps,
         hint=said("{}; counted are {}", note, parts) if parts else "",
+        source=said.message(time.source),
     )
 
 

@@ -109,6 +109,10 @@ class RunStarted(Event):
     """The step that it goes on from; None for a new run."""
     every_steps: Mapping[str, int]
     """Steps between two rounds of each kind of event, `sample` and `validation`; 0: never."""
+    planned_s: Mapping[str, float]
+    """Predicted seconds of each part of the whole run."""
+    planned_from: str
+    """Where the prediction comes from, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

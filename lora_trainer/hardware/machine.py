@@ -78,6 +78,8 @@ _ASK_TORCH = (
 # PCI vendor of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor look the same
 # without torch, so no other build is suggested for Intel.
 _AMD = "0x1002"
+# Below this load of the last minute nobody looks for so long how busy the processors are now.
+_LEAST_LOAD, _LOOK_S = 0.3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ class Hardware:
     unfit: Mapping[str, str] = field(default_factory=dict)
     # Memory a process may pin; None: the system sets no limit.
     pinnable_bytes: int | None = None
-    # The logical processors that may be used, and how many of them programs used in the last minute.
+    # The logical processors that may be used, and how many of them other programs keep busy.
     processors: int = 0
     busy_processors: float = 0.0
 
@@ -261,11 +263,20 @@ def detect(
 
 
 def busy_processors() -> float:
-    """Return how many processors the programs of this machine kept busy in the last minute, 0 if unknown."""
+    """Return how many processors other programs keep busy, 0 if unknown: what they did in the last minute and still do.
+
+    A training that has just ended is in the average of the minute for long.
+    """
     try:
-        return float(psutil.getloadavg()[0])
+        lately = float(psutil.getloadavg()[0])
+        if lately < _LEAST_LOAD:
+            return 0.0
+        now = float(psutil.cpu_percent(interval=_LOOK_S)) / 100 * (psutil.cpu_count() or 1)
     except OSError:
         return 0.0
+    # Programs that wait for a processor are in the average, but cannot be seen in what the processors do.
+    most = min(lately, float(psutil.cpu_count() or 1))
+    return lately * min(1.0, now / most)
 
 
 def _of_other_makers(

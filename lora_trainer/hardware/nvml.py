@@ -53,6 +53,8 @@ class Gpu:
     """Generation and lanes of its slot; 0 if unknown."""
     watts: float | None = None
     """Its power limit."""
+    busy_fraction: float = 0.0
+    """Share of the last moment in which programs computed on it; 0 if unknown."""
 
     @property
     def can(self) -> DeviceKind:
@@ -193,6 +195,9 @@ def _cards(ask: Callable[..., Any], index: int, driver: str, failures: list[str]
             watts=None
             if (limit := ask("nvmlDeviceGetEnforcedPowerLimit", handle)) is None
             else limit / 1000,
+            busy_fraction=0.0
+            if (load := ask("nvmlDeviceGetUtilizationRates", device)) is None
+            else load.gpu / 100,
         )
 
 

@@ -1,10 +1,11 @@
 """How fast this machine has trained so far, and how busy it is: both correct the predicted time of a run. No torch.
 
 A prediction from arithmetic knows neither a machine's cooling nor its slow memory, and other programs take their
-share of a processor. So each finished run of enough steps leaves how much longer its steps took than predicted, in
-a table of the memo in the cache folder: an entry for each device, family and version of torch. Outputs: a `Pace`
-that corrects ranges of seconds, and says so. What is decided by time, such as which load is fastest, is not corrected:
-the same request gives the same settings on a busy machine.
+share of the device. So each finished run of enough steps leaves, for each part of its time, how much longer that part
+took than predicted, in a table of the memo in the cache folder: an entry for each device, family and version of
+torch. The runs that are most like the planned one count. Outputs: a `Pace` that corrects ranges of seconds, and says
+where the figures come from. What is decided by time, such as which load is fastest, is not corrected: the same
+request gives the same settings on a busy machine.
 """
 
 from __future__ import annotations
@@ -16,97 +17,164 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 
-_TABLE = "pace"
+# Version 1 knew only the steps of a run, and not which kind of run it was.
+_TABLE, _VERSION = "pace", "2"
+# Of each kind the last few runs are kept: a driver, a cooler or a library may have changed since.
 _KEPT = 5
 # Fewer steps than this tell nothing: the first ones compile, allocate and read.
 LEAST_STEPS = 20
 # From one run to the next of the same kind a machine differs by about this factor.
 _SPREAD = 1.25
-# Other programs that use less than this share of a processor do not count.
-_LEAST_BUSY = 0.5
+# Other programs that use less than this of a processor, or of a GPU's time, do not count: every desktop has some.
+_LEAST_BUSY, _LEAST_GPU_BUSY = 0.5, 0.1
+STEPS = "steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunKind:
+    """What makes runs of one family on one device alike."""
+
+    priority: str
+    resolution_px: int
+
+    def distance(self, other: RunKind) -> int:
+        """Return 0 for the same kind, more for less alike; the size of the images weighs most."""
+        return 2 * (self.resolution_px != other.resolution_px) + (self.priority != other.priority)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """A finished run: its steps took `slower` times as long as predicted for an idle machine of this kind.
+    """A finished run: each part took `slower` times as long as predicted for an idle machine of this kind.
 
-    `load` is the factor of `load_factor` at its start.
+    The parts are those of planning/run_time.py; `steps` is always there. `load` is how much longer other programs
+    made it.
     """
 
-    slower: float
+    kind: RunKind
+    slower: Mapping[str, float]
     load: float
+
+    def alone(self, part: str) -> float:
+        """Return how much longer than predicted a part would have taken without other programs."""
+        return self.slower.get(part, self.slower[STEPS]) / self.load
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Factors on the shortest and the longest time to expect, or on their middle where runs are known."""
+    """Corrects ranges of seconds by the finished runs that are most like the planned one, and by the load now."""
 
     past: tuple[PastRun, ...] = ()
+    is_same_kind: bool = True
     load: float = 1.0
-    busy: float = 0.0
+    busy: str = ""
+    """What other programs use now, in words."""
 
-    def of(self, seconds: tuple[float, float]) -> tuple[float, float]:
-        """Return a range of seconds as this machine takes them."""
+    def of(self, part: str, seconds: tuple[float, float]) -> tuple[float, float]:
+        """Return the range of seconds of a part as this machine takes them, beside the programs that run now.
+
+        With finished runs its middle is the median of what they took, and it spans all of them.
+        """
         low_s, high_s = seconds
         if self.past:
-            # A run that was slow beside other programs says how fast it would have been alone.
-            alone = [run.slower / run.load for run in self.past]
-            middle_s = math.sqrt(low_s * high_s)
-            low_s, high_s = middle_s * min(alone) / _SPREAD, middle_s * max(alone) * _SPREAD
-        return low_s, high_s * self.load
+            factors = [run.alone(part) for run in self.past]
+            usual = median(factors)
+            spread = max(_SPREAD, max(factors) / usual, usual / min(factors))
+            middle_s = usual * math.sqrt(low_s * high_s)
+            low_s, high_s = middle_s / spread, middle_s * spread
+        return low_s * self.load, high_s * self.load
 
     def of_parts(self, parts: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-        """Return a run's parts as this machine takes them; reading from the disk does not follow its steps."""
-        return {name: s if name == "start" else self.of(s) for name, s in parts.items()}
+        """Return the ranges of all parts of a run as this machine takes them."""
+        return {name: self.of(name, seconds) for name, seconds in parts.items()}
+
+    @property
+    def source(self) -> str:
+        """Where the predicted time comes from, in a few words."""
+        count = len(self.past)
+        if not count:
+            return "an estimate: no such training has finished on this machine yet"
+        if self.is_same_kind:
+            one = "from 1 finished run on this machine"
+            return one if count == 1 else f"from {count} finished runs on this machine"
+        one = "from 1 finished run on this machine, of another size or priority"
+        several = f"from {count} finished runs on this machine, of another size or priority"
+        return one if count == 1 else several
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What corrects the estimate, each in a few words; none where nothing does."""
-        parts = []
-        if self.past:
-            factor = f"{median(run.slower for run in self.past):.2g}"
-            parts.append(f"finished runs on this machine took {factor} times the estimate")
-        if self.load > 1:
-            parts.append(f"other programs use {self.busy:.1f} processors now")
-        return tuple(parts)
+        """Where the predicted time comes from, and what else it counts, each in a few words."""
+        return (self.source, self.busy) if self.load > 1 else (self.source,)
 
 
-def load_factor(hardware: Hardware) -> float:
-    """Return how much longer a training on the processor takes beside what runs now.
-
-    The system gives each running thread the same share: with `busy` others, `threads` of ours get their part.
-    """
+def load_factor(hardware: Hardware, gpu: Gpu | None) -> float:
+    """Return how much longer a training takes beside what runs now on its device."""
+    if gpu is not None:
+        # Programs take turns on a GPU: one that always computes gets a half, one that wants less gets what it wants.
+        busy = gpu.busy_fraction
+        return 1 / (1 - min(busy, 0.5)) if busy >= _LEAST_GPU_BUSY else 1.0
     processors, threads = hardware.processors or hardware.cpu_threads, hardware.cpu_threads
     if hardware.busy_processors < _LEAST_BUSY:
         return 1.0
+    # The system gives each running thread the same share: with `busy` others, `threads` of ours get their part.
     share = processors * threads / (threads + hardware.busy_processors)
     return max(1.0, threads / share)
 
 
-def pace_here(hardware: Hardware, *, gpu: Gpu | None, past: Sequence[PastRun]) -> Pace:
-    """Return what corrects a prediction for this machine."""
-    load = load_factor(hardware) if gpu is None else 1.0
-    return Pace(past=tuple(past), load=load, busy=hardware.busy_processors)
+def busy_text(hardware: Hardware, gpu: Gpu | None) -> str:
+    """Return what other programs use of the device that trains, in a few words."""
+    if load_factor(hardware, gpu) == 1:
+        return "other programs do not slow it now"
+    if gpu is None:
+        return f"other programs use {hardware.busy_processors:.1f} processors now"
+    return f"other programs use {gpu.busy_fraction:.0%} of the GPU now"
+
+
+def load_beside(*, taken: float, processors: int, threads: int) -> float:
+    """Return how much longer a training took beside programs that took so many processors from it all the time."""
+    left = max(processors - taken, 1 / threads)
+    return max(1.0, threads / left)
+
+
+def pace_here(
+    hardware: Hardware, *, gpu: Gpu | None, past: Sequence[PastRun], kind: RunKind
+) -> Pace:
+    """Return what corrects a prediction for this machine: the runs of the nearest kind, and what else runs now."""
+    nearest = min((run.kind.distance(kind) for run in past), default=0)
+    return Pace(
+        past=tuple(run for run in past if run.kind.distance(kind) == nearest)[-_KEPT:],
+        is_same_kind=nearest == 0,
+        load=load_factor(hardware, gpu),
+        busy=busy_text(hardware, gpu),
+    )
 
 
 def known_runs(
     cache_root: Path, hardware: Hardware, *, gpu: Gpu | None, family: str
 ) -> tuple[PastRun, ...]:
-    """Return the last finished runs of a family on this device. Never raises."""
-    table = MemoTable.load(cache_root, _TABLE)
-    entry = table.get(_key(hardware, gpu, family))
-    with suppress(ValueError, TypeError):
-        pairs = [(float(slower), float(load)) for slower, load in json.loads(entry or "[]")]
-        return tuple(
-            PastRun(slower=slower, load=load)
-            for slower, load in pairs
-            if 0 < slower < math.inf and 1 <= load < math.inf
-        )
+    """Return the last finished runs of a family on this device, of each kind the newest last. Never raises."""
+    table = MemoTable.load(cache_root, _TABLE, _VERSION)
+    return _runs_of(table.get(_key(hardware, gpu, family)))
+
+
+def known_counts(
+    cache_root: Path, hardware: Hardware, *, gpu: Gpu | None, families: Sequence[str]
+) -> dict[str, int]:
+    """Return how many finished runs of each family are known on this device, without the families of none."""
+    table = MemoTable.load(cache_root, _TABLE, _VERSION)
+    counts = {name: len(_runs_of(table.get(_key(hardware, gpu, name)))) for name in families}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _runs_of(entry: str | None) -> tuple[PastRun, ...]:
+    with suppress(ValueError, TypeError, KeyError, AttributeError):
+        runs = [_of_row(row) for row in json.loads(entry or "[]")]
+        return tuple(run for run in runs if _is_sound(run))
     return ()
 
 
@@ -114,11 +182,39 @@ def remember_run(
     cache_root: Path, hardware: Hardware, run: PastRun, *, gpu: Gpu | None, family: str
 ) -> None:
     """Note how a finished run went; raises MachineError for a disk that refuses."""
-    runs = (*known_runs(cache_root, hardware, gpu=gpu, family=family), run)[-_KEPT:]
-    table = MemoTable.load(cache_root, _TABLE)
-    pairs = [[round(past.slower, 4), round(past.load, 3)] for past in runs]
-    table.put(_key(hardware, gpu, family), json.dumps(pairs))
+    runs = (*known_runs(cache_root, hardware, gpu=gpu, family=family), run)
+    of_its_kind = [each for each in runs if each.kind == run.kind][-_KEPT:]
+    others = [each for each in runs if each.kind != run.kind]
+    table = MemoTable.load(cache_root, _TABLE, _VERSION)
+    rows = [_as_row(each) for each in (*others, *of_its_kind)]
+    table.put(_key(hardware, gpu, family), json.dumps(rows))
     table.save()
+
+
+def _as_row(run: PastRun) -> dict[str, Any]:
+    return {
+        "priority": run.kind.priority,
+        "resolution_px": run.kind.resolution_px,
+        "slower": {part: round(factor, 4) for part, factor in run.slower.items()},
+        "load": round(run.load, 3),
+    }
+
+
+def _of_row(row: Mapping[str, Any]) -> PastRun:
+    """Return a row of the table as a run; raises ValueError, TypeError, KeyError or AttributeError for damage."""
+    return PastRun(
+        kind=RunKind(priority=str(row["priority"]), resolution_px=int(row["resolution_px"])),
+        slower={str(part): float(factor) for part, factor in row["slower"].items()},
+        load=float(row["load"]),
+    )
+
+
+def _is_sound(run: PastRun) -> bool:
+    return (
+        STEPS in run.slower
+        and all(0 < factor < math.inf for factor in run.slower.values())
+        and 1 <= run.load < math.inf
+    )
 
 
 def _key(hardware: Hardware, gpu: Gpu | None, family: str) -> str:

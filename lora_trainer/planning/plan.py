@@ -30,7 +30,7 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.image_size import with_image_size
-from lora_trainer.planning.known_pace import pace_here
+from lora_trainer.planning.known_pace import STEPS, RunKind, pace_here
 from lora_trainer.planning.machine_needs import unmet_needs
 from lora_trainer.planning.memory import Load, Prediction
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
@@ -57,8 +57,8 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 class Plan:
     """The settings of the run with the reason of every decision in their `origins`, and its costs.
 
-    `seconds_per_step` is (shortest, longest) as this machine takes them, `idle_step_s` the estimate before it
-    was corrected by what is known of the machine.
+    `seconds_per_step` is (shortest, longest) as this machine takes them. `idle_step_s` and `idle_parts_s` are the
+    estimates of a step and of each part before they were corrected by what is known of the machine.
     """
 
     memory_choice: MemoryChoice
@@ -68,8 +68,10 @@ class Plan:
     epochs: float
     seconds_per_step: tuple[float, float]
     idle_step_s: float
+    idle_parts_s: Mapping[str, float]
     run_time: RunTime
     time_note: str
+    time_source: str
     time_corrections: tuple[str, ...]
     disk_bytes: Mapping[str, int]
 
@@ -471,17 +473,25 @@ class _Planner:
         config = build_run_config(flatten(self.config))
         pace = replace(pace, config=config)
         step = pace.step()
-        here = pace_here(inputs.hardware, gpu=self.gpu, past=inputs.past_runs)
+        run_time = pace.run_time()
+        here = pace_here(
+            inputs.hardware,
+            gpu=self.gpu,
+            past=inputs.past_runs,
+            kind=RunKind(priority=inputs.resolved.priority, resolution_px=config.data.resolution),
+        )
         return Plan(
             memory_choice=memory_choice,
             config=config,
             origins={**inputs.resolved.origins, **self.origins},
             steps=config.train.steps,
             epochs=config.train.steps * config.train.batch_size / inputs.epoch,
-            seconds_per_step=here.of(step.range_s),
+            seconds_per_step=here.of(STEPS, step.range_s),
             idle_step_s=step.seconds,
-            run_time=RunTime(parts=here.of_parts(pace.run_time().parts)),
+            idle_parts_s={name: middle(seconds) for name, seconds in run_time.parts.items()},
+            run_time=RunTime(parts=here.of_parts(run_time.parts)),
             time_note="; ".join((step.note, *here.notes)),
+            time_source=here.source,
             time_corrections=here.notes,
             disk_bytes=disk_bytes(inputs, config, load),
         )

@@ -90,6 +90,8 @@ class TimeRecord:
     """The same for each of its parts."""
     note: str
     """What the estimate rests on, for people."""
+    source: str
+    """Where it comes from, for people: finished runs of this machine, or arithmetic alone."""
     corrections: Sequence[str]
     """What of it is known of this machine, for people."""
     regularisation_per_epoch: float

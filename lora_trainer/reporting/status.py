@@ -59,16 +59,27 @@ class Smoothed:
         return self._sum / self._weight if self._weight else math.nan
 
 
+# Steps of a run from which its time left is told, and the most of them that count: the first ones compile and allocate.
+FIRST_STEPS, RECENT_STEPS = 3, 50
+# The parts of a planned time that a run has before its steps, whether it is resumed or not.
+BEFORE_STEPS = ("start", "caching")
+
+
 @dataclass(kw_only=True)
 class TimeLeft:
     """Time left, from a run's events: the median of recent steps, and the rounds between steps that are due.
 
     A round of sample images or of validation is expected to take as long as the last one did, which may
-    have been before the first step. Saves and all else between steps are spread over the steps.
+    have been before the first step. Saves and all else between steps are spread over the steps. Until there are
+    `FIRST_STEPS`, the time left is what the plan predicted, less the time that has passed.
     """
 
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     steps: int = 0
+    _planned_s: float = math.nan
+    _planned_from: str = ""
+    _began_s: float = math.nan
+    _now_s: float = math.nan
     _every: Mapping[str, int] = field(default_factory=dict)
     _round_s: dict[str, float] = field(default_factory=dict)
     _round_step: dict[str, int] = field(default_factory=dict)
@@ -79,10 +90,13 @@ class TimeLeft:
 
     def take(self, event: Event) -> None:
         """Take an event of the run; those that tell nothing of time are passed over."""
+        self._now_s = event.time_s
         match event:
             case RunStarted():
                 self.steps, self._every = int(event.steps), event.every_steps
                 self._step = event.resumed_from or 0
+                self._began_s, self._planned_from = event.time_s, event.planned_from
+                self._planned_s = _planned_s(event) if event.planned_s else math.nan
                 self._round_step = dict.fromkeys(self._every, self._step)
             case Samples(asked=True):  # they say nothing about the next round
                 self._last_s += event.seconds
@@ -107,8 +121,29 @@ class TimeLeft:
         return statistics.median(self.recent) if self.recent else math.nan
 
     @property
+    def is_measured(self) -> bool:
+        """Whether enough steps of the run itself are done to tell from them."""
+        return len(self.recent) >= FIRST_STEPS or math.isnan(self._planned_s)
+
+    @property
+    def based_on(self) -> str:
+        """Where `remaining_s` comes from, in a few words; empty where it is not known."""
+        count = len(self.recent)
+        if not self.is_measured:
+            return self._planned_from
+        if not count:
+            return ""
+        if self._steps_after_first < RECENT_STEPS:
+            return "from the first step" if count == 1 else f"from the first {count} steps"
+        return f"from the last {count} steps"
+
+    @property
     def remaining_s(self) -> float:
-        """Seconds until the last step and the rounds after it are done; NaN before the first step."""
+        """Seconds until the last step and the rounds after it are done; NaN where nothing is known."""
+        if not self.is_measured:
+            # A start that takes longer than planned takes nothing from the steps.
+            steps_s = max(0, self.steps - self._step) * (self.step_s if self.recent else 0.0)
+            return max(self._planned_s - (self._now_s - self._began_s), steps_s)
         rounds_s = 0.0
         for kind, every in self._every.items():
             last = self._round_step[kind]
@@ -117,6 +152,13 @@ class TimeLeft:
                 rounds_s += rounds * self._round_s.get(kind, 0.0)
         side_s = max(0.0, self._between_s / max(1, self._steps_after_first))
         return max(0, self.steps - self._step) * (self.step_s + side_s) + rounds_s
+
+
+def _planned_s(started: RunStarted) -> float:
+    """Return the predicted seconds from here to the end; of a run that is resumed, its start and the steps left."""
+    share = 1 - (started.resumed_from or 0) / max(1.0, started.steps)
+    start_s = sum(started.planned_s.get(part, 0.0) for part in BEFORE_STEPS)
+    return start_s + max(0.0, share) * (sum(started.planned_s.values()) - start_s)
 
 
 State = Literal[
@@ -170,7 +212,11 @@ class RunStatus:
     message: str = ""
     heartbeat_s: Time = 0.0
     left_s: Annotated[float, BeforeValidator(_left_s)] = math.nan
-    """Seconds until the last step is done; NaN (null in the file) before the first step."""
+    """Seconds until the last step is done; NaN (null in the file) where that is not known."""
+    left_from: str = ""
+    """What `left_s` is told from, in a few words: finished runs, arithmetic, or the steps of the run itself."""
+    steps_here: Count = 0
+    """Steps since the run started or was resumed."""
     exit_code: Annotated[int, Field(ge=-(2**31), lt=2**32)] | None = None
     """None while the run goes on."""
     stage: State = "starting"
@@ -207,7 +253,11 @@ class StatusWriter:
         """Take an event; a disk that refuses the file is reported once and training goes on."""
         before, self.status = self.status, after(self.status, event)
         self._time_left.take(event)
-        self.status = replace(self.status, left_s=self._time_left.remaining_s)
+        self.status = replace(
+            self.status,
+            left_s=self._time_left.remaining_s,
+            left_from=self._time_left.based_on,
+        )
         # What begins, another phase or a part of one that nothing was done of since the last, may take minutes
         # without an event: the file must not name what was before it.
         part = isinstance(event, Phase) and event.done in (0, before.done)
@@ -248,6 +298,7 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             exit_code=None,
             name=event.name,
             step=event.resumed_from or 0,
+            steps_here=0,
             steps=int(event.steps),
         )
     if status.exit_code is not None:
@@ -265,7 +316,12 @@ def after(status: RunStatus, event: Event) -> RunStatus:
         case Step() if status.phase in STOPPING:  # steps on their way are still told of
             return replace(status, step=event.step)
         case Step():
-            status = replace(status, state="training", step=event.step)
+            status = replace(
+                status,
+                state="training",
+                step=event.step,
+                steps_here=min(status.steps_here + 1, MOST_STEPS),
+            )
             loss = loss_text(event.loss)
             return _training(status, f"step {status.step} of {status.steps}, loss {loss}")
         case Samples() if status.phase == "sample":  # made between steps: the next one begins
@@ -327,7 +383,12 @@ def _read(run_folder: Path) -> RunStatus:
         retry_while_open(lambda: read_regular(run_folder / STATUS_FILE)), strict=True
     )
     # Strings of a file may hold what no terminal, page or process can be given.
-    return replace(status, name=one_line(status.name), message=one_line(status.message))
+    return replace(
+        status,
+        name=one_line(status.name),
+        message=one_line(status.message),
+        left_from=one_line(status.left_from),
+    )
 
 
 def is_alive(*, pid: int | None, started_s: float | None) -> bool:

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 from lora_trainer.common.errors import MachineError, first_line
-from lora_trainer.common.event_kinds import Event, Finished, OutOfMemory, Step
+from lora_trainer.common.event_kinds import Event, OutOfMemory
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.memo import MEMO_FILE
 from lora_trainer.common.processes import read_dist_env
@@ -49,8 +48,6 @@ from lora_trainer.network.compiling import compiler_version
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.network.pinned_memory import counted
-from lora_trainer.planning.known_pace import LEAST_STEPS, PastRun, load_factor, remember_run
-from lora_trainer.planning.plan import device_of
 from lora_trainer.planning.plan_input import remember_oom
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.step import OomFallback
@@ -254,28 +251,6 @@ def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
             f"the device ran out of memory while {doing}: {reason}",
             fix="close other programs that use it and run the same command again, or set hardware.vram_limit_gib",
         ) from error
-
-
-def pace_memo(prepared: Prepared, events: EventStream) -> Listener:
-    """Return a listener that records how long the steps of a run took that finishes, see known_pace.py."""
-    hardware, config = prepared.hardware, prepared.config
-    gpu = device_of(config, hardware, sharing=prepared.inputs.sharing)
-    load = load_factor(hardware) if gpu is None else 1.0
-    seconds: list[float] = []
-
-    def listener(event: Event) -> None:
-        if isinstance(event, Step):
-            seconds.append(event.seconds)
-        if not isinstance(event, Finished) or len(seconds) < LEAST_STEPS:
-            return
-        run = PastRun(slower=median(seconds) / prepared.plan.idle_step_s, load=load)
-        try:
-            remember_run(prepared.cache_root, hardware, run, gpu=gpu, family=prepared.family.name)
-        except MachineError as error:  # a full disk must not spoil a finished run
-            what = f"how long this run took could not be written down: {error.found}"
-            events.problem(what, fix=error.fix, severity="note", code="TRN-02")
-
-    return listener
 
 
 def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:

@@ -36,6 +36,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.families.files.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
+from lora_trainer.planning.run_time import middle
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.run_record import (
@@ -52,7 +53,6 @@ from lora_trainer.run.build import plan_cache, refuse_small_cache
 from lora_trainer.run.device import (
     check_allocator,
     oom_history_memo,
-    pace_memo,
     pinning,
     planned_device,
     setup_torch,
@@ -80,6 +80,7 @@ from lora_trainer.run.run_folder import (
     read_run,
 )
 from lora_trainer.run.run_job import run_job
+from lora_trainer.run.time_taken import pace_memo
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
 from lora_trainer.training.pace import Notices
@@ -391,6 +392,11 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
                 "sample": config.sampling.every_steps,
                 "validation": config.train.validate_every_steps,
             },
+            planned_s={
+                name: round(middle(seconds), 2)
+                for name, seconds in prepared.plan.run_time.parts.items()
+            },
+            planned_from=prepared.plan.time_source,
         )
     )
     if resumed is not None and resumed > steps:

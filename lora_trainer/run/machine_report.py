@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lora_trainer import __version__
+from lora_trainer import __version__, families
 from lora_trainer.cache.store import DAMAGED_FOLDER, Damaged, entries, parse, unused
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import shown
@@ -38,6 +38,7 @@ from lora_trainer.hardware.machine import (
     tier_problem,
 )
 from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.planning.known_pace import busy_text, known_counts, load_factor
 from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
 Mark = Literal["ok", "warn"]
@@ -79,6 +80,7 @@ def checks(
     for gpu in hardware.gpus:
         yield from _gpu(hardware, gpu)
     yield from _processor_and_memory(hardware)
+    yield clock(hardware, cache)
     yield from _packages(hardware)
     yield _cache_disk(hardware, cache)
     if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -160,6 +162,26 @@ def _processor_and_memory(hardware: Hardware) -> Iterator[MachineCheck]:
         f"{gib(hardware.usable_ram_bytes)} ({reason}).",
         is_bad=hardware.ram_total_bytes < _LITTLE_MEMORY_BYTES,
         fix="parts of large bases stay in it during training: 32 GiB are enough for most",
+    )
+
+
+def clock(hardware: Hardware, cache: Path) -> MachineCheck:
+    """Return what corrects the predicted time of a training here: what other programs take, and finished runs."""
+    gpu, _ = hardware.accelerator()
+    counts = known_counts(cache, hardware, gpu=gpu, families=families.NAMES)
+    known = ", ".join(f"{count} of {family}" for family, count in counts.items())
+    busy = busy_text(hardware, gpu)
+    estimated = (
+        f"The time of a training is an estimate until one has finished on this machine; {busy}."
+    )
+    predicted = (
+        f"The time of a training is predicted from finished runs on this machine ({known}); {busy}."
+    )
+    load = load_factor(hardware, gpu)
+    return _judged(
+        predicted if known else estimated,
+        is_bad=load > 1,
+        fix=f"a training takes about {load:.1f} times as long beside them, which plans count; close them if you can",
     )
 
 

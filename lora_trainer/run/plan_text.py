@@ -152,6 +152,7 @@ def _time_record(prepared: Prepared) -> TimeRecord:
         run_s=(plan.run_time.low_s, plan.run_time.high_s),
         parts_s=plan.run_time.parts,
         note=plan.time_note,
+        source=plan.time_source,
         corrections=plan.time_corrections,
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
     )

@@ -29,6 +29,8 @@ def write_status(folder: Path, **fields: Any) -> None:
         "message": "step 12 of 30, loss 0.1000",
         "heartbeat_s": time.time(),
         "left_s": 8.5,
+        "left_from": "from the first 12 steps",
+        "steps_here": 12,
         "exit_code": None,
     }
     unfinished = folder / "status.new"

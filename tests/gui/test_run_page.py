@@ -128,15 +128,19 @@ def test_one_sentence_says_what_it_does_and_before_the_first_step_there_are_stag
         write_status(live, **fields)
         assert said(live) == words
     new = until(fake_run(work.runs / "new", steps=30), 0)
-    write_status(new, step=0, phase="cache", done=1, total=9, message="x.png", left_s=None)
+    cached = {"phase": "cache", "done": 1, "total": 9, "message": "x.png", "steps_here": 0}
+    write_status(new, step=0, **cached, left_s=None)
+    assert "Time left" not in head(new)
+    write_status(new, step=0, **cached, left_s=300.0, left_from="from 3 finished runs")
     shown = head(new)
-    assert "A step takes" not in shown and "Time left" not in shown and "meter" not in shown
+    assert "about 5 min" in shown and "from 3 finished runs" in shown
+    assert "A step takes" not in shown and "meter" not in shown
     stages = re.findall(r'<li class="(\w+)"', shown)
     assert stages == ["done", "now", "later", "later", "later"]
     assert "1 of 9" in shown and 'aria-current="step"' in shown and 'aria-valuenow="11"' in shown
     assert "begins with the first step" in page(new)["chart"]["drawn"]
     write_status(new, step=0, phase="train", done=0, total=30)
-    assert "stages" not in head(new)  # the first step is done: the time left is known
+    assert "stages" not in head(new), "the first step is done"
 
 
 def add_previews(folder: Path, steps: Sequence[int], **more: object) -> None:

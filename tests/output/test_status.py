@@ -67,7 +67,7 @@ def test_states_of_a_whole_run(tmp_path: Path) -> None:
     now = {"pid": os.getpid(), "pid_started_s": psutil.Process().create_time()}
     assert content(tmp_path) == now | {
         "state": "starting", "name": "zorble", "step": 4, "steps": 9, "phase": "", "done": 0, "total": 0,
-        "message": "", "heartbeat_s": 1000.0, "left_s": None, "exit_code": None,
+        "message": "", "heartbeat_s": 1000.0, "left_s": None, "left_from": "", "steps_here": 0, "exit_code": None,
     }  # fmt: skip
 
 
@@ -256,6 +256,49 @@ def test_late_losses_in_bunches_cost_nothing(tmp_path: Path) -> None:
         step(events, number, seconds=1.0)
     events.emit(made("phase", phase="sample", message="", done=0, total=1))
     assert 60.0 <= read_status(tmp_path).left_s < 60 * 1.03
+
+
+def test_time_left_is_the_plans_until_the_first_steps_tell_and_says_so(tmp_path: Path) -> None:
+    events, clock = writer(tmp_path)
+    events.clock = clock
+    planned = {"start": 20.0, "caching": 10.0, "steps": 300.0, "sample images": 30.0}
+    source = "from 2 finished runs on this machine"
+
+    def begin(resumed_from: int | None) -> None:
+        events.emit(
+            made(
+                "run_started",
+                name="z",
+                steps=100,
+                resumed_from=resumed_from,
+                every_steps={},
+                planned_s=planned,
+                planned_from=source,
+            )
+        )
+
+    def shown() -> tuple[float, str, int]:
+        status = read_status(tmp_path)
+        return pytest.approx(status.left_s), status.left_from, status.steps_here
+
+    begin(None)
+    assert shown() == (360.0, source, 0)
+    clock.return_value += 25.0
+    events.emit(made("phase", phase="train", message="", done=0, total=100))
+    assert shown() == (335.0, source, 0)
+    for number in range(1, 3):  # the first ones are no measure
+        clock.return_value += 50.0 if number == 1 else 2.0
+        step(events, number, seconds=50.0 if number == 1 else 2.0)
+    for number in range(3, 101):
+        clock.return_value += 2.0
+        step(events, number, seconds=2.0)
+        if number == 20:
+            assert shown() == (160.0, "from the first 20 steps", 20)
+    assert shown()[1:] == ("from the last 50 steps", 100)
+    events, clock = writer(tmp_path)
+    events.clock = clock
+    begin(50)  # a resume has its start, and half of the rest
+    assert shown() == (195.0, source, 0)
 
 
 def test_time_left_counts_the_rounds_that_are_due(tmp_path: Path) -> None:

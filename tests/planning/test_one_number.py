@@ -1,4 +1,4 @@
-"""What plan, doctor and the pages say of one machine and one training is the same: 100 drafts, 0 contradictions.
+"""What plan, doctor and the pages say of one machine and one training is the same: 200 drafts, 0 contradictions.
 
 Each place that shows needed or free memory, time or a count of images is read as text, as a person reads it, and
 compared with the plan's own values.
@@ -30,6 +30,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.records import as_json, of_json
 from lora_trainer.common.wording import bytes_text, duration_text, gib
 from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.known_pace import PastRun, RunKind, busy_text
 from lora_trainer.planning.plan import plan
 from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.run.machine_report import checks, doctor_text
@@ -38,6 +39,13 @@ from lora_trainer.run.prepare import Prepared
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import FLUX, QWEN, SDXL, WITHOUT_CARD, machine, mini_facts, request
 
+
+def past_run(factor: float, side_px: int) -> PastRun:
+    """Return a finished run that took so many times as long as predicted."""
+    kind = RunKind(priority="balanced", resolution_px=side_px)
+    return PastRun(kind=kind, slower={"steps": factor, "start": factor / 2}, load=1.0)
+
+
 BASES: tuple[Any, ...] = (None, SDXL, FLUX, QWEN, "Tongyi-MAI/Z-Image", mini_facts())
 MACHINES = {
     **{f"{size} GiB GPU": machine(size) for size in (6, 8, 12, 24)},
@@ -45,12 +53,22 @@ MACHINES = {
     "processor, 28 GiB": WITHOUT_CARD,
     "processor, 8 GiB": replace(WITHOUT_CARD, ram_total_bytes=8 * GIB, ram_free_bytes=5 * GIB),
     "busy processor": replace(WITHOUT_CARD, processors=6, busy_processors=9.0),
+    "busy 24 GiB GPU": machine(24, busy_fraction=0.6),
 }
 IMAGES = (3, 60)
+# The finished runs that a plan knows: none, some of its own kind, one of another size.
+PAST = {
+    "none": (),
+    "its own": tuple(
+        past_run(factor, side_px) for factor in (2.0, 2.4) for side_px in (64, 512, 1024)
+    ),
+}
 SIZE = r"(\d[\d,]*(?:\.\d+)? [KMG]iB)"
 
 
-def prepared(base: Any, hardware: Hardware, images: int) -> Prepared:
+def prepared(
+    base: Any, hardware: Hardware, images: int, past: tuple[PastRun, ...] = ()
+) -> Prepared:
     """Return a planned run over images that nobody has to read."""
     held_out = images // 10
     inputs = request(
@@ -61,6 +79,7 @@ def prepared(base: Any, hardware: Hardware, images: int) -> Prepared:
         latents=images,
         texts=images,
         held_out_count=held_out,
+        past_runs=past,
     )
     record: Any = SimpleNamespace(caption="a cat", references=())
     return Prepared(
@@ -138,6 +157,13 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     length = plan_page.duration(values, said_in_english).text
     if pace.lower() not in length.lower():
         yield "card: time", pace, length
+    source = run.plan.time_source
+    beside = words(str(plan_page.beside(values, said_in_english)))
+    for place, said_there in {"plan": text, "page": page, "beside Train": beside}.items():
+        if source not in said_there:
+            yield f"{place}: where the time comes from", said_there, source
+    if any(busy not in text or busy not in page for busy in run.plan.time_corrections):
+        yield "load", text, str(run.plan.time_corrections)
     for item in (*memory.items, *(memory.host.items if memory.host is not None else ())):
         if gib(item.bytes) not in text:
             yield "plan: item", item.name, gib(item.bytes)
@@ -161,7 +187,7 @@ def refusal_faults(error: MachineError, hardware: Hardware) -> Iterator[str]:
         yield f"needs {need} of {free}, which fits"
 
 
-def test_100_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
+def test_200_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
     faults: list[Any] = []
     refused = counted = 0
     for name, hardware in MACHINES.items():
@@ -174,17 +200,25 @@ def test_100_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
             faults.append((name, "doctor: usable memory", facts))
         if f"plans may use {bytes_text(hardware.usable_ram_bytes)}" not in page:
             faults.append((name, "Machine: usable memory", page))
+        load = busy_text(hardware, hardware.accelerator()[0])
+        if load not in facts or load not in page:
+            faults.append((name, "what other programs use", facts, page))
         for gpu in hardware.gpus:
             if gib(gpu.free_bytes) not in facts or bytes_text(gpu.free_bytes) not in page:
                 faults.append((name, "free memory of the GPU", gpu.free_bytes))
-        for base, images in product(BASES, IMAGES):
+        for base, images, past in product(BASES, IMAGES, PAST.values()):
             counted += 1
             try:
-                run = prepared(base, hardware, images)
+                run = prepared(base, hardware, images, past)
             except MachineError as error:
                 refused += 1
                 faults += [(name, base, images, fault) for fault in refusal_faults(error, hardware)]
             else:
                 faults += [(name, base, images, *fault) for fault in contradictions(run)]
-    assert counted >= 90 and 5 < refused < counted - 50
+                told = bool(past) and load == "other programs do not slow it now"
+                if told and run.plan.time_corrections != (run.plan.time_source,):
+                    faults.append((name, base, images, run.plan.time_corrections, load))
+                if bool(past) != run.plan.time_source.startswith("from "):
+                    faults.append((name, base, images, run.plan.time_source, len(past)))
+    assert counted >= 200 and 5 < refused < counted - 50
     assert faults == []

@@ -16,11 +16,19 @@ from lora_trainer.config.config import build_config, flatten, parse_assignment
 from lora_trainer.config.declare import CHECKPOINTING, settled
 from lora_trainer.config.running import SamplingSettings
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.planning.known_pace import PastRun, known_runs, load_factor, remember_run
+from lora_trainer.planning.known_pace import (
+    PastRun,
+    RunKind,
+    known_counts,
+    known_runs,
+    load_beside,
+    load_factor,
+    remember_run,
+)
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan, pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
-from lora_trainer.planning.run_time import run_length
+from lora_trainer.planning.run_time import middle, run_length
 from lora_trainer.run.samples import OF_THE_BASE, is_own_base, recipe
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import CARD, FLUX, MACHINE, QWEN, WITHOUT_CARD, machine, planned, request
@@ -224,42 +232,98 @@ def test_the_next_plan_stays_below_those_that_did_not_fit_on_this_card_with_this
     assert known_oom(folder, MACHINE, "sd15") is None
 
 
-def test_time_follows_the_finished_runs_of_this_machine_and_what_else_it_does_now(
-    tmp_path: Path,
-) -> None:
+NO_RUNS = "an estimate: no such training has finished on this machine yet"
+
+
+def past_run(slower: float, *, load: float = 1.0, size_px: int = 512, **parts: float) -> PastRun:
+    return PastRun(
+        kind=RunKind(priority="balanced", resolution_px=size_px),
+        slower={"steps": slower, **parts},
+        load=load,
+    )
+
+
+def test_time_counts_what_other_programs_use_now_and_nothing_else_follows_from_it() -> None:
+    idle = replace(WITHOUT_CARD, processors=6)
+    busy = replace(idle, busy_processors=12.0)
+    first, beside = planned(hardware=idle), planned(hardware=busy)
+    assert first.time_corrections == (NO_RUNS,) and load_factor(idle, None) == 1.0
+    # 6 threads beside 12 others get 2 of 6 processors.
+    assert load_factor(busy, None) == 3.0
+    assert beside.run_time.seconds == pytest.approx(3 * first.run_time.seconds)
+    assert beside.time_corrections == (NO_RUNS, "other programs use 12.0 processors now")
+    assert beside.config == first.config, "a busy machine gets the same settings"
+    # Two programs that always compute get a half of a GPU each; a desktop's share does not count.
+    for busy_fraction, factor in ((0.05, 1.0), (0.2, 1.25), (0.5, 2.0), (1.0, 2.0)):
+        hardware = machine(24, busy_fraction=busy_fraction)
+        assert load_factor(hardware, hardware.gpus[0]) == pytest.approx(factor)
+    alone, shared = planned(hardware=machine(24)), planned(hardware=hardware)
+    assert shared.run_time.seconds == pytest.approx(2 * alone.run_time.seconds)
+    assert shared.time_corrections == (NO_RUNS, "other programs use 100% of the GPU now")
+    assert shared.config == alone.config
+    # While it trains, others get what it leaves: 2 of 6 processors taken leave 4 for 6 threads.
+    assert load_beside(taken=2.0, processors=6, threads=6) == 1.5
+    assert load_beside(taken=2.0, processors=8, threads=6) == 1.0
+
+
+def test_time_follows_the_finished_runs_of_this_machine(tmp_path: Path) -> None:
     idle = replace(WITHOUT_CARD, processors=6)
     busy = replace(idle, busy_processors=12.0)
     folder = tmp_path / "not made yet"
     assert known_runs(folder, idle, gpu=None, family="sd15") == ()
-    first, beside = planned(hardware=idle), planned(hardware=busy)
-    assert first.time_corrections == () and load_factor(idle) == 1.0
-    # 6 threads beside 12 others get 2 of 6 processors; they may end, so the shortest time stays.
-    assert load_factor(busy) == 3.0
-    assert beside.seconds_per_step == pytest.approx(
-        (first.seconds_per_step[0], 3 * first.seconds_per_step[1])
-    )
-    assert beside.time_corrections == ("other programs use 12.0 processors now",)
-    assert beside.config == first.config, "a busy machine gets the same settings"
-    # That run took 12 times as long; alone it would have taken 4 times.
-    for slower in (12.0, 10.5):
-        run = PastRun(slower=slower, load=3.0)
+    first = planned(hardware=idle)
+    assert first.config.data.resolution == 512
+    # That run took 12 times as long beside others; alone it would have taken 4 times.
+    for slower in (12.0, 10.5, 12.9):
+        run = past_run(slower, load=3.0, start=9.0)
         remember_run(folder, busy, run, gpu=None, family="sd15")
     past = known_runs(folder, idle, gpu=None, family="sd15")
     again, still = (planned(hardware=each, past_runs=past) for each in (idle, busy))
-    low_s, high_s = again.seconds_per_step
-    assert low_s < 4 * first.idle_step_s < high_s and high_s / low_s < 2, "narrower than a guess"
-    assert still.seconds_per_step[0] < 12 * first.idle_step_s < still.seconds_per_step[1]
+    assert middle(again.seconds_per_step) == pytest.approx(4 * first.idle_step_s)
+    assert again.seconds_per_step[1] / again.seconds_per_step[0] < 2, "narrower than a guess"
+    assert middle(still.seconds_per_step) == pytest.approx(12 * first.idle_step_s)
     assert again.idle_step_s == first.idle_step_s, "what the next run is compared with"
-    assert again.run_time.parts["start"] == first.run_time.parts["start"]
-    assert again.time_corrections == ("finished runs on this machine took 11 times the estimate",)
+    for part, factor in {"start": 3.0, "steps": 4.0, "caching": 4.0}.items():
+        planned_s = first.idle_parts_s[part]
+        assert middle(again.run_time.parts[part]) == pytest.approx(factor * planned_s)
+    assert again.time_source == "from 3 finished runs on this machine"
     assert again.config == first.config
     for other in (replace(idle, cpu_threads=4), replace(idle, packages={"torch": "2.14"})):
         assert known_runs(folder, other, gpu=None, family="sd15") == ()
     assert known_runs(folder, idle, gpu=CARD, family="sd15") == ()
     assert known_runs(folder, idle, gpu=None, family="sdxl") == ()
     for _ in range(9):
-        remember_run(folder, idle, PastRun(slower=1.0, load=1.0), gpu=None, family="sd15")
-    assert [run.slower for run in known_runs(folder, idle, gpu=None, family="sd15")] == [1.0] * 5
+        remember_run(folder, idle, past_run(1.0), gpu=None, family="sd15")
+    kept = known_runs(folder, idle, gpu=None, family="sd15")
+    assert [run.slower["steps"] for run in kept] == [1.0] * 5
+    assert known_counts(folder, idle, gpu=None, families=["sd15", "sdxl"]) == {"sd15": 5}
+
+
+def test_the_runs_most_like_the_planned_one_tell_its_time(tmp_path: Path) -> None:
+    first = planned(hardware=WITHOUT_CARD)
+
+    def factor(*past: PastRun) -> tuple[float, str]:
+        made = planned(hardware=WITHOUT_CARD, past_runs=past)
+        return middle(made.seconds_per_step) / first.idle_step_s, made.time_source
+
+    other_size, same = past_run(9.0, size_px=768), past_run(2.0)
+    other_priority = replace(past_run(5.0), kind=RunKind(priority="speed", resolution_px=512))
+    found, source = factor(same, other_priority, other_size)
+    assert found == pytest.approx(2.0) and source == "from 1 finished run on this machine"
+    found, source = factor(other_priority, other_size)
+    assert found == pytest.approx(5.0)
+    assert source == "from 1 finished run on this machine, of another size or priority"
+    assert factor(other_size)[0] == pytest.approx(9.0)
+    # Of each kind the last five are kept, whatever runs of other kinds came between.
+    for run in (same, *[other_size] * 8):
+        remember_run(tmp_path, WITHOUT_CARD, run, gpu=None, family="sd15")
+    kept = known_runs(tmp_path, WITHOUT_CARD, gpu=None, family="sd15")
+    assert sorted(run.slower["steps"] for run in kept) == [2.0, *[9.0] * 5]
+    # One run that stood still for hours does not spoil the next predictions.
+    made = planned(hardware=WITHOUT_CARD, past_runs=(same, past_run(2.2), past_run(60.0)))
+    low_s, high_s = made.seconds_per_step
+    assert middle((low_s, high_s)) == pytest.approx(2.2 * first.idle_step_s)
+    assert high_s == pytest.approx(60 * first.idle_step_s), "the range shows it"
 
 
 # ---- how samples are drawn
