@@ -86,12 +86,14 @@ class FolderTable(dict[str, Any]):
     """The table of one folder with what the tables around it say, later ones win.
 
     Each layer is a table and what stands before its keys in the file; `names` has the flat key of each value.
-    `path` is that of the images, `key` names it, `settings` are the folder's own by field.
+    `path` is that of the images, `key` names it, `settings` are the folder's own by field, `references` the folders
+    of its reference images, each with its key.
     """
 
     path: PurePath
     key: str
     regularisation = False
+    references: tuple[Sourced, ...] = ()
 
     def __init__(self, *layers: tuple[Mapping[str, Any], str]) -> None:
         self.names: dict[str, str] = {}
@@ -121,7 +123,7 @@ def read_folders(
 
     `around` are the layers around each table; `skip` says why one is not trained, if it is not. `[folders]` of the
     trainer's table has the keys of the `path` (the first that is given), of our `fields`, of the tags to `keep` in
-    front, of the captions' `extension`, of `regularisation` and of masks by kind.
+    front, of the captions' `extension`, of `regularisation`, of folders of `references` and of masks by kind.
     """
     keys = foreign.table["folders"]
     folders: list[FolderTable] = []
@@ -145,6 +147,12 @@ def read_folders(
         if folder.settings.keys() & {"shuffle_tags", "tag_dropout"}:
             folder.settings["keep_tokens"] = folder.sourced(keys.get("keep", ""), 0)
         folder.regularisation = folder.get(keys.get("regularisation", "")) is True
+        if foreign.edits is not False:
+            folder.references = tuple(
+                (path, folder.name(key))
+                for key in keys.get("references", ())
+                for path in paths_in(folder.get(key))
+            )
         extension, key = folder.sourced(keys.get("extension", ""))
         if extension:
             add_extension(foreign, f".{str(extension).removeprefix('.')}", key)
@@ -158,6 +166,12 @@ def read_folders(
         folders.append(folder)
         yield folder
     set_folders(foreign, folders)
+
+
+def paths_in(value: Any) -> list[str]:
+    """Return the paths in a value: one, several or none."""
+    values = value if isinstance(value, list) else [value]
+    return [path for path in values if isinstance(path, str) and path]
 
 
 def add_extension(foreign: Foreign, extension: Any, key: str) -> None:
@@ -190,6 +204,7 @@ def set_folders(foreign: Foreign, folders: Sequence[FolderTable]) -> None:
     others = [folder for folder in every if folder.regularisation]
     if not trained:
         return
+    _set_references(foreign, trained)
     root = _common_root(every)
     if root is None and len(others) == 1 and _common_root(trained) is not None:
         foreign.set("data.regularisation_dir", str(others[0].path), others[0].key)
@@ -222,6 +237,25 @@ def set_folders(foreign: Foreign, folders: Sequence[FolderTable]) -> None:
             alone = "is the DATASET of the command"
             why = alone if len(every) == 1 else f"lies in the DATASET as {name}"
             foreign.stays(folder.key, why)
+
+
+def _set_references(foreign: Foreign, folders: Sequence[FolderTable]) -> None:
+    """Set the folders of reference images, which are for all images here: those of one folder, or the same of all."""
+    if not any(folder.references for folder in folders):
+        return
+    different = {tuple(path for path, _ in folder.references) for folder in folders}
+    if len(different) == 1:
+        keys = list(dict.fromkeys(key for _, key in folders[0].references))
+        foreign.set("data.reference_dirs", list(*different), *keys)
+    for folder in folders:
+        for path, key in folder.references:
+            if key in foreign.named:
+                continue
+            if len(different) == 1:
+                foreign.stays(key, "are the reference images of all folders")
+            else:
+                why = f"put it into the DATASET as references/{folder.path.name}: it is not for all folders"
+                foreign.lacks(key, path, why)
 
 
 def _common_root(folders: Sequence[FolderTable]) -> PurePath | None:

@@ -51,13 +51,13 @@ class Foreign:
     `values` are the file's by flat key and those of further files that it names, `data` its tables, `beside`
     the folder it lies in (None: nothing beside it may be read), `called` what the file calls a key that is read
     under another name. `trainer` is the program whose file it is, `table` its tables as one. `is_flow` says
-    whether the base is trained by flow
-    matching, `trains_text` whether its text encoders can be trained here; None: the file does not say which base
-    it is. `is_schedule_free`: its optimizer has no schedule. `untrained` has what stands before the keys of folders
+    whether the base is trained by flow matching, `trains_text` whether its text encoders can be trained here,
+    `edits` whether it can be given reference images; None: the file does not say which base it is.
+    `is_schedule_free`: its optimizer has no schedule. `untrained` has what stands before the keys of folders
     without a path, `named` the keys of which something is said: `nearest` how they are approximated, the others
     why they became no setting, `out_of_use` keys of a model that is not chosen, whose names another key has taken.
-    What `data.folders` holds has a source for each of its parts. `dataset` is the
-    folder to train on as the file has it, None where it names none.
+    What `data.folders` holds has a source for each of its parts. `dataset` is the folder to train on as the file
+    has it, None where it names none.
     """
 
     trainer: str
@@ -68,6 +68,7 @@ class Foreign:
     called: dict[str, str] = field(default_factory=dict)
     is_flow: bool | None = None
     trains_text: bool | None = None
+    edits: bool | None = None
     is_schedule_free: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)

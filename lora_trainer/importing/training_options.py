@@ -31,6 +31,7 @@ def set_model(foreign: Foreign, name: str, key: str) -> None:
         )
     foreign.is_flow = name in models["flow"]
     foreign.trains_text = not foreign.is_flow
+    foreign.edits = name in models.get("edits", ())
     prompts = foreign.table.get("system_prompts", {})
     if name in prompts:
         foreign.set("base.system_prompt", prompts[name])

@@ -213,10 +213,23 @@ def _datasets(foreign: Foreign) -> None:
     paths = set()
     for folder in folders.read_folders(foreign, tables, "datasets"):
         paths.add(folder.path)
+        numbered = [(path, key) for path, key in folder.references if key[-1].isdigit()]
+        if numbered and folder.get("control_path"):
+            folder.references = tuple(numbered)
+            foreign.stays(folder.name("control_path"), "control_path_1 to control_path_3 count")
         if folder.get("loss_multiplier") == 1:
             folder.settings.pop("weight")
         if folder.regularisation and folder.get("prior_reg"):
             foreign.set("objective.prior", "base", folder.name("prior_reg"))
+    key = "model.model_kwargs.match_target_res"
+    if "data.reference_dirs" in foreign.settings:
+        # There they are as large as they are, up to 1 megapixel, or as the image to learn.
+        if foreign.flag(key):
+            foreign.stays(key, "reference images are as large as data.resolution")
+        else:
+            foreign.set("data.reference_resolution", 1024, key if key in foreign.values else THERE)
+    elif key in foreign.values:
+        foreign.stays(key, "there are no reference images")
     if sizes:
         first = next(iter(sizes.values()))
         folders.set_resolutions(foreign, list(sizes), first)

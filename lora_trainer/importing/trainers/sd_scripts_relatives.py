@@ -10,6 +10,7 @@ trained there.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -255,6 +256,7 @@ def read_musubi(foreign: Foreign) -> None:
             f"model_version={version} edits images", fix="give a file of a text-to-image model"
         )
     foreign.is_flow, foreign.trains_text = True, False
+    foreign.edits = module in _NETWORKS["edits"]
     sd_scripts.read_adapter(foreign)
     sd_scripts.read_rates(foreign)
     training.set_text_encoder(foreign, trained=False, key=THERE)
@@ -327,6 +329,8 @@ def read_musubi_dataset(foreign: Foreign) -> None:
             why = "captions in metadata.jsonl of the images' folder are read"
             foreign.is_nearest(folder.key, f"{folder.path.name}: {why}")
             folder.path = folder.path.parent
+        if folder.references:
+            _set_reference_size(foreign, folder)
         for name, values in shared_by_all.items():
             values += [folder.sourced(name)] if name in folder else []
     if not folders.set_sizes(foreign, shared_by_all["resolution"]):
@@ -343,6 +347,25 @@ def read_musubi_dataset(foreign: Foreign) -> None:
         for value, name in sourced[1:]:
             if name not in foreign.named:
                 foreign.lacks(name, None if value == sourced[0][0] else value, why)
+
+
+def _set_reference_size(foreign: Foreign, folder: folders.FolderTable) -> None:
+    """Set how large reference images are: as the images to learn, as a size says, or as they are."""
+    size, key = folder.sourced("control_resolution")
+    own, own_key = folder.sourced("no_resize_control")
+    if size is not None:
+        try:
+            width, height = folders.read_size(size)
+        except ValueError as error:
+            foreign.lacks(key, size, str(error))
+            return
+        side = max(64, round(math.sqrt(width * height) / 64) * 64)
+        foreign.set("data.reference_resolution", side, key)
+        if own is True:
+            foreign.stays(own_key, "smaller ones keep their size")
+    elif own is True:
+        foreign.set("data.reference_resolution", 1024, own_key)
+        foreign.is_nearest(own_key, "larger ones are scaled down to 1 megapixel")
 
 
 _EASY_TABLES = ("sd_scripts_dataset", "sd_scripts", "lora_easy")

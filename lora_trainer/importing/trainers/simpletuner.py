@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
@@ -23,6 +23,7 @@ from lora_trainer.importing.foreign import (
     THERE,
     YES,
     Foreign,
+    Sourced,
     Trainer,
     flattened,
     table_of,
@@ -272,12 +273,15 @@ def read_backends(foreign: Foreign) -> None:
     """Set the backends that hold images, this file's or those of a training, as folders of the dataset."""
     tables = folders.tables_of(foreign.data.get(LIST))
     is_first = True
+    by_id = {str(one.get("id")): (number, one) for number, one in enumerate(tables)}
     for folder in folders.read_folders(foreign, tables, "data_backends", skip=_not_trained):
         del folder.settings["repeats"]
         repeats, name = folder.sourced("repeats", 0)
         if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 0:
             # Repeats are further views there: 0 shows each image once (documentation/DATALOADER.md).
             folder.settings["repeats"] = (repeats + 1, name)
+        if foreign.edits is not False:
+            folder.references = tuple(_references(foreign, folder, by_id))
         # Where the captions come from.
         strategy, name = folder.sourced("caption_strategy", "filename")
         prompt, prompt_name = folder.sourced("instance_prompt")
@@ -308,6 +312,22 @@ def read_backends(foreign: Foreign) -> None:
             f"dataset_type={moving[-1]}: only images are trained here",
             fix="give a data backend of images",
         )
+
+
+def _references(
+    foreign: Foreign,
+    folder: folders.FolderTable,
+    by_id: Mapping[str, tuple[int, Mapping[str, Any]]],
+) -> Iterator[Sourced]:
+    """Yield the folders of reference images that a backend names by their ids, each with its key."""
+    for name in folders.paths_in(folder.get("conditioning_data")):
+        number, backend = by_id.get(name, (0, {}))
+        path, kind = backend.get("instance_data_dir"), str(backend.get("conditioning_type"))
+        if isinstance(path, str) and path and kind.startswith("reference"):
+            where = f"data_backends[{number}]."
+            foreign.named |= {f"{where}conditioning_type", folder.name("conditioning_data")}
+            foreign.stays(f"{where}conditioning_type", "its images are references")
+            yield path, f"{where}instance_data_dir"
 
 
 def _not_trained(backend: folders.FolderTable) -> str:
