@@ -229,7 +229,7 @@ def _datasets(foreign: Foreign) -> None:
         else:
             foreign.set("data.reference_resolution", 1024, key if key in foreign.values else THERE)
     elif key in foreign.values:
-        foreign.stays(key, "there are no reference images")
+        foreign.stays(key, "reference images are not used")
     if sizes:
         first = next(iter(sizes.values()))
         folders.set_resolutions(foreign, list(sizes), first)
