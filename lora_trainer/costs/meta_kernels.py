@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
-_FLOPS = {**flop_registry, _ATEN.addmm_: flop_registry[_ATEN.addmm]}
+_FLOPS = {
+    **flop_registry,
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
+    # torch counts these two from 2.15 on.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention
+    ],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 class _Like(NamedTuple):
