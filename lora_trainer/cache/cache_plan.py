@@ -138,8 +138,8 @@ class TextEntries:
     """The content of a text's cache entry."""
 
     encoder_identity: str
-    reader: str
-    """`BaseFacts.reader`."""
+    reading: str
+    """That of the text encoders, of `BaseFacts.readings`."""
     text_tokens: int
     """Tokens that the base reads."""
     precision: Precision
@@ -164,7 +164,7 @@ class TextEntries:
             max_tokens=self.text_tokens,
             content=self._content(text),
             # Only where it matters, so that other bases keep their entries; below too.
-            **({"reader": self.reader} if self.reader else {}),
+            **({"reading": self.reading} if self.reading else {}),
         )
 
     def words(self, text: str) -> str:
@@ -314,7 +314,7 @@ def _latents_key(
         image=image.content_hash,
         encoder=facts.parts["vae"].identity,
         background=settings.alpha_background if image.transparent else "",
-        **({"reader": facts.reader} if facts.reader else {}),
+        **({"reading": reading} if (reading := facts.readings["vae"]) else {}),
         **({"colours": "sRGB"} if image.recoloured else {}),
         **_place(placement, flip),
     )

@@ -152,7 +152,7 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
 def texts_as(prepared: Prepared) -> TextEntries:
     return TextEntries(
         encoder_identity=prepared.facts.parts["text_encoder"].identity,
-        reader=prepared.facts.reader,
+        reading=prepared.facts.readings["text_encoder"],
         text_tokens=prepared.facts.text_tokens,
         precision=prepared.config.memory.text_encoder_precision,
         tokens_only=runs_text_encoders(prepared.config),

@@ -140,32 +140,33 @@ def test_pruning_spares_what_is_in_use_and_removes_what_killed_runs_left(tmp_pat
     assert fresh.exists() and entry.exists(), "a folder without the marker is somebody else's"
 
 
-def test_families_that_share_an_encoder_s_file_share_no_entry(tmp_path: Path) -> None:
-    """Z-Image and FLUX.2 klein read other layers of one Qwen3, Ideogram 4 orders FLUX.2's channels otherwise."""
-    texts: dict[str, CacheKey] = {}
-    for name in ("zimage", "flux2", "sd15", "sdxl"):
-        reader = facts_of(name).reader
+def test_families_share_the_entries_of_an_encoder_that_they_read_in_one_way(tmp_path: Path) -> None:
+    """FLUX.2 dev reads its VAE as klein does, Ideogram 4 orders the channels otherwise; Z-Image reads other layers."""
+
+    def text_key(name: str) -> CacheKey:
         entries = TextEntries(
             encoder_identity="0" * 64,
-            reader=reader,
+            reading=facts_of(name).readings["text_encoder"],
             text_tokens=512,
             precision="bf16",
             tokens_only=False,
         )
-        texts[name] = entries.key("a cat")
-    assert texts["zimage"] != texts["flux2"]
-    assert texts["sd15"] == texts["sdxl"], "an entry of an older release is found"
+        return entries.key("a cat")
+
+    assert text_key("zimage") != text_key("flux2")
+    assert "reading" not in text_key("sd15").fields, "an entry of an older release is found"
     (tmp_path / "images").mkdir()
     draw(tmp_path / "images" / "one.png", seed=0, size=(128, 128))
-    keys = []
-    for reader in ("flux2", "ideogram4"):
-        studio = Studio(
-            folder=tmp_path / "images",
-            cache=make_cache(tmp_path)[0],
-            base=base_of("flux2"),
-            resolution_px=128,
-        )
-        facts = replace(studio.facts(), family=reader)
-        with patch.object(studio, "facts", lambda facts=facts: facts):
-            keys.append(set(studio.needs().images))
-    assert keys[0] and keys[0].isdisjoint(keys[1])
+    studio = Studio(
+        folder=tmp_path / "images",
+        cache=make_cache(tmp_path)[0],
+        base=base_of("flux2"),
+        resolution_px=128,
+    )
+    facts, keys = studio.facts(), {}
+    for name in ("flux2", "flux2dev", "ideogram4", "flux"):
+        other = replace(facts, family=name, readings=facts_of(name).readings)
+        with patch.object(studio, "facts", lambda other=other: other):
+            keys[name] = {job.key for job in studio.needs().images.values()}
+    assert keys["flux2"] == keys["flux2dev"] and keys["flux2"].isdisjoint(keys["ideogram4"])
+    assert all("reading" not in key.fields for key in keys["flux"]), "as above"

@@ -132,7 +132,7 @@ class Studio:
         facts = self.facts()
         return TextEntries(
             encoder_identity=facts.parts["text_encoder"].identity,
-            reader=facts.reader,
+            reading=facts.readings["text_encoder"],
             text_tokens=facts.text_tokens,
             precision=self.precision,
             tokens_only=self.tokens_only,

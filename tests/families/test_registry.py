@@ -25,6 +25,7 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base.facts import BaseFacts, Conditioning
 from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.latents import DECODING, VaeLatents
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.families.base.sampling import build_sampler, pipeline_arguments
 from lora_trainer.families.base.texts import TextEncoder
@@ -116,6 +117,23 @@ ROOMS = {
     "qwen": 512 - 13,  # what comes before the prompt has room of its own
 }
 """Tokens of a prompt that each kind of encoder has room for."""
+
+
+def test_families_whose_vae_has_one_reading_make_latents_alike() -> None:
+    """What differs between them changes no entry of the cache, which is for all of them."""
+    first: dict[str, VaeLatents] = {}
+    for name in families.NAMES:
+        latents, reading = families.family(name).latents, facts_of(name).readings["vae"]
+        assert not vars(latents), "a reading is a class's: values of one object would be in no key"
+        kind, other = type(latents), type(first.setdefault(reading, latents))
+        for each in {*dir(kind), *dir(other)} - DECODING:
+            if not each.startswith("__"):
+                assert getattr(kind, each, None) is getattr(other, each, None), (name, each)
+    assert {"", "base.VideoLatents", "flux2.SquareLatents"} < first.keys()
+    texts = {facts_of(name).readings["text_encoder"] for name in families.NAMES}
+    classes = {families.family(name).text.encoder for name in families.NAMES}
+    plain = {kind for kind in classes if vars(kind).get("reading") == ""}
+    assert len(texts) == len(classes) - len(plain) + 1
 
 
 @FAMILIES

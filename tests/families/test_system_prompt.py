@@ -60,7 +60,7 @@ def with_prompt(prompt: str) -> BaseFacts:
 def entry(facts: BaseFacts, text: str = "a toy") -> Any:
     return TextEntries(
         encoder_identity="0" * 64,
-        reader=facts.reader,
+        reading=facts.readings["text_encoder"],
         text_tokens=facts.text_tokens,
         precision="fp32",
         tokens_only=False,

@@ -267,6 +267,12 @@ class BaseFacts:
     """The parts to download and their source, where a checkpoint's companion is not on this machine."""
     download_bytes: int = 0
     """Size of what has to be downloaded before a training."""
+    readings: Mapping[str, str]
+    """Part -> the name of the way in which its outputs are read, `vae` and `text_encoder`; "" for the plain way.
+
+    Families share encoders, often the very file, and some of them the way: FLUX.2 klein, FLUX.2 dev and FLUX.3 have one
+    for their VAE, where Ideogram 4 orders the channels otherwise; Z-Image and klein read other layers of Qwen3 4B.
+    """
     parts: Mapping[str, PartFacts]
     """The parts as they are in its files, with an entry for each of `PARTS`."""
     resolution_px: int
@@ -295,15 +301,6 @@ class BaseFacts:
     """The layer whose hidden states the text encoders return, counted from the last, which is 1."""
     clip_skips: Mapping[int, int] = field(default_factory=lambda: {1: 1})
     """Value of `base.clip_skip` -> the layer that it means, of all that are allowed."""
-
-    @property
-    def reader(self) -> str:
-        """Whose way of reading encoders' files the cached entries follow; "" for U-Nets, which read theirs alike.
-
-        Transformers share VAEs and language models, often the very file: Z-Image and FLUX.2 klein read other layers of
-        Qwen3 4B, Ideogram 4 orders the channels of FLUX.2's VAE otherwise.
-        """
-        return "" if self.release.architecture.get("_class_name") == UNET_CLASS else self.family
 
     @property
     def chunk_room(self) -> int:

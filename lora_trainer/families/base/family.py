@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Targets
 from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning, PartFacts
-from lora_trainer.families.base.latents import VaeLatents
+from lora_trainer.families.base.latents import DECODING, VaeLatents
 from lora_trainer.families.base.layout import DENOISER, PARTS, Header, Layout, Part, WeightPlace
 from lora_trainer.families.base.references import References
 from lora_trainer.families.base.releases import few_step_drawing, other_names, released
 from lora_trainer.families.base.stated import Stated, stated_by_name, stated_in
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.base.text.transformers_encoder import load_tokenizer
-from lora_trainer.families.base.texts import TextEncoder, TextInputs
+from lora_trainer.families.base.texts import TextEncoder, TextInputs, reading_of
 from lora_trainer.families.base.traits import (
     AdapterFormats,
     AdapterNames,
@@ -123,6 +123,10 @@ class Family(ABC):
             patch=self.traits.patch,
             shifts_by_tokens=self.traits.shifts_by_tokens,
             unshifted_px=self.traits.unshifted_px,
+            readings={
+                "vae": reading_of(type(self.latents), beside=DECODING),
+                "text_encoder": reading_of(self.text.encoder),
+            },
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
             system_prompt=system_prompt,
         )

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# What a class of latents may have otherwise without another entry in the cache: which of an image's latents are
+# trained, how they become pixels, and how files are told.
+DECODING = frozenset(
+    {"are_drawn", "decode", "is_in", "names", "native_side", "unpacked", "vae_peak"}
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Latents:
     """Posterior of one image: `mean` and `std`, float32 [channels, height, width], already scaled for the denoiser."""
@@ -37,6 +44,8 @@ class Latents:
 
 class VaeLatents:
     """Latents of an image VAE, [B, C, H, W], scaled by one shift and one factor."""
+
+    reading = ""  # as in the entries of releases before readings had names
 
     native_side = 128
     """Side of an image of the native resolution, in latents: 128 for 1024 px at 8 px per latent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 # The number of a language model's block in the name of its tensor.
 _BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# What Python itself puts into a class.
+_OF_EVERY_CLASS = vars(type("Plain", (), {"__doc__": "", "__annotations__": {}})).keys() | {
+    "__firstlineno__",
+    "__static_attributes__",
+}
 # Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix.
 WEIGHTS = ".weights"
 
@@ -68,7 +73,7 @@ class TextInputs:
 
     networks: Mapping[str, TextNetwork]
     prefixes: Mapping[str, str]
-    encoder: Callable[..., TextEncoder]
+    encoder: type[TextEncoder]
     width: str = "joint_attention_dim"
     tokens: int = 0
     masked: bool = False
@@ -139,6 +144,18 @@ class TextInputs:
         if self.masked:
             shapes["text_mask"] = (1, tokens)
         return shapes
+
+
+def reading_of(kind: type, *, beside: Collection[str] = ()) -> str:
+    """Return the name of the way in which a class reads the outputs of a network, for the keys of cached entries.
+
+    It is that of the class itself, or of the first of its bases behind which only `beside` is otherwise. A class may
+    state another as its own `reading`, which classes derived from it do not take over.
+    """
+    unread = {*_OF_EVERY_CLASS, *beside}
+    reads = next(each for each in kind.__mro__ if not vars(each).keys() <= unread)
+    own = f"{reads.__module__.split('.')[-2]}.{reads.__name__}"
+    return str(vars(reads).get("reading", own))
 
 
 def one_by_one(calls: Sequence[Callable[[], Any]]) -> Sequence[Any]:

@@ -96,6 +96,7 @@ def clip_encoders(
 class ClipEncoder(TextEncoder):
     """CLIP encoders and their tokenizers; the U-Net reads the last hidden state."""
 
+    reading = ""  # as in the entries of releases before readings had names
     word: NewWord | None = None
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -208,6 +209,8 @@ class ClipPairEncoder(ClipEncoder):
 
     Podell et al. 2023 (arXiv 2307.01952), section 2.1. The last encoder has a projection.
     """
+
+    reading = ""  # likewise; a base with two encoders shares none with a base that has one
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, tokens, sum of widths] and the last encoder's `pooled` [B, projection].
