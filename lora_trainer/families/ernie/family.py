@@ -47,8 +47,8 @@ class MinistralEncoder(MaskedEncoder):
         return tokenizer.bos_token if is_empty else prompt
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        states, mask = self.states(tokens)
-        return without_padding(states[self.layer], mask)
+        states, _ = self.states(tokens)
+        return without_padding(states[self.layer], tokens["mask"])
 
 
 class ErnieLatents(NormalisedLatents):

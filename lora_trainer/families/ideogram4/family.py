@@ -55,8 +55,8 @@ class Ideogram4Encoder(Qwen3VLEncoder):
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         import torch
 
-        states, mask = self.states(tokens)
-        return without_padding(torch.stack(states, dim=-1).flatten(2), mask)
+        states, _ = self.states(tokens)
+        return without_padding(torch.stack(states, dim=-1).flatten(2), tokens["mask"])
 
 
 class TokenLatents(SquareLatents):

@@ -119,8 +119,6 @@ class Qwen3VLEncoder(MaskedEncoder):
         """Return `text` [B, tokens, channels of all layers] without padding and dropped tokens, and `text_mask`."""
         import torch
 
-        states, mask = self.states(tokens)
-        return {
-            name: each[:, self.free_tokens :]
-            for name, each in without_padding(torch.cat(states, dim=-1), mask).items()
-        }
+        states, _ = self.states(tokens)
+        read = without_padding(torch.cat(states, dim=-1), tokens["mask"])
+        return {name: each[:, self.free_tokens :] for name, each in read.items()}

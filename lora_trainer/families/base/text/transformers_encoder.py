@@ -141,11 +141,15 @@ class MaskedEncoder(TransformersEncoder):
 def without_padding(states: Tensor, mask: Tensor) -> Conditioning:
     """Return `text` [B, L, D] of states without the tokens of padding, zeros behind shorter texts, and `text_mask`.
 
-    By the mask, not by length: whether a tokenizer pads at the left or at the right is in its own files.
+    By the mask [B, tokens], not by length: whether a tokenizer pads at the left or at the right is in its own files.
+    `mask` is the tokenizer's, in host memory: the host would wait for the device to read one there.
     """
     from torch.nn.utils.rnn import pad_sequence
 
-    texts = [states[is_token] for states, is_token in zip(states, mask.bool(), strict=True)]
+    texts = []
+    for row, is_token in zip(states, mask, strict=True):
+        first, count = int(is_token.argmax()), int(is_token.sum())
+        texts.append(row[first : first + count])
     masks = [mask.new_ones(len(text)) for text in texts]
     return {
         "text": pad_sequence(texts, batch_first=True),
@@ -207,11 +211,11 @@ class Qwen3Encoder(MaskedEncoder):
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         import torch
 
-        states, mask = self.states(tokens)
+        states, _ = self.states(tokens)
         # The layers' channels one after another, as Flux2KleinPipeline._get_qwen3_prompt_embeds orders them.
         text = torch.cat([states[layer] for layer in self.layers], dim=-1)
         # klein's network gets no mask and reads the padding too.
-        return {"text": text} if self.padded else without_padding(text, mask)
+        return {"text": text} if self.padded else without_padding(text, tokens["mask"])
 
 
 # ---- T5's vocabulary from SentencePiece's own file, where it was published without tokenizer.json
