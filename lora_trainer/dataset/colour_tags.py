@@ -1,15 +1,17 @@
 """Colour spaces that image files state without an ICC profile: in numbers, which become a profile here.
 
 PNG has the chunks cICP, gAMA and cHRM (PNG specification, third edition, 11.3.2: cICP counts before a profile, a
-profile and sRGB before gAMA and cHRM); AVIF and HEIC have the code points of ITU-T H.273; cameras write Adobe RGB as
-EXIF's interoperability index "R03" (DCF 2.0). What cannot be converted without choosing a look, such as the
-brightness of HDR images, is named.
+profile and sRGB before gAMA and cHRM); AVIF and HEIC have the code points of ITU-T H.273; BMP has primaries and a
+gamma, or a profile, in headers of version 4 and 5 (Windows' BITMAPV5HEADER); TIFF has primaries (TIFF 6.0, section 20;
+a table of its curve is left unread); cameras write Adobe RGB as EXIF's interoperability index "R03" (DCF 2.0). What
+cannot be converted without choosing a look, such as the brightness of HDR images, is named.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import IO, Any, NamedTuple
 
@@ -18,6 +20,8 @@ from PIL import ExifTags, Image
 
 # Key of an opened image's `info` for (primaries, transfer) as H.273 numbers them.
 CODE_POINTS = "code_points"
+# Key of an opened image's `info` for the `Space` that a BMP's header states.
+CALIBRATED = "calibrated"
 _HEAD_BYTES = 1 << 16
 
 # Chromaticities x, y of white, red, green, blue.
@@ -61,11 +65,13 @@ class Space(NamedTuple):
     power: float | None
 
 
-def note_code_points(image: Image.Image, file: IO[bytes]) -> None:
-    """Keep the code points of an image's colours in `info`, where Pillow does not read them from the file."""
+def note_stated_colours(image: Image.Image, file: IO[bytes]) -> None:
+    """Keep in `info` what a file states of its colours, where Pillow does not read it: code points, BMP's header."""
     found: tuple[int, int] | None = None
     file.seek(0)
-    if image.format == "PNG":
+    if image.format == "BMP":
+        _note_header_of_bmp(image.info, file)
+    elif image.format == "PNG":
         found = _of_png(file.read(_HEAD_BYTES))
     elif image.format == "AVIF":
         head = file.read(_HEAD_BYTES)
@@ -91,6 +97,62 @@ def _of_png(head: bytes) -> tuple[int, int] | None:
     return None
 
 
+# Places in a BMP file, and in its header that begins behind the file's own.
+_BMP_HEADER, _BMP_SPACE, _BMP_PROFILE = 14, 56, 112
+_BMP_V4_BYTES, _BMP_V5_BYTES = 108, 124
+
+
+def _note_header_of_bmp(info: dict[Any, Any], file: IO[bytes]) -> None:
+    """Keep the embedded profile of a header of version 5, or the primaries and the gamma of one of version 4 or 5."""
+    head = file.read(_BMP_HEADER + _BMP_V5_BYTES)[_BMP_HEADER:]
+    size = int.from_bytes(head[:4], "little")
+    if size < _BMP_V4_BYTES or len(head) < _BMP_V4_BYTES:
+        return
+    kind, *numbers = struct.unpack_from("<4s9i3I", head, _BMP_SPACE)
+    if kind == b"DEBM" and size >= _BMP_V5_BYTES:
+        place, length = struct.unpack_from("<2I", head, _BMP_PROFILE)
+        left = file.seek(0, os.SEEK_END) - _BMP_HEADER - place
+        file.seek(_BMP_HEADER + place)
+        info["icc_profile"] = file.read(max(0, min(length, left)))
+    # Many programs leave the numbers of a calibrated space at 0.
+    elif kind == bytes(4) and any(numbers[:9]):
+        primaries = np.array(numbers[:9], float).reshape(3, 3)
+        gamma = sum(numbers[9:]) / 3 / (1 << 16)
+        info[CALIBRATED] = Space(
+            "the primaries of its header",
+            _chromaticities([primaries.sum(axis=0), *primaries]),
+            _unless_srgb(gamma or None),
+        )
+
+
+def _chromaticities(xyz: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> Chromaticities:
+    """Return x and y of each of these colours; NaN for black."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return tuple(float(number) for each in xyz for number in each[:2] / each.sum())
+
+
+def _unless_srgb(power: float | None) -> float | None:
+    """Return the power of a curve, None for one that is that of sRGB or nearly so."""
+    return None if power is None or abs(power / _SRGB_POWER - 1) < _SAME_POWER else power
+
+
+def _of_tiff(image: Image.Image) -> Space | None:
+    """Return the space of a TIFF's primaries; a file may state them without the white."""
+    tags = getattr(image, "tag_v2", {})
+    white = tags.get(ExifTags.Base.WhitePoint, _D65)
+    primaries = tags.get(ExifTags.Base.PrimaryChromaticities)
+    if primaries is None:
+        return None
+    if not isinstance(white, tuple) or not isinstance(primaries, tuple):
+        raise ValueError("the white and the primaries of its tags are not lists of numbers")
+    corners = tuple(float(number) for number in (*white, *primaries))
+    if len(corners) != len(_SRGB):
+        raise ValueError(
+            f"the primaries of its tags are {len(corners)} numbers with the white's, not 8"
+        )
+    return Space("the primaries of its tags", corners, None)
+
+
 def stated_space(image: Image.Image) -> Space | None:
     """Return the colour space that a file states without a profile; None for sRGB and where it states nothing.
 
@@ -101,9 +163,12 @@ def stated_space(image: Image.Image) -> Space | None:
         return _of_code_points(*points)
     if image.format == "PNG":
         return None if "srgb" in info else _of_gamma(info)
-    if image.format in ("JPEG", "MPO", "TIFF") and _is_adobe(image):
+    if image.format in ("JPEG", "MPO", "TIFF", "WEBP") and _is_adobe(image):
         return Space("Adobe RGB", _ADOBE, _ADOBE_POWER)
-    return None
+    if image.format == "TIFF":
+        return _of_tiff(image)
+    space: Space | None = info.get(CALIBRATED)
+    return space
 
 
 def _of_code_points(primaries: int, transfer: int) -> Space | None:
@@ -129,9 +194,7 @@ def _of_gamma(info: Mapping[Any, Any]) -> Space | None:
     if gamma is not None:
         if not gamma > 0:
             raise ValueError("its gAMA chunk is 0")
-        power = 1 / gamma
-        if abs(power / _SRGB_POWER - 1) < _SAME_POWER:
-            power = None
+        power = _unless_srgb(1 / gamma)
     if stated is None and power is None:
         return None
     words = [] if stated is None else ["the primaries of its cHRM chunk"]
@@ -157,7 +220,7 @@ def profile_of(space: Space) -> bytes:
 
     Raises ValueError for chromaticities that are not those of a colour space.
     """
-    columns = _to_d50(space.chromaticities)
+    columns = _to_d50(space)
     curve = _parametric(space.power)
     tags = {
         b"desc": _text(space.name),
@@ -177,15 +240,15 @@ def profile_of(space: Space) -> bytes:
     return struct.pack(">I", start + len(data)) + head[4:] + table + data
 
 
-def _to_d50(chromaticities: Chromaticities) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return XYZ under D50 of red, green and blue as columns."""
-    corners = np.array(chromaticities, float).reshape(4, 2)
+def _to_d50(space: Space) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return XYZ under D50 of a space's red, green and blue as columns."""
+    corners = np.array(space.chromaticities, float).reshape(4, 2)
     if not np.isfinite(corners).all() or (corners[:, 1] <= 0).any():
-        raise ValueError("its cHRM chunk has numbers that are not those of colours")
+        raise ValueError(f"{space.name} are not those of colours")
     xyz = np.stack([corners[:, 0], corners[:, 1], 1 - corners.sum(axis=1)]) / corners[:, 1]
     white, primaries = xyz[:, 0], xyz[:, 1:]
     if abs(np.linalg.det(primaries)) < 1e-4:
-        raise ValueError("its cHRM chunk has primaries on one line")
+        raise ValueError(f"{space.name} lie on one line")
     columns = primaries * np.linalg.solve(primaries, white)
     scale = np.diag((_BRADFORD @ _D50) / (_BRADFORD @ white))
     adapted: np.ndarray[Any, np.dtype[np.float64]] = (

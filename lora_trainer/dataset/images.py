@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageCms, ImageColor, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageColor, TiffImagePlugin, UnidentifiedImageError
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import NAMES, CaptionText, caption_of, clean, decoded
-from lora_trainer.dataset.colour_tags import note_code_points
+from lora_trainer.dataset.colour_tags import note_stated_colours
 from lora_trainer.dataset.colours import Recolour, recolouring
 
 _MEASURED_SIDE_PX = 1024
@@ -160,8 +160,10 @@ def to_rgb(
     background. Appends "kind: sentence" to `notes`; raises
     ImageDecodeError for a pixel format that cannot be turned into RGB without guessing.
     """
-    if ";16" in raw_mode:
-        notes.append("depth: 16 bits per channel are scaled to 8")
+    # BGR;16 of BMP is 16 bits for all three channels.
+    bits = next((bits for bits in (12, 16) if f";{bits}" in raw_mode), 0)
+    if bits and "BGR;16" not in raw_mode:
+        notes.append(f"depth: {bits} bits per channel are scaled to 8")
     # Pillow leaves a PNG's transparent colour in the file's bit depth, and then no pixel has it.
     match raw_mode, image.info.get("transparency"):
         case "RGB;16B", (int(red), int(green), int(blue)):
@@ -172,8 +174,13 @@ def to_rgb(
             image.info["transparency"] = gray * 85
     if image.mode.startswith("I;16"):
         values, transparent = np.asarray(image), image.info.get("transparency")
+        white = (1 << (bits or 16)) - 1
         # A table needs one byte a pixel; the formula on the pixels needs eight.
-        table = ((np.arange(1 << 16, dtype=np.uint32) + 128) // 257).astype(np.uint8)
+        numbers = np.arange(1 << 16, dtype=np.uint32).clip(max=white)
+        table = ((2 * 255 * numbers + white) // (2 * white)).astype(np.uint8)
+        if _white_is_zero(image):
+            notes.append("icc: black and white are exchanged, because the file stores white as 0")
+            table = 255 - table
         image = Image.fromarray(table[values])
         if isinstance(transparent, int):
             opaque = np.where(values == transparent, 0, 255).astype(np.uint8)
@@ -198,6 +205,13 @@ def to_rgb(
     reason = f"has {_REFUSED_MODES.get(image.mode, image.mode)} pixels"
     fix = "save it as RGB or gray with 8 or 16 bits"
     raise ImageDecodeError(path, reason, code="IMG-05", fix=fix)
+
+
+def _white_is_zero(image: Image.Image) -> bool:
+    """Say whether 0 is white in a TIFF; Pillow heeds it in 8 bits, and not in more."""
+    tags = getattr(image, "tag_v2", {})
+    photometric = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION)
+    return bool(photometric == 0)
 
 
 def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
@@ -385,7 +399,7 @@ def loaded(
             if frames > 1:
                 notes.append(f"animated: only the first of its {frames} frames or pages is used")
             image.load()
-            note_code_points(image, file)
+            note_stated_colours(image, file)
             yield image, raw_mode
         except ImageDecodeError:
             raise

@@ -75,7 +75,7 @@ MAX_REASONS = 100
 # What sides rounded to pixels make of a ratio, at most.
 MASK_ASPECT_TOLERANCE = 0.02
 # Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
-_MEMO_VERSION = f"7, Pillow {PIL.__version__}"
+_MEMO_VERSION = f"8, Pillow {PIL.__version__}"
 Value = TypeVar("Value")
 
 
@@ -297,7 +297,8 @@ class Inspector:
 
 
 def _is_recoloured(facts: VerifiedImage) -> bool:
-    return any(note.startswith("icc: ") for note in facts.notes)
+    """Say whether the image has other colours than it had before files' own spaces and depths were heeded."""
+    return any(note.startswith(("icc: ", "depth: 12 ")) for note in facts.notes)
 
 
 def _nowhere(_width_px: int, _height_px: int) -> tuple[Placement, ...]:
