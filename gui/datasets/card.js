@@ -11,6 +11,14 @@ const SAVES_ITSELF = say("Saves itself");
 const THUMB_PX = 384;
 const LARGE_PX = 1536;
 
+/** Return the reference images of a row, which its caption says how to change, as pictures of at most that size. */
+function referencesOf(folder, { file, references }, size) {
+  return references.map((name, index) => make("img", {
+    src: "/media/thumb?" + new URLSearchParams({ folder, file: name, size }), loading: "lazy", decoding: "async",
+    alt: say("Reference {#} of {}", index + 1, file), title: name,
+  }));
+}
+
 export class Card {
   /** `editor` asks the server and hears of what was saved; `picture` is the server's row. */
   constructor(editor, picture, excluded) {
@@ -30,6 +38,7 @@ export class Card {
     const pictureOf = (size) => "/media/thumb?" + new URLSearchParams({
       folder: this.editor.folder, file: this.excluded ? `_excluded/${name}` : name, size,
     });
+    this.before = make("div", { class: "ds-before" });
     this.image = make("img", {
       src: pictureOf(THUMB_PX), alt: "", loading: "lazy", decoding: "async",
       onerror: () => this.box.classList.add("ds-broken"),
@@ -48,7 +57,7 @@ export class Card {
         openWorkbench(this.editor, name);
       },
     }, this.image);
-    this.box = make("div", { class: "ds-picture", "data-broken": say("cannot be shown") }, large, this.frame,
+    this.box = make("div", { class: "ds-picture", "data-broken": say("cannot be shown") }, large, this.before, this.frame,
       make("label", { class: "ds-select" }, this.check));
     this.size = make("div", { class: "ds-size" });
     this.badges = make("ul", { class: "ds-badges", "aria-label": say("Remarks on {}", name) });
@@ -79,6 +88,8 @@ export class Card {
   /** Give the field, the remarks and what is said to the workbench, until it gives them back. */
   lend() { return [this.area, this.badges, this.state]; }
 
+  references(size) { return referencesOf(this.folder, this.picture, size); }
+
   takeBack() {
     this.size.before(this.area);
     this.foot.before(this.badges);
@@ -102,6 +113,7 @@ export class Card {
     // What cannot be read is not trained on: there is nothing to say of it, or to paint.
     this.area.hidden = Boolean(picture.unreadable) && !this.area.value;
     if (this.closerButton) this.closerButton.hidden = Boolean(picture.unreadable);
+    this.before.replaceChildren(...referencesOf(this.folder, picture, THUMB_PX));
     this.size.replaceChildren(...sizeTexts(picture));
     this.badges.replaceChildren(...picture.badges.map((badge) =>
       make("li", { class: `ds-badge ds-${badge.severity}`, title: badge.title }, badge.text)));

@@ -116,6 +116,12 @@ class Reader:
         return {
             "file": picture.name,
             "repeats": picture.repeats,
+            # Those in the folder: what lies elsewhere is not served as a picture of it.
+            "references": [
+                reference.name
+                for reference in picture.references
+                if Path(reference.file).is_relative_to(self.root)
+            ],
             "caption": caption.text,
             "where": caption.file,
             "stand_in": caption.stand_in,

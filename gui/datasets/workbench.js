@@ -26,6 +26,7 @@ class Workbench {
   constructor(editor) {
     Object.assign(this, { editor, card: null });
     this.picture = make("img", { alt: "", class: "wb-image" });
+    this.before = make("div", { class: "wb-before" });
     this.name = make("h3", { dir: "auto", translate: "no" });
     this.counter = make("p", { class: "ds-quiet", role: "status" });
     this.caption = make("div", { class: "wb-caption" });
@@ -36,7 +37,7 @@ class Workbench {
     this.mask = button(say("Mask"), () => this.card.closer());
     this.exclude = button(say("Exclude"), () => this.leaveOut());
     this.shown = dialog(say("Image and caption"), {
-      fields: [make("div", { class: "workbench" }, this.picture,
+      fields: [make("div", { class: "workbench" }, make("div", { class: "wb-pair" }, this.before, this.picture),
         make("div", {}, this.name, this.counter, this.caption, this.was, this.tags,
           make("p", { class: "actions" }, this.back, this.next, this.mask, this.exclude)))],
       note: say("Enter saves and goes to the next image, Shift and Enter begins a line."),
@@ -64,6 +65,8 @@ class Workbench {
     const { picture, folder } = this.card;
     remember(folder, picture);
     this.picture.src = `/media/thumb?${new URLSearchParams({ folder, file: picture.file, size: LARGE_PX })}`;
+    this.before.hidden = !picture.references.length;
+    this.before.replaceChildren(...this.card.references(LARGE_PX));
     this.name.textContent = picture.file;
     this.counter.textContent = say("Image {#} of {#}", at + 1, order.length);
     this.caption.replaceChildren(...this.card.lend());

@@ -43,6 +43,7 @@ from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
 from lora_trainer.dataset.reference_files import (
     ReferenceFile,
     ReferenceFolder,
+    images_of,
     is_own_name,
     matched,
     place_in,
@@ -388,6 +389,8 @@ class _Walk:
         for folder in sorted(folders, key=lambda folder: (folder.place, folder.name)):
             self._say("references", folder.name + "/", **words)
         unused += self.unused_references
+        # Those of an image that was taken out wait for it.
+        unused = [name for name in unused if self.taken_out.isdisjoint(images_of(name))]
         self.findings += finding_of_all("references.unused", sorted(unused))
         self.findings += finding_of_all("references.missing", sorted(alone))
         return [

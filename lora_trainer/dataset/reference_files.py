@@ -148,6 +148,19 @@ def matched(
     return references, unused
 
 
+def images_of(reference: str) -> frozenset[str]:
+    """Return the names that an image with a reference of that name can have, without extension, by `same_name`."""
+    *folders, file = reference.split("/")
+    stem = same_name(split_name(file)[0])
+    stems = {stem}
+    if match := _NUMBERED_FILE.fullmatch(stem):
+        stems.add(match[1])
+    if found := start_and_end(stem):
+        stems.add(f"{found[0]}_end")
+    where = [same_name(folder) for folder in folders if place_in(folder) is None]
+    return frozenset("/".join([*where, each]) for each in stems)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StartsAndEnds:
     """Names of images of one folder that are pairs by their ends: `cat_start`, `cat_start2`, `cat_end`."""

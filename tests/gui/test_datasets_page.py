@@ -719,3 +719,17 @@ def test_a_caption_too_long_to_be_saved_is_told_so_and_what_no_script_sends_is_r
         == 400
     )
     assert (folder / "p0.txt").read_text() == "a cat"
+
+
+def test_a_pair_shows_its_references_that_lie_in_the_folder(
+    api: DatasetApi, root: Path, tmp_path: Path
+) -> None:
+    names = ("pair.png", "references/pair.png", "references_2/pair.png")
+    for name in names:
+        add(root, name)
+    assert card(api, root, "pair.png")["references"] == [*names[1:]]
+    add(tmp_path / "elsewhere", "pair.png")
+    draft = replace(drafts.new(api.work), dataset=str(root))
+    there = [str(tmp_path / "elsewhere")]
+    drafts.save(api.work, draft.with_setting("data.reference_dirs", there))
+    assert card(api, root, "pair.png")["references"] == [*names[1:]], "no picture of another folder"
