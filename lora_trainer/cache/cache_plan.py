@@ -6,7 +6,7 @@ sources of the samples. Planning reads and encodes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -24,6 +24,7 @@ from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_rules import class_texts, variants
 from lora_trainer.dataset.records import ImageRecord, Reference
+from lora_trainer.dataset.slider_file import Direction
 from lora_trainer.families.base.facts import BaseFacts, Conditioning, Geometry
 from lora_trainer.families.base.texts import TextEncoder
 
@@ -64,6 +65,20 @@ class SampleSource:
     regularisation: bool = False
     references_px: tuple[tuple[int, int], ...] = ()
     """(width, height) of each reference image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectionSource:
+    """The cache keys of a slider's prompts."""
+
+    target: CacheKey
+    more: CacheKey
+    less: CacheKey
+    keep: tuple[CacheKey, ...]
+    sizes: tuple[tuple[tuple[int, int], Conditioning], ...]
+    """(width, height) in pixels of the latents to denoise, and what the denoiser gets of an image of that size."""
+    weight: float
+    """Factor on the loss."""
 
 
 @dataclass(kw_only=True)
@@ -110,11 +125,15 @@ class ImageJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples."""
+    """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples.
+
+    `directions` are those of a slider, by name, which has no images.
+    """
 
     images: Mapping[str, ImageJob]
     texts: Mapping[str, tuple[str, CacheKey]]
     sources: Mapping[str, SampleSource]
+    directions: Mapping[str, DirectionSource] = field(default_factory=dict)
 
     def share(self, rank: int, count: int) -> Needs:
         """Return the share of process `rank` of `count`; each entry is in exactly one share."""
@@ -207,10 +226,13 @@ def needs(
     geometry: Callable[[Geometry], Conditioning],
     settings: DataSettings,
     seed: int,
+    directions: Sequence[Direction] = (),
+    sizes_px: Sequence[tuple[int, int]] = (),
 ) -> Needs:
     """List the entries for these records and for `prompts` (sampling; the empty text is always in).
 
-    `geometry` returns the denoiser's conditioning for an image's crop.
+    `geometry` returns the denoiser's conditioning for an image's crop. `directions` are those of a slider, `sizes_px`
+    the (width, height) that it is trained at.
     """
     images: dict[str, ImageJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
@@ -280,7 +302,22 @@ def needs(
         sources |= dict.fromkeys(record.sample_ids(), first)
     for text in ("", *prompts):
         key_of(text)
-    return Needs(images=images, texts=texts, sources=sources)
+    whole = [
+        (size, shared_geometry(Geometry(original_px=size, corner_px=(0, 0), target_px=size)))
+        for size in sizes_px
+    ]
+    of_slider = {
+        each.name: DirectionSource(
+            target=key_of(each.target),
+            more=key_of(each.more),
+            less=key_of(each.less),
+            keep=tuple(map(key_of, each.keep)),
+            sizes=tuple(whole),
+            weight=each.weight,
+        )
+        for each in directions
+    }
+    return Needs(images=images, texts=texts, sources=sources, directions=of_slider)
 
 
 def _image_keys(

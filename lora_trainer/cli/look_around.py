@@ -38,6 +38,8 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
     if json:
         pictures = list(report.pictures)
         return {**report.to_json(), "pictures": pictures, "caption_limit": limit}
+    if not report.images:
+        return f"{shown(str(dataset))} is a slider: it can be read, and needs no images"
     parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
     head = key_table()
     add_row(head, "images", str(report.images))

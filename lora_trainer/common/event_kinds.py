@@ -113,6 +113,8 @@ class RunStarted(Event):
     """Predicted seconds of each part of the whole run."""
     planned_from: str
     """Where the prediction comes from, for people."""
+    directions: float = 0
+    """Of a slider, which has no images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ class Stream(StrEnum):
     TIMESTEP_STRATUM = "timestep-stratum"
     INPUT_PERTURBATION = "input-perturbation"
     NOISE = "noise"
+    KEPT_PROMPT = "kept-prompt"
     ADAPTER_INIT = "adapter-init"
     NEW_TOKENS = "new-tokens"
     ADAPTER_DROPOUT = "adapter-dropout"

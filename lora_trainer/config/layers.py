@@ -4,10 +4,10 @@ Settings files that users write are JSON or TOML, with nested sections or flat `
 RequestError that names the file and the key, and for an unknown key the nearest setting. A file may also hold its
 settings under `settings`, as `plan --json`, run.json and shared presets do.
 
-Layers are merged in the order family, tier, priority, cell, concept, files, command line; later wins. This happens in
-two stages. `AskedFor` holds the layers that the user gives; base and hardware are chosen by them. `resolve` puts the
-presets of the base's family and of the hardware's tier below; its output is one `Config` and, for each setting, the
-layer that set it last. `auto` values stay; the planner replaces them.
+Layers are merged in the order family, tier, priority, cell, concept, slider, files, command line; later wins. This
+happens in two stages. `AskedFor` holds the layers that the user gives; base and hardware are chosen by them. `resolve`
+puts the presets of the base's family and of the hardware's tier below; its output is one `Config` and, for each
+setting, the layer that set it last. `auto` values stay; the planner replaces them.
 
 Presets are JSON in the package `lora_trainer.presets`, one file per family; `scripts/write_schema.py` makes their JSON
 Schema from `Config`.
@@ -115,6 +115,13 @@ TIERS = ("cpu", "6-8", "10-12", "16-24")
 RESUMED = "resumed run"
 COMMAND_LINE = "command line"
 CONCEPT = "train.concept"
+# Presets of a slider by setting: (value, reason).
+SLIDER: Mapping[str, tuple[Any, str]] = {
+    "train.batch_size": (
+        1,
+        "a draw of a slider is several samples, which are denoised first: it takes as long as ten or more images",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +183,15 @@ class AskedFor:
     """The first stage: the layers that the user gives, from which the base is chosen.
 
     `preset` is `auto`, a tier, `family/tier` or a settings file. With `run_settings`, the settings of the
-    run being resumed, no presets apply: only this command's files and overrides change them.
+    run being resumed, no presets apply: only this command's files and overrides change them. `is_slider`: the dataset
+    is a file of a slider, which has presets of its own.
     """
 
     preset: str = "auto"
     config_file: SettingsFile | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     run_settings: Mapping[str, Any] | None = None
+    is_slider: bool = False
 
     @cached_property
     def layers(self) -> tuple[_Layer, ...]:
@@ -221,7 +230,11 @@ def resolve(asked: AskedFor, *, family: str, tier: str, priority: Priority) -> R
         chosen = concepts().get(concept, {"settings": {}})  # validation refuses an unknown word
         reasons = {key: row["why"] for key, row in chosen["settings"].items()}
         of_concept = {key: row["value"] for key, row in chosen["settings"].items()}
-        layers = [*presets, _Layer(name=f"concept {concept}", values=of_concept), *layers]
+        own = [_Layer(name=f"concept {concept}", values=of_concept)]
+        if asked.is_slider:
+            reasons |= {key: why for key, (_, why) in SLIDER.items()}
+            own.append(_Layer(name="slider", values={key: row[0] for key, row in SLIDER.items()}))
+        layers = [*presets, *own, *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
@@ -229,7 +242,8 @@ def resolve(asked: AskedFor, *, family: str, tier: str, priority: Priority) -> R
         current = without_retired(layer.values)
         values = overlaid(values, current)
         for key in current:
-            reason = reasons.get(key, "") if layer.name.startswith("concept ") else ""
+            is_explained = layer.name == "slider" or layer.name.startswith("concept ")
+            reason = reasons.get(key, "") if is_explained else ""
             origins[setting_of(key)] = Origin(layer=layer.name, reason=reason)
     file = _preset_file(asked.preset)
     return Resolved(
@@ -275,7 +289,7 @@ def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
 
 def is_preset(layer: str) -> bool:
     """Return whether a layer is a shipped preset or a settings file given with --preset."""
-    return layer.split()[0] in ("family", "preset", "priority", "cell", "concept")
+    return layer.split()[0] in ("family", "preset", "priority", "cell", "concept", "slider")
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:

@@ -257,6 +257,24 @@ class TrainSettings(Section, Generic[A_co]):
     )
 
 
+class SliderSettings(Section):
+    guidance: Factor = setting(
+        1.0,
+        "g of the goal at strength 1 and -1: base(target) + or - g (base(more) - base(less))",
+    )
+    keep_weight: Annotated[float, Field(ge=0.0, le=100.0)] = setting(
+        1.0, "loss weight that keeps the base's prediction for the prompts to keep; 0: off"
+    )
+    denoising_steps: Annotated[int, Field(ge=1, le=100)] = setting(
+        10,
+        "denoising steps from noise to the noise level of a sample, which has no image",
+        unit="steps",
+    )
+    denoising_guidance: Annotated[float, Field(ge=1.0, le=50.0)] = setting(
+        3.0, "guidance of these steps, for bases that predict twice for guidance; 1: none"
+    )
+
+
 class ObjectiveSettings(Section, Generic[A_co]):
     weighting: Weighting | A_co = setting(
         "auto",

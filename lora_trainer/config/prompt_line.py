@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import build_config
@@ -22,10 +22,10 @@ _OPTION = re.compile(
 # that an editor has put in for two.
 _NEARLY = re.compile(
     r"(?:--|[\u2010-\u2015\ufe58\ufe63\uff0d]{1,2})"
-    r"(?:([whdlgs])[\s:=]*-?\d[\d.]*(?=[\s,]|$)|(?<=\S--)(n)(?=\s)|(?<=\s[\u2012-\u2015])(n)(?=\s))",
+    r"(?:([whdlgsm])[\s:=]*-?\d[\d.]*(?=[\s,]|$)|(?<=\S--)(n)(?=\s)|(?<=\s[\u2012-\u2015])(n)(?=\s))",
     re.I,
 )
-NEGATIVE, WIDTH, HEIGHT, SEED, GUIDANCE, DISTILLED, STEPS = "nwhdlgs"
+NEGATIVE, WIDTH, HEIGHT, SEED, GUIDANCE, DISTILLED, STEPS, STRENGTH = "nwhdlgsm"
 # What checks the number behind a letter. A size has limits of its own.
 _SETTINGS = {
     SEED: "sampling.seed",
@@ -41,7 +41,11 @@ LETTERS = {
     GUIDANCE: "guidance",
     DISTILLED: "guidance",
     STEPS: "steps",
+    STRENGTH: "strength of the LoRA",
 }
+# Strengths at which the images of a slider are drawn, side by side.
+STRIP = (-2.0, -1.0, 0.0, 1.0, 2.0)
+MOST_STRENGTH = 100
 MOST_PX = 8192
 
 
@@ -58,6 +62,8 @@ class SamplePrompt:
     seed: int | None = None
     guidance_scale: float | None = None
     steps: int | None = None
+    strength: float | None = None
+    """Factor on the adapter."""
 
     def size_px(self, side_px: int) -> tuple[int, int]:
         """Return width and height; a side that is not given is `side_px`."""
@@ -111,12 +117,23 @@ def read_prompt(line: str) -> SamplePrompt:
         seed=whole(SEED),
         guidance_scale=next(iter(guidance), None),
         steps=whole(STEPS),
+        strength=numbers.get(STRENGTH),
     )
 
 
 def plain_prompt(text: str) -> SamplePrompt:
     """Return a text that has no options, as captions have none."""
     return SamplePrompt(line=text, text=text)
+
+
+def strip(prompt: SamplePrompt, *, seed: int) -> list[SamplePrompt]:
+    """Return a prompt at each strength of `STRIP` with one seed, or alone where it has a strength."""
+    if prompt.strength is not None:
+        return [replace(prompt, seed=seed)]
+    return [
+        replace(prompt, line=f"{prompt.line} --m {strength:g}", seed=seed, strength=strength)
+        for strength in STRIP
+    ]
 
 
 def seeds(prompts: Sequence[SamplePrompt], first: int) -> list[int]:
@@ -162,6 +179,12 @@ def _number(line: str, letter: str, value: str) -> float | None:
         ) from None
     if letter == SEED and number == -1:
         return None
+    if letter == STRENGTH:
+        if not abs(number) <= MOST_STRENGTH:
+            raise RequestError(
+                where, fix=f"write a number from -{MOST_STRENGTH} to {MOST_STRENGTH}"
+            )
+        return number
     if letter in (WIDTH, HEIGHT):
         if not (number.is_integer() and 1 <= number <= MOST_PX):
             raise RequestError(where, fix=f"write a whole number of px from 1 to {MOST_PX}")

@@ -31,6 +31,7 @@ from lora_trainer.config.inputs import BaseSettings, DataSettings, Pixels
 from lora_trainer.config.learning import (
     AdapterSettings,
     ObjectiveSettings,
+    SliderSettings,
     TrainSettings,
 )
 from lora_trainer.config.optimizers import OptimizerSettings
@@ -253,6 +254,7 @@ class Config(Section, Generic[A_co]):
     adapter: AdapterSettings = _section(AdapterSettings, "the LoRA itself")
     train: TrainSettings[A_co] = _section(TrainSettings, "length, batch, precision")
     objective: ObjectiveSettings[A_co] = _section(ObjectiveSettings, "noise and loss")
+    slider: SliderSettings = _section(SliderSettings, "sliders from words, without images")
     optimizer: OptimizerSettings = _section(OptimizerSettings, "optimizer and learning rates")
     memory: MemorySettings[A_co] = _section(MemorySettings, "fitting into memory")
     hardware: HardwareSettings[A_co] = _section(HardwareSettings, "which device")

@@ -25,6 +25,7 @@ from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.images import Measures
 from lora_trainer.dataset.masks import Mask
+from lora_trainer.dataset.slider_file import Direction
 
 # Begins the names of images in a folder of their own, so that none is like one of the dataset.
 REGULARISATION = "regularisation:"
@@ -119,6 +120,8 @@ class Dataset:
     """Hash of everything that training reads of the dataset."""
     regularisation: tuple[ImageRecord, ...] = ()
     """Images of the class, trained along so that training does not change the class."""
+    directions: tuple[Direction, ...] = ()
+    """Of a slider, which has no images."""
 
 
 def hold_out(

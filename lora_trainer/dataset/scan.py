@@ -18,7 +18,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -68,6 +68,7 @@ from lora_trainer.dataset.records import (
     finding,
 )
 from lora_trainer.dataset.reference_files import ReferenceFile
+from lora_trainer.dataset.slider_file import is_slider_file, read_sliders
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB
 
@@ -479,8 +480,15 @@ def read_dataset(
 ) -> Dataset:
     """Scan a dataset for a base, skipping images whose check the cache folder's memo has already.
 
-    Reference images are left aside for a base that reads none, unless the dataset is only checked.
+    Reference images are left aside for a base that reads none, unless the dataset is only checked. A file of a slider
+    is a dataset without images.
     """
+    if is_slider_file(folder):
+        directions = read_sliders(folder)
+        fingerprint = sha256_bytes(json_bytes([asdict(each) for each in directions]))
+        return Dataset(
+            folder=folder, records=(), findings=(), fingerprint=fingerprint, directions=directions
+        )
     memo = DatasetMemo(cache_folder(data))
     if facts.references is None and not checks_only:
         data = data.model_copy(update={"references": "none"})

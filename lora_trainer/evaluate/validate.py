@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError, first_line
+from lora_trainer.common.errors import InputError, RequestError, first_line
 from lora_trainer.common.event_kinds import Phase
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, user_path, write_atomic
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.dataset.caption_rules import has_trigger
+from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.evaluate.evaluation import (
     Evaluation,
     build_evaluation,
@@ -77,6 +78,11 @@ def validate(
     """
     events = EventStream(listeners=[*listeners])
     features = find_features(clip)
+    if is_slider_file(dataset):
+        raise RequestError(
+            f"{dataset} has the prompts of a slider, and an adapter is measured on images",
+            fix="give a folder of images, or draw it at several strengths: lora-train sample --strength",
+        )
     subject = evaluated_lora_of(path, base=base, overrides=overrides)
     prepared = prepare_again(subject, dataset)
     records = (*prepared.held_out, *prepared.trained)

@@ -177,6 +177,22 @@ class Adapter:
             for layer in self.layers.values():
                 layer.switch(True)
 
+    @contextmanager
+    def at(self, strength: float) -> Iterator[None]:
+        """Multiply the updates of all layers by `strength` while the block runs, forward and backward.
+
+        Not for DoRA and OFT, whose updates are not multiples of a strength.
+        """
+        changes = [layer.scaled for layer in self.layers.values()]
+        for change in changes:
+            assert change is not None, "a DoRA or OFT adapter has no strength in training"
+            change(strength)
+        try:
+            yield
+        finally:
+            for change in filter(None, changes):
+                change(1.0)
+
     def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter, frozen ones too, with its name in `state`."""
         for key, layer in self.layers.items():

@@ -42,13 +42,15 @@ _NAME = "default"
 class AdaptedLayer:
     """One adapted layer and its trainable parameters by name.
 
-    `switch(False)` turns the layer's update off, `switch(True)` on again.
+    `switch(False)` turns the layer's update off, `switch(True)` on again. `scaled(s)` multiplies the update by s;
+    None for kinds whose update is not a multiple of a strength.
     """
 
     kind: AdapterKind
     width: Width
     parameters: Mapping[str, nn.Parameter]
     switch: Callable[[bool], None]
+    scaled: Callable[[float], None] | None = None
 
     def tensors(self) -> ModuleTensors:
         """Return the live values, detached."""
@@ -214,6 +216,9 @@ def _peft_layer(
         parameters=parameters,
         # peft's own switch would also freeze the parameters.
         switch=lambda on: setattr(layer, "_disable_adapters", not on),
+        scaled=None
+        if settings.dora
+        else lambda strength: layer.scaling.update({_NAME: width.scale * strength}),
     )
 
 

@@ -92,6 +92,8 @@ class ExportInfo:
     zero_terminal_snr: bool = False
     """The value that was used."""
     regularisation_per_epoch: int = 0
+    slider: tuple[Mapping[str, Any], ...] = ()
+    """The prompts and the weight of each direction of a slider."""
     references: int = 0
     """Reference images of an image, the most; 0: it was trained from text alone."""
     base_hashes: FileHashes | None = None
@@ -319,7 +321,12 @@ MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 
 # What tells of the user's folders and captions, and the setting that leaves it out.
 DATASET_IN_HEADER = "output.dataset_in_header"
-DATASET_ENTRIES = ("ss_dataset_dirs", "ss_reg_dataset_dirs", "ss_tag_frequency", "ss_datasets")
+SLIDER_HINT = "A slider: strength 1 is more of it, -1 as much less, 0 the base. No word is needed in the prompt."
+SLIDER_ENTRY = "lora_train.slider"
+DATASET_ENTRIES = (
+    *("ss_dataset_dirs", "ss_reg_dataset_dirs", "ss_tag_frequency", "ss_datasets"),
+    SLIDER_ENTRY,
+)
 DATASET_SETTINGS = (
     *("data.folders", "data.regularisation_dir", "data.caption_prefix", "data.caption_suffix"),
     *("sampling.prompts", "sampling.negative_prompt", "output.hub_repo"),
@@ -350,6 +357,7 @@ def metadata(info: ExportInfo) -> dict[str, str]:
             {key: value for key, value in settings.items() if key not in MACHINE_SETTINGS}
         ),
         "lora_train.base_identity": public.base_identity,
+        **({SLIDER_ENTRY: _dumps(public.slider)} if public.slider else {}),
         **({"lora_train.references": str(public.references)} if public.references else {}),
     }
     if not settings[DATASET_IN_HEADER]:
@@ -377,7 +385,7 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
     picture = info.thumbnail_jpeg
     optional = {
         "trigger_phrase": info.trigger,
-        "usage_hint": usage_hint(info.trigger or ""),
+        "usage_hint": SLIDER_HINT if info.slider else usage_hint(info.trigger or ""),
         **{name: settings[f"output.{name}"] for name in ("description", "author", "license")},
         "timestep_range": f"{low},{high}" if (low, high) != (0, 999) else None,
         "thumbnail": f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"

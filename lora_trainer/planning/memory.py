@@ -102,9 +102,10 @@ class Load:
 
     `twice` is the share of a step's images that appear a second time for class preservation, `as_base` the
     share for which the base's own prediction is computed too, `contrasted` the share for which the prediction
-    for the empty prompt is, `assistant_bytes` the size of the LoRA that the base is trained with. Of GPU memory
-    beside tensors, `expandable` says that the allocator grows its segments, `desktop_bytes` are left to other
-    programs, and `cublas_bytes` are the workspace of each thread that runs matrix products.
+    for the empty prompt is; of a slider they are the further samples and passes of a draw. `further_texts` are those
+    of a sample of a slider, `assistant_bytes` the size of the LoRA that the base is trained with. Of GPU memory beside
+    tensors, `expandable` says that the allocator grows its segments, `desktop_bytes` are left to other programs, and
+    `cublas_bytes` are the workspace of each thread that runs matrix products.
     """
 
     device: TorchType
@@ -128,6 +129,7 @@ class Load:
     twice: float = 0.0
     as_base: float = 0.0
     contrasted: float = 0.0
+    further_texts: int = 0
     keeps_best: bool = False
     assistant_bytes: int = 0
     expandable: bool = True
@@ -348,7 +350,7 @@ def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
     elements = 3 * costs.facts.latent_channels * area + (area if load.masked else 0)
     elements += costs.facts.latent_channels * _references_area(load, costs)
     # The empty prompt lies beside the caption; it is counted as if it were as long.
-    texts = 2 if load.contrasted else 1
+    texts = (2 if load.contrasted else 1) + load.further_texts
     return 4 * elements + texts * costs.conditioning_bytes
 
 

@@ -175,7 +175,10 @@ class MemoryChooser:
         memory, batch_size = config.memory, self.evaluator.batch_size
         regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
         twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
-        learned_from_base = regularisation if config.objective.prior == "base" else 0.0
+        as_base = twice + (regularisation if config.objective.prior == "base" else 0.0)
+        contrasted = 1.0 + twice if config.objective.contrast_scale != 1 else 0.0
+        if self.inputs.directions:
+            twice, as_base, contrasted = self._slider_passes
         # Of equal buckets that with the largest references: their tokens cost what the image's own do.
         largest = max(self._buckets, key=lambda size: area_of((size, *self._references(size))))
         load = Load(
@@ -199,8 +202,9 @@ class MemoryChooser:
             averaged=config.train.ema_decay is not None,
             masked=config.data.masks != "none",
             twice=twice,
-            as_base=twice + learned_from_base,
-            contrasted=1.0 + twice if config.objective.contrast_scale != 1 else 0.0,
+            as_base=as_base,
+            contrasted=contrasted,
+            further_texts=2 if self.inputs.directions else 0,
             keeps_best=config.output.keep_best,
             assistant_bytes=0
             if config.base.assistant == NO_ASSISTANT
@@ -222,6 +226,19 @@ class MemoryChooser:
             desktop_bytes=max(0, margin_bytes - max(0, unasked_bytes)),
             cublas_bytes=HOPPER_CUBLAS_BYTES if is_recent else CUBLAS_BYTES,
         )
+
+    @property
+    def _slider_passes(self) -> tuple[float, float, float]:
+        """Return `Load.twice`, `as_base` and `contrasted` of a slider.
+
+        A draw is trained at two strengths, and so is a prompt to keep. Each is denoised first, with guidance in two
+        passes a step; its target is the base's prediction, moved by those for two more prompts.
+        """
+        slider, keeping = self.config.slider, self.inputs.keeping
+        is_guided = self.inputs.facts.guidance.two_passes and slider.denoising_guidance > 1
+        passes = slider.denoising_steps * (2 if is_guided else 1)
+        samples = 2 + 2 * keeping
+        return samples - 1, samples * (passes + 1), 2 * 2
 
     @property
     def _base_precisions(self) -> tuple[BasePrecision, ...]:

@@ -38,6 +38,7 @@ from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import (
     PREVIEW_SHARE,
+    SLIDER_STEPS,
     RunTime,
     RunTimeInputs,
     disk_bytes,
@@ -333,15 +334,18 @@ class _Planner:
 
     def decide_length(self) -> None:
         inputs, train, output = self.inputs, self.config.train, self.config.output
-        steps, reason = run_length(
-            images=inputs.images,
-            samples=inputs.samples_per_epoch,
-            repeats=inputs.fewest_repeats,
-            batch_size=train.batch_size,
-            views=train.views,
-            regularisation=inputs.regularisation_per_epoch / inputs.samples_per_epoch,
-            concept=train.concept,
-        )
+        if inputs.directions:
+            steps, reason = SLIDER_STEPS, "usual for a slider, which has no images"
+        else:
+            steps, reason = run_length(
+                images=inputs.images,
+                samples=inputs.samples_per_epoch,
+                repeats=inputs.fewest_repeats,
+                batch_size=train.batch_size,
+                views=train.views,
+                regularisation=inputs.regularisation_per_epoch / inputs.samples_per_epoch,
+                concept=train.concept,
+            )
         self.decide_auto("train.steps", steps, reason)
         steps = settled(self.config.train.steps)
         every, reason = max(1, steps // 5), f"a fifth of {steps} steps"
@@ -446,6 +450,8 @@ class _Planner:
             return "text lengths vary with this base"
         if objective.prior == "base" or objective.preservation_weight:
             return "the base's own prediction is of a varying number of samples"
+        if self.inputs.directions:
+            return "a slider predicts without gradients too, which is another piece"
         if objective.contrast_scale != 1:
             return "objective.contrast_scale predicts without gradients too, which is another piece"
         if config.base.assistant != NO_ASSISTANT:

@@ -42,7 +42,8 @@ class PlanInput:
     counts reference images too, and mirrored images twice, `texts` the different captions, `prompts`
     those of the sample images. `full_card` is an out-of-memory record of this GPU. `processes` share each
     step, `sharing` of them one machine's memory. `kept_at_once` is the micro-batch by bucket of a resumed
-    run, which keeps its plan. `held_out_count` counts images held out for validation. `past_runs` are finished
+    run, which keeps its plan. `directions` are those of a slider, which has no images, and `keeping` the share of them
+    with prompts to keep. `held_out_count` counts images held out for validation. `past_runs` are finished
     runs of this family on this device, which correct the predicted time.
     """
 
@@ -66,6 +67,8 @@ class PlanInput:
     kept_at_once: Mapping[tuple[int, int], int] | None = None
     regularisation_per_epoch: int = 0
     held_out_count: int = 0
+    directions: int = 0
+    keeping: float = 0.0
     past_runs: tuple[PastRun, ...] = ()
 
     @cached_property

@@ -286,6 +286,10 @@ COUNTED_IMAGES = (20, 160)
 VIEWS: Mapping[str, float] = {"style": 0.5}
 
 
+# Steps of a slider: what LECO, Concept Sliders and ai-toolkit train by default or advise.
+SLIDER_STEPS = 500
+
+
 def run_length(
     *,
     images: int,

@@ -201,9 +201,12 @@ def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:
     match event:
         case RunStarted():
             count = event.validation_images
+            data = f"{event.images} images{f', {count} of them held out' if count else ''}"
+            if event.directions > 0:  # not a number in runs of releases without sliders
+                word = "direction" if event.directions == 1 else "directions"
+                data = f"a slider of {event.directions} {word}"
             yield (
-                f"{event.name}: {event.steps} steps of batch {event.batch_size} on "
-                f"{event.images} images{f', {count} of them held out' if count else ''}; "
+                f"{event.name}: {event.steps} steps of batch {event.batch_size} on {data}; "
                 f"{event.family} {event.base} on {event.device}, preset "
                 f"{event.preset} ({event.tier}, {event.priority})"
             )

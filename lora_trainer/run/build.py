@@ -52,6 +52,7 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer
+from lora_trainer.training.slider import SliderDataLoader
 
 
 def open_cache(prepared: Prepared, events: EventStream) -> Cache:
@@ -146,6 +147,8 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         geometry=prepared.facts.release.geometry_conditioning,
         settings=data,
         seed=config.train.seed,
+        directions=prepared.dataset.directions,
+        sizes_px=prepared.inputs.buckets if prepared.dataset.directions else (),
     )
 
 
@@ -310,6 +313,7 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         masks=adapter.masks,
         batch_group_key=prepared.family.text.batch_group_key,
         without_adapter=adapter.off,
+        at_strength=adapter.at,
     )
 
 
@@ -334,6 +338,25 @@ def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
         seed=config.train.seed,
         regularisation=regularisation,
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
+        dist_env=job.ranks.dist_env,
+    )
+
+
+def build_slider_dataloader(job: TrainingJob, cache: Cache) -> SliderDataLoader:
+    """Return what prepares the steps of a slider, whose dataset has directions instead of images."""
+    prepared, config = job.prepared, job.prepared.config
+    return SliderDataLoader(
+        sources=job.cache_needs.directions,
+        empty_text=texts_as(prepared).key(""),
+        entries=Entries(cache=cache),
+        levels=levels_of(prepared.facts, config.objective),
+        facts=prepared.facts,
+        shared_conditioning=prepared.facts.guidance.conditioning(config.objective.guidance_scale),
+        objective=config.objective,
+        slider=config.slider,
+        batch_size=config.train.batch_size,
+        seed=config.train.seed,
+        prefetch_steps=config.data.prefetch_steps,
         dist_env=job.ranks.dist_env,
     )
 

@@ -387,6 +387,7 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             images=len(prepared.trained),
             validation_images=len(prepared.held_out),
             regularisation_images=len(prepared.dataset.regularisation),
+            directions=len(prepared.dataset.directions),
             resumed_from=resumed,
             every_steps={
                 "sample": config.sampling.every_steps,

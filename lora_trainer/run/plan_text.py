@@ -200,6 +200,11 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
     pool, count = len(prepared.dataset.regularisation), prepared.inputs.regularisation_per_epoch
     regularisation = f", {pool} for regularisation ({count} an epoch)" if pool else ""
+    data = f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
+    data = f"{data}{regularisation}; {buckets}"
+    if directions := prepared.dataset.directions:
+        words = "direction" if len(directions) == 1 else "directions"
+        data = f"a slider of {len(directions)} {words} in words, without images"
     download = ""
     if facts.layout is None:
         absent = ", ".join(filter(None, (facts.missing, gib(facts.download_bytes))))
@@ -211,8 +216,7 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         "base": f"{facts.source} ({prepared.family.name}){download}",
         "device": f"{config.hardware.device}: {plan.origins['hardware.device'].reason}",
         "preset": f"{resolved.preset}, priority {resolved.priority}",
-        "data": f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
-        f"{regularisation}; {buckets}",
+        "data": data,
         **_references_row(prepared),
         "check": _check_text(prepared),
         "length": f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
@@ -359,7 +363,7 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     adapter, count = config.adapter, len(prepared.trained)
     if adapter.dora:
         yield finding("adapter")
-    elif adapter.kind == "lora" and adapter.noise_rank is None and count < FEW_IMAGES:
+    elif adapter.kind == "lora" and adapter.noise_rank is None and 0 < count < FEW_IMAGES:
         yield finding("few-images", count=count, half=max(1, adapter.rank // 2))
     shapes = prepared.inputs.costs.adapted(config.adapter)
     yield from optimizer_remarks(config, shapes=shapes)

@@ -36,7 +36,15 @@ from lora_trainer.config.layers import (
     read_settings_file,
     resolve,
 )
-from lora_trainer.config.prompt_line import SamplePrompt, check_sizes, plain_prompt, read_prompt
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.config.prompt_line import (
+    SamplePrompt,
+    check_sizes,
+    plain_prompt,
+    read_prompt,
+    seeds,
+    strip,
+)
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.dataset.buckets import placing, placing_references
 from lora_trainer.dataset.caption_rules import (
@@ -58,6 +66,7 @@ from lora_trainer.dataset.records import (
     regularisation_count,
 )
 from lora_trainer.dataset.scan import BAD_MASK, cache_folder, read_dataset
+from lora_trainer.dataset.slider_file import is_slider_file, share_keeping
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.files.assistants import fetch_assistant
@@ -121,6 +130,7 @@ class Request:
             config_file=self.settings_file,
             overrides=self.overrides,
             run_settings=self.run_settings,
+            is_slider=is_slider_file(self.dataset),
         )
 
     @classmethod
@@ -188,15 +198,18 @@ class Prepared:
     @property
     def sample_prompts(self) -> tuple[str, ...]:
         """Prompts of the sample images; captions of held-out images come first."""
-        records = (*self.held_out, *self.trained)
-        return sample_prompts((record.caption for record in records), self.config)
+        return tuple(prompt.line for prompt in self.drawn_prompts)
 
     @property
     def drawn_prompts(self) -> tuple[SamplePrompt, ...]:
         """The prompts of the sample images, each with how it is drawn; raises RequestError."""
-        is_written = bool(self.config.sampling.prompts)
-        read = read_prompt if is_written else plain_prompt
-        return tuple(read(line) for line in self.sample_prompts)
+        return _sample_prompts(self.dataset, (*self.held_out, *self.trained), self.config)
+
+    @property
+    def preview_index(self) -> int:
+        """The number of the prompt that previews are drawn of: the first with the adapter, at a strength above 0."""
+        strengths = [prompt.strength for prompt in self.drawn_prompts]
+        return next((at for at, one in enumerate(strengths) if one is None or one > 0), 0)
 
     @property
     def sample_references(self) -> tuple[tuple[Reference, ...], ...]:
@@ -250,15 +263,21 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
     )
     _refuse_data(settings, dataset, held_out)
+    _refuse_slider(settings, dataset)
     _refuse_references(settings, dataset, basis)
     learned = sorted((*trained, *held_out), key=lambda record: record.name)
     used = (*learned, *dataset.regularisation)
-    samples = sum(record.repeats for record in trained)
+    # An epoch of a slider has each of its directions once.
+    samples = sum(record.repeats for record in trained) + len(dataset.directions)
     smaller = {
         side_px: _placed(used, side_px, data=settings.data, facts=basis.facts)
         for side_px in smaller_sides(basis.facts, basis.family)
         if settings.data.resolution == "auto"
     }
+    buckets, by_side = _buckets(used), {side: _buckets(each) for side, each in smaller.items()}
+    if dataset.directions:
+        buckets = slider_sizes(settings.data, basis.facts.resolution_px)
+        by_side = {side_px: slider_sizes(settings.data, side_px) for side_px in smaller}
     plan_input = PlanInput(
         resolved=basis.resolved,
         facts=basis.facts,
@@ -268,12 +287,12 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         images=len(trained),
         held_out_count=len(held_out),
         samples_per_epoch=samples,
-        fewest_repeats=min(record.repeats for record in trained),
+        fewest_repeats=min((record.repeats for record in trained), default=1),
         regularisation_per_epoch=regularisation_count(
             samples, pool=len(dataset.regularisation), ratio=settings.data.regularisation_ratio
         ),
-        buckets=_buckets(used),
-        buckets_by_side={side_px: _buckets(records) for side_px, records in smaller.items()},
+        buckets=buckets,
+        buckets_by_side=by_side,
         references=_references(chain(used, *smaller.values())),
         latents=sum(
             # A mirrored image has an entry of its own in the cache, as its
@@ -284,7 +303,9 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             for record in used
         ),
         texts=_text_count(dataset, settings),
-        prompts=len(sample_prompts((record.caption for record in (*held_out, *trained)), settings)),
+        prompts=len(_sample_prompts(dataset, (*held_out, *trained), settings)),
+        directions=len(dataset.directions),
+        keeping=share_keeping(dataset.directions) if settings.slider.keep_weight else 0.0,
         # A resumed run has its own record of out-of-memory fallbacks.
         full_card=known_oom(cache_root, basis.hardware, basis.family.name)
         if request.run_settings is None
@@ -319,8 +340,38 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         held_out=held_out,
         cache_root=cache_root,
     )
+    refuse_strengths(prepared.drawn_prompts, settings.adapter)
     check_sizes(prepared.drawn_prompts, step_px=basis.facts.bucket_step_px, planned_side_px=side_px)
     return prepared
+
+
+def _sample_prompts(
+    dataset: Dataset, records: Iterable[ImageRecord], config: Config[Any]
+) -> tuple[SamplePrompt, ...]:
+    """Return the prompts of the sample images: those of the settings, else captions, or the targets of a slider.
+
+    Of a slider each is drawn at several strengths.
+    """
+    captions = (
+        *(direction.target for direction in dataset.directions),
+        *(record.caption for record in records),
+    )
+    read = read_prompt if config.sampling.prompts else plain_prompt
+    prompts = tuple(read(line) for line in sample_prompts(captions, config))
+    if not dataset.directions:
+        return prompts
+    own_seeds = seeds(prompts, config.sampling.seed)
+    return tuple(
+        drawn
+        for prompt, seed in zip(prompts, own_seeds, strict=True)
+        for drawn in strip(prompt, seed=seed)
+    )
+
+
+def slider_sizes(data: DataSettings, side_px: int) -> list[tuple[int, int]]:
+    """Return the (width, height) in pixels of the squares that a slider is trained at."""
+    own_px = side_px if data.resolution == "auto" else data.resolution
+    return [(side, side) for side in (own_px, *data.more_resolutions)]
 
 
 def _buckets(records: Iterable[ImageRecord]) -> list[tuple[int, int]]:
@@ -398,7 +449,7 @@ def _text_count(dataset: Dataset, config: Config) -> int:
         max_texts(record.written, settings=record.settings(config.data))
         * (1 if record.regularisation or not config.objective.preservation_weight else 2)
         for record in different.values()
-    )
+    ) + len({text for direction in dataset.directions for text in direction.texts})
 
 
 def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
@@ -440,6 +491,8 @@ def examine(
 def _report(
     dataset: Dataset, data: DataSettings, reading: Reading, basis: Basis, *, each: bool = False
 ) -> DatasetReport:
+    if dataset.directions:
+        return DatasetReport(images=0, score=1.0, parts={}, findings=(), buckets={}, pictures=())
     more = (
         *too_long(reading, facts=basis.facts),
         *json_findings(dataset.records, family=basis.family),
@@ -564,10 +617,56 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
         )
 
 
+def _refuse_slider(settings: Config, dataset: Dataset) -> None:
+    """Raise RequestError for settings with which a slider cannot be trained."""
+    if not dataset.directions:
+        return
+    adapter, objective = settings.adapter, settings.objective
+    for key, value, is_possible, reason in (
+        ("adapter.kind", adapter.kind, adapter.kind != "oft", "a rotation has no strength -1"),
+        ("adapter.dora", adapter.dora, not adapter.dora, "its norms have no strength -1"),
+        ("adapter.new_tokens", adapter.new_tokens, not adapter.new_tokens, "it has no new word"),
+        (
+            "objective.contrast_scale",
+            objective.contrast_scale,
+            objective.contrast_scale == 1,
+            "its target is made of the base's predictions",
+        ),
+        (
+            "objective.input_perturbation",
+            objective.input_perturbation,
+            not objective.input_perturbation,
+            "it has no image to which more noise could be added",
+        ),
+    ):
+        if not is_possible:
+            raise RequestError(
+                f"{key}={typed(value)} is not possible for a slider: {reason}",
+                fix=f"leave {key} out",
+            )
+
+
+def refuse_strengths(prompts: Iterable[SamplePrompt], adapter: AdapterSettings) -> None:
+    """Raise RequestError for prompts with a strength of an adapter that has none."""
+    if adapter.kind != "oft" and not adapter.dora:
+        return
+    if asked := [prompt.line for prompt in prompts if prompt.strength is not None]:
+        kind = "DoRA" if adapter.dora else "OFT"
+        raise RequestError(
+            f"the sample prompt {shown(asked[0])!r} has a strength, and {kind} is drawn at strength 1 in training",
+            fix="leave --m out, or draw it with `lora-train sample --strength` afterwards",
+        )
+
+
 def _refuse_references(settings: Config, dataset: Dataset, basis: Basis) -> None:
     """Raise RequestError or InputError for reference images that the base does not read, or reads otherwise."""
     facts, data = basis.facts, settings.data
     reads = facts.references
+    if dataset.directions and reads is not None and reads.least:
+        raise InputError(
+            f"{facts.source} draws nothing without a reference image, and a slider has none",
+            fix="use a base that draws from text alone",
+        )
     unread = [one.file for one in dataset.findings if one.kind == "unread-references"]
     if data.references == "files" and reads is None and (unread or data.reference_dirs):
         where = shown(str(unread[0] if unread else data.reference_dirs[0]))

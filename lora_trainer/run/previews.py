@@ -203,11 +203,11 @@ class Previews:
     def _draw(self, step: int, *, began_s: float) -> None:
         prepared, sampler = self.job.prepared, self.samples.sampler
         settings, text = prepared.config.sampling, texts_as(prepared).key
-        prompt = prepared.drawn_prompts[0]
+        prompt = prepared.drawn_prompts[prepared.preview_index]
         (seed,) = seeds((prompt,), settings.seed)
         size_px = self._size_px()
         negative = settings.negative_prompt if prompt.negative is None else prompt.negative
-        with self.samples.drawing():
+        with self.samples.drawing(), self.samples.at_strength_of(prompt):
             latents = sampler.latents(
                 self.samples.text(text(prompt.text)),
                 self.samples.text(text(negative)),
@@ -215,7 +215,9 @@ class Previews:
                 size_px=size_px,
                 steps=settings.preview_steps,
                 guidance_scale=prompt.guidance_scale or settings.guidance_scale,
-                references=reference_pictures(prepared, prepared.sample_references[0]),
+                references=reference_pictures(
+                    prepared, prepared.sample_references[prepared.preview_index]
+                ),
             )
             if settings.preview == "real":
                 pixels = sampler.decoded(latents, size_px)
@@ -243,7 +245,7 @@ class Previews:
         smaller = prepared.config.sampling.preview_resolution / side_px
         width_px, height_px = (
             max(step_px, round(side * smaller / step_px) * step_px)
-            for side in prepared.drawn_prompts[0].size_px(side_px)
+            for side in prepared.drawn_prompts[prepared.preview_index].size_px(side_px)
         )
         return width_px, height_px
 

@@ -39,6 +39,7 @@ from lora_trainer.run.build import (
     TrainComponents,
     build_components,
     build_dataloader,
+    build_slider_dataloader,
     fill_caches,
     open_cache,
 )
@@ -59,7 +60,7 @@ from lora_trainer.training.actions import (
     Progress,
     ValidateAction,
 )
-from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.dataloader import Feeder, TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import (
     BASE_STEP,
@@ -70,6 +71,7 @@ from lora_trainer.training.guards import (
 )
 from lora_trainer.training.loop import train_steps
 from lora_trainer.training.schedules import LearningRate, learning_rate
+from lora_trainer.training.slider import SliderDataLoader
 from lora_trainer.training.step import OomFallback, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
@@ -119,17 +121,19 @@ def run_job(job: TrainingJob) -> Path:
         return restored(state)
 
     # ---- train
-    feeder = build_dataloader(job, cache)
+    feeder: TrainingDataLoader | SliderDataLoader
+    if prepared.dataset.directions:
+        feeder, looks = build_slider_dataloader(job, cache), list[Action]()
+    else:
+        feeder = build_dataloader(job, cache)
+        looks = list(fixed_loss_actions(job, feeder, parts, rate))
     # All processes start with the leader's weights and optimizer state.
     if not leads:
         start = restored(None)
     elif not ranks.is_single:
         _shared(ranks, saves.state(start))
     # Those that every process runs; the leader's own stand around them.
-    actions: list[Action] = [
-        *fixed_loss_actions(job, feeder, parts, rate),
-        CompareAction(saves=saves, ranks=ranks),
-    ]
+    actions: list[Action] = [*looks, CompareAction(saves=saves, ranks=ranks)]
     if leads:
         samples = SampleAction(job=job, parts=parts, entries=feeder.entries)
         actions = [*job.watchers, *actions[:-1], samples, actions[-1], saves]
@@ -273,7 +277,7 @@ def _shared(ranks: ProcessGroup, state: TrainingState | None) -> TrainingState:
 def _training(
     job: TrainingJob,
     parts: TrainComponents,
-    feeder: TrainingDataLoader,
+    feeder: Feeder,
     start: Progress,
     *,
     rate: LearningRate,

@@ -15,7 +15,7 @@ import glob
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BytesIO
@@ -74,7 +74,7 @@ from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.reporting.sample_files import try_names
 from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
 from lora_trainer.run.device import CPU, best_device
-from lora_trainer.run.prepare import Prepared
+from lora_trainer.run.prepare import Prepared, refuse_strengths
 from lora_trainer.run.run_folder import TrainingJob, read_run
 from lora_trainer.training.actions import Progress
 
@@ -183,6 +183,10 @@ class SampleAction:
         ):
             yield
 
+    def at_strength_of(self, prompt: SamplePrompt) -> AbstractContextManager[None]:
+        """Have the adapter at the strength that a prompt asks for, while the block runs."""
+        return nullcontext() if prompt.strength is None else self.parts.adapter.at(prompt.strength)
+
     def _problem(self, what: str, *, fix: str) -> None:
         self.job.events.problem(what, fix=fix, code="TRN-03")
 
@@ -194,6 +198,7 @@ class SampleAction:
         self.job.events.emit(Phase(phase="sample", message="reading the prompt", done=0, total=0))
         try:
             prompt = read_prompt(line)
+            refuse_strengths((prompt,), prepared.config.adapter)
             check_sizes(
                 (prompt,),
                 step_px=prepared.facts.bucket_step_px,
@@ -233,16 +238,17 @@ class SampleAction:
             negative = settings.negative_prompt if prompt.negative is None else prompt.negative
             steps = prompt.steps or settings.steps
             scale = prompt.guidance_scale or settings.guidance_scale
-            image = self.sampler.image(
-                self.text(key(prompt.text)),
-                self.text(key(negative)),
-                seed=seed,
-                size_px=prompt.size_px(side_px),
-                steps=steps,
-                guidance_scale=scale,
-                references=reference_pictures(prepared, drawing.references),
-                seen=self.seen,
-            )
+            with self.at_strength_of(prompt):
+                image = self.sampler.image(
+                    self.text(key(prompt.text)),
+                    self.text(key(negative)),
+                    seed=seed,
+                    size_px=prompt.size_px(side_px),
+                    steps=steps,
+                    guidance_scale=scale,
+                    references=reference_pictures(prepared, drawing.references),
+                    seen=self.seen,
+                )
             info = PngInfo()
             width, height = image.size
             info.add_text(
@@ -366,6 +372,8 @@ class LoadedAdapter:
         width_px, height_px = wanted.size_px(self.side_px)
         (seed,) = seeds((wanted,), seed)
         pipeline = self.pipeline
+        if wanted.strength is not None:
+            strength = wanted.strength
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         steps = wanted.steps or self.drawing.steps
         arguments = pipeline_arguments(

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -161,6 +161,7 @@ def _export_info(
         saved_at_s=time.time(),
         trigger=", ".join(prepared.config.data.triggers) or None,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
+        slider=tuple(asdict(each) for each in prepared.dataset.directions),
         references=max((len(one.references) for one in prepared.trained), default=0),
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.release.zero_terminal_snr,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class Sample:
     position, with a mean of 1; None where all positions count alike. `dropout_seed` names the masks of the
     adapter's dropout. `as_base`: the target is the base model's prediction without the adapter. `contrast` is the
     scale g of the contrastive target, `empty_conditioning` the empty prompt that it needs (None: not needed).
+    `strength` is the strength of the adapter. `slide` is of a sample of a slider: it has no image, so that its
+    `latents` are zeros.
     """
 
     sample: str
@@ -55,6 +58,35 @@ class Sample:
     as_base: bool = False
     contrast: float = 1.0
     empty_conditioning: Conditioning | None = None
+    strength: float = 1.0
+    slide: Slide | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slide:
+    """How a sample of a slider gets its noisy latents, and what is added to the base's prediction as its target.
+
+    The latents are denoised from the sample's noise along the levels of `path` to the sample's own, by its prompt and
+    guidance of this scale against the prompt `empty` (1: no second pass). The target is moved by `push` times the
+    prediction for `more` minus that for `less`, both of the base; None and 0 for a prompt that is kept.
+    """
+
+    path: tuple[Level, ...]
+    guidance_scale: float
+    empty: Conditioning
+    push: float = 0.0
+    more: Conditioning | None = None
+    less: Conditioning | None = None
+
+
+class Feeder(Protocol):
+    """What the loop asks of the samples of a run."""
+
+    def stream(self, first: int, last: int) -> AbstractContextManager[Iterator[tuple[Sample, ...]]]:
+        """Return a context whose value iterates over this process's samples of steps first..last-1."""
+
+    def epochs_after(self, steps: int) -> float:
+        """Return how many epochs are over after so many steps."""
 
 
 def split(
@@ -67,20 +99,29 @@ def split(
     """Split samples by shape, then into micro-batches of at most `cap`; order within a shape is kept.
 
     `images_at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples with
-    reference images of different sizes, and those whose conditioning has different `group_key`s, are split too.
+    reference images of different sizes, those whose conditioning has different `group_key`s, and those of different
+    strengths of the adapter, are split too.
     """
     # A dict keeps its order: micro-batches, and with them the order in which gradients are summed, are those of the
     # samples.
-    by_shape: dict[tuple[torch.Size, tuple[torch.Size, ...], int], list[Sample]] = {}
+    by_shape: dict[tuple[torch.Size, tuple[torch.Size, ...], int, float], list[Sample]] = {}
     for sample in samples:
         references = tuple(latents.shape for latents in references_in(sample.conditioning))
-        key = (sample.latents.shape, references, group_key(sample.conditioning))
+        group = group_key(sample.conditioning)
+        key = (sample.latents.shape, references, group, sample.strength)
         by_shape.setdefault(key, []).append(sample)
     micro_batches: list[tuple[Sample, ...]] = []
     for (shape, *_), alike in by_shape.items():
         size = min(cap, images_at_once.get((shape[-2], shape[-1]), cap))
         micro_batches += [tuple(alike[at : at + size]) for at in range(0, len(alike), size)]
     return micro_batches
+
+
+def in_stratum(uniform: float, *, position: int, strata: int, seed: int) -> float:
+    """Return a uniform number in the stratum of a place in the stream, of `strata` equal ones."""
+    window, stratum = divmod(position, strata)
+    order = shuffled(map(str, range(strata)), seed, Stream.TIMESTEP_STRATUM, window)
+    return (int(order[stratum]) + uniform) / strata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +305,7 @@ class TrainingDataLoader:
         if strata == 1:
             return uniform
         position = epoch * self.epoch_length + self._order(epoch)[1][sample]
-        window, stratum = divmod(position, strata)
-        order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
-        return (int(order[stratum]) + uniform) / strata
+        return in_stratum(uniform, position=position, strata=strata, seed=self.seed)
 
     def _conditioning(
         self, text: CacheKey, view: SampleView, *, drops_references: bool = False

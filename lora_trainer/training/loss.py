@@ -8,6 +8,9 @@ there; `forward_backward` (step.py) multiplies by the weights of the batch, whic
 The target is noise, v or velocity; with `objective.contrast_scale` it is moved away from the prediction for the
 empty prompt (`contrasted`); and it is the base's own prediction for samples that are to stay as they are.
 
+A slider has no images. `Model.drawn` denoises its noisy latents from noise, and its target is the base's prediction
+moved along the difference of two prompts (`Slide`; Gandikota et al. 2023, arXiv 2311.12092, equation 8).
+
 Where an image has a mask, the mean over its positions i is weighted by it; with noise perturbation the input has
 another eps than the target. x are the latents, eps the noise, c the conditioning, F the denoiser (Ho et al. 2020,
 arXiv 2006.11239, eq. 4 and 14; for flow matching alpha = 1 - sigma, Lipman et al. 2022, arXiv 2210.02747).
@@ -52,6 +55,21 @@ def target(
     if prediction == "flow":
         return noise - latents
     return _per_sample(alpha, latents) * noise - _per_sample(sigma, latents) * latents
+
+
+def parts_of(
+    noisy: Tensor, predicted: Tensor, alpha: Tensor, sigma: Tensor, prediction: Prediction
+) -> tuple[Tensor, Tensor]:
+    """Return what a prediction says of noisy = alpha image + sigma noise: image and noise, [B, C, H, W] each.
+
+    The inverse of `target`. With predicted noise alpha must not be 0.
+    """
+    alpha, sigma = _per_sample(alpha, noisy), _per_sample(sigma, noisy)
+    if prediction == "epsilon":
+        return (noisy - sigma * predicted) / alpha, predicted
+    if prediction == "flow":
+        return noisy - sigma * predicted, noisy + alpha * predicted
+    return alpha * noisy - sigma * predicted, sigma * noisy + alpha * predicted
 
 
 def contrasted(targets: Tensor, unguided: Tensor, scale: Tensor) -> Tensor:
@@ -103,7 +121,8 @@ class Batch:
     `base_conditioning` is stacked of these rows alone: a text by itself has no padding, and some families
     compute something else where there is padding. `contrast` float32 [B] are the scales of the contrastive
     target, `empty_conditioning` is the empty prompt of each row; None and empty where no target is contrasted.
-    `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
+    `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds. `strength` is the adapter's. `slides` is of a
+    slider, whose `noisy` latents [B, C, H, W] are None until they are drawn.
     """
 
     latents: Tensor
@@ -120,6 +139,9 @@ class Batch:
     empty_conditioning: Conditioning
     loss: str
     precision: torch.dtype
+    strength: float = 1.0
+    slides: Slides | None = None
+    noisy: Tensor | None = None
 
     def on(self, device: torch.device) -> Batch:
         """Copy to a device, floating conditioning in `precision`; the host does not wait for pinned tensors."""
@@ -135,9 +157,29 @@ class Batch:
                     name: t.to(self.precision) if t.is_floating_point() else t
                     for name, t in values.items()
                 }
+            if isinstance(value, Slides):
+                return replace(value, **{name: moved(each) for name, each in vars(value).items()})
             return value.to(device, non_blocking=ahead) if isinstance(value, Tensor) else value
 
         return replace(self, **{name: moved(value) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slides:
+    """The `Slide`s of a batch: `path` float32 [steps, 2, B] are alpha and sigma, `path_timesteps` [steps, B].
+
+    `pushed` int64 [N] are the rows whose target is moved, by `push` [N]; `more` and `less` are stacked of these rows
+    alone, as a text by itself has no padding.
+    """
+
+    path: Tensor
+    path_timesteps: Tensor
+    guidance_scale: float
+    empty: Conditioning
+    pushed: Tensor
+    push: Tensor
+    more: Conditioning
+    less: Conditioning
 
 
 def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch.dtype) -> Batch:
@@ -180,6 +222,21 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
     rows = [row for row, sample in enumerate(samples) if sample.as_base]
     # The setting of a run: all of its samples have it or none.
     empty = [s.empty_conditioning for s in samples if s.empty_conditioning is not None]
+    slides = None
+    if each := [s.slide for s in samples if s.slide is not None]:
+        pushed = [(row, slide) for row, slide in enumerate(each) if slide.push]
+        paths = list(zip(*(slide.path for slide in each), strict=True))
+        levels = [[[one.alpha for one in step], [one.sigma for one in step]] for step in paths]
+        slides = Slides(
+            path=listed(levels, torch.float32),
+            path_timesteps=listed([[one.timestep for one in step] for step in paths]),
+            guidance_scale=each[0].guidance_scale,
+            empty=conditioning_of([slide.empty for slide in each]),
+            pushed=listed([row for row, _ in pushed], torch.int64),
+            push=listed([slide.push for _, slide in pushed], torch.float32),
+            more=conditioning_of([slide.more for _, slide in pushed if slide.more is not None]),
+            less=conditioning_of([slide.less for _, slide in pushed if slide.less is not None]),
+        )
     return Batch(
         latents=stacked(s.latents for s in samples),
         noise=stacked(s.noise for s in samples),
@@ -195,6 +252,8 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
         empty_conditioning=conditioning_of(empty),
         loss=samples[0].loss,
         precision=precision,
+        strength=samples[0].strength,
+        slides=slides,
     )
 
 
@@ -218,7 +277,7 @@ class Model:
     unless the text encoders are trained and therefore run in every step. `masks` hold the adapter's
     masks, one per sample, so the denoiser must see the whole batch in each of its forward calls:
     only samples with the same `batch_group_key(conditioning)` share a micro-batch then.
-    `without_adapter` switches the adapter off while a block runs.
+    `without_adapter` switches the adapter off while a block runs, `at_strength(s)` multiplies it by s.
     """
 
     denoiser: nn.Module
@@ -230,6 +289,7 @@ class Model:
     masks: SampleMasks | None = None
     batch_group_key: Callable[[Conditioning], int] = lambda _: 0
     without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext
+    at_strength: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Stack samples of one shape in host memory (pinned where it helps), ready for the device."""
@@ -241,9 +301,40 @@ class Model:
             return nullcontext()
         return self.masks.of(batch.dropout_seeds, batch.timesteps)
 
+    def strengthened(self, batch: Batch) -> AbstractContextManager[None]:
+        """Have the adapter at the strength of these samples in forward and backward passes, while a block runs."""
+        return nullcontext() if batch.strength == 1 else self.at_strength(batch.strength)
+
     def losses(self, samples: Sequence[Sample]) -> Tensor:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
-        return self.losses_of(self.collate(samples).on(self.device))
+        batch = self.collate(samples).on(self.device)
+        with self.strengthened(batch):
+            return self.losses_of(self.drawn(batch))
+
+    @torch.no_grad()
+    def drawn(self, batch: Batch) -> Batch:
+        """Return a batch on the device with the noisy latents of a slider, denoised along the samples' paths.
+
+        Each step keeps what it predicts of the image and of the noise, and puts them together anew at the next level:
+        DDIM without noise (Song et al. 2020, arXiv 2010.02502, eq. 12), which in flow matching is Euler's method. The
+        adapter is as it is now; of its masks none is set.
+        """
+        slides = batch.slides
+        if slides is None:
+            return batch
+        alpha, sigma, _, _ = batch.numbers
+        levels = [*((step[0], step[1]) for step in slides.path.unbind()), (alpha, sigma)]
+        x, prompt = batch.noise, self.embed(batch.conditioning)
+        empty = self.embed(slides.empty) if slides.guidance_scale != 1 else {}
+        for step, timesteps in enumerate(slides.path_timesteps.unbind()):
+            noisy = x.to(self.precision)
+            predicted = self.predict(self.denoiser, noisy, timesteps, prompt).float()
+            if empty:
+                unguided = self.predict(self.denoiser, noisy, timesteps, empty).float()
+                predicted = unguided + slides.guidance_scale * (predicted - unguided)
+            image, noise = parts_of(x, predicted, *levels[step], self.prediction)
+            x = add_noise(image, noise, *levels[step + 1])
+        return replace(batch, noisy=x)
 
     def losses_of(self, batch: Batch) -> Tensor:
         """Return the unweighted losses, float32 [B], of a batch on the device; the host never waits."""
@@ -252,6 +343,8 @@ class Model:
         input_noise = batch.noise if batch.input_noise is None else batch.input_noise
         alpha, sigma, _, delta = batch.numbers
         noisy = add_noise(batch.latents, input_noise, alpha, sigma).to(self.precision)
+        if batch.noisy is not None:
+            noisy = batch.noisy.to(self.precision)
         targets = target(batch.latents, batch.noise, alpha, sigma, self.prediction)
         if batch.contrast is not None:
             # Every row, also one with the base's target: the adapter's masks are those of the whole batch.
@@ -271,6 +364,8 @@ class Model:
                 )
             # Out of place: in epsilon prediction `targets` is the batch's noise, which the input may share.
             targets = targets.index_copy(0, rows, base_prediction.to(targets.dtype))
+        if batch.slides is not None and len(batch.slides.pushed):
+            targets = self._pushed(targets, noisy, batch.timesteps, batch.slides)
         conditioning = self.embed(batch.conditioning)
         predicted = self.predict(self.denoiser, noisy, batch.timesteps, conditioning)
         return sample_losses(
@@ -280,3 +375,15 @@ class Model:
             delta=delta,
             mask_weights=batch.mask_weights,
         )
+
+    @torch.no_grad()
+    def _pushed(self, targets: Tensor, noisy: Tensor, timesteps: Tensor, slides: Slides) -> Tensor:
+        """Return the targets of a slider, moved by the base's predictions for its two prompts."""
+        rows = slides.pushed
+        with self.without_adapter():
+            more, less = (
+                self.predict(self.denoiser, noisy[rows], timesteps[rows], self.embed(prompt))
+                for prompt in (slides.more, slides.less)
+            )
+        difference = more.to(targets.dtype) - less.to(targets.dtype)
+        return targets.index_add(0, rows, _per_sample(slides.push, difference) * difference)

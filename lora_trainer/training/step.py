@@ -39,7 +39,7 @@ from lora_trainer.families.base.references import references_in
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.actions import Action, Progress
-from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
+from lora_trainer.training.dataloader import Feeder, Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, NoFallbackLeft, Unstable
 from lora_trainer.training.loss import Batch, Model
@@ -95,7 +95,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     scaler: torch.amp.GradScaler
-    feeder: TrainingDataLoader
+    feeder: Feeder
     micro_batch: int
     events: EventStream
     actions: Sequence[Action]
@@ -190,15 +190,17 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
                 fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
                 severity="note",
             )
-    # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
+    # Masks and strength stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
-    with compiled, model.masking(batch):
-        # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
-        # processes is then the batch mean, and splitting a step differently changes rounding only.
-        _, _, weights, _ = batch.numbers
-        loss: Tensor = (model.losses_of(batch) * weights).sum() / training.settings.batch_size
-        # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
-        training.scaler.scale(loss).backward()
+    with model.strengthened(batch), compiled:
+        batch = model.drawn(batch)
+        with model.masking(batch):
+            # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
+            # processes is then the batch mean, and splitting a step differently changes rounding only.
+            _, _, weights, _ = batch.numbers
+            loss: Tensor = (model.losses_of(batch) * weights).sum() / training.settings.batch_size
+            # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
+            training.scaler.scale(loss).backward()
     return loss.detach()
 
 

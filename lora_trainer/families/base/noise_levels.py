@@ -40,10 +40,13 @@ class Levels:
 
     `draw(uniform, size_px=...)` is the level for a uniform number in [0, 1), by the sampling density and the
     shift of the settings; `at(fraction)` the one at a fraction of the timesteps in (0, 1).
+    `towards(level, steps, size_px=...)` are the levels that a sampler of so many steps stands at on its way from
+    pure noise to a level, which is not among them; they are spaced as the base's own sampler spaces them.
     """
 
     draw: Callable[..., Level]
     at: Callable[[float], Level]
+    towards: Callable[..., tuple[Level, ...]]
 
 
 def levels_of(facts: BaseFacts, settings: ObjectiveSettings) -> Levels:
@@ -75,7 +78,16 @@ def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> Levels
     def draw(uniform: float, *, size_px: Size) -> Level:
         return level(timestep(uniform))
 
-    return Levels(draw=draw, at=lambda fraction: level(int(fraction * len(signal))))
+    # At zero-terminal SNR nothing of the image is in the last level: predicted noise says nothing there.
+    first = max(number for number, share in enumerate(signal) if share > 0)
+
+    def towards(end: Level, steps: int, *, size_px: Size) -> tuple[Level, ...]:
+        last = min(int(end.timestep), first)
+        return tuple(level(first - round((first - last) * k / steps)) for k in range(steps))
+
+    return Levels(
+        draw=draw, at=lambda fraction: level(int(fraction * len(signal))), towards=towards
+    )
 
 
 def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], float]) -> Levels:
@@ -88,7 +100,18 @@ def flow_levels(settings: ObjectiveSettings, *, base_shift: Callable[[Size], flo
     def draw(uniform: float, *, size_px: Size) -> Level:
         return level(sigma(uniform, size_px))
 
-    return Levels(draw=draw, at=level)
+    def towards(end: Level, steps: int, *, size_px: Size) -> tuple[Level, ...]:
+        shift = base_shift(size_px)
+        last = end.sigma / (shift - (shift - 1.0) * end.sigma)  # before the shift
+        times = (1.0 - (1.0 - last) * k / steps for k in range(steps))
+        return tuple(level(_shifted(time, shift)) for time in times)
+
+    return Levels(draw=draw, at=level, towards=towards)
+
+
+def _shifted(time: float, shift: float) -> float:
+    """Return s t / (1 + (s - 1) t) (Esser et al. 2024, arXiv 2403.03206, section 5.3.2)."""
+    return shift * time / (1.0 + (shift - 1.0) * time)
 
 
 def _base_shift(facts: BaseFacts) -> Callable[[Size], float]:
@@ -120,8 +143,7 @@ def _flow_sigma(
         # One shift per size and not per batch: a sample's level must not depend on the images beside it.
         factor = base_shift(size_px) if fixed == "resolution" else float(fixed)
         time = density(uniform)
-        shifted = factor * time / (1.0 + (factor - 1.0) * time)
-        return lowest + (highest - lowest) * shifted
+        return lowest + (highest - lowest) * _shifted(time, factor)
 
     return sigma
 
