@@ -30,7 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_trainer.config.losses import LOSSES
-from lora_trainer.families.base.facts import TEXT_LENGTHS, Conditioning, Prediction
+from lora_trainer.families.base.facts import (
+    TEXT_LENGTHS,
+    Conditioning,
+    Prediction,
+    with_text_lengths,
+)
 from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.lora.dropout import SampleMasks, halves
 from lora_trainer.network.pinned_memory import pinned, pinned_copy
@@ -202,13 +207,12 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
         return pinned_copy(torch.tensor(values, dtype=dtype), device=device)
 
     def conditioning_of(some: Sequence[Conditioning]) -> Conditioning:
-        stacked_by_name = {
-            name: joined(padded_alike([conditioning[name] for conditioning in some]))
-            for name in (some[0] if some else ())
-        }
-        if (mask := stacked_by_name.get("text_mask")) is not None:
-            stacked_by_name[TEXT_LENGTHS] = mask.sum(dim=1)
-        return stacked_by_name
+        return with_text_lengths(
+            {
+                name: joined(padded_alike([conditioning[name] for conditioning in some]))
+                for name in (some[0] if some else ())
+            }
+        )
 
     numbers = [(s.level.alpha, s.level.sigma, s.weight, s.delta) for s in samples]
     # Noise is perturbed by a setting of the run: in all of its samples or in none.

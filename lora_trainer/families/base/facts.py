@@ -28,12 +28,18 @@ AROUND = 2
 # Named tensors beside the noisy latents; each tensor's first dimension is the batch.
 #
 # A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones [1,
-# length]; a batch is padded with zeros on dimension 1 to its longest text. In a batch of the training the texts'
-# numbers of tokens are `TEXT_LENGTHS`, int64 [B].
+# length]; a batch is padded with zeros on dimension 1 to its longest text. What is moved to a device has the texts'
+# numbers of tokens as `TEXT_LENGTHS`, int64 [B].
 Conditioning = Mapping[str, "Tensor"]
 # Stays in host memory, wherever the others are: networks need these as numbers, and the host would wait for the
 # device to read them from the mask there.
 TEXT_LENGTHS = "text_lengths"
+
+
+def with_text_lengths(conditioning: Conditioning) -> Conditioning:
+    """Return conditioning in host memory with `TEXT_LENGTHS`, if its texts have a mask."""
+    mask = conditioning.get("text_mask")
+    return conditioning if mask is None else {**conditioning, TEXT_LENGTHS: mask.sum(dim=1)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.processes import give_back_heap
-from lora_trainer.families.base.facts import BaseFacts, Conditioning
+from lora_trainer.families.base.facts import (
+    TEXT_LENGTHS,
+    BaseFacts,
+    Conditioning,
+    with_text_lengths,
+)
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.modular import modular_images
 from lora_trainer.families.base.text.transformers_encoder import load_tokenizer
@@ -140,8 +145,10 @@ class Sampler:
     def _moved(self, conditioning: Conditioning) -> Conditioning:
         dtype = next(self.denoiser.parameters()).dtype
         return {
-            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in conditioning.items()
+            name: tensor
+            if name == TEXT_LENGTHS
+            else tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in with_text_lengths(conditioning).items()
         }
 
 
