@@ -29,7 +29,6 @@ from lora_trainer.queue import worker
 from tests.fakes.run_folder import fake_run
 
 WRONG: tuple[Any, ...] = ({"a": 1}, [1], "text", None, -1e400, True)
-FILES = ("status.json", "run.json", "library.json", "best.json")
 
 
 def places(value: Any, path: tuple[Any, ...] = (), depth: int = 3) -> Iterator[tuple[Any, ...]]:

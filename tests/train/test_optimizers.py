@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import all_settings, build_config
@@ -101,6 +102,38 @@ def sizes(optimizer: torch.optim.Optimizer) -> list[int]:
         sum(value.numel() for value in state.values() if torch.is_tensor(value) and value.dim())
         for state in optimizer.state.values()
     ]
+
+
+# How often an optimizer's step reads a number from the device; others never do.
+READS = {
+    # Its library adds up the estimate of the rate in Python.
+    "prodigy": 2 * len(SHAPES),
+}
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is read from a tensor, for which the host waits where a device computes it."""
+
+    READING = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function.overloadpacket.__name__ in self.READING
+        return function(*args, **(kwargs or {}))
+
+
+@EVERY
+def test_a_step_reads_numbers_only_where_a_reason_is_told(name: str) -> None:
+    own = parameters()
+    optimizer = optimizers.build_optimizer(groups(own), settings(name))
+    with Reads() as reads:
+        walk(optimizer, own, [0])
+    assert reads.count == READS.get(name, 0)
 
 
 @EVERY
