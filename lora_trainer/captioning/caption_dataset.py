@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL import Image
-
 from lora_trainer.captioning.caption_files import (
     CaptionJournal,
     Chosen,
@@ -28,6 +26,7 @@ from lora_trainer.captioning.captioners import (
     CaptionRequest,
     ModelCaption,
     OutOfRoom,
+    Shown,
     Tagger,
     download,
     find,
@@ -116,6 +115,7 @@ class _Work:
     def run(self, captioner: Tagger | Describer, journal: CaptionJournal, stop: StopFlag) -> None:
         """Caption the targets in order, as many at a time as there is memory for."""
         batch = captioner.batch_size
+        self._say_what_pairs_get(captioner)
         waiting = deque(enumerate(self.chosen.targets, start=1))
         while waiting:
             if (number := stop()) is not None:
@@ -160,12 +160,29 @@ class _Work:
         had_one = len(self.chosen.captioned)
         self.events.emit(Captioned(written=self.written, failed=self.failed, had_one=had_one))
 
-    def _picture(self, target: Target, journal: CaptionJournal) -> Image.Image | None:
+    def _say_what_pairs_get(self, captioner: Tagger | Describer) -> None:
+        """Say so where the captions of editing pairs will not be instructions."""
+        alone = [
+            target
+            for target in self.chosen.targets
+            if target.references and not captioner.compares(len(target.references))
+        ]
+        if alone:
+            self.events.problem(
+                f"images with reference images ({len(alone)}) get captions of what they show, not of what changes:"
+                f" {self.request.model} sees one image at a time",
+                fix="take a chat model such as qwen3-vl-4b, or write the instructions by hand",
+            )
+
+    def _picture(self, target: Target, journal: CaptionJournal) -> Shown | None:
         if journal.has_written(target.file, target.before):
             self.written += 1  # by the call that this one goes on with
             return None
+        settings = DataSettings()
         try:
-            return decode(target.picture, settings=DataSettings()).image
+            image = decode(target.picture, settings=settings).image
+            references = (decode(path, settings=settings).image for path in target.references)
+            return Shown(image=image, references=tuple(references))
         except ImageDecodeError as fault:
             self._fail(target.name, fault.reason, fault.fix)
             return None

@@ -41,6 +41,8 @@ class Target:
     """An image to be captioned, the file for its caption, and that file's bytes now (None: no file)."""
 
     picture: Path
+    references: tuple[Path, ...] = ()
+    """Of an editing pair: its reference images, the first one first."""
     name: str
     file: Path
     before: bytes | None
@@ -87,7 +89,13 @@ def choose(
         elif not overwrite and (source := _caption_source(picture, file, before)):
             chosen.captioned[picture.name] = source
         else:
-            target = Target(picture=picture.path, name=picture.name, file=file, before=before)
+            target = Target(
+                picture=picture.path,
+                references=tuple(Path(one.file) for one in picture.references),
+                name=picture.name,
+                file=file,
+                before=before,
+            )
             chosen.targets.append(target)
     return chosen
 

@@ -267,6 +267,14 @@ def _refuse_incomplete(folder: Path) -> None:
 ModelCaption = tuple[str, bool]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """An image to be captioned, and the reference images that it was made from, the first one first."""
+
+    image: Image.Image
+    references: tuple[Image.Image, ...] = ()
+
+
 class OutOfRoom(Exception):
     """The device has no memory for so many images at a time."""
 
@@ -331,9 +339,13 @@ class Tagger:
     def device(self) -> str:
         return "cuda" if _CUDA in self.session.get_providers() else "cpu"
 
-    def describe(self, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
+    def compares(self, references: int) -> bool:
+        """Return whether it sees an image together with so many reference images: only its own tags are known."""
+        return False
+
+    def describe(self, pictures: Sequence[Shown]) -> list[ModelCaption]:
         """Return the tags of each image, comma-separated; raises OutOfRoom without memory."""
-        squares = np.stack([_square(picture, self.side_px) for picture in pictures])
+        squares = np.stack([_square(picture.image, self.side_px) for picture in pictures])
         filled = self.fixed_batch or len(squares)
         squares = np.concatenate([squares, squares[:1].repeat(filled - len(squares), axis=0)])
         try:

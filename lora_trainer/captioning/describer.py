@@ -11,7 +11,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from lora_trainer.captioning.captioners import (
     CaptionRequest,
     ModelCaption,
     OutOfRoom,
+    Shown,
     UnusableModel,
     known_as,
     no_room,
@@ -55,6 +56,14 @@ REQUEST = (
     "what is shown, what it does, the surroundings, the light and the style. "
     "Begin with the subject itself."
 )
+# Of an editing pair, whose caption is an instruction.
+EDIT_REQUEST = (
+    "The last image was made from {before}. Write the instruction that leads to it, as one gives it to "
+    "an image editor: one or two plain sentences that begin with a verb. Say what changes, and nothing "
+    "of what stays."
+)
+# More reference images than any base here reads.
+MOST_REFERENCES = 10
 TASKS = ("<CAPTION>", "<DETAILED_CAPTION>", "<MORE_DETAILED_CAPTION>")
 TASK = "<DETAILED_CAPTION>"
 MAX_TOKENS = 150
@@ -79,6 +88,8 @@ class Describer:
     model: Any
     processor: Any
     text: str | None
+    edit_texts: Mapping[int, str]
+    """The prompt for an image that was made from so many others; empty for a model that sees one image."""
     is_chat: bool
     max_tokens: int
     whole: bool
@@ -95,10 +106,14 @@ class Describer:
     def device(self) -> str:
         return str(self.torch_device)
 
-    def describe(self, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
-        """Return a description of each image; raises OutOfRoom when memory runs out."""
+    def compares(self, references: int) -> bool:
+        """Return whether it sees an image together with so many reference images, and says what changed."""
+        return references in self.edit_texts
+
+    def describe(self, pictures: Sequence[Shown]) -> list[ModelCaption]:
+        """Return a description of each image, or what changed in it; raises OutOfRoom when memory runs out."""
         try:
-            return self._described([_shrunk(picture) for picture in pictures])
+            return self._described(pictures)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -106,13 +121,20 @@ class Describer:
         raise OutOfRoom
 
     @torch.inference_mode()
-    def _described(self, pictures: list[Image.Image]) -> list[ModelCaption]:
+    def _described(self, pictures: Sequence[Shown]) -> list[ModelCaption]:
+        images = [_shrunk(picture.image) for picture in pictures]
         if self.text is None:
-            inputs = self.processor(images=pictures, return_tensors="pt")
+            inputs = self.processor(images=images, return_tensors="pt")
         else:
-            nested = [[picture] for picture in pictures] if self.is_chat else pictures
-            texts = [self.text] * len(pictures)
-            inputs = self.processor(images=nested, text=texts, padding=True, return_tensors="pt")
+            texts = [self.edit_texts.get(len(one.references), self.text) for one in pictures]
+            seen = [
+                [*map(_shrunk, one.references), image]
+                if self.compares(len(one.references))
+                else [image]
+                for one, image in zip(pictures, images, strict=True)
+            ]
+            given = seen if self.is_chat else images
+            inputs = self.processor(images=given, text=texts, padding=True, return_tensors="pt")
         inputs = inputs.to(self.torch_device, self.dtype)
         tokens = self.model.generate(
             **inputs,
@@ -151,6 +173,7 @@ def load_describer(folder: Path, request: CaptionRequest) -> Describer:
     with _misfits_named(name):
         processor = _processor(folder)
         text, is_chat = _text_beside(processor, request)
+        edit_texts = _edit_texts(processor, request) if is_chat else {}
     precision = _fitting(folder, name, torch_device, dtype)
     # Computed in 16 bits on a processor too where 32 do not fit.
     dtype = {"bf16": torch.bfloat16}.get(precision, dtype)
@@ -175,6 +198,7 @@ def load_describer(folder: Path, request: CaptionRequest) -> Describer:
         model=model,
         processor=processor,
         text=text,
+        edit_texts=edit_texts,
         is_chat=is_chat,
         max_tokens=request.max_tokens or _most_tokens(request),
         whole=request.json_for is not None,
@@ -231,21 +255,34 @@ def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, b
     return None, False
 
 
+def _edit_texts(processor: Any, request: CaptionRequest) -> dict[int, str]:
+    """Return the chat about an image and those that it was made from, by their number; none that cannot be held."""
+    if request.json_for is not None:  # which describes an image
+        return {}
+    texts = {}
+    for count in range(1, MOST_REFERENCES + 1):
+        before = "the one before it" if count == 1 else f"the {count} before it"
+        prompt = request.prompt or EDIT_REQUEST.format(before=before)
+        with suppress(UnusableModel):
+            texts[count] = _chat(processor, prompt, request.model, images=count + 1)
+    return texts
+
+
 def _most_tokens(request: CaptionRequest) -> int:
     if request.json_for is not None:
         return JSON_TOKENS
     return known_as(request.model).max_tokens or MAX_TOKENS
 
 
-def _chat(processor: Any, prompt: str, name: str) -> str:
-    """Return the chat that asks this of one image, by the model's own template.
+def _chat(processor: Any, prompt: str, name: str, *, images: int = 1) -> str:
+    """Return the chat that asks this of one image or of several, by the model's own template.
 
     Most templates get the image and the words as parts of the message. That of JoyCaption wants words alone, and puts
     the image before them by itself.
     """
     system = known_as(name).system
     first = [] if system is None else [{"role": "system", "content": system}]
-    parts = [{"type": "image"}, {"type": "text", "text": prompt}]
+    parts = [*([{"type": "image"}] * images), {"type": "text", "text": prompt}]
     problem = "puts no image into its chat"
     for content in (parts, prompt):
         chat = [*first, {"role": "user", "content": content}]
@@ -254,7 +291,7 @@ def _chat(processor: Any, prompt: str, name: str) -> str:
         except (TypeError, TemplateError) as error:
             problem = f"has a chat template that cannot be used ({one_line(error)})"
             continue
-        if text.count(processor.image_token) == 1 and prompt in text:
+        if text.count(processor.image_token) == images and prompt in text:
             return text
     raise UnusableModel(name, problem)
 

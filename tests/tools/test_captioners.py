@@ -55,12 +55,17 @@ def caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Caption:
     """
 
     def run(
-        model: object, *words: str, code: int = 0, pictures: Sequence[Image.Image] = PICTURES
+        model: object,
+        *words: str,
+        code: int = 0,
+        pictures: Sequence[Image.Image] = PICTURES,
+        references: Sequence[Image.Image] = (),
     ) -> Any:
         shutil.rmtree(tmp_path / "pictures", ignore_errors=True)
-        (tmp_path / "pictures").mkdir()
-        for number, one in enumerate(pictures):
-            one.save(tmp_path / "pictures" / f"{number}.png")
+        (tmp_path / "pictures" / "references").mkdir(parents=True)
+        for folder, images in (("", pictures), ("references", references)):
+            for number, one in enumerate(images):
+                one.save(tmp_path / "pictures" / folder / f"{number}.png")
         capsys.readouterr()
         line = ["caption", str(tmp_path / "pictures"), "--model", str(model), "--json", *words]
         assert run_cli(line) == code
@@ -99,6 +104,28 @@ def test_words_depend_on_the_picture_and_what_is_asked_alone(
     assert len(alone) == len(PICTURES) and len({text for text, _ in alone}) > 1
     limited = caption(models(kind), "--max-tokens", "1").said
     assert limited and all(cut for _, cut in limited), "a caption at its limit is marked"
+
+
+def test_a_chat_model_compares_the_images_of_a_pair_and_others_say_that_they_do_not(
+    models: Models, caption: Caption
+) -> None:
+    chat = models("qwen3-vl")
+    request = captioners.CaptionRequest(model=str(chat), device="cpu")
+    asked = describer.load_describer(chat, request).edit_texts
+    assert "the one before it" in asked[1] and "the 3 before it" in asked[3]
+    assert asked[3].count("image_pad") == 4
+    few = ("--max-tokens", "12")
+    plain = caption(chat, *few).said
+    paired, other = (
+        caption(chat, *few, references=images) for images in (PICTURES[:1], PICTURES[1:2])
+    )
+    assert plain[0] != paired.said[0] != other.said[0], "it depends on the reference"
+    assert plain[1:] == paired.said[1:], "an image without a reference is described"
+    assert not [row for row in paired.rows if row["event"] == "problem"]
+    florence = caption(models("florence2"), references=PICTURES[:1])
+    (said,) = [row for row in florence.rows if row["event"] == "problem"]
+    assert "(1) get captions of what they show" in said["what"]
+    assert florence.said == caption(models("florence2")).said
 
 
 def test_a_model_is_asked_as_it_was_trained(
@@ -157,7 +184,9 @@ def test_a_small_gpu_gets_the_language_model_in_fewer_bits(
     }
     assert stored and not [name for name in stored if set(name.split(".")) & set(describer.EYES)]
     assert len(stored) == len(layers)
-    assert len(loaded.describe([*PICTURES])) == len(PICTURES)
+    assert len(loaded.describe([captioners.Shown(image=each) for each in PICTURES])) == len(
+        PICTURES
+    )
 
 
 def test_of_a_cut_caption_whole_sentences_stay_and_large_pictures_are_made_smaller() -> None:

@@ -164,7 +164,7 @@ def on_image(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> Non
     """Let `act` do something while the tagger is at an image; it gets how many there were before."""
     real, count = captioners.Tagger.describe, itertools.count()
 
-    def describe(self: captioners.Tagger, pictures: Sequence[Image.Image]) -> Any:
+    def describe(self: captioners.Tagger, pictures: Sequence[captioners.Shown]) -> Any:
         act(next(count))
         return real(self, pictures)
 
@@ -377,7 +377,7 @@ def out_of_memory_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int
     given: list[int] = []
     real = describer.Describer._described
 
-    def described(self: describer.Describer, pictures: list[Image.Image]) -> Any:
+    def described(self: describer.Describer, pictures: Sequence[captioners.Shown]) -> Any:
         given.append(len(pictures))
         if len(pictures) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
