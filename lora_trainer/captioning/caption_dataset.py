@@ -171,7 +171,7 @@ class _Work:
             self.events.problem(
                 f"images with reference images ({len(alone)}) get captions of what they show, not of what changes:"
                 f" {self.request.model} sees one image at a time",
-                fix="take a chat model (`lora-train caption --help` names those known), or write the instructions by hand",
+                fix="take a chat model, which `lora-train caption --help` names, or write them by hand",
             )
 
     def _picture(self, target: Target, journal: CaptionJournal) -> Shown | None:
