@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.wording import gib
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.layers import AskedFor, lowered_to, resolve
@@ -38,6 +39,8 @@ BASES = {
 }
 TRAINED, HELD_OUT = 18, 2
 DESKTOP_GIB = 0.5
+SIDES_PX = (512, 640, 768, 1024)
+"""The sizes that a transformer may be trained at."""
 RAM_GIB, MACHINE_GIB = 32, 28
 """The machine's memory, and how much of it is free."""
 TEXT = """# Plans
@@ -138,6 +141,10 @@ disk. Its presets draw with the release's recipe of 20 steps (`speed`: 12) and t
 
 The table shows the hours of a run, and the size of its images in px:
 """
+EDITS = """A base that edits images has the tokens of the reference images in its sequence too. The table shows
+`balanced` with one reference of the image's size; the same run without references is above (FLUX.1 Kontext as
+FLUX.1-dev). Where it takes longer than the hours above, `plan` warns, and `data.reference_resolution` makes it shorter:
+"""
 TIMES = """On a processor, the embedded miniature base is trained in minutes, but a base of true size takes days.
 So the tier `cpu` has no limit of hours.
 """
@@ -146,7 +153,7 @@ So the tier `cpu` has no limit of hours.
 def page() -> str:
     """Return the whole page."""
     memory = (line for name in BASES for line in _base(name))
-    return "\n".join([TEXT, *_times(), TIMES, *memory])
+    return "\n".join([TEXT, *_times(), EDITS, *_edits(), TIMES, *memory])
 
 
 def releases() -> Iterator[str]:
@@ -175,8 +182,10 @@ def _known(named: Family) -> Sequence[Any]:
 
 
 @cache
-def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
-    """Plan a base on one of the GPUs."""
+def planned(
+    source: str, card: str, priority: Priority = "balanced", *, references: int = 0
+) -> Plan:
+    """Plan a base on one of the GPUs; `references` of an image are as large as it."""
     facts = known_base(source)
     assert facts is not None
     hardware = machine(card, ram_gib=ram_gib_of(source))
@@ -197,7 +206,10 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
             held_out_count=HELD_OUT,
             samples_per_epoch=TRAINED,
             buckets=[],
-            latents=TRAINED + HELD_OUT,
+            references={(side, side): ((side, side),) * references for side in SIDES_PX}
+            if references
+            else {},
+            latents=(TRAINED + HELD_OUT) * (1 + references),
             texts=TRAINED + HELD_OUT,
             prompts=resolved.config.sampling.prompts_from_captions,
         )
@@ -248,6 +260,34 @@ def _times() -> Iterator[str]:
         )
         yield _line([source.partition("/")[2], *hours])
     yield ""
+
+
+def _edits() -> Iterator[str]:
+    yield _line(["hours, px", *CARDS])
+    yield _line(["---", *("---:" for _ in CARDS)])
+    for source in editing_releases():
+        cells = (_edit_hours(source, card) for card in CARDS)
+        yield _line([source.partition("/")[2], *cells])
+    yield ""
+
+
+def _edit_hours(source: str, card: str) -> str:
+    try:
+        made = planned(source, card, references=1)
+    except LoraTrainError:
+        return "does not fit"
+    return f"{made.run_time.seconds / 3600:.1f}, {made.config.data.resolution}"
+
+
+def editing_releases() -> Iterator[str]:
+    """Yield a name of each public release that edits images and is computed otherwise than the others."""
+    for name in NAMES:
+        different: dict[str, str] = {}
+        for each in _known(family(name)):
+            facts = known_base(each.ids[0])
+            if facts is not None and facts.references is not None:
+                different.setdefault(network_of(each.ids[0]), each.ids[0])
+        yield from different.values()
 
 
 def _base(name: str) -> Iterator[str]:
