@@ -41,7 +41,7 @@ SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attent
 
 # The first axis of a token's position is 10 for those of the first reference, 20 for the second and so on.
 REFERENCE_TIME = 10
-# As many as Black Forest Labs state (docs.bfl.ai, guides/prompting_editing_overview: klein up to 4, dev 6 at most recommended).
+# As many as Black Forest Labs state for klein; they recommend at most 6 with dev (docs.bfl.ai, "Image Editing").
 REFERENCES = References(most=4)
 
 # The class of dev's text encoder, by which folders of dev and klein are told apart.
