@@ -17,11 +17,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lora_trainer.families.base.family import Family
 from lora_trainer.lora.tensors import AdapterTensors, update
 from scripts.readers.stand_ins import stand_in
+from tests.fakes.tiny_base import enliven
 
 # Packages that ComfyUI imports and these networks do not use.
-_UNUSED = ("torchvision", "torchaudio", "kornia", "spandrel", "av", "aiohttp", "folder_paths")
+_UNUSED = (
+    *("torchvision", "torchaudio", "kornia", "spandrel", "av", "aiohttp", "folder_paths"),
+    "scipy",
+)
 
 
 def start_comfyui(given: Namespace, *, unused: Sequence[str] = _UNUSED) -> None:
@@ -33,6 +38,12 @@ def start_comfyui(given: Namespace, *, unused: Sequence[str] = _UNUSED) -> None:
 
     comfy.options.enable_args_parsing()
     print(f"ComfyUI at {given.commit}")
+
+
+def start_simpletuner(given: Namespace) -> None:
+    """Make the modules of its unpacked wheel importable, and say which version it is."""
+    sys.path.insert(0, str(given.checkout))
+    print(f"SimpleTuner at {given.commit}")
 
 
 def patched(network: nn.Module, file: Path, *, kind: Any, unet_config: Mapping[str, Any]) -> int:
@@ -54,10 +65,12 @@ def patched(network: nn.Module, file: Path, *, kind: Any, unet_config: Mapping[s
     patches = comfy.lora.load_lora(comfy.lora_convert.convert_lora(load_file(file)), keys)
     weights = dict(model.named_parameters())
     for key, patch in patches.items():
-        entry = [(1.0, patch, 1.0, None, None)]
+        # A layer that is some rows of a matrix there has these behind its name, and perhaps a function of the weight.
+        name, offset, function = (key, None, None) if isinstance(key, str) else (*key, None)[:3]
+        entry = [(1.0, patch, 1.0, offset, function)]
         with torch.no_grad():
-            changed = comfy.lora.calculate_weight(entry, weights[key].clone(), key)
-            weights[key].copy_(changed)
+            changed = comfy.lora.calculate_weight(entry, weights[name].clone(), name)
+            weights[name].copy_(changed)
     return len(patches)
 
 
@@ -75,6 +88,23 @@ def padded(texts: Sequence[Tensor]) -> Mapping[str, Tensor]:
         "text": pad_sequence([text[0] for text in texts], batch_first=True),
         "text_mask": pad_sequence(masks, batch_first=True),
     }
+
+
+def batch_prediction(
+    family: Family, network: nn.Module, noisy: Tensor, sigma: Tensor, texts: Sequence[Tensor]
+) -> Tensor:
+    """Return the family's prediction of a batch whose texts [1, L, C] are padded, without gradients."""
+    with torch.no_grad():
+        return family.predict(network.eval(), noisy, 1000 * sigma, padded(texts))
+
+
+def training_network(family: Family, sizes: Mapping[str, Any], *, seed: int) -> nn.Module:
+    """Return a narrow random network as a training has it, without the layers that it does not read."""
+    torch.manual_seed(seed)
+    architecture = {"_class_name": family.traits.class_name, **sizes}
+    network = family.training_denoiser(architecture).eval().requires_grad_(False)
+    enliven(network)
+    return network
 
 
 def compare(what: str, ours: Tensor, theirs: Tensor) -> None:

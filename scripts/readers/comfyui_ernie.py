@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lora_trainer import families
 from lora_trainer.lora.adapter import layer_shapes
 from lora_trainer.lora.tensors import AdapterTensors
-from scripts.readers.beside import add_updates, compare, padded, patched, start_comfyui
+from scripts.readers.beside import add_updates, batch_prediction, compare, patched, start_comfyui
 from scripts.readers.cases import adapter, arguments
 from scripts.readers.networks import Base
 from tests.fakes.adapters import export
@@ -108,8 +108,7 @@ def _ours(
     """Return the family's prediction of a padded batch."""
     base = _base(seed)
     add_updates(tensors, base.denoiser)
-    with torch.no_grad():
-        return base.family.predict(base.denoiser.eval(), noisy, sigma * 1000, padded(texts))
+    return batch_prediction(base.family, base.denoiser, noisy, sigma, texts)
 
 
 def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:

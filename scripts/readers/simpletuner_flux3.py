@@ -9,7 +9,6 @@ relative to the largest value.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,17 +17,16 @@ from typing import Any
 import diffusers
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from lora_trainer import families
 from lora_trainer.lora.adapter import layer_shapes
 from lora_trainer.lora.tensors import AdapterTensors
-from scripts.readers.beside import compare, padded
+from scripts.readers.beside import batch_prediction, compare, start_simpletuner, training_network
 from scripts.readers.cases import arguments
 from tests.fakes.adapters import adapter_for, export
 from tests.fakes.family_bases import base_of, encoder_of, facts_of
-from tests.fakes.tiny_base import enliven
 
 NAME = "flux3"
 FAMILY = families.family(NAME)
@@ -40,15 +38,14 @@ PROMPTS = ("a red square", "", "a photo of the blue one, on the left, with a gre
 
 def main() -> None:
     given = arguments(__doc__ or "")
-    sys.path.insert(0, str(given.checkout))
-    print(f"SimpleTuner at {given.commit}")
+    start_simpletuner(given)
     _compare_texts()
     for flow_map in (False, True):
         for seed, (rows, columns, windows) in enumerate(SIZES):
             ours, theirs = _networks(flow_map=flow_map, seed=seed)
             told = _told(rows, columns, windows)
             title = f"{'distilled' if flow_map else 'base'}, {rows}x{columns}, texts of {windows}"
-            compare(title, _ours(ours, *told), _theirs(theirs, *told))
+            compare(title, batch_prediction(FAMILY, ours, *told), _theirs(theirs, *told))
         _compare_adapters(flow_map=flow_map)
 
 
@@ -85,13 +82,15 @@ def _compare_adapters(*, flow_map: bool) -> None:
             pipeline.load_lora_weights(str(folder), weight_name=file.name)
         loaded = sum("lora_A" in name for name, _ in ours.named_parameters())
         print(f"{format}: diffusers loads {loaded} of {len(tensors)} layers")
-        predicted = _ours(ours, *told)
+        predicted = batch_prediction(FAMILY, ours, *told)
         if format == "diffusers":
             theirs.load_lora_adapter(state, prefix="transformer")
             compare("LoRA in SimpleTuner's network", predicted, _theirs(theirs, *told))
             wanted = predicted
     compare("LoRA in both formats", wanted, predicted)
-    change = float((wanted - _ours(plain, *told)).abs().max() / wanted.abs().max())
+    change = float(
+        (wanted - batch_prediction(FAMILY, plain, *told)).abs().max() / wanted.abs().max()
+    )
     print(f"the LoRA changes the prediction by up to {change:.2f} of the largest")
 
 
@@ -112,25 +111,16 @@ def _networks(*, flow_map: bool, seed: int) -> tuple[Any, Any]:
         "axes_dims_rope": (4, 4, 4, 4),
         "flow_map": flow_map,
     }
-    torch.manual_seed(seed)
-    ours = FAMILY.training_denoiser({"_class_name": FAMILY.traits.class_name, **sizes}).eval()
-    with torch.no_grad():
-        enliven(ours)
+    ours = training_network(FAMILY, sizes, seed=seed)
     theirs = Flux3ImageTransformer2DModel(**sizes).eval()
     missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
     assert not unexpected and all("image_cond" in name for name in missing)
-    return ours.requires_grad_(False), theirs.requires_grad_(False)
+    return ours, theirs.requires_grad_(False)
 
 
 def _told(rows: int, columns: int, windows: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
     texts = [torch.randn(1, length, TEXT) for length in windows]
     return torch.randn(2, CHANNELS, rows, columns), torch.rand(2), texts
-
-
-def _ours(network: nn.Module, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
-    """Return the family's prediction of a padded batch."""
-    with torch.no_grad():
-        return FAMILY.predict(network, noisy, 1000 * sigma, padded(texts))
 
 
 def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:

@@ -8,22 +8,26 @@ path of its own for texts without pictures. Printed is the largest difference re
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.lora.adapter import layer_shapes
 from lora_trainer.lora.tensors import AdapterTensors
-from scripts.readers.beside import add_updates, compare, padded
+from scripts.readers.beside import (
+    add_updates,
+    batch_prediction,
+    compare,
+    start_simpletuner,
+    training_network,
+)
 from scripts.readers.cases import arguments
 from tests.fakes.adapters import adapter_for, export
-from tests.fakes.tiny_base import enliven
 
 NAME = "qwen21"
 FAMILY = families.family(NAME)
@@ -34,14 +38,13 @@ SIZES = ((8, 8, (7, 12)), (12, 6, (1, 40)), (4, 10, (33, 33)))
 
 def main() -> None:
     given = arguments(__doc__ or "")
-    sys.path.insert(0, str(given.checkout))
-    print(f"SimpleTuner at {given.commit}")
+    start_simpletuner(given)
     for seed, (rows, columns, lengths) in enumerate(SIZES):
         ours, theirs = _networks(seed)
         texts = [torch.randn(1, length, TEXT) for length in lengths]
         noisy, sigma = torch.randn(2, CHANNELS, rows, columns), torch.rand(2)
         title = f"{rows}x{columns}, texts of {lengths}"
-        plain = _ours(ours, noisy, sigma, texts)
+        plain = batch_prediction(FAMILY, ours, noisy, sigma, texts)
         compare(title, plain, _theirs(theirs, noisy, sigma, texts))
         modules = FAMILY.lora_targets(ours, "all")
         tensors: AdapterTensors = adapter_for("denoiser", ours, modules, seed=seed)
@@ -52,7 +55,7 @@ def main() -> None:
         loaded = sum("lora_A" in name for name, _ in theirs.named_parameters())
         print(f"SimpleTuner's network loads {loaded} of {len(tensors)} layers")
         add_updates(tensors, ours)
-        adapted = _ours(ours, noisy, sigma, texts)
+        adapted = batch_prediction(FAMILY, ours, noisy, sigma, texts)
         compare(f"LoRA, {title}", adapted, _theirs(theirs, noisy, sigma, texts))
         change = float((adapted - plain).abs().max() / adapted.abs().max())
         print(f"the LoRA changes the prediction by up to {change:.2f} of the largest")
@@ -73,19 +76,10 @@ def _networks(seed: int) -> tuple[Any, Any]:
         "context_in_dim": TEXT,
         "axes_dims_rope": (4, 6, 6),
     }
-    torch.manual_seed(seed)
-    ours = FAMILY.training_denoiser({"_class_name": FAMILY.traits.class_name, **sizes}).eval()
-    with torch.no_grad():
-        enliven(ours)
+    ours = training_network(FAMILY, sizes, seed=seed)
     theirs = QwenImage21Transformer2DModel(**sizes).eval()
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    return ours.requires_grad_(False), theirs.requires_grad_(False)
-
-
-def _ours(network: nn.Module, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
-    """Return the family's prediction of a padded batch."""
-    with torch.no_grad():
-        return FAMILY.predict(network, noisy, 1000 * sigma, padded(texts))
+    return ours, theirs.requires_grad_(False)
 
 
 def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
