@@ -20,7 +20,7 @@ from PIL import Image
 
 from lora_trainer import families
 from scripts.plan_tables import ram_gib_of
-from scripts.rehearse.base import write_true_size
+from scripts.rehearse.base import longest_caption, write_true_size
 from scripts.rehearse.card import Card, NoCudaTorch, build
 from scripts.rehearse.cell import Cell, Outcome, rehearse
 
@@ -57,7 +57,6 @@ def main() -> int:
     except NoCudaTorch as error:
         print(f"nothing was rehearsed: {error}", file=sys.stderr)
         return 4
-    dataset = _dataset(work / "images")
     record = work / "cells.jsonl"
     done = (
         [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
@@ -81,7 +80,11 @@ def main() -> int:
                     if not base.is_dir():
                         write_true_size(source, base)
                     outcome = rehearse(
-                        cell, base=base, dataset=dataset, work=work / "cell", libraries=libraries
+                        cell,
+                        base=base,
+                        dataset=_dataset(work / "images", longest_caption(base)),
+                        work=work / "cell",
+                        libraries=libraries,
                     )
                     with record.open("a", encoding="utf-8") as out:
                         out.write(json.dumps(outcome.row()) + "\n")
@@ -97,15 +100,16 @@ def _line(outcome: Outcome) -> str:
     return f"{outcome.key}: {'; '.join(outcome.faults) or 'holds'} | {sizes} | {launches} launches a step | {plan}"
 
 
-def _dataset(folder: Path) -> Path:
-    """Write four images of noise with captions."""
+def _dataset(folder: Path, caption: str) -> Path:
+    """Write four images of noise with captions, the first with `caption` unless it is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = np.random.default_rng(0)
     for index, (width, height) in enumerate(SIZES_PX):
         file = folder / f"image-{index}.png"
         if not file.is_file():
             Image.fromarray(numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
-        file.with_suffix(".txt").write_text(f"a photo of thing {index} on a table")
+        usual = f"a photo of thing {index} on a table"
+        file.with_suffix(".txt").write_text((index == 0 and caption) or usual)
     return folder
 
 

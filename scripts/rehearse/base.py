@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lora_trainer import families
+from lora_trainer.families.base.layout import Layout
+from lora_trainer.families.base.text.transformers_encoder import load_tokenizer
+from lora_trainer.families.files.base_parts import tokenizer_folder
 from tests.fakes.networks_of_releases import VAES, texts, vae
 from tests.fakes.tiny_base import write_base
 
@@ -42,6 +45,25 @@ def write_true_size(source: str, folder: Path) -> Path:
         kind = type(facts.release.sampling_scheduler()).__name__
         scheduler.write_text(json.dumps({"_class_name": kind, **facts.release.scheduler}))
     return folder
+
+
+def longest_caption(folder: Path) -> str:
+    """Return a caption of about as many tokens as the base in `folder` reads, for which a plan has memory.
+
+    "" where all texts have one length, and where captions are JSON.
+    """
+    family = families.detect(folder)
+    text = family.text
+    if not text.masked or text.json_captions is not None:
+        return ""
+    tokenizers = {
+        component: load_tokenizer(tokenizer_folder(folder, component, text), kind=network.kind)
+        for component, network in text.networks.items()
+    }
+    facts = family.facts(Layout(folder=folder), source=str(folder))
+    encoder = text.encoder(networks=dict.fromkeys(tokenizers), tokenizers=tokenizers, facts=facts)
+    room = encoder.prompt_room()
+    return " ".join(["thing"] * (room * room // encoder.count_tokens(" ".join(["thing"] * room))))
 
 
 def _replace(folder: Path, network: Any) -> None:

@@ -110,6 +110,15 @@ def give_numbers() -> None:
 
     Tensor.nonzero = nonzero  # type: ignore[method-assign, assignment]  # as above
     to_host = Tensor.cpu
+    largest = Tensor.max
+
+    def maximum(self: Tensor, *words: Any, **named: Any) -> Any:
+        # A pipeline asks for the longest of a few texts, whose lengths the host has written.
+        if self.is_cuda and not self.is_floating_point() and not words and not named:
+            return largest(to_host(self)).to(self.device)
+        return largest(self, *words, **named)
+
+    Tensor.max = maximum  # type: ignore[method-assign, assignment]  # as above
     generator = torch.Generator().manual_seed(0)
 
     def cpu(self: Tensor, *words: Any, **named: Any) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 
 from lora_trainer import families
 from lora_trainer.families.base.layout import Layout
-from scripts.rehearse.base import write_true_size
+from scripts.rehearse.base import longest_caption, write_true_size
 from scripts.rehearse.card import COUNTED
 from scripts.rehearse.cell import QUIET_STEP, ROOT, judged
+from tests.fakes.family_bases import base_of, encoder_of, facts_of
 
 GIB = 1 << 30
 PLAN: Mapping[str, Any] = {"memory": {"phases": {"images": 2 * GIB, "training": 4 * GIB}}}
@@ -55,6 +56,14 @@ def test_a_run_within_its_plan_holds() -> None:
 )
 def test_each_fault_is_named(seen: list[dict[str, Any]], fault: str) -> None:
     assert judged("a", seen, plan=PLAN, chosen={}).faults == [fault]
+
+
+@pytest.mark.parametrize("family", ["zimage", "lumina2", "qwen"])
+def test_a_caption_has_about_as_many_tokens_as_a_plan_has_memory_for(family: str) -> None:
+    encoder = encoder_of(facts_of(family))
+    tokens = encoder.count_tokens(longest_caption(base_of(family)))
+    assert 0.9 * encoder.prompt_room() < tokens <= encoder.prompt_room()
+    assert longest_caption(base_of("sdxl")) == "", "its texts have one length"
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux", "qwen"])
