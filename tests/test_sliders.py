@@ -129,6 +129,18 @@ def test_the_file_says_what_it_slides(place: Place) -> None:
     assert [each["target"] for each in directions] == ["woman, a person", "man, a person"]
     assert directions[0]["more"] == "woman, an old person" and directions[0]["keep"] == ["a house"]
     assert metadata["modelspec.usage_hint"].startswith("A slider")
+    reach = json.loads(metadata["lora_train.slider_reach"])
+    (measured,) = events(place.runs / "whole", "measured")
+    assert measured["reach"] == reach and len(reach) == 2
+
+
+def test_the_report_shows_the_strengths_side_by_side(place: Place) -> None:
+    page = (place.runs / "whole" / "report.html").read_text(encoding="utf-8")
+    strip = page[page.index("From less to more") : page.index("<h2>Samples</h2>")]
+    for strength in ("strength -2", "strength 0", "strength 2"):
+        assert strip.count(f">{strength}<") == 1
+    assert strip.count("<img") == 10 and strip.count("woman, a person<small>") == 1
+    assert "Strength 1 goes" in strip and "--m" not in strip.replace("alt=", "").split("<img")[0]
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux", "zimage", "anima"])

@@ -39,7 +39,8 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
         pictures = list(report.pictures)
         return {**report.to_json(), "pictures": pictures, "caption_limit": limit}
     if not report.images:
-        return f"{shown(str(dataset))} is a slider: it can be read, and needs no images"
+        said = Text(f"{shown(str(dataset))} is a slider: it can be read, and needs no images")
+        return Group(said, *(Text(shown(finding_line(each))) for each in report.findings))
     parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
     head = key_table()
     add_row(head, "images", str(report.images))

@@ -313,6 +313,8 @@ class Measured(Event):
     step: int
     parts: Mapping[str, float]
     """0 to 1 by name."""
+    reach: Sequence[float] = ()
+    """Of a slider: which share of the way to their goals the strengths 1 and -1 go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

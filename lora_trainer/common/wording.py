@@ -12,7 +12,7 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 GIB = 2**30
@@ -221,3 +221,9 @@ def public_source(value: str) -> str:
 def is_hub_id(text: str) -> bool:
     """Say whether a text has the form of a Hub id, "owner/name", which could be a folder's, too."""
     return _HUB_ID.fullmatch(text) is not None
+
+
+def reach_text(reach: Sequence[float]) -> str:
+    """Return how far the strengths 1 and -1 of a slider go along their goals, in words."""
+    more, less = reach
+    return f"strength 1 goes {more:.0%} of the way to its goal, -1 {less:.0%}"

@@ -484,10 +484,16 @@ def read_dataset(
     is a dataset without images.
     """
     if is_slider_file(folder):
-        directions = read_sliders(folder)
-        fingerprint = sha256_bytes(json_bytes([asdict(each) for each in directions]))
+        words = read_sliders(folder)
+        fingerprint = sha256_bytes(json_bytes([asdict(each) for each in words.directions]))
         return Dataset(
-            folder=folder, records=(), findings=(), fingerprint=fingerprint, directions=directions
+            folder=folder,
+            records=(),
+            findings=tuple(
+                finding("foreign-slider", trainer=words.trainer, what=note) for note in words.notes
+            ),
+            fingerprint=fingerprint,
+            directions=words.directions,
         )
     memo = DatasetMemo(cache_folder(data))
     if facts.references is None and not checks_only:

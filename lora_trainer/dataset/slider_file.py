@@ -12,23 +12,32 @@ itself knows what `more` and `less` say. The file has a table for each target:
     weight = 1.0
 
 `attributes` are put before the three prompts in turn, so that the direction is not that of one of them (Gandikota et
-al. 2023, arXiv 2311.12092, section 4.1). `keep` are prompts that the slider must leave as they are.
+al. 2023, arXiv 2311.12092, section 4.1). `keep` are prompts that the slider must leave as they are. Files of other
+trainers are read too (`foreign_sliders`).
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lora_trainer.common.errors import InputError, did_you_mean
 from lora_trainer.common.events import shown
+from lora_trainer.dataset.foreign_sliders import words_of_others
 
-ENDING = ".toml"
+_PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    ".toml": ("TOML", tomllib.loads),
+    ".json": ("JSON", json.loads),
+    ".yaml": ("YAML", yaml.safe_load),
+    ".yml": ("YAML", yaml.safe_load),
+}
 # A prompt has at most some hundred tokens.
 Prompt = Annotated[str, Field(max_length=2000)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -68,22 +77,41 @@ class Direction:
         return (self.target, self.more, self.less, *self.keep)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What a slider's file says: its directions, each once, and what of another trainer's file was not read."""
+
+    directions: tuple[Direction, ...]
+    trainer: str = ""
+    """Whose file it is; empty: this program's."""
+    notes: tuple[str, ...] = ()
+
+
 def is_slider_file(dataset: Path) -> bool:
     """Return whether a dataset is a file of a slider, by its name."""
-    return dataset.suffix.lower() == ENDING and not dataset.is_dir()
+    return dataset.suffix.lower() in _PARSERS and not dataset.is_dir()
 
 
-def read_sliders(file: Path) -> tuple[Direction, ...]:
-    """Return the directions of a slider's file, each once; raises InputError for one that cannot be used."""
+def read_sliders(file: Path) -> Words:
+    """Return the words of a slider's file; raises InputError for one that cannot be used."""
+    kind, parse = _PARSERS[file.suffix.lower()]
     try:
-        content = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
+        content = parse(file.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise InputError(f"{file} does not exist", fix="name an existing file") from None
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise InputError(f"{file} cannot be read ({reason})", fix="allow reading it") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{shown(str(file))} is not TOML: {error}", fix=_EXAMPLE) from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise InputError(f"{shown(str(file))} is not {kind}: {line}", fix=_EXAMPLE) from None
+    if not isinstance(content, dict):
+        raise InputError(f"{shown(str(file))} holds no table", fix=_EXAMPLE)
+    others_words = words_of_others(content)
+    trainer, notes = "", list[str]()
+    if others_words is not None:
+        trainer, rows, notes = others_words
+        content = {"sliders": rows}
     tables = content.get("sliders")
     others = [name for name in content if name != "sliders"]
     if not isinstance(tables, list) or not tables or others:
@@ -94,7 +122,11 @@ def read_sliders(file: Path) -> tuple[Direction, ...]:
         for number, table in enumerate(tables, start=1)
         for direction in _expanded(_read(table, file=file, number=number))
     ]
-    return tuple({direction.name: direction for direction in directions}.values())
+    return Words(
+        directions=tuple({direction.name: direction for direction in directions}.values()),
+        trainer=trainer,
+        notes=tuple(notes),
+    )
 
 
 def share_keeping(directions: Sequence[Direction]) -> float:

@@ -11,7 +11,7 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -94,6 +94,8 @@ class ExportInfo:
     regularisation_per_epoch: int = 0
     slider: tuple[Mapping[str, Any], ...] = ()
     """The prompts and the weight of each direction of a slider."""
+    reach: tuple[float, float] | None = None
+    """Of a slider: which share of the way to their goals the strengths 1 and -1 go."""
     references: int = 0
     """Reference images of an image, the most; 0: it was trained from text alone."""
     base_hashes: FileHashes | None = None
@@ -322,7 +324,7 @@ MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 # What tells of the user's folders and captions, and the setting that leaves it out.
 DATASET_IN_HEADER = "output.dataset_in_header"
 SLIDER_HINT = "A slider: strength 1 is more of it, -1 as much less, 0 the base. No word is needed in the prompt."
-SLIDER_ENTRY = "lora_train.slider"
+SLIDER_ENTRY, REACH_ENTRY = "lora_train.slider", "lora_train.slider_reach"
 DATASET_ENTRIES = (
     *("ss_dataset_dirs", "ss_reg_dataset_dirs", "ss_tag_frequency", "ss_datasets"),
     SLIDER_ENTRY,
@@ -358,6 +360,7 @@ def metadata(info: ExportInfo) -> dict[str, str]:
         ),
         "lora_train.base_identity": public.base_identity,
         **({SLIDER_ENTRY: _dumps(public.slider)} if public.slider else {}),
+        **({REACH_ENTRY: _dumps(_rounded(public.reach))} if public.reach else {}),
         **({"lora_train.references": str(public.references)} if public.references else {}),
     }
     if not settings[DATASET_IN_HEADER]:
@@ -367,6 +370,10 @@ def metadata(info: ExportInfo) -> dict[str, str]:
             {key: value for key, value in settings.items() if key not in told}
         )
     return {key: str(value) for key, value in sorted(values.items())}
+
+
+def _rounded(numbers: Sequence[float]) -> list[float]:
+    return [round(number, 3) for number in numbers]
 
 
 def _modelspec(info: ExportInfo) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from lora_trainer.common.wording import (
     loss_text,
     one_line,
     rate_text,
+    reach_text,
     step_seconds_text,
 )
 from lora_trainer.reporting.status import Smoothed, TimeLeft
@@ -222,7 +223,10 @@ def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:
             yield f"validation at step {event.step}: loss {_compared(event.loss, base_loss)}"
         case Measured():
             parts = ", ".join(f"{name} {value:.2f}" for name, value in event.parts.items())
-            yield f"measured: {parts} (of 1 each); lora-train validate RUN DATASET measures the rest"
+            if len(event.reach) == 2:
+                yield f"measured: {parts} (of 1 each); {reach_text(event.reach)}"
+            else:
+                yield f"measured: {parts} (of 1 each); lora-train validate RUN DATASET measures the rest"
         case Resumed():
             yield f"resumed at step {event.step}: {event.exactness}"
             yield from event.differences

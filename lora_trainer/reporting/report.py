@@ -34,9 +34,11 @@ from lora_trainer.common.wording import (
     against_base,
     bytes_text,
     duration_text,
+    reach_text,
     step_seconds_text,
 )
 from lora_trainer.config.config import all_settings
+from lora_trainer.config.prompt_line import STRENGTH, parted
 from lora_trainer.planning.timesteps import shares_sentence
 from lora_trainer.reporting.charts import (
     Html,
@@ -75,6 +77,10 @@ class ReportView:
     history: RunHistory
     grid: SampleGrid | None
     """None for a run that made no samples."""
+    strip: Strip | None
+    """None for a run that is not a slider."""
+    reach: str
+    """How far a slider goes, in words; empty where that was not measured."""
     loss_curve: Html
     rate_curve: Html
     timesteps: Html
@@ -109,6 +115,8 @@ def report_view(history: RunHistory) -> ReportView:
         name=run.name or history.started.name or history.folder.name,
         history=history,
         grid=sample_grid(history),
+        strip=strip_of(history),
+        reach=_reach(history.folder),
         loss_curve=loss_curve(history),
         rate_curve=rate_curve(history),
         timesteps=timestep_bars(history.run.plan.timesteps),
@@ -135,7 +143,6 @@ def document(history: RunHistory) -> Html:
         REPORT_FILE,
         **vars(report_view(history)),
         against_base=against_base,
-        column_name=column_name,
         duration_text=duration_text,
         interrupted=INTERRUPTED_EXIT_CODES,
         severities=SEVERITIES,
@@ -145,6 +152,14 @@ def document(history: RunHistory) -> Html:
         value_text=value_text,
         weights=WEIGHTS,
     )
+
+
+def _reach(folder: Path) -> str:
+    score = _score(folder)
+    reach = score.figures.get("reach") if score is not None else None
+    if not isinstance(reach, list) or len(reach) != 2:
+        return ""
+    return reach_text(reach) if all(isinstance(each, int | float) for each in reach) else ""
 
 
 def _score(folder: Path) -> ScoreRecord | None:
@@ -291,6 +306,11 @@ class SampleGrid:
     left_out: int
     """Sampled steps that have no column."""
 
+    @property
+    def columns(self) -> list[str]:
+        """The steps in words."""
+        return [column_name(step) for step in self.steps]
+
 
 def sample_grid(history: RunHistory) -> SampleGrid | None:
     """Return the grid of a run's samples; None when it made none."""
@@ -306,6 +326,42 @@ def sample_grid(history: RunHistory) -> SampleGrid | None:
         for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)
     ]
     return SampleGrid(steps=steps, rows=rows, left_out=len(all_steps) - len(steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """The newest samples of prompts that were drawn at several strengths, side by side."""
+
+    columns: Sequence[str]
+    """The strengths in words, from less to more."""
+    rows: Sequence[tuple[str, str, Sequence[Cell]]]
+    """The prompt without its strength, the seed and a cell for each strength."""
+
+
+def strip_of(history: RunHistory) -> Strip | None:
+    """Return the strip of a slider; None for a run without prompts at several strengths."""
+    last = max((image.step for image in history.samples), default=0)
+    rows: dict[tuple[str, str], dict[float, SampleImage]] = {}
+    for image in history.samples:
+        _, options = parted(image.prompt)
+        try:
+            strength = float(options.get(STRENGTH, ""))
+        except ValueError:
+            continue
+        if image.step == last:
+            prompt = image.prompt.replace(f" --{STRENGTH} {options[STRENGTH]}", "")
+            rows.setdefault((prompt, image.seed), {})[strength] = image
+    several = {name: images for name, images in rows.items() if len(images) > 1}
+    if not several:
+        return None
+    strengths = sorted({strength for images in several.values() for strength in images})
+    return Strip(
+        columns=[f"strength {strength:g}" for strength in strengths],
+        rows=[
+            (prompt, seed, [_cell(images.get(each), history.folder) for each in strengths])
+            for (prompt, seed), images in several.items()
+        ],
+    )
 
 
 def column_name(step: int) -> str:

@@ -492,7 +492,10 @@ def _report(
     dataset: Dataset, data: DataSettings, reading: Reading, basis: Basis, *, each: bool = False
 ) -> DatasetReport:
     if dataset.directions:
-        return DatasetReport(images=0, score=1.0, parts={}, findings=(), buckets={}, pictures=())
+        findings = dataset.findings
+        return DatasetReport(
+            images=0, score=1.0, parts={}, findings=findings, buckets={}, pictures=()
+        )
     more = (
         *too_long(reading, facts=basis.facts),
         *json_findings(dataset.records, family=basis.family),

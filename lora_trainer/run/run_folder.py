@@ -225,7 +225,8 @@ class TrainingJob:
     """The context of a training beside its plan: run folder, events, stop signal, processes.
 
     `state` is the resume state, None for a new run; `watchers` are actions that run between steps;
-    `ranks` are the processes that share the work; `cache_needs` are the cache entries to read.
+    `ranks` are the processes that share the work; `cache_needs` are the cache entries to read. `reach` is of a slider:
+    which share of the way to their goals the strengths 1 and -1 go, once that is measured.
     """
 
     prepared: Prepared
@@ -237,3 +238,4 @@ class TrainingJob:
     started_at_s: float
     ranks: ProcessGroup
     watchers: Sequence[Action] = ()
+    reach: tuple[float, float] | None = None

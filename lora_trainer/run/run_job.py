@@ -16,7 +16,7 @@ from torch import nn
 
 from lora_trainer.checkpoint.states import TrainingState, freeze, snapshot, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import LoraTrainError, RequestError, TrainingStopped
+from lora_trainer.common.errors import LoraTrainError, RequestError, TrainingStopped, first_line
 from lora_trainer.common.event_kinds import Finished, Phase, Uploaded, Validation
 from lora_trainer.common.events import read_events
 from lora_trainer.common.files import disk_error
@@ -71,7 +71,7 @@ from lora_trainer.training.guards import (
 )
 from lora_trainer.training.loop import train_steps
 from lora_trainer.training.schedules import LearningRate, learning_rate
-from lora_trainer.training.slider import SliderDataLoader
+from lora_trainer.training.slider import SliderDataLoader, reach
 from lora_trainer.training.step import OomFallback, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
@@ -148,9 +148,29 @@ def run_job(job: TrainingJob) -> Path:
         end = train_steps(training, start)
     file = job.folder / final_export_name(job.folder.name)
     if leads:
+        if isinstance(feeder, SliderDataLoader):
+            job = _with_reach(job, feeder, parts, cap=end.guard.micro_batch)
         _export(job, parts, best, file, end, began_s=began)
     ranks.end_together()
     return file
+
+
+def _with_reach(
+    job: TrainingJob, feeder: SliderDataLoader, parts: TrainComponents, *, cap: int
+) -> TrainingJob:
+    """Return the job with the measured reach of its slider; a failure is an event, never the end of a run."""
+    if not job.prepared.config.output.measure:
+        return job
+    try:
+        with parts.chosen():
+            return replace(job, reach=reach(feeder, parts.model, cap=cap))
+    except (LoraTrainError, RuntimeError) as error:
+        job.events.problem(
+            f"how far the slider goes was not measured: {first_line(error)}",
+            fix="no action needed: the adapter itself is complete",
+            severity="note",
+        )
+        return job
 
 
 def _export(

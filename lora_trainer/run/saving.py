@@ -162,6 +162,7 @@ def _export_info(
         trigger=", ".join(prepared.config.data.triggers) or None,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
         slider=tuple(asdict(each) for each in prepared.dataset.directions),
+        reach=job.reach,
         references=max((len(one.references) for one in prepared.trained), default=0),
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.release.zero_terminal_snr,
@@ -379,6 +380,8 @@ def validate_at_the_end(
             ]
         else:
             result.leave_out("the run did not validate the base and the last step alike", "gain")
+        if job.reach is not None:
+            result.figures["reach"] = [round(share, 3) for share in job.reach]
         missing = WEIGHTS.keys() - result.parts.keys() - result.left_out.keys()
         result.leave_out("needs samples or more losses: lora-train validate RUN DATASET", *missing)
         path = job.folder / VALIDATION_FILE
@@ -390,4 +393,5 @@ def validate_at_the_end(
             severity="note",
         )
         return
-    job.events.emit(Measured(step=end.step, parts=result.rounded_parts))
+    reach = result.figures.get("reach", ())
+    job.events.emit(Measured(step=end.step, parts=result.rounded_parts, reach=reach))

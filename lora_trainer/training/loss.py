@@ -381,6 +381,28 @@ class Model:
         )
 
     @torch.no_grad()
+    def reach(self, samples: Sequence[Sample]) -> tuple[float, float]:
+        """Return how far samples of a slider with one strength are moved along their goals, and how far they should be.
+
+        Both are sums over all elements: of the adapter's change of the prediction times the goal's change, and of the
+        latter's square. Their quotient is 1 where every goal is reached, 0 for the base. The latents are the base's,
+        so that strengths are compared on the same ones.
+        """
+        batch = self.collate(samples).on(self.device)
+        assert batch.slides is not None and len(batch.slides.pushed) == len(samples)
+        with self.without_adapter():
+            noisy = self.drawn(batch).noisy
+            assert noisy is not None
+            noisy = noisy.to(self.precision)
+            prompt = self.embed(batch.conditioning)
+            base = self.predict(self.denoiser, noisy, batch.timesteps, prompt).float()
+        goal = self._pushed(base, noisy, batch.timesteps, batch.slides) - base
+        with self.strengthened(batch):
+            prompt = self.embed(batch.conditioning)
+            moved = self.predict(self.denoiser, noisy, batch.timesteps, prompt).float() - base
+        return float((moved * goal).sum()), float(goal.square().sum())
+
+    @torch.no_grad()
     def _pushed(self, targets: Tensor, noisy: Tensor, timesteps: Tensor, slides: Slides) -> Tensor:
         """Return the targets of a slider, moved by the base's predictions for its two prompts."""
         rows = slides.pushed

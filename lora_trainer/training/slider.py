@@ -22,11 +22,14 @@ from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_
 from lora_trainer.config.learning import ObjectiveSettings, SliderSettings
 from lora_trainer.families.base.facts import BaseFacts, Conditioning
 from lora_trainer.families.base.noise_levels import Levels
-from lora_trainer.training.dataloader import Sample, Slide, in_stratum
+from lora_trainer.training.dataloader import Sample, Slide, in_stratum, split
+from lora_trainer.training.loss import Model
 from lora_trainer.training.noise import draw_noise, loss_delta, loss_weight
 
 # Both in every step. A half each: the loss of a draw is the mean of the two.
 STRENGTHS = (1.0, -1.0)
+# Draws by which a finished slider is measured.
+MEASURED_DRAWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,10 @@ class SliderDataLoader:
         """
         first, process = step * self.batch_size, self.dist_env
         mine = share(self.batch_size, rank=process.rank, count=process.count)
-        drawn = [sample for index in mine for sample in self._draw(first + index)]
+        drawn = [sample for index in mine for sample in self.draw(first + index)]
         return tuple(_at(strength, sample) for strength in STRENGTHS for sample in drawn)
 
-    def _draw(self, position: int) -> Iterator[Sample]:
+    def draw(self, position: int) -> Iterator[Sample]:
         """Yield the samples of a place in the stream at strength 1, with all random draws."""
         epoch, index = divmod(position, len(self.sources))
         name = shuffled(self.sources, self.seed, Stream.ORDER, epoch)[index]
@@ -121,6 +124,25 @@ class SliderDataLoader:
                 conditioning=texts(source.keep[kept]),
                 slide=path,
             )
+
+
+def reach(feeder: SliderDataLoader, model: Model, *, cap: int) -> tuple[float, float]:
+    """Return which share of the way to their goals the strengths 1 and -1 go, on the first draws of a slider's stream.
+
+    At most `cap` samples are in one pass. 1 is all the way; equal numbers are equal changes with another sign.
+    """
+    moved = [
+        sample
+        for position in range(MEASURED_DRAWS)
+        for sample in feeder.draw(position)
+        if sample.slide is not None and sample.slide.push
+    ]
+    shares = []
+    for strength in STRENGTHS:
+        passes = split([_at(strength, sample) for sample in moved], cap=cap)
+        found, whole = zip(*map(model.reach, passes), strict=True)
+        shares.append(sum(found) / sum(whole) if any(whole) else 0.0)
+    return shares[0], shares[1]
 
 
 def _at(strength: float, sample: Sample) -> Sample:

@@ -23,7 +23,7 @@ from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.families.base.noise_levels import Level, Levels, flow_levels, table_levels
 from lora_trainer.training.dataloader import Sample, Slide, split
 from lora_trainer.training.loss import Batch, Model, add_noise, parts_of, target
-from lora_trainer.training.slider import SliderDataLoader
+from lora_trainer.training.slider import SliderDataLoader, reach
 from tests.fakes.training import (
     CPU,
     EMPTY_TEXT,
@@ -335,6 +335,31 @@ def test_gradients_do_not_depend_on_the_split_nor_on_recomputation(kind: str) ->
     assert distance(found(3, checkpointing=True), whole) < 1e-4
 
 
+def test_the_reach_is_1_at_the_goals_and_shrinks_with_the_update() -> None:
+    """A network whose change is a known share of the goal, other at -1 than at 1."""
+    network = Remembers()
+    with torch.no_grad():
+        network.change[0] = 1.5  # half of the goal's 3
+
+    def predict(_: nn.Module, noisy: Tensor, __: Tensor, texts: Conditioning) -> Tensor:
+        # At strength -1 the change is two thirds of that at 1.
+        strength = network.strength if network.strength > 0 else network.strength * 2 / 3
+        numbers = network.base + strength * network.change
+        return (texts["text"] @ numbers).view(-1, 1, 1, 1).expand_as(noisy)
+
+    model = remembering(network, predict)
+    feeder = loader()
+    one_hot = torch.eye(4)
+    for source in feeder.sources.values():
+        for row, key in enumerate((source.target, source.more, source.less)):
+            feeder.entries.resident[key.digest] = {"text": one_hot[row : row + 1]}
+        for key in source.keep:
+            feeder.entries.resident[key.digest] = {"text": one_hot[3:]}
+    feeder.entries.resident[EMPTY_TEXT.digest] = {"text": one_hot[:1]}
+    for cap in (1, 5):
+        assert reach(feeder, model, cap=cap) == pytest.approx((0.5, 1 / 3), rel=1e-4)
+
+
 def test_dropout_is_of_the_trained_pass_alone() -> None:
     """The latents are those that the adapter draws without anything left out."""
     feeder = loader()
@@ -372,6 +397,19 @@ class Remembers(nn.Module):
         return self.at(0.0)
 
 
+def remembering(network: Remembers, predict: Any) -> Model:
+    return Model(
+        denoiser=network,
+        predict=predict,
+        embed=lambda conditioning: conditioning,
+        prediction="flow",
+        precision=torch.float32,
+        device=CPU,
+        without_adapter=network.off,
+        at_strength=network.at,
+    )
+
+
 def test_both_strengths_end_at_the_goal_and_a_kept_prompt_stays() -> None:
     """Target 0.25, more 1, less -0.5, guidance 2: a change of 3 at strength 1; the prompt kept is changed by 0."""
     network = Remembers()
@@ -382,16 +420,7 @@ def test_both_strengths_end_at_the_goal_and_a_kept_prompt_stays() -> None:
         numbers = network.base + network.strength * network.change
         return (texts["text"] @ numbers).view(-1, 1, 1, 1).expand_as(noisy)
 
-    model = Model(
-        denoiser=network,
-        predict=predict,
-        embed=lambda conditioning: conditioning,
-        prediction="flow",
-        precision=torch.float32,
-        device=CPU,
-        without_adapter=network.off,
-        at_strength=network.at,
-    )
+    model = remembering(network, predict)
     one_hot = torch.eye(4)
     samples = []
     for sample in loader(batch_size=2).prepare(0):
