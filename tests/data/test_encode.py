@@ -217,3 +217,23 @@ def test_latents_that_are_not_finite_name_the_picture(studio: Studio, tmp_path: 
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"p\d.png: .*not finite"):
         studio.encode()
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "said"),
+    [
+        ("vae", "diffusion_pytorch_model", r"the VAE of the base .* for p\d.png"),
+        ("text_encoder", "model", "the text encoder of the base .* for the caption"),
+    ],
+)
+def test_a_part_of_zeros_is_named_before_anything_is_trained(
+    part: str, name: str, said: str, studio: Studio, tmp_path: Path
+) -> None:
+    """Of a file that was allocated whole and never filled."""
+    studio.base = copytree(studio.base, tmp_path / "half copied")
+    file = studio.base / part / f"{name}.safetensors"
+    zeros = {key: torch.zeros_like(value) for key, value in load_file(file).items()}
+    save_file(zeros, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=said) as caught:
+        studio.encode()
+    assert "its weights are damaged" in caught.value.found

@@ -534,3 +534,15 @@ def test_a_download_is_counted_in_bytes_of_the_files_that_are_missing(
         assert not counts or len(set(here_bytes)) > 3
         told.clear()
     assert (folder / "vae" / "config.json").is_file() and not (folder / "left_out.ckpt").exists()
+
+
+def test_a_proxy_that_needs_a_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """httpx imports it when the first request is made."""
+
+    def refused(*args: object, **named: object) -> None:
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refused)
+    with pytest.raises(MachineError, match="socksio") as caught:
+        fetch("a/b", revision=None, choose=list, model_kind="base model", instead="give a folder")
+    assert "httpx[socks]" in (caught.value.fix or "")

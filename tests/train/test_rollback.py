@@ -21,7 +21,7 @@ from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import InputError, MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.events import EventStream
-from lora_trainer.run.run_job import doubt_of, make_folder_again
+from lora_trainer.run.run_job import doubt_of, make_folder_again, refuse_worthless
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import train_steps
@@ -324,3 +324,16 @@ def test_what_speaks_against_a_finished_lora_is_said(
     guard = GuardState(micro_batch=1, rollbacks=rollbacks, lr_scale=0.5**rollbacks)
     doubt = doubt_of(guard, losses)
     assert bool(doubt) == bool(said) and all(words in doubt for words in said)
+
+
+def test_a_run_that_learned_nothing_does_not_end_well() -> None:
+    """All of its steps were skipped, or what a new adapter begins with is all it has."""
+    end = Progress(step=3, images=6, guard=GuardState(micro_batch=2))
+    zero, moved = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(TrainingStopped, match="nothing was learned: after 3 steps"):
+        refuse_worthless([zero], end, start=None)
+    refuse_worthless([zero, moved], end, start=None)
+    refuse_worthless([], end, start="started.safetensors")
+    skipped = replace(end, guard=replace(end.guard, skipped_in_row=3))
+    with pytest.raises(InputError, match="from the first step on"):
+        refuse_worthless([zero], skipped, start=None)
