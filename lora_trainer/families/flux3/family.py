@@ -57,6 +57,7 @@ class Flux3Encoder(Qwen3VLEncoder):
 
     layers = tuple(range(4, 33, 4))
     padding_side = "right"
+    ending = ""
 
     def template(self, prompt: str) -> str:
         tokenizer: Any = self.tokenizers[self.last]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,12 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.layout import Layout
 from lora_trainer.families.base.releases import text_network
-from lora_trainer.families.base.text.qwen3_vl import QWEN3_VL_UNREAD, Qwen3VLEncoder
+from lora_trainer.families.base.text.qwen3_vl import (
+    QWEN3_VL_LAST_NORM,
+    QWEN3_VL_UNREAD,
+    Qwen3VLEncoder,
+    holds_itself,
+)
 from lora_trainer.families.base.text.transformers_encoder import text_config, without_padding
 from lora_trainer.families.base.traits import AdapterFormats, AdapterNames, PipelineTraits
 from lora_trainer.families.flux2.family import SquareLatents
@@ -47,10 +53,6 @@ class Ideogram4Encoder(Qwen3VLEncoder):
     layers = (*range(1, 35, 3), 36)
     last_norm = False
     adds_special_tokens = False
-    ending = "<|im_end|>\n<|im_start|>assistant\n"
-
-    def template(self, prompt: str) -> str:
-        return f"<|im_start|>user\n{prompt}"
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         import torch
@@ -151,13 +153,6 @@ class Images:
         return SimpleNamespace(images=latents)
 
 
-def _texts_alone(pipeline: Any) -> None:
-    """Let the pipeline read texts with the language model alone, which it looks for within a network of more."""
-    network = pipeline.text_encoder
-    # Not as a submodule: a network that holds itself has no end.
-    object.__setattr__(network, "language_model", network)
-
-
 class Ideogram4(FlowFamily):
     """The family of Ideogram 4 (Ideogram 2026) and its fine-tunes."""
 
@@ -165,10 +160,7 @@ class Ideogram4(FlowFamily):
     text = encoders(
         replace(text_network("qwen3vl_8b"), network="Qwen3VLModel", parameters=7_568_401_408),
         encoder=Ideogram4Encoder,
-        unread=(
-            *QWEN3_VL_UNREAD,
-            *(f"{start}norm." for start in ("language_model.", "model.language_model.", "model.")),
-        ),
+        unread=(*QWEN3_VL_UNREAD, *QWEN3_VL_LAST_NORM),
         inner="language_model",
         width="llm_features_dim",
         json_captions=JSON_CAPTIONS,
@@ -199,7 +191,7 @@ class Ideogram4(FlowFamily):
             pixels_a_token=facts.vae_factor,
         ),
         unguided="unconditional_transformer",
-        mend=_texts_alone,
+        mend=partial(holds_itself, name="language_model"),
     )
     formats = AdapterFormats(
         names=AdapterNames(

@@ -25,7 +25,7 @@ from lora_trainer.families.base.flow import (
 from lora_trainer.families.base.latents import pack, unpack
 from lora_trainer.families.base.layout import Layout
 from lora_trainer.families.base.releases import text_network
-from lora_trainer.families.base.text.qwen3_vl import QWEN3_VL_UNREAD, Qwen3VLEncoder
+from lora_trainer.families.base.text.qwen3_vl import QWEN3_VL_UNREAD, USER_TURN, Qwen3VLEncoder
 from lora_trainer.families.base.text.transformers_encoder import text_config
 from lora_trainer.families.base.traits import (
     VIDEO_VAE,
@@ -39,18 +39,13 @@ from lora_trainer.families.qwen.family import TEMPLATE, TEMPLATE_TOKENS, FrameLa
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-BEFORE_PROMPT, AFTER_PROMPT = TEMPLATE.split("{}")
-
 
 class Krea2Encoder(Qwen3VLEncoder):
     """Every third state of Qwen3-VL 4B from the second on, behind Qwen-Image's system prompt."""
 
     layers = tuple(range(2, 36, 3))
     free_tokens = TEMPLATE_TOKENS
-    ending = AFTER_PROMPT
-
-    def template(self, prompt: str) -> str:
-        return BEFORE_PROMPT + prompt
+    system = TEMPLATE.partition(USER_TURN)[0]
 
 
 def by_state(text: Tensor) -> Tensor:

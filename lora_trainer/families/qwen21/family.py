@@ -26,8 +26,10 @@ from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.base.text.qwen3_vl import (
     QWEN3_VL_INNER,
+    QWEN3_VL_LAST_NORM,
     QWEN3_VL_UNREAD,
     Qwen3VLEncoder,
+    holds_itself,
     text_processor,
 )
 from lora_trainer.families.base.text.transformers_encoder import text_config
@@ -52,14 +54,11 @@ class Qwen21Encoder(Qwen3VLEncoder):
     layers = (-1,)
     last_norm = False
     padding_side = "left"
-    ending = "<|im_end|>\n<|im_start|>assistant\n"
+    system = SYSTEM
 
     @property
     def free_tokens(self) -> int:  # type: ignore[override]  # as the pipeline counts them, by the tokenizer
         return len(self.tokenizers[self.last](SYSTEM).input_ids)
-
-    def template(self, prompt: str) -> str:
-        return f"{SYSTEM}<|im_start|>user\n{prompt}"
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         # The empty prompt is one blank, as in the pipeline.
@@ -102,10 +101,8 @@ def decoded_frame(vae: Any, frame: Tensor) -> Tensor:
 
 def _texts_alone(pipeline: Any) -> None:
     """Let the pipeline read texts with the language model alone, and draw pictures without opacity."""
-    network, decode = pipeline.text_encoder, pipeline.vae.decode
-    # The pipeline looks for the language model within a network of texts and images. Not as a submodule: a network
-    # that holds itself has no end.
-    object.__setattr__(network, "model", network)
+    decode = pipeline.vae.decode
+    holds_itself(pipeline, "model")
     pipeline.vae.decode = lambda *args, **options: [
         each[:, :3] for each in decode(*args, **options)
     ]
@@ -129,7 +126,7 @@ class QwenImage21(FlowFamily):
     text = encoders(
         text_network("qwen3vl_8b"),
         encoder=Qwen21Encoder,
-        unread=(*QWEN3_VL_UNREAD, "model.language_model.norm.", "model.norm."),
+        unread=(*QWEN3_VL_UNREAD, *QWEN3_VL_LAST_NORM),
         inner=QWEN3_VL_INNER,
         width="context_in_dim",
         masked=True,

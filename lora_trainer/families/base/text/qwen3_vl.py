@@ -18,8 +18,24 @@ if TYPE_CHECKING:
 
 # Prefixes of the vision tower and the language head in files, which no text goes through.
 QWEN3_VL_UNREAD = ("visual.", "model.visual.", "lm_head.")
+# The norm behind the last block, of an encoder without `last_norm`.
+QWEN3_VL_LAST_NORM = ("language_model.norm.", "model.language_model.norm.", "model.norm.")
 # The language model in `Qwen3VLForConditionalGeneration`; in `Qwen3VLModel` it is the end of this name.
 QWEN3_VL_INNER = "model.language_model"
+
+
+# Around a prompt in Qwen's chat format.
+USER_TURN = "<|im_start|>user\n"
+AFTER_PROMPT = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def holds_itself(pipeline: Any, name: str) -> None:
+    """Let a pipeline find the language model by the name at which it looks for it in a network of texts and images.
+
+    Not as a submodule: a network that holds itself has no end.
+    """
+    network = pipeline.text_encoder
+    object.__setattr__(network, name, network)
 
 
 def text_processor(tokenizer: Any) -> Any:
@@ -56,7 +72,9 @@ class Qwen3VLEncoder(MaskedEncoder):
     """Numbers of the blocks behind which states are read (0: the embeddings), joined along the channels."""
     last_norm: ClassVar[bool] = True
     """Whether the state behind the last block goes through the network's last norm."""
-    ending: ClassVar[str] = ""
+    system: ClassVar[str] = ""
+    """The system message before the prompt, with its marks."""
+    ending: ClassVar[str] = AFTER_PROMPT
     """What follows a prompt, also one that is cut. The end of `template` is cut off with the prompt."""
 
     def __post_init__(self) -> None:
@@ -67,6 +85,9 @@ class Qwen3VLEncoder(MaskedEncoder):
             # the other, and calls in several threads (network/offload.py) need no hook.
             network: Any = self.networks[self.last]
             network.norm = nn.Identity()
+
+    def template(self, prompt: str) -> str:
+        return f"{self.system}{USER_TURN}{prompt}"
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return `ids` and `mask` [B, tokens], with `ending` behind each prompt."""
