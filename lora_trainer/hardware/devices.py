@@ -121,7 +121,7 @@ def is_under_windows(root: Path = Path("/")) -> bool:
 
 # ---- torch's allocator: segments that grow on a GPU, whole pages of pinned host memory
 
-# Variables that torch 2.10 to 2.13 read: the first that is set.
+# Variables that torch 2.10 to 2.15 read: the first that is set.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SEGMENTS = "expandable_segments"
 
