@@ -217,3 +217,18 @@ def test_a_release_that_edits_beside_one_that_does_not(place: Place, tmp_path: P
 
 def test_families_that_edit_are_said() -> None:
     assert families.editing()[:1] and "sdxl" not in families.editing()
+
+
+def test_mirrored_images_other_sizes_and_validate_have_their_references(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
+    line = place.command("views", data__flip=True, data__more_resolutions=[64], **few)
+    line[line.index("--steps") + 1] = "2"
+    assert run_cli(line) == 0
+    # All are known as they are, at 32 px. Mirrored: four images, four references; at 64 px both of the three trained images.
+    # References keep their own size.
+    assert events(place.runs / "views", "cached")[0]["latents"] == 8 + 6
+    capsys.readouterr()
+    assert run_cli(["validate", str(place.runs / "whole"), str(place.dataset), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parts"]["gain"] > 0.5
