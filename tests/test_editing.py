@@ -226,8 +226,8 @@ def test_mirrored_images_other_sizes_and_validate_have_their_references(
     line = place.command("views", data__flip=True, data__more_resolutions=[64], **few)
     line[line.index("--steps") + 1] = "2"
     assert run_cli(line) == 0
-    # All are known as they are, at 32 px. Mirrored: four images, four references; at 64 px both of the three trained images.
-    # References keep their own size.
+    # As they are and at 32 px all are known. New: four images and four references mirrored, and at 64 px the three
+    # trained images both ways. References keep their own size.
     assert events(place.runs / "views", "cached")[0]["latents"] == 8 + 6
     capsys.readouterr()
     assert run_cli(["validate", str(place.runs / "whole"), str(place.dataset), "--json"]) == 0
