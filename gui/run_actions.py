@@ -11,7 +11,9 @@ from pathlib import Path
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import PRIORITIES
+from lora_trainer.config.config import all_settings
 from lora_trainer.queue import commands, worker
+from lora_trainer.reporting.coach import coach
 from lora_trainer.reporting.control import Control, Request
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.run_record import read
@@ -22,6 +24,7 @@ from .run_best import Best, mark_best
 from .run_mend import mend_of
 from .run_settings import chosen_settings
 from .run_state import END_AFTER_S, look
+from .setting_text import text_of
 from .workplace import Workplace
 
 
@@ -67,11 +70,12 @@ def resume(work: Workplace, run: str, *, dataset: str = "") -> None:
     worker.ensure_worker(work.runs)
 
 
-def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
+def clone(work: Workplace, run: str, *, mended: bool = False, advice: str = "") -> drafts.Draft:
     """Return a new draft with the dataset, base and settings of a run, saved.
 
     The settings are those that somebody chose; what the planner decided it decides anew. `mended`: with the
-    change that the end of the run advises. Raises RequestError for no run or one without records, MachineError.
+    change that the end of the run advises; `advice`: with those of the coach's advice of that kind. Raises
+    RequestError for no run or one without records, MachineError.
     """
     folder = runs.run_folder(work.runs, run)
     record = read(folder)
@@ -93,6 +97,11 @@ def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
             if not mend.is_usual
             else draft.without_setting(key)
         )
+    known = {info.key: info for info in all_settings()}
+    for each in coach(read_history(folder)) if advice else ():
+        if each.kind == advice:
+            for key, value in each.changes.items():
+                draft = setting_edit.changed(draft, key=key, text=text_of(known[key], value))
     drafts.save(work, draft)
     return draft
 

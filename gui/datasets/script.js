@@ -62,6 +62,7 @@ class Editor {
     this.tags = new Set();
     this.away = false;
     this.wish = new URL(location.href).searchParams.get("kind");  // what to filter by once it is known
+    this.found = new URL(location.href).searchParams.get("find");  // what is searched for at first
     this.parts = [];
     this.partPx = 80 * CHUNK; // of a part that was not drawn yet
     this.live = make("div", { class: "unseen", role: "status", "aria-live": "polite" });
@@ -144,6 +145,10 @@ class Editor {
       this.wish = "";
     }
     this.page.hidden = false;
+    if (this.found) {
+      this.tools.search.input.value = this.found;
+      this.found = "";
+    }
     this.tools.show(answer);
     if (said) { this.announce(said); }
     if (answer.left && answer.left.length) this.tools.say(answer.left.join("; "), true);

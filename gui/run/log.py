@@ -17,6 +17,7 @@ from lora_trainer.common.event_kinds import (
     Cores,
     Event,
     Finished,
+    ImageLosses,
     Learned,
     Measured,
     OutOfMemory,
@@ -152,6 +153,8 @@ def _words(event: Event) -> str:
             named = event.parts.items()
             parts = ", ".join(f"{_PARTS.get(name, name)} {value:.2f}" for name, value in named)
             return f"How good the file is, of 1 each: {parts}"
+        case ImageLosses():
+            return f"Measured what was learned of {len(event.images)} images"
         case Finished():
             early = f", early, as {event.early}" if event.early else ""
             doubt = f", but {event.doubt}" if event.doubt else ""

@@ -26,6 +26,7 @@ from ..run_state import Look, possible
 from ..runs import Records
 from ..server.templates import render
 from ..server.translation import Words
+from .coach import coach_html, coach_key
 from .film import film_key, film_of
 from .head import head, head_html, machine_now
 from .log import log
@@ -59,6 +60,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
 
     return {
         "head": Part(key=shown, draw=with_machine),
+        "coach": Part(key=coach_key(history), draw=lambda _: coach_html(folder, history, _)),
         "buttons": Part(key=possible(seen), draw=lambda _: _buttons(seen)),
         "where": _where(seen),
         "chart": Part(
@@ -86,7 +88,7 @@ def shown_best(folder: Path, history: RunHistory) -> int:
 def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
     """Return the parts for a folder whose records cannot be read: why, and the buttons."""
     told = tag("p", reason, class_="notice error")
-    empty = {name: Part(key="", draw=lambda _: Html("")) for name in ("settings", "files")}
+    empty = {name: Part(key="", draw=lambda _: Html("")) for name in ("coach", "settings", "files")}
     blank = {"drawn": "", "steps": 0}
     return {
         "head": Part(key=told, draw=lambda _: _.markup(told)),

@@ -192,7 +192,7 @@ export function mount(main, leaving) {
   window.addEventListener("pageshow", ({ persisted }) => { if (persisted) back(); }, { signal: leaving });
 
   const address = new URL(location.href);
-  for (const name of ["folder", "again", "mended", "example"]) address.searchParams.delete(name); // they are in the draft
+  for (const name of ["folder", "again", "mended", "advice", "example"]) address.searchParams.delete(name); // they are in the draft
   address.searchParams.set("draft", draft);
   history.replaceState(null, "", address);
   dropZone(one(".drop"), leaving, trainOn);

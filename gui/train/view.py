@@ -74,7 +74,12 @@ def wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
     if named and named != "new":
         return _with_folder(work, named, asked.get("folder", ""))
     if asked.get("again"):
-        return run_actions.clone(work, asked["again"], mended=bool(asked.get("mended")))
+        return run_actions.clone(
+            work,
+            asked["again"],
+            mended=bool(asked.get("mended")),
+            advice=asked.get("advice", ""),
+        )
     # The example is known to be good: its images need no look before the plan.
     folder, step = (
         (str(uploads.example(work)), CHECK)

@@ -318,6 +318,31 @@ class Measured(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageLoss:
+    """The losses of one image, each the mean over the same timesteps with the same noise."""
+
+    image: str
+    """Relative to the dataset's folder."""
+    held_out: bool
+    base: float
+    """Without the LoRA."""
+    lora: float
+    """With it, and with the image's own caption."""
+    other_caption: float
+    """With it, and with the caption of another image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageLosses(Event):
+    """What the finished LoRA has learned of each image, of many images of some."""
+
+    kind: ClassVar = "image_losses"
+    step: int
+    seconds: float
+    images: Sequence[ImageLoss]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished(Event):
     """The run has ended as it should, and its LoRA is written."""
 
@@ -431,7 +456,7 @@ _OF_A_RUN = (
     Change,
     OutOfMemory,
 )
-_OF_ITS_END = (BaseLosses, Learned, Measured, Finished, Stopped, Uploaded, Cores)
+_OF_ITS_END = (BaseLosses, Learned, Measured, ImageLosses, Finished, Stopped, Uploaded, Cores)
 _OF_CAPTIONS = (Downloading, Captioning, Caption, Captioned)
 KINDS: Mapping[str, type[Event]] = {
     each.kind: each for each in (Problem, Phase, *_OF_A_RUN, *_OF_ITS_END, *_OF_CAPTIONS)

@@ -80,6 +80,8 @@ _ASK_TORCH = (
 _AMD = "0x1002"
 # Below this load of the last minute nobody looks for so long how busy the processors are now.
 _LEAST_LOAD, _LOOK_S = 0.3, 0.1
+# Linux gives a program about ten times as much as one under `nice` (nice 10), where both want a processor.
+NICE_WEIGHT = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,18 +267,26 @@ def detect(
 def busy_processors() -> float:
     """Return how many processors other programs keep busy, 0 if unknown: what they did in the last minute and still do.
 
-    A training that has just ended is in the average of the minute for long.
+    A training that has just ended is in the average of the minute for long. Programs that give way (`nice`) count as
+    much as the system gives them beside a program that does not.
     """
     try:
         lately = float(psutil.getloadavg()[0])
         if lately < _LEAST_LOAD:
             return 0.0
-        now = float(psutil.cpu_percent(interval=_LOOK_S)) / 100 * (psutil.cpu_count() or 1)
+        now = psutil.cpu_times_percent(interval=_LOOK_S)
     except OSError:
         return 0.0
+    processors = float(psutil.cpu_count() or 1)
+    busy: float = max(0.0, 1 - (now.idle + getattr(now, "iowait", 0.0)) / 100)
+    if busy == 0:
+        return 0.0
     # Programs that wait for a processor are in the average, but cannot be seen in what the processors do.
-    most = min(lately, float(psutil.cpu_count() or 1))
-    return lately * min(1.0, now / most)
+    goes_on = min(1.0, busy * processors / min(lately, processors))
+    # Of n programs that give way and m others that always want a processor, the first get n / NICE_WEIGHT of what the
+    # others get for m: the shares tell n and m, and with them what all of them take from one more.
+    nice_share: float = min(1.0, getattr(now, "nice", 0.0) / 100 / busy)
+    return lately * goes_on / (1 - nice_share + NICE_WEIGHT * nice_share)
 
 
 def _of_other_makers(

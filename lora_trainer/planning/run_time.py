@@ -346,6 +346,9 @@ EMPTY_TEXT = 1
 MOST_HOURS: Mapping[str, float] = {"speed": 1.0, "balanced": 3.0, "quality": 8.0}
 # Noise levels at which each held-out image is predicted.
 VALIDATION_QUANTILES = 8
+# At the end each image, of many images so many, is predicted at these noise levels: by the base, by the LoRA, and by
+# the LoRA with the caption of another image.
+IMAGE_LOSS_QUANTILES, MOST_IMAGE_LOSSES, IMAGE_LOSS_KINDS = 3, 48, 3
 # Sample images may take this share of the time of all steps, or three minutes if that is more.
 SAMPLES_SHARE, FREE_SAMPLES_S = 0.15, 180.0
 # Sample images are drawn at every save, every second or every fifth, and always before the first step.
@@ -466,6 +469,11 @@ class RunTimeInputs:
             times = 1 + math.ceil(train.steps / train.validate_every_steps)
             passes = times * VALIDATION_QUANTILES * inputs.held_out_count / inputs.processes
             validation = _times(passes, self._forward(self.config.data.resolution))
+        if self.config.output.measure:
+            images = min(MOST_IMAGE_LOSSES, inputs.images + inputs.held_out_count)
+            passes = IMAGE_LOSS_KINDS * IMAGE_LOSS_QUANTILES * images
+            each = _times(passes, self._forward(self.config.data.resolution))
+            validation = _sum(validation, each)
         return RunTime(
             parts={
                 "start": (START_S[0] + size / fast_disk, START_S[1] + size / slow_disk),

@@ -25,6 +25,8 @@ from lora_trainer.common.event_kinds import (
     Change,
     Event,
     Finished,
+    ImageLoss,
+    ImageLosses,
     Preview,
     Problem,
     Resumed,
@@ -80,6 +82,8 @@ class RunHistory:
     seconds: float
     """Seconds of all sessions, without the pauses between them."""
     sessions: int
+    images: tuple[ImageLoss, ...]
+    """What was learned of each image; empty where that was not measured."""
     end: Finished | Stopped | None
     """How its last session ended."""
     unreadable_lines: int
@@ -178,6 +182,7 @@ class _EventSum:
     samples: list[SampleImage] = field(default_factory=list)
     previews: dict[int, Preview] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
+    images: tuple[ImageLoss, ...] = ()
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
     seconds: float = 0.0
     _last_s: float = math.nan
@@ -215,12 +220,14 @@ class _EventSum:
                 self.marks.append(Mark(step=event.step, event=event))
             case Change():
                 self.marks.append(Mark(step=self._step, event=event))
+            case ImageLosses():
+                self.images = tuple(event.images)
             case Finished() | Stopped():
                 self.end = event
 
     def _begin(self, started: RunStarted) -> None:
         """Begin a session: all steps after the one that is resumed from are forgotten."""
-        self.started, self.end = started, None
+        self.started, self.end, self.images = started, None, ()
         self.sessions += 1
         last = -1 if started.resumed_from is None else started.resumed_from
         self.steps = {step: each for step, each in self.steps.items() if step <= last}
@@ -279,6 +286,7 @@ class HistoryReader:
             marks=tuple(so_far.marks),
             problems=tuple(self._problem_list),
             seconds=so_far.seconds,
+            images=so_far.images,
             end=so_far.end,
             unreadable_lines=self._events.unreadable_lines + self._problems.unreadable_lines,
         )

@@ -48,6 +48,7 @@ from lora_trainer.reporting.charts import (
     smoothed_losses,
     timestep_bars,
 )
+from lora_trainer.reporting.coach import Advice, coach
 from lora_trainer.reporting.history import (
     RunHistory,
     SampleImage,
@@ -88,6 +89,8 @@ class ReportView:
     timesteps_sentence: str
     score: ScoreRecord | None
     """None where it was not measured."""
+    advice: Sequence[Advice]
+    """What the next training should do otherwise."""
     problems: Sequence[Remark]
     data: DatasetRecord
     buckets: Sequence[tuple[str, float, float]]
@@ -122,6 +125,7 @@ def report_view(history: RunHistory) -> ReportView:
         timesteps=timestep_bars(history.run.plan.timesteps),
         timesteps_sentence=shares_sentence(history.run.plan.timesteps),
         score=_score(history.folder),
+        advice=coach(history),
         problems=_counted(map(_problem, history.problems)),
         data=run.dataset,
         buckets=_buckets(run.dataset.buckets),

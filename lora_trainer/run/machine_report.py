@@ -169,7 +169,7 @@ def clock(hardware: Hardware, cache: Path) -> MachineCheck:
     """Return what corrects the predicted time of a training here: what other programs take, and finished runs."""
     gpu, _ = hardware.accelerator()
     counts = known_counts(cache, hardware, gpu=gpu, families=families.NAMES)
-    known = ", ".join(f"{count} of {family}" for family, count in counts.items())
+    known = ", ".join(f"{family}: {count}" for family, count in counts.items())
     busy = busy_text(hardware, gpu)
     estimated = (
         f"The time of a training is an estimate until one has finished on this machine; {busy}."

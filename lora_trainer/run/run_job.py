@@ -48,6 +48,7 @@ from lora_trainer.run.device import (
     oom_fallbacks,
 )
 from lora_trainer.run.hub_upload import push
+from lora_trainer.run.image_losses import measure_images
 from lora_trainer.run.previews import Previews
 from lora_trainer.run.run_folder import EVENTS_FILE, STATES, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
@@ -150,7 +151,7 @@ def run_job(job: TrainingJob) -> Path:
     if leads:
         if isinstance(feeder, SliderDataLoader):
             job = _with_reach(job, feeder, parts, cap=end.guard.micro_batch)
-        _export(job, parts, best, file, end, began_s=began)
+        _export(job, parts, feeder, best, file, end, began_s=began)
     ranks.end_together()
     return file
 
@@ -176,6 +177,7 @@ def _with_reach(
 def _export(
     job: TrainingJob,
     parts: TrainComponents,
+    feeder: TrainingDataLoader,
     best: BestExport,
     file: Path,
     end: Progress,
@@ -196,6 +198,7 @@ def _export(
     if output.measure:
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
+        measure_images(job, feeder, parts, end)
     # The first validation loss is the base's; they are read from the whole run with its resumes.
     recorded = read_events(job.folder / EVENTS_FILE)
     losses = [event.loss for event in recorded if isinstance(event, Validation)] or [math.nan]

@@ -18,6 +18,7 @@ from lora_trainer.common.event_kinds import (
     Cached,
     Event,
     Finished,
+    ImageLosses,
     Preview,
     RunStarted,
     Samples,
@@ -60,7 +61,7 @@ class _PartsTaken:
             case Cached():
                 # A plan does not know what is in the cache already: only a run that found nothing there compares.
                 self.seconds["found" if event.found else "caching"] += event.seconds
-            case Validation():
+            case Validation() | ImageLosses():
                 self.seconds["validation"] += event.seconds
             case Samples(asked=False):
                 self.seconds["sample images"] += event.seconds

@@ -594,6 +594,46 @@ def test_a_failed_run_is_trained_again_with_the_setting_that_mends_it(
         assert mended.settings == {**usual, **then} and mended == drafts.read(work, mended.id)
 
 
+def test_a_finished_run_says_what_was_weak_and_a_press_trains_again_with_the_change(
+    finished: Path, live: Path, work: Workplace
+) -> None:
+    def worse(row: dict[str, Any]) -> None:
+        if row["event"] == "validation" and row["step"] > 15:
+            row["loss"] = 0.11
+
+    assert "What to do better" not in page(live)["coach"], "it has not finished"
+    change_events(finished, worse)
+    images = [
+        {
+            "image": f"{n}.png",
+            "held_out": False,
+            "base": 0.1,
+            "lora": lora,
+            "other_caption": 1.2 * lora,
+        }
+        for n, lora in enumerate((0.04, 0.039, 0.041, 0.04, 0.042, 0.095))
+    ]
+    append(finished, event="image_losses", step=30, seconds=1.0, images=images, time=1.0)
+    (work.own / "pictures").mkdir(parents=True)
+    command = ["lora-train", str(work.own / "pictures")]
+
+    def where(record: dict[str, Any]) -> None:
+        record["command"], record["dataset"]["name"] = command, "pictures"
+
+    change_record(finished, where)
+    shown = page(finished)["coach"]
+    assert "It was best at step 15" in shown and "5.png: little was learned of it" in shown
+    assert "advice=too-long" in shown and "Train again with 15 steps" in shown
+    assert "file=5.png" in shown and "find=5.png" in shown, (
+        "its picture, and the way to its caption"
+    )
+    again = run_actions.clone(work, finished.name, advice="too-long")
+    assert again.settings["train.steps"] == 15
+    assert run_actions.clone(work, finished.name, advice="nothing").settings["train.steps"] == 30
+    in_german = run_parts.parts(now(finished), runs.Followed().read(finished))["coach"]
+    assert "Am besten war sie bei Schritt 15" in in_german.draw(words_of("de"))
+
+
 def test_the_sheet_is_prompts_by_steps_with_the_base_first(finished: Path) -> None:
     sheet = page(finished)["samples"]
     assert [prompt["text"] for prompt in sheet["prompts"]] == list(PROMPTS)

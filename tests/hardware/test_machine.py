@@ -556,3 +556,25 @@ cli.main([])
     asked: dict[str, str] = {}
     devices.use_expandable_segments(asked)
     assert done.stdout.split() == [asked.get(VARIABLE, "None"), "False"]
+
+
+@pytest.mark.parametrize(
+    ("lately", "idle", "nice", "busy"),
+    [
+        (0.2, 0.0, 0.0, 0.0),  # too little to look
+        (2.0, 100.0, 0.0, 0.0),  # a training that has just ended
+        (2.0, 0.0, 0.0, 2.0),
+        (12.0, 0.0, 0.0, 12.0),  # most of them wait
+        (4.0, 50.0, 0.0, 2.0),  # half of them have ended
+        (12.0, 0.0, 100.0, 1.2),  # all of them give way
+        (11.0, 0.0, 50.0, 2.0),  # ten that give way and one that does not
+    ],
+)
+def test_other_programs_count_as_far_as_they_go_on_and_do_not_give_way(
+    monkeypatch: pytest.MonkeyPatch, lately: float, idle: float, nice: float, busy: float
+) -> None:
+    now = SimpleNamespace(idle=idle, nice=nice, iowait=0.0)
+    monkeypatch.setattr(machine.psutil, "getloadavg", lambda: (lately, 0.0, 0.0))
+    monkeypatch.setattr(machine.psutil, "cpu_times_percent", lambda interval: now)
+    monkeypatch.setattr(machine.psutil, "cpu_count", lambda: 4)
+    assert machine.busy_processors() == pytest.approx(busy)

@@ -58,6 +58,14 @@ def test_every_run_ends_with_what_costs_nothing(place: Toy) -> None:
     assert (event["step"], event["parts"]) == (12, measured["parts"])
     base, last = (events(place.run, "validation")[index]["loss"] for index in (0, -1))
     assert (measured["figures"]["gain"] > 0) == (last < base)
+    (learned,) = events(place.run, "image_losses")
+    images = learned["images"]
+    assert [each["image"] for each in images] == sorted(
+        file.name for file in place.dataset.glob("*.png")
+    )
+    assert sum(each["held_out"] for each in images) == 2
+    assert all(0 < each["lora"] != each["base"] for each in images), "with the LoRA and without it"
+    assert any(each["other_caption"] != each["lora"] for each in images)
 
 
 def test_a_run_and_its_file_alone_are_measured_part_by_part(
@@ -122,3 +130,4 @@ def test_another_dataset_is_said_and_a_run_may_end_unmeasured(
     assert place.train("--name", "plain", **QUIET, output__measure=False, steps=1) == 0
     assert not (place.runs / "plain" / "validation.json").exists()
     assert events(place.runs / "plain", "measured") == []
+    assert events(place.runs / "plain", "image_losses") == []
