@@ -177,7 +177,7 @@ def _with_reach(
 def _export(
     job: TrainingJob,
     parts: TrainComponents,
-    feeder: TrainingDataLoader,
+    feeder: TrainingDataLoader | SliderDataLoader,
     best: BestExport,
     file: Path,
     end: Progress,
@@ -198,7 +198,8 @@ def _export(
     if output.measure:
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
-        measure_images(job, feeder, parts, end)
+        if isinstance(feeder, TrainingDataLoader):  # a slider learns from words, and has no images
+            measure_images(job, feeder, parts, end)
     # The first validation loss is the base's; they are read from the whole run with its resumes.
     recorded = read_events(job.folder / EVENTS_FILE)
     losses = [event.loss for event in recorded if isinstance(event, Validation)] or [math.nan]
