@@ -199,7 +199,7 @@ class OutputSettings(Section, Generic[A_co]):
 class SamplingSettings(Section, Generic[A_co]):
     prompts: tuple[str, ...] = free_setting(
         (),
-        "prompts of the sample images, with --n, --w, --h, --d, --l, --s behind them; none: captions",
+        "prompts of the sample images, with --n, --w, --h, --d, --l, --s, --m behind them; none: captions",
     )
     prompts_from_captions: Annotated[int, Field(ge=1, le=64)] = free_setting(
         4,

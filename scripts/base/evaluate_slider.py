@@ -79,7 +79,8 @@ def measure(image: Image.Image) -> Measured:
     return Measured(
         colour=float((object_colour - BLUE) @ line / (line @ line)),
         size=(float(np.sqrt(inside.mean() / np.pi)) - small) / (large - small),
-        place=np.array([columns.mean() / width, rows.mean() / height]),
+        # Medians: a few specks of the background far from the object say nothing of its place.
+        place=np.array([np.median(columns) / width, np.median(rows) / height]),
         object_colour=object_colour,
         background=background,
     )
