@@ -99,12 +99,7 @@ class MemoryChooser:
                 f"memory.streamed_blocks={streamed}, but {source} has only {most_blocks} blocks",
                 fix=f"use a number from 0 to {most_blocks}",
             )
-        # Another micro-batch sums in another order and rounds otherwise, so a resumed run keeps its own. Buckets
-        # that it never had, from images added since, need a new search.
         ideal_load, kept_at_once = self._ideal_load, self.inputs.kept_at_once
-        if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
-            at_once = {size: kept_at_once[size] for size in self._buckets}
-            return self._chosen(ideal_load, at_once), ()
         # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
         # Others are offloaded while caching where asked for, or if they alone exceed the GPU.
         if self.evaluator.has_host and not (
@@ -115,6 +110,11 @@ class MemoryChooser:
                 or self.evaluator.predict(ideal_load).phases["texts"] > self.evaluator.limit.bytes
             )
             ideal_load = replace(ideal_load, text_offload=is_offloaded)
+        # Another micro-batch sums in another order and rounds otherwise, so a resumed run keeps its own. Buckets
+        # that it never had, from images added since, need a new search.
+        if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
+            at_once = {size: kept_at_once[size] for size in self._buckets}
+            return self._chosen(ideal_load, at_once), ()
         choices = list(product(self._base_precisions, self._checkpointing))
         # Sample images are a wish: first the best load without them, then whether they fit beside it.
         silent = replace(ideal_load, samples=False)

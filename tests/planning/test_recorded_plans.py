@@ -118,6 +118,17 @@ def test_a_plan_is_what_was_recorded(name: str, recorded: Mapping[str, Any]) -> 
     assert record(CASES[name]) == recorded[name]
 
 
+def test_a_resumed_run_has_the_plan_of_its_start() -> None:
+    """Its text encoders are offloaded as before, or its record would say that the card is too small."""
+    hardware, base = machine_of(CASES["chroma, 8"]["machine"]), CASES["chroma, 8"]["base"]
+    made = planned(base, hardware)
+    assert made.config.memory.text_encoder_offload is True
+    kept = {**flatten(made.config), "train.steps": made.steps}
+    again = planned(base, hardware, overrides=kept, kept_at_once=made.images_at_once)
+    assert again.memory.phases == made.memory.phases
+    assert again.memory.fits
+
+
 def as_text(plans: Mapping[str, Mapping[str, Any]]) -> str:
     """Return plans as JSON with one value a line, so that a difference is read line by line."""
 
