@@ -201,6 +201,8 @@ def fingerprint(made: Plan) -> str:
         del load["optimizer_options"]
     if not load["contrasted"]:
         del load["contrasted"]
+    if not load["further_texts"]:
+        del load["further_texts"]
     if not load["assistant_bytes"]:
         del load["assistant_bytes"]
     if not load["references_px"]:
