@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.lora_file.read import read_contents
+from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.runs import (
     BETWEEN_SAVES,
@@ -163,13 +164,16 @@ def test_the_plan_counts_the_denoising_and_the_goals(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def seconds(**settings: Any) -> float:
-        return float(sum(planned(place, capsys, **settings)["time"]["seconds_per_step"]))
+        """Return the time of a step on an idle machine."""
+        asked = {"base.model": str(place.base), "data.resolution": 16, "train.batch_size": 1}
+        asked |= {key.replace("__", "."): value for key, value in settings.items()}
+        return prepare(Request(dataset=place.dataset, overrides=asked)).plan.idle_step_s
 
     # Passes of a draw, forward: two samples of 2 x 2 denoising steps, base and 2 more, one forward and back (3).
-    without = {"slider__keep_weight": 0.0, "train__batch_size": 1}
+    without = {"slider__keep_weight": 0.0}
     few, many = (seconds(slider__denoising_steps=n, **without) for n in (2, 10))
     assert 2.3 < many / few < 3.1, "(20 + 3 + 3) / (4 + 3 + 3) forward passes"
-    kept = seconds(slider__denoising_steps=10, train__batch_size=1)
+    kept = seconds(slider__denoising_steps=10)
     assert 1.8 < kept / many < 2.0, "as many again, without the two prompts of a direction"
     record = planned(place, capsys)
     assert record["settings"]["train.batch_size"]["origin"] == "slider"
