@@ -25,6 +25,7 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
+from lora_trainer.planning.run_time import middle
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
 CARDS = {
@@ -89,7 +90,8 @@ fits.
 ## How long a run takes
 
 The time of a run is counted from the command to the finished file. It includes the start, caching, all steps,
-validation and sample images. With 20 images, a run on these GPUs takes at most:
+validation and sample images. What the finished LoRA has learned of each image is measured after that, for about a
+hundredth of the time. With 20 images, a run on these GPUs takes at most:
 
 | priority | hours |
 | --- | ---: |
@@ -250,14 +252,17 @@ def machine(card: str, *, ram_gib: int = RAM_GIB) -> Hardware:
     )
 
 
+def hours_of(made: Plan) -> float:
+    """Return the hours to the finished file, after which each image is measured."""
+    return (made.run_time.seconds - middle(made.run_time.images)) / 3600
+
+
 def _times() -> Iterator[str]:
     yield _line(["hours, px", *(f"{card}, {name}" for card in CARDS for name in PRIORITIES)])
     yield _line(["---", *("---:" for _ in CARDS for _ in PRIORITIES)])
     for source in releases():
         plans = [planned(source, card, name) for card in CARDS for name in PRIORITIES]
-        hours = (
-            f"{made.run_time.seconds / 3600:.1f}, {made.config.data.resolution}" for made in plans
-        )
+        hours = (f"{hours_of(made):.1f}, {made.config.data.resolution}" for made in plans)
         yield _line([source.partition("/")[2], *hours])
     yield ""
 
@@ -276,7 +281,7 @@ def _edit_hours(source: str, card: str) -> str:
         made = planned(source, card, references=1)
     except LoraTrainError:
         return "does not fit"
-    return f"{made.run_time.seconds / 3600:.1f}, {made.config.data.resolution}"
+    return f"{hours_of(made):.1f}, {made.config.data.resolution}"
 
 
 def editing_releases() -> Iterator[str]:

@@ -110,9 +110,9 @@ def _idle_hours(inputs: PlanInput) -> float:
     """Return the predicted hours of a run on an idle machine."""
     made = _plan(inputs)
     busy = math.sqrt(math.prod(made.seconds_per_step)) / made.idle_step_s
-    # The size of the images is not chosen by whether somebody looks on.
-    previews_s = middle(made.run_time.parts["previews"])
-    return (made.run_time.seconds - previews_s) / busy / 3600
+    # The size of the images is not chosen by whether somebody looks on, or looks back at the end.
+    looks_s = middle(made.run_time.parts["previews"]) + middle(made.run_time.images)
+    return (made.run_time.seconds - looks_s) / busy / 3600
 
 
 def _plan(inputs: PlanInput) -> Plan:
@@ -495,7 +495,9 @@ class _Planner:
             seconds_per_step=here.of(STEPS, step.range_s),
             idle_step_s=step.seconds,
             idle_parts_s={name: middle(seconds) for name, seconds in run_time.parts.items()},
-            run_time=RunTime(parts=here.of_parts(run_time.parts)),
+            run_time=RunTime(
+                parts=here.of_parts(run_time.parts), images=here.of("validation", run_time.images)
+            ),
             time_note="; ".join((step.note, *here.notes)),
             time_source=here.source,
             time_corrections=here.notes,

@@ -342,13 +342,15 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
 # In the cache beside the captions, for caption dropout and guidance.
 EMPTY_TEXT = 1
 # Longest run with the presets over 20 images, in hours, on the GPU that stands for its tier (docs/plans.md);
-# without its previews, which are a hundredth of it.
+# without its previews and what is measured of each image at the end, which are a few hundredths of it.
 MOST_HOURS: Mapping[str, float] = {"speed": 1.0, "balanced": 3.0, "quality": 8.0}
 # Noise levels at which each held-out image is predicted.
 VALIDATION_QUANTILES = 8
-# At the end each image, of many images so many, is predicted at these noise levels: by the base, by the LoRA, and by
-# the LoRA with the caption of another image.
-IMAGE_LOSS_QUANTILES, MOST_IMAGE_LOSSES, IMAGE_LOSS_KINDS = 3, 48, 3
+# At the end each image, of many images so many, is predicted at up to so many noise levels: by the base, by the LoRA,
+# and by the LoRA with the caption of another image. These passes take a hundredth of the training, in which an image
+# costs about three; or as many as 20 images need for one level, if that is more.
+MOST_IMAGE_QUANTILES, MOST_IMAGE_LOSSES, IMAGE_LOSS_KINDS = 3, 48, 3
+IMAGE_LOSS_SHARE, FREE_IMAGE_LOSS_PASSES = 0.03, 60
 # Sample images may take this share of the time of all steps, or three minutes if that is more.
 SAMPLES_SHARE, FREE_SAMPLES_S = 0.15, 180.0
 # Sample images are drawn at every save, every second or every fifth, and always before the first step.
@@ -405,11 +407,22 @@ class PreviewWay:
         return self.count >= min(FEWEST_PREVIEWS, self.wanted)
 
 
+def image_loss_extent(config: RunConfig, images: int) -> tuple[int, int]:
+    """Return how many of the images are measured at the end, and at how many noise levels."""
+    images = min(MOST_IMAGE_LOSSES, images)
+    share = int(IMAGE_LOSS_SHARE * config.train.steps * config.train.batch_size)
+    room = max(FREE_IMAGE_LOSS_PASSES, share) // IMAGE_LOSS_KINDS
+    quantiles = min(MOST_IMAGE_QUANTILES, max(1, room // max(1, images)))
+    return min(images, room // quantiles), quantiles
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
     """(shortest, longest) seconds of a run by part, in the order of the run."""
 
     parts: Mapping[str, Range]
+    images: Range = (0.0, 0.0)
+    """Those of the validation in which each image is measured at the end."""
 
     @property
     def low_s(self) -> float:
@@ -469,12 +482,16 @@ class RunTimeInputs:
             times = 1 + math.ceil(train.steps / train.validate_every_steps)
             passes = times * VALIDATION_QUANTILES * inputs.held_out_count / inputs.processes
             validation = _times(passes, self._forward(self.config.data.resolution))
+        each = (0.0, 0.0)
         if self.config.output.measure:
-            images = min(MOST_IMAGE_LOSSES, inputs.images + inputs.held_out_count)
-            passes = IMAGE_LOSS_KINDS * IMAGE_LOSS_QUANTILES * images
+            images, quantiles = image_loss_extent(
+                self.config, inputs.images + inputs.held_out_count
+            )
+            passes = IMAGE_LOSS_KINDS * quantiles * images
             each = _times(passes, self._forward(self.config.data.resolution))
             validation = _sum(validation, each)
         return RunTime(
+            images=each,
             parts={
                 "start": (START_S[0] + size / fast_disk, START_S[1] + size / slow_disk),
                 "caching": _sum(
@@ -485,7 +502,7 @@ class RunTimeInputs:
                 "validation": validation,
                 "sample images": self._samples(self.config.sampling.every_steps),
                 "previews": self._previews(),
-            }
+            },
         )
 
     def sample_interval(self, every_steps: int) -> int:

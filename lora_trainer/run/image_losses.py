@@ -16,7 +16,7 @@ from lora_trainer.cache.cache_plan import SampleSource
 from lora_trainer.common.errors import first_line
 from lora_trainer.common.event_kinds import ImageLoss, ImageLosses, Phase
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.planning.run_time import IMAGE_LOSS_QUANTILES, MOST_IMAGE_LOSSES
+from lora_trainer.planning.run_time import image_loss_extent
 from lora_trainer.run.build import TrainComponents
 from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.actions import Progress
@@ -30,14 +30,19 @@ def measure_images(
     job: TrainingJob, feeder: TrainingDataLoader, parts: TrainComponents, end: Progress
 ) -> None:
     """Emit the losses of the images; a failure is a problem of the run, never its end."""
-    records = chosen_images(job.prepared.trained, job.prepared.held_out)
+    prepared = job.prepared
+    count = len(prepared.trained) + len(prepared.held_out)
+    most, quantiles = image_loss_extent(prepared.config, count)
+    records = chosen_images(prepared.trained, prepared.held_out, most=most)
     if len(records) < FEWEST_IMAGES:
         return
     events, began_s = job.events, time.monotonic()
     events.emit(Phase(phase="export", message="what was learned of each image", done=0, total=0))
     try:
         with parts.chosen():
-            found = _losses(job, feeder, parts, records, cap=end.guard.micro_batch)
+            found = _losses(
+                job, feeder, parts, records, quantiles=quantiles, cap=end.guard.micro_batch
+            )
     except RuntimeError as error:
         events.problem(
             f"what was learned of each image was not measured: {first_line(error)}",
@@ -49,11 +54,11 @@ def measure_images(
 
 
 def chosen_images(
-    trained: Sequence[ImageRecord], held_out: Sequence[ImageRecord]
+    trained: Sequence[ImageRecord], held_out: Sequence[ImageRecord], *, most: int
 ) -> list[ImageRecord]:
     """Return the images to measure by name: all of them, of many an even choice with all that are held out."""
-    held_out = sorted(held_out, key=lambda record: record.name)[:MOST_IMAGE_LOSSES]
-    room = MOST_IMAGE_LOSSES - len(held_out)
+    held_out = sorted(held_out, key=lambda record: record.name)[:most]
+    room = most - len(held_out)
     ordered = sorted(trained, key=lambda record: record.name)
     stride = max(1, -(-len(ordered) // room)) if room else len(ordered) + 1
     return sorted((*held_out, *ordered[::stride]), key=lambda record: record.name)
@@ -65,6 +70,7 @@ def _losses(
     parts: TrainComponents,
     records: Sequence[ImageRecord],
     *,
+    quantiles: int,
     cap: int,
 ) -> list[ImageLoss]:
     ids = [record.sample_ids()[0] for record in records]
@@ -75,7 +81,7 @@ def _losses(
     @torch.no_grad()
     def losses(keys: Sequence[tuple[str, SampleSource]]) -> list[float]:
         """Return the mean loss of each image over the timesteps."""
-        batches = feeder.validation(keys, quantiles=IMAGE_LOSS_QUANTILES)
+        batches = feeder.validation(keys, quantiles=quantiles)
         sums = dict.fromkeys(ids, 0.0)
         for batch in batches:
             for passed in split(batch, cap=cap, group_key=parts.model.batch_group_key):

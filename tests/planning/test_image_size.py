@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.planning.run_time import MOST_HOURS
+from lora_trainer.planning.run_time import MOST_HOURS, image_loss_extent
 from lora_trainer.run import prepare
 from scripts.plan_tables import machine
 from tests.fakes.plans import planned
@@ -79,3 +80,21 @@ def test_images_are_placed_at_the_size_that_the_plan_chose() -> None:
     assert {record.name for record in found.dataset.records} == {
         record.name for record in (*found.trained, *found.held_out)
     }
+
+
+@pytest.mark.parametrize(
+    ("steps", "images", "measured"),
+    [
+        (60, 20, (20, 1)),
+        (60, 6, (6, 3)),
+        (1500, 100, (20, 1)),
+        (3000, 20, (20, 1)),
+        (9000, 100, (48, 1)),
+        (9000, 30, (30, 3)),
+    ],
+)
+def test_what_is_measured_at_the_end_takes_a_hundredth_of_the_training(
+    steps: int, images: int, measured: tuple[int, int]
+) -> None:
+    config: Any = SimpleNamespace(train=SimpleNamespace(steps=steps, batch_size=1))
+    assert image_loss_extent(config, images) == measured
