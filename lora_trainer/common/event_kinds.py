@@ -339,6 +339,8 @@ class ImageLosses(Event):
     kind: ClassVar = "image_losses"
     step: int
     seconds: float
+    levels: int
+    """At how many noise levels each was predicted."""
     images: Sequence[ImageLoss]
 
 

@@ -59,6 +59,8 @@ FEWEST_PEERS = 4
 MUCH_MORE = 2.0
 # The captions of others fit an image better than its own below this share; above it both are the same to the LoRA.
 MISFIT = -0.005
+# Captions differ by hundredths, which one noise level cannot tell from chance; the share was found with three.
+FEWEST_LEVELS = 3
 # The median absolute deviation of a normal distribution times this is its standard deviation.
 MAD_TO_DEVIATION = 1.4826
 # Most images that one sentence names.
@@ -97,7 +99,7 @@ def coach(history: RunHistory) -> list[Advice]:
     went_wrong = pace is not None and pace.kind in ("too-fast", "too-slow")
     found = [] if pace is None else [pace]
     if not went_wrong:
-        found += [*_captions(history.images), *_prompts(history)]
+        found += [*_captions(history.images, levels=history.image_levels), *_prompts(history)]
     return [*found, *_alike(history)]
 
 
@@ -235,7 +237,7 @@ def _by_heart(history: RunHistory, *, trained: float, held_out: float) -> Iterat
 # ---- each image and its caption
 
 
-def _captions(images: Sequence[ImageLoss]) -> Iterator[Advice]:
+def _captions(images: Sequence[ImageLoss], *, levels: int) -> Iterator[Advice]:
     """Yield images whose caption does not fit, and images of which little was learned."""
     trained = [image for image in images if not image.held_out and _is_known(image)]
     if len(trained) < FEWEST_PEERS or _median_gain(trained) < LEARNED:
@@ -243,7 +245,7 @@ def _captions(images: Sequence[ImageLoss]) -> Iterator[Advice]:
     # How much better an image is known by its own caption than by another one.
     own_better = {image.image: _gain(image.other_caption, image.lora) for image in trained}
     misfits: list[str] = []
-    if median(own_better.values()) > CLEARLY:
+    if levels >= FEWEST_LEVELS and median(own_better.values()) > CLEARLY:
         misfits = sorted(name for name, better in own_better.items() if better < MISFIT)
     if misfits:
         yield Advice(

@@ -84,6 +84,8 @@ class RunHistory:
     sessions: int
     images: tuple[ImageLoss, ...]
     """What was learned of each image; empty where that was not measured."""
+    image_levels: int
+    """At how many noise levels that was measured."""
     end: Finished | Stopped | None
     """How its last session ended."""
     unreadable_lines: int
@@ -183,6 +185,7 @@ class _EventSum:
     previews: dict[int, Preview] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     images: tuple[ImageLoss, ...] = ()
+    image_levels: int = 0
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
     seconds: float = 0.0
     _last_s: float = math.nan
@@ -221,7 +224,7 @@ class _EventSum:
             case Change():
                 self.marks.append(Mark(step=self._step, event=event))
             case ImageLosses():
-                self.images = tuple(event.images)
+                self.images, self.image_levels = tuple(event.images), event.levels
             case Finished() | Stopped():
                 self.end = event
 
@@ -287,6 +290,7 @@ class HistoryReader:
             problems=tuple(self._problem_list),
             seconds=so_far.seconds,
             images=so_far.images,
+            image_levels=so_far.image_levels,
             end=so_far.end,
             unreadable_lines=self._events.unreadable_lines + self._problems.unreadable_lines,
         )

@@ -50,7 +50,14 @@ def measure_images(
             severity="note",
         )
         return
-    events.emit(ImageLosses(step=end.step, seconds=time.monotonic() - began_s, images=found))
+    events.emit(
+        ImageLosses(
+            step=end.step,
+            seconds=time.monotonic() - began_s,
+            levels=quantiles,
+            images=found,
+        )
+    )
 
 
 def chosen_images(

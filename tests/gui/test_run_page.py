@@ -613,7 +613,7 @@ def test_a_finished_run_says_what_was_weak_and_a_press_trains_again_with_the_cha
         }
         for n, lora in enumerate((0.04, 0.039, 0.041, 0.04, 0.042, 0.095))
     ]
-    append(finished, event="image_losses", step=30, seconds=1.0, images=images, time=1.0)
+    append(finished, event="image_losses", step=30, seconds=1.0, levels=3, images=images, time=1.0)
     (work.own / "pictures").mkdir(parents=True)
     command = ["lora-train", str(work.own / "pictures")]
 

@@ -20,7 +20,12 @@ RATE = 2e-3
 
 
 def finished(
-    folder: Path, losses: dict[int, float], *, images: Any = (), doubt: str = ""
+    folder: Path,
+    losses: dict[int, float],
+    *,
+    images: Any = (),
+    levels: int = 3,
+    doubt: str = "",
 ) -> FakeRun:
     """Return a run of 300 steps with these validation losses by step, 0 is the base's."""
     run = FakeRun(folder=folder, steps=300)
@@ -29,7 +34,7 @@ def finished(
         run.emit("validation", step=step, loss=loss, by_timestep=[], images=2, seconds=0.1)
     run.emit("step", step=300, loss=0.05, seconds=0.1)
     if images:
-        run.emit("image_losses", step=300, seconds=1.0, images=images)
+        run.emit("image_losses", step=300, seconds=1.0, levels=levels, images=images)
     run.emit("finished", step=300, early="", doubt=doubt, seconds=9.0, export=EXPORT)
     return run
 
@@ -127,6 +132,8 @@ def test_a_caption_that_does_not_fit_and_an_image_that_does_not_belong(tmp_path:
     assert (caption.kind, list(caption.images)) == ("caption", ["zibbo_21.png"])
     assert caption.what == "zibbo_21.png: another image's caption fits better than its own."
     assert (strange.kind, list(strange.images)) == ("image", ["zibbo_22.png"])
+    few = finished(tmp_path / "few", SOUND, images=[*peers(), wrong, odd], levels=1)
+    assert [each.kind for each in said(few)] == ["image"], "one noise level blames no caption"
     # Captions that are all alike tell nothing of one of them; nor does a training that learned nothing.
     alike = [dict(each, other_caption=each["lora"] * 1.001) for each in peers()]
     assert said(finished(tmp_path / "alike", SOUND, images=[*alike, wrong])) == []

@@ -60,6 +60,7 @@ def test_every_run_ends_with_what_costs_nothing(place: Toy) -> None:
     assert (measured["figures"]["gain"] > 0) == (last < base)
     (learned,) = events(place.run, "image_losses")
     images = learned["images"]
+    assert learned["levels"] == 2, "8 images of a short run"
     assert [each["image"] for each in images] == sorted(
         file.name for file in place.dataset.glob("*.png")
     )
