@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -274,19 +275,39 @@ def busy_processors() -> float:
         lately = float(psutil.getloadavg()[0])
         if lately < _LEAST_LOAD:
             return 0.0
-        now = psutil.cpu_times_percent(interval=_LOOK_S)
+        busy, nice = _shares_now()
     except OSError:
         return 0.0
     processors = float(psutil.cpu_count() or 1)
-    busy: float = max(0.0, 1 - (now.idle + getattr(now, "iowait", 0.0)) / 100)
     if busy == 0:
         return 0.0
     # Programs that wait for a processor are in the average, but cannot be seen in what the processors do.
     goes_on = min(1.0, busy * processors / min(lately, processors))
     # Of n programs that give way and m others that always want a processor, the first get n / NICE_WEIGHT of what the
     # others get for m: the shares tell n and m, and with them what all of them take from one more.
-    nice_share: float = min(1.0, getattr(now, "nice", 0.0) / 100 / busy)
+    nice_share = min(1.0, nice / busy)
     return lately * goes_on / (1 - nice_share + NICE_WEIGHT * nice_share)
+
+
+def _shares_now() -> tuple[float, float]:
+    """Return the shares of the processors' time that programs take now, and those of them that give way.
+
+    psutil's own percentages are of a second at least, so they are too small for a shorter look.
+    """
+    before = psutil.cpu_times()
+    time.sleep(_LOOK_S)
+    after = psutil.cpu_times()
+    # Times of guests are also in those of users.
+    passed_s = {
+        name: max(0.0, getattr(after, name) - getattr(before, name))
+        for name in after._fields
+        if not name.startswith("guest")
+    }
+    all_s = sum(passed_s.values())
+    if all_s == 0:
+        return 0.0, 0.0
+    idle_s = passed_s["idle"] + passed_s.get("iowait", 0.0)
+    return 1 - idle_s / all_s, passed_s.get("nice", 0.0) / all_s
 
 
 def _of_other_makers(

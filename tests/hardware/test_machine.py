@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -573,8 +574,22 @@ cli.main([])
 def test_other_programs_count_as_far_as_they_go_on_and_do_not_give_way(
     monkeypatch: pytest.MonkeyPatch, lately: float, idle: float, nice: float, busy: float
 ) -> None:
-    now = SimpleNamespace(idle=idle, nice=nice, iowait=0.0)
+    looked_s = 0.4 / 100  # a tenth of a second of four processors, by percent
+    times = namedtuple("times", "user nice idle iowait guest_nice")
+    looks = iter(
+        (
+            times(100.0, 50.0, 900.0, 5.0, 50.0),
+            times(
+                100.0 + (100 - idle - nice) * looked_s,
+                50.0 + nice * looked_s,
+                900.0 + idle * looked_s / 2,
+                5.0 + idle * looked_s / 2,
+                50.0 + nice * looked_s,
+            ),
+        )
+    )
     monkeypatch.setattr(machine.psutil, "getloadavg", lambda: (lately, 0.0, 0.0))
-    monkeypatch.setattr(machine.psutil, "cpu_times_percent", lambda interval: now)
+    monkeypatch.setattr(machine.psutil, "cpu_times", lambda: next(looks))
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(machine.psutil, "cpu_count", lambda: 4)
     assert machine.busy_processors() == pytest.approx(busy)
