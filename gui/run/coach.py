@@ -26,7 +26,7 @@ _MOST_PICTURES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One advice; `again` and `dataset` are addresses, empty where there is no such button."""
+    """One advice; `again` and `dataset` are addresses of buttons, empty without them."""
 
     what: str
     advice: str

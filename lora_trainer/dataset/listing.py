@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
@@ -441,7 +441,7 @@ class _Walk:
                 self._say("metadata", file.name, problem=problem)
             new = self.tables.add(table, source=file.name, folder=folder.path, prefix=folder.prefix)
             self.users.update((key, []) for key in new)
-            self._find_references_of_rows(table, new, file, folder)
+            self._find_references_of_rows(table, frozenset(new), file, folder)
         captions = [file for file in groups["metadata"] if file not in tables]
         for file in groups["caption"]:
             # Many tools leave JSON files in a folder; only one named as an image can be its caption.
@@ -465,7 +465,7 @@ class _Walk:
         return groups["folder"], inner_masks, mask_folders
 
     def _find_references_of_rows(
-        self, table: Table, keys: Collection[str], file: _File, folder: _Folder
+        self, table: Table, keys: frozenset[str], file: _File, folder: _Folder
     ) -> None:
         """Find the reference images that the rows of a table name; `keys` are those of its rows that count."""
         found: dict[str, ReferenceFile] = {}

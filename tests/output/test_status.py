@@ -286,7 +286,7 @@ def test_time_left_is_the_plans_until_the_first_steps_tell_and_says_so(tmp_path:
     clock.return_value += 25.0
     events.emit(made("phase", phase="train", message="", done=0, total=100))
     assert shown() == (335.0, source, 0)
-    for number in range(1, 3):  # the first ones are no measure
+    for number in range(1, 3):  # the first ones measure nothing
         clock.return_value += 50.0 if number == 1 else 2.0
         step(events, number, seconds=50.0 if number == 1 else 2.0)
     for number in range(3, 101):
