@@ -15,7 +15,7 @@ import os
 import re
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -115,8 +115,8 @@ def is_json(name: str) -> bool:
     return split_name(name)[1] == JSON_SIDECAR
 
 
-def caption_lines(value: Any) -> tuple[str, ...]:
-    """Return the captions in a JSON value: a text, a list of texts, or an object with one of `CAPTION_KEYS`.
+def caption_lines(value: Any, *, keys: Sequence[str] = CAPTION_KEYS) -> tuple[str, ...]:
+    """Return the captions in a JSON value: a text, a list of texts, or an object with one of `keys`.
 
     Tags in a list, or in an object by tag, become one caption, with commas between them.
     """
@@ -126,7 +126,7 @@ def caption_lines(value: Any) -> tuple[str, ...]:
         return tuple(value) if is_text(value) else ()
     if not isinstance(value, dict):
         return ()
-    for key in CAPTION_KEYS:
+    for key in keys:
         entry = value.get(key)
         if key in NAMES["tag_keys"] and isinstance(entry, list | dict):
             # Taggers write {"tag": probability}, booru downloaders a list or lists by category.
@@ -435,22 +435,9 @@ def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:
 def _of_columns(rows: Iterable[Mapping[str, Any]]) -> Iterator[TableRow]:
     for row in rows:
         values = {str(key).strip().casefold(): value for key, value in row.items()}
-        file, lines = _file_name(values), _row_lines(values)
+        file, lines = _file_name(values), caption_lines(values, keys=_caption_keys(values))
         if file is not None and lines:
             yield TableRow(file, lines, references_in(values))
-
-
-def _row_lines(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the captions of a row: of an editing pair what changes, if it says so."""
-    instructions = (
-        caption_lines(values[key])
-        for key in INSTRUCTION_KEYS
-        if isinstance(values.get(key), str | list)
-    )
-    instruction = next(filter(None, instructions), ())
-    if references_in(values):
-        return instruction or caption_lines(values)
-    return caption_lines(values) or instruction
 
 
 def _file_name(values: Mapping[str, Any]) -> str | None:
@@ -470,7 +457,11 @@ def _json_rows(content: Any) -> Iterator[TableRow]:
         case dict():
             for file, value in content.items():
                 is_row = isinstance(value, dict)
-                lines = _row_lines(value) if is_row else caption_lines(value)
+                lines = (
+                    caption_lines(value, keys=_caption_keys(value))
+                    if is_row
+                    else caption_lines(value)
+                )
                 match value:  # sd-scripts' fine-tuning puts the tags after the caption
                     case {"caption": str(text), "tags": str(tags)} if clean(text) and clean(tags):
                         lines = (f"{text}, {tags}",)

@@ -85,7 +85,7 @@ def prepared(
     return Prepared(
         inputs=inputs,
         plan=plan(inputs),
-        dataset=SimpleNamespace(regularisation=(), directions=()),  # type: ignore[arg-type]
+        dataset=SimpleNamespace(regularisation=(), directions=()),  # type: ignore[arg-type]  # what is asked of it
         report=SimpleNamespace(buckets={"512x512": images}, findings=()),  # type: ignore[arg-type]
         trained=(record,) * (images - held_out),
         held_out=(record,) * held_out,
