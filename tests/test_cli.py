@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import struct
 import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,7 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import all_settings
 from lora_trainer.config.layers import TIERS, preset_families
+from lora_trainer.reporting.control import Quitting
 from tests.fakes.lora_library import lora
 from tests.fakes.runs import ROOT, SQUARES_PX, Toy, python, run_cli, start, toy
 
@@ -437,3 +442,34 @@ def test_what_a_strangers_file_holds_is_escaped_in_every_form(
     assert (
         "\x1b" not in listing.file.getvalue() and "\\x1b[31mevil\\u202ec" in listing.file.getvalue()
     )
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_before_a_run_listens_ends_it_in_one_line_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """While it imports, plans, or waits for other processes; once a run has finished it ends nothing."""
+    number = getattr(signal, name)
+    quitting = Quitting()
+
+    def command() -> None:
+        os.kill(os.getpid(), number)
+
+    bound = inspect.signature(command).bind()
+    app = SimpleNamespace(parse_args=lambda *_, **__: (command, bound, {}))
+    monkeypatch.setattr(main, "app", app)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        quitting.begin()
+        assert signal.getsignal(number) == quitting.handle, "else the system ends the program"
+        assert main.run(["datasets/example"]) == 128 + number
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("stopped at once; the last saved state is valid")
+        quitting.is_finished = True
+        assert main.run(["datasets/example"]) == 0
+        signal.signal(number, signal.SIG_IGN)  # as nohup does with SIGHUP
+        quitting.begin()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)

@@ -26,6 +26,7 @@ from tests.config.test_layers import resolved
 from tests.fakes import plans
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import machine, mini_facts
+from tests.fakes.runs import ROOT
 
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
 CARDS = list(itertools.product(layers.preset_families(), SMALLEST_CARD_GIB))
@@ -188,3 +189,18 @@ def test_priorities_get_as_far_or_farther(family: str, tier: str) -> None:
     assert how_far("speed") == pytest.approx(balanced, rel=0.05)
     farther = 1.0 if (family, tier) == ("sd15", "cpu") else 1.5
     assert how_far("quality") >= farther * balanced
+
+
+def test_what_the_page_says_of_our_rates_beside_those_of_others_is_what_the_presets_have() -> None:
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "presets.md").read_text(encoding="utf-8"))
+    assert "learning rate of 3e-4, but alpha 1 at rank 16" in page
+    assert "Our presets multiply it by 1 (alpha = rank)" in page
+    for family, tier, priority in itertools.product(
+        layers.preset_families(), layers.TIERS, PRIORITIES
+    ):
+        if not layers.load_presets(family).unsupported(tier, priority):
+            adapter = resolved(family=family, tier=tier, priority=priority).config.adapter
+            assert adapter.alpha in ("auto", adapter.rank), (family, tier, priority)
+    klein = plan_tables.planned("black-forest-labs/FLUX.2-klein-base-9B", "16 GiB (RTX 4060 Ti)")
+    updates, rate = f"{klein.steps:,}", klein.config.optimizer.learning_rate
+    assert rate == 1e-4 and f"`balanced` ({updates} updates at 1e-4 for up to 20 images)" in page

@@ -33,6 +33,7 @@ axe_core = pytest.importorskip("axe_playwright_python.base", reason="axe-core is
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PHONE = {"width": 390, "height": 844}
+WIDE = {"width": 1920, "height": 1080}
 COLOURS = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 NAMES = {
     "runOnly": {
@@ -90,6 +91,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
     for shown in MISSING:
         opened(page, shown, server)
         faults += scanned(page, shown)
+    faults += drawn(page, server)
     page.goto("about:blank")  # as it is served it may run no script, not even axe
     page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
     faults += scan(page, "report", in_the_dark=True)
@@ -182,6 +184,29 @@ def scanned(page: Any, shown: Shown) -> list[str]:
     for tab in page.locator("[role=tab]:enabled:visible").all()[1:]:
         tab.click()
         faults += scan(page, f"{shown.path}, {tab.inner_text()}", "[role=tabpanel]")
+    return faults
+
+
+def drawn(page: Any, server: GuiServer) -> list[str]:
+    """Return what is wrong with the queue on a phone, in a wide window, and before its style sheet is there."""
+    faults = []
+    opened(page, Shown("/queue", ".entry.finished .state"), server)
+    page.set_viewport_size(PHONE)
+    state = page.evaluate(page_script("lines"), ".entry.finished .state span:first-child")
+    if set(state) != {1}:
+        faults.append(f"the state of what has ended goes over {state} lines")
+    page.set_viewport_size(WIDE)
+    width_px = page.locator(".frame").bounding_box()["width"]
+    if width_px < 0.8 * WIDE["width"]:
+        faults.append(f"{width_px} of {WIDE['width']} px are used")
+    gutter = page.evaluate("getComputedStyle(document.documentElement).scrollbarGutter")
+    if gutter != "auto":
+        faults.append(f"scrollbar-gutter {gutter} leaves a strip beside the header")
+    head, _, _ = page.evaluate("fetch('/queue').then(a => a.text())").partition("stylesheet")
+    if '<meta name="color-scheme" content="light dark">' not in head:
+        faults.append(
+            "a white flash in a dark scheme: the style sheet is the first to say the scheme"
+        )
     return faults
 
 

@@ -61,6 +61,7 @@ def test_another_folder_begins_another_draft_unless_its_images_were_sent_from_on
     example = view.wanted(work, {"example": "1"})
     assert (Path(example.dataset).name, example.step) == ("example", view.CHECK)
     assert view.wanted(work, {"example": "1"}) == example
+    assert example.settings["data.trigger"] == "zibbo", "as its captions begin"
     draft = replace(first, name="kept", step=view.CHECK)
     drafts.save(work, draft)
     asked = {"draft": draft.id, "folder": "/three"}

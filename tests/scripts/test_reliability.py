@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from scripts.reliability import kill
 from scripts.reliability.fault_cases import FAULTS, IDS, files_by_id, ids_of
 from scripts.reliability.report import PAGE, RECORD, ROOT, page
 
@@ -26,3 +29,17 @@ def test_the_page_is_what_was_measured() -> None:
     """After measuring, and after adding tests of faults, run scripts/reliability/report.py."""
     measured = json.loads(RECORD.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page(measured)
+
+
+def test_a_campaign_of_kills_names_the_packages_that_are_missing_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kill.py"])
+    monkeypatch.setattr(kill, "find_spec", lambda name: None)
+    # Loading is the first thing that would need one of them.
+    monkeypatch.setattr(kill, "load_everything", lambda: pytest.fail("it began"))
+    with pytest.raises(SystemExit) as ended:
+        kill.main()
+    assert ended.value.code == 4
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pip install bitsandbytes tensorboard" in said
