@@ -215,6 +215,47 @@ def test_a_release_that_edits_beside_one_that_does_not(place: Place, tmp_path: P
     assert len(events(run, "sample")[-1]["images"]) > 1
 
 
+def test_layers_that_only_references_go_through_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = pairs(tmp_path, "flux3")
+
+    def run(name: str, **settings: Any) -> Path:
+        every = {"sampling__every_steps": 5, "train__validate_every_steps": 0, **settings}
+        assert run_cli(place.command(name, **every)) == 0
+        return place.runs / name
+
+    def planned(**settings: Any) -> int:
+        line = place.command("planned", **settings)
+        capsys.readouterr()
+        assert run_cli(["plan", *line[:3], *line[7:-2], "--json"]) == 0
+        plan: int = json.loads(capsys.readouterr().out)["memory"]["phases"]["training"]
+        return plan
+
+    with_pairs = run("pairs", data__validation_fraction=0)
+    plain = {"data__references": "none", "data__reference_dropout": 0.0}
+    alone = run("alone", data__validation_fraction=0, sampling__every_steps=0, **plain)
+    layers = [
+        {
+            key
+            for key in read_contents(each / f"{each.name}.safetensors").parts
+            if "image_cond" in key
+        }
+        for each in (with_pairs, alone)
+    ]
+    assert layers[0] and not layers[1]
+    assert planned() > planned(**plain)
+    sample = events(with_pairs, "sample")[-1]["images"][0]
+    index = int(sample["prompt"].split()[3])
+    line = ["sample", str(with_pairs), "--prompt", f"{sample['prompt']} --s 2"]
+    line += ["--output", str(tmp_path / "drawn"), "--seed", str(sample["seed"])]
+    for each in sorted(place.dataset.glob(f"references*/p{index}.png")):
+        line += ["--reference", str(each)]
+    assert "--reference" in line and run_cli(line) == 0
+    (drawn,) = (tmp_path / "drawn").glob("*.png")
+    assert apart(drawn, with_pairs / sample["file"]) <= 2
+
+
 def test_families_that_edit_are_said() -> None:
     assert families.editing()[:1] and "sdxl" not in families.editing()
 

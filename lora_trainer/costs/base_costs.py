@@ -222,11 +222,24 @@ class BaseCosts:
         included = TARGETS[: TARGETS.index(targets) + 1]
         return {
             f"{prefix}{index}.{name}": tuple(shape)
-            for prefix, first, count, modules in self._release["modules"]
+            for table_prefix, first, count, modules in self._release["modules"]
+            for prefix in self._with_references(table_prefix)
             for index in range(first, first + count)
             for name, (*shape, least) in modules.items()
             if least in included
         }
+
+    def _with_references(self, prefix: str) -> tuple[str, ...]:
+        """Return the beginning of the names of some blocks, and those of equal blocks of references that are loaded."""
+        if not self.facts.has_reference_layers:
+            return (prefix,)
+        parts = prefix.split(".")
+        equal = (
+            ".".join(of_references if part == own else part for part in parts)
+            for of_references, own in self.family.traits.reference_layers.items()
+            if own in parts
+        )
+        return (prefix, *equal)
 
     def block_of(self, module: str) -> str:
         """Return the name of the repeated block a module is in, or the empty string."""
@@ -298,7 +311,9 @@ class BaseCosts:
             import torch
 
             with torch.device("meta"):
-                network = self.family.training_denoiser(self.facts.release.architecture)
+                network = self.family.training_denoiser(
+                    self.facts.release.architecture, references=self.facts.has_reference_layers
+                )
             shapes: dict[str, tuple[int, ...]] = {}
             for name in self.family.lora_targets(network, targets):
                 weight: Any = network.get_submodule(name).weight
@@ -318,6 +333,7 @@ class BaseCosts:
             facts.release.max_tokens,
             facts.text_tokens,
             dict(facts.release.architecture),
+            *(["references"] if facts.has_reference_layers else []),
         ]
         key = f"{json.dumps(case)} {question}"
         if (answer := memo.get(key)) is None:

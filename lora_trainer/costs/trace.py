@@ -377,7 +377,9 @@ def traced_network(
     """
     dtype = {2: torch.bfloat16, 4: torch.float32}[workload.element_bytes]
     with torch.device("meta"):
-        network = family.training_denoiser(facts.release.architecture)
+        network = family.training_denoiser(
+            facts.release.architecture, references=facts.has_reference_layers
+        )
     network.requires_grad_(False).train()
     fp32 = fp32_parts(network)
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):

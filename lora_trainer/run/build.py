@@ -251,13 +251,13 @@ def with_adapter(prepared: Prepared, networks: Networks, *, is_new: bool) -> Ada
 
 
 def adapter_in(file: Path, prepared: Prepared, text: TextEncoder | None) -> AdapterTensors:
-    """Read an adapter that is not trained further, without layers that no image from text goes through.
+    """Read an adapter that is not trained further, without layers that are not loaded.
 
-    Those are not loaded, and files of trainers that edit images have them.
+    Those of reference images are not where none are read, and files of trainers that edit images have them.
     """
     tensors = read_tensors(file, names=layer_names(prepared, text))
-    reads = prepared.family.traits.reads
-    return {key: module for key, module in tensors.items() if reads(key)}
+    reads, references = prepared.family.traits.reads, prepared.facts.has_reference_layers
+    return {key: module for key, module in tensors.items() if reads(key, references=references)}
 
 
 def layer_names(prepared: Prepared, text: TextEncoder | None) -> LayerNames:

@@ -265,6 +265,8 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     _refuse_data(settings, dataset, held_out)
     _refuse_slider(settings, dataset)
     _refuse_references(settings, dataset, basis)
+    if any(record.references for record in dataset.records):
+        basis = replace(basis, facts=basis.facts.for_references())
     learned = sorted((*trained, *held_out), key=lambda record: record.name)
     used = (*learned, *dataset.regularisation)
     # An epoch of a slider has each of its directions once.
@@ -434,6 +436,8 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
     # The plan's settings are decided, and what was assumed for them stays said.
     release = replace(facts.release, assumed=prepared.facts.release.assumed)
     facts = replace(facts, release=release, chunks=prepared.facts.chunks)
+    if prepared.facts.has_reference_layers:
+        facts = facts.for_references()
     facts = identified(facts, memo)
     memo.table.save()
     return replace(prepared, inputs=replace(prepared.inputs, facts=facts))

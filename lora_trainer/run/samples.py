@@ -57,6 +57,7 @@ from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.sampling import (
     Sampler,
     build_sampler,
+    editing_pipeline,
     pipeline_arguments,
     plain_pipeline,
 )
@@ -332,11 +333,7 @@ class LoadedAdapter:
     @cached_property
     def editing(self) -> Any:
         """The pipeline that draws with references, with the networks of the other."""
-        import diffusers
-
-        assert self.facts.references is not None, f"{self.facts.source} reads no references"
-        name = self.facts.references.pipeline
-        return getattr(diffusers, name)(**self.pipeline.components) if name else self.pipeline
+        return editing_pipeline(self.family, self.facts, self.pipeline)
 
     def fitted(self, references: Sequence[Image]) -> list[Image]:
         """Return reference images as large as they are trained with; raises RequestError for some not read."""
@@ -423,7 +420,7 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         # An adapter file names its base without the folder, which might reveal private names.
         raise InputError(error.found, fix="give the base's folder with --base") from None
     facts = with_choices(facts, settings, zero_terminal_snr=config.objective.zero_terminal_snr)
-    facts = with_caption_tokens(facts, config.data.caption_tokens)
+    facts = with_caption_tokens(facts, config.data.caption_tokens).for_references()
     device, has_bf16 = best_device()
     family = families.family(facts.family)
     precision: Precision = "fp32"

@@ -340,10 +340,19 @@ def test_tensors_say_whether_a_file_is_a_flow_map(
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[key], wanted[key]) for key in wanted)
     assert not any("image_cond" in key for key in wanted), "reference images have layers of theirs"
+    loaded, wanted = (network_of(each.for_references()).state_dict() for each in (facts, own))
+    assert (
+        loaded.keys()
+        == wanted.keys()
+        == FLUX3.empty_denoiser(facts.release.architecture).state_dict().keys()
+    )
+    assert all(torch.equal(loaded[key], wanted[key]) for key in wanted)
+    counts = [each.for_references().parts["denoiser"].parameters for each in (facts, own)]
+    assert counts == [sum(each.numel() for each in wanted.values())] * 2
 
 
 def test_layers_for_reference_images_in_files_of_others_are_kept(tmp_path: Path) -> None:
-    """As a trainer of edits writes them; nothing here trains them."""
+    """As a trainer of edits writes them; a training without references has none."""
     whole = FLUX3.empty_denoiser(facts_of("flux3").release.architecture)
     names = ["mode_blocks.image_cond.0.attn.to_q", "mode_blocks.image.0.ff.linear_in"]
     assert names[0] not in FLUX3.lora_targets(denoiser_of("flux3"), "all")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -20,7 +19,7 @@ from lora_trainer.costs.trace import traced_network
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.latents import unpack
 from lora_trainer.families.base.references import References, references_in, with_references
-from lora_trainer.families.base.sampling import build_sampler
+from lora_trainer.families.base.sampling import build_sampler, editing_pipeline
 from tests.fakes.family_bases import (
     CPU,
     copy_of,
@@ -42,12 +41,12 @@ TARGET_PX, REFERENCES_PX = (48, 32), ((96, 64), (64, 80))
 def base_that_edits(name: str, folder: Path) -> BaseFacts:
     """Return the facts of a family's tiny base, as the release that edits: its folder names another pipeline."""
     if facts_of(name).references is not None:
-        return facts_of(name)
+        return facts_of(name).for_references()
     releases = families.family(name).releases.values()
     reads = next(one.references for one in releases if one.references)
     base = copy_of(name, folder / "base")
     edit_json(base / "model_index.json", _class_name=reads.pipeline)
-    return facts_at(base, family=name)
+    return facts_at(base, family=name).for_references()
 
 
 def pictures(folder: Any) -> list[Image.Image]:
@@ -83,9 +82,7 @@ def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: An
     family, facts = families.family(name), base_that_edits(name, tmp_path)
     assert facts.references is not None
     images = pictures(tmp_path)[: facts.references.most]
-    pipeline: Any = pipeline_of(facts)
-    if facts.references.pipeline:
-        pipeline = getattr(diffusers, facts.references.pipeline)(**pipeline.components)
+    pipeline: Any = editing_pipeline(family, facts, pipeline_of(facts))
     recorded = Recorded(pipeline.transformer)
     width, height = (side // facts.vae_factor for side in TARGET_PX)
     count = width * height // facts.patch**2
@@ -147,9 +144,7 @@ def test_a_sample_image_with_references_is_the_plain_pipelines(name: str, tmp_pa
         guidance_scale=1.0,
         references=images,
     )
-    pipeline: Any = pipeline_of(facts)
-    if facts.references.pipeline:
-        pipeline = getattr(diffusers, facts.references.pipeline)(**pipeline.components)
+    pipeline: Any = editing_pipeline(family, facts, pipeline_of(facts))
     whole = pipeline(
         **facts.references.drawing(images, TARGET_PX),
         prompt=PROMPT,
@@ -193,10 +188,12 @@ def test_references_are_named_in_their_order() -> None:
     assert [float(each[0, 0, 0, 0]) for each in found] == list(range(11))
 
 
-def test_a_step_with_references_takes_what_the_table_says() -> None:
+@pytest.mark.parametrize("name", families.editing())
+def test_a_step_with_references_takes_what_the_table_says(name: str) -> None:
     """The table knows no references: their pixels count as the image's own."""
-    family = families.family("flux2")
-    costs = BaseCosts(family=family, facts=next(iter(family.releases.values())))
+    family = families.family(name)
+    facts = next(each for each in family.releases.values() if each.references)
+    costs = BaseCosts(family=family, facts=facts.for_references())
     alone = Workload(
         height_px=512,
         width_px=512,
@@ -206,9 +203,11 @@ def test_a_step_with_references_takes_what_the_table_says() -> None:
         checkpointing="full",
     )
     network = traced_network(family, costs.facts, alone, prompt=costs._prompt)
+    # Where references have layers of their own, image and references do not attend to each other in these.
+    work = 0.04 if family.traits.reference_layers else 0.01
     for sizes in (((512, 512),), ((640, 384), (256, 768)), ((512, 512),) * 4):
         load = replace(alone, references_px=sizes)
         planned, traced = costs.sample_cost(load), network.sample_cost(load)
-        assert planned.step_flops == pytest.approx(traced.step_flops, rel=0.01)
+        assert planned.step_flops == pytest.approx(traced.step_flops, rel=work)
         peaks = [each.saved_bytes + each.temporary_bytes for each in (planned, traced)]
         assert peaks[0] == pytest.approx(peaks[1], rel=0.01)

@@ -153,6 +153,8 @@ class BaseRelease:
     """The scheduler's configuration; of a public release the keys that `BaseFacts.flow_shift` reads."""
     parameters: Mapping[Part, int]
     """How many parameters each part has, with an entry for each of `PARTS`."""
+    reference_parameters: int = 0
+    """How many more the denoiser has in layers that only reference images go through."""
     max_tokens: int
     """Tokens of a prompt that the text encoders read at once; longer prompts need several chunks."""
     download_bytes: int = 0
@@ -295,6 +297,8 @@ class BaseFacts:
     """How it follows a guidance scale."""
     references: References | None = None
     """How it reads reference images; None: it reads none."""
+    has_reference_layers: bool = False
+    """Its denoiser is loaded with the layers that only reference images go through; `parts` counts them."""
     shifts_by_tokens: bool = False
     """The noise is shifted by the image's size, though the base's own sampler has one shift for all."""
     unshifted_px: int = 0
@@ -323,6 +327,15 @@ class BaseFacts:
         """The layout of a base that is on this machine; AssertionError for a base that is not downloaded."""
         assert self.layout is not None, f"{self.source} is known by name only; locate it first"
         return self.layout
+
+    def for_references(self) -> BaseFacts:
+        """Return the facts of the base as it is loaded for reference images: most have no layers for them alone."""
+        if self.has_reference_layers or not self.release.reference_parameters:
+            return self
+        denoiser = self.parts["denoiser"]
+        count = denoiser.parameters + self.release.reference_parameters
+        parts = {**self.parts, "denoiser": replace(denoiser, parameters=count)}
+        return replace(self, parts=parts, has_reference_layers=True)
 
     def with_clip_skip(self, clip_skip: int) -> BaseFacts:
         """Return the facts with text of the layer that `base.clip_skip` means; raises RequestError for none."""

@@ -184,6 +184,7 @@ class Family(ABC):
                 layout.folder, stated=self.published[0].scheduler
             ),
             parameters={part: self._count(layout, part) for part in PARTS},
+            reference_parameters=self._count_for_references(layout),
             max_tokens=self.published[0].max_tokens,
             drawing=self.published[0].drawing,
         )
@@ -286,6 +287,21 @@ class Family(ABC):
         )
         return base_parts.elements(header, names)
 
+    def _count_for_references(self, layout: Layout) -> int:
+        """Count the denoiser's parameters that only reference images go through."""
+        if not self.traits.reference_layers:
+            return 0
+        if single := layout.part_file("denoiser"):
+            header = read_header(single)
+            return base_parts.elements(header, self._reference_names(header).values())
+        files = base_parts.weights(layout.part_folder("denoiser", self.traits.folder))
+        return count_parameters(files, reads=self.traits.is_for_references)
+
+    def _reference_names(self, header: Header) -> Mapping[str, str]:
+        """Return `denoiser_names` of the tensors that only reference images go through."""
+        names = base_parts.denoiser_names(header).items()
+        return {name: full for name, full in names if self.traits.is_for_references(name)}
+
     def _count_text(self, layout: Layout, component: str) -> int:
         """Count the used parameters of a text encoder; raises InputError for a file that lacks some."""
         if (file := layout.text_file(component)) is None:
@@ -382,7 +398,9 @@ class Family(ABC):
         # Not under torch.device("meta"): accelerate's context leaves buffers real, and a
         # buffer that no file holds would stay without values.
         with init_empty_weights():
-            network: Any = self.training_denoiser(facts.release.architecture)
+            network: Any = self.training_denoiser(
+                facts.release.architecture, references=facts.has_reference_layers
+            )
         fp32 = (*fp32_parts(network), *self.traits.fp32_in_files)
         loaded: nn.Module
         if quantise is None:
@@ -446,15 +464,20 @@ class Family(ABC):
             if name.endswith(".weight")
         }
         joined = self.layer_names(shapes).layers
+        references = any(map(self.traits.is_for_references, shapes))
         if single := layout.part_file("denoiser"):
-            names = self.denoiser_names(read_header(single))
+            header = read_header(single)
+            names = {
+                **self.denoiser_names(header),
+                **(self._reference_names(header) if references else {}),
+            }
             base_parts.load_denoiser_file(single, network, names, read, joined)
             return
         folder = layout.part_folder("denoiser", self.traits.folder)
         tensors: dict[str, Tensor] = {}
         # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
         for file in base_parts.weights(folder):
-            wanted = filter(self.traits.reads, read_header(file))
+            wanted = filter(partial(self.traits.reads, references=references), read_header(file))
             tensors |= read(file, {name: name for name in wanted})
         network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
         own = network.state_dict()
@@ -470,12 +493,18 @@ class Family(ABC):
             network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
         )
 
-    def training_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
-        """Build the denoiser without what no training reads, weights undefined; call under a `meta` device."""
+    def training_denoiser(
+        self, architecture: Mapping[str, Any], *, references: bool = False
+    ) -> nn.Module:
+        """Build the denoiser without what no training reads, weights undefined; call under a `meta` device.
+
+        `references`: with the layers that only reference images go through.
+        """
         network = self.empty_denoiser(architecture)
-        for name in [name for name, _ in network.named_modules() if not self.traits.reads(name)]:
+        reads = partial(self.traits.reads, references=references)
+        for name in [name for name, _ in network.named_modules() if not reads(name)]:
             parent, _, child = name.rpartition(".")
-            if self.traits.reads(parent):
+            if reads(parent):
                 delattr(network.get_submodule(parent), child)
         return network
 

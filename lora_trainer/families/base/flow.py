@@ -17,6 +17,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Precision, Targets
 from lora_trainer.families.base.facts import TEXT_LENGTHS, Conditioning
 from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.references import references_in
 from lora_trainer.families.base.releases import TextNetwork
 from lora_trainer.families.base.text.transformers_encoder import TransformersEncoder
 from lora_trainer.families.base.texts import TextInputs
@@ -92,20 +93,21 @@ def recomputed(blocks: nn.ModuleList) -> nn.ModuleList:
 
 
 def in_one_length(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    run: Callable[..., Tensor],
     noisy: Tensor,
     timesteps: Tensor,
     conditioning: Conditioning,
 ) -> Tensor:
     """Call `run` with noisy latents, timesteps and texts of one length, once for each length; return what it returns.
 
-    No call needs a mask.
+    No call needs a mask. The latents of references, where there are some, are further arguments.
     """
     import torch
 
     text, lengths = conditioning["text"], text_lengths(conditioning)
+    references = references_in(conditioning)
     if len(set(lengths)) == 1:
-        return run(noisy, timesteps, text[:, : lengths[0]])
+        return run(noisy, timesteps, text[:, : lengths[0]], *references)
     predicted: dict[int, Tensor] = {}
     for length in sorted(set(lengths)):
         rows = [row for row, row_length in enumerate(lengths) if row_length == length]
@@ -114,7 +116,8 @@ def in_one_length(
             # By slices: a list of rows would be copied to the device, and the host would wait for it.
             return torch.cat([tensor[row : row + 1] for row in rows])
 
-        part = run(alike(noisy), alike(timesteps), alike(text)[:, :length])
+        texts = alike(text)[:, :length]
+        part = run(alike(noisy), alike(timesteps), texts, *map(alike, references))
         predicted |= zip(rows, part.split(1), strict=True)
     return torch.cat([predicted[row] for row in range(len(lengths))])
 

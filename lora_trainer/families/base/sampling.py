@@ -5,7 +5,7 @@ import.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -130,16 +130,9 @@ class Sampler:
     @cached_property
     def edit(self) -> Any:
         """The pipeline that draws with references, made when the first image is drawn with some."""
-        traits = self.facts.references
-        assert traits is not None, f"{self.facts.source} reads no references"
-        pipeline = self.pipeline
-        if traits.pipeline:
-            import diffusers
-
-            pipeline = getattr(diffusers, traits.pipeline)(**pipeline.components)
-            pipeline.set_progress_bar_config(disable=True)
-            pipeline.vae_scale_factor = self.pipeline.vae_scale_factor
-        pipeline.vae = borrowed_vae(self.vae, self.device)
+        vae = borrowed_vae(self.vae, self.device)
+        pipeline = editing_pipeline(self.family, self.facts, self.pipeline, latents_of=vae)
+        pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
     def _moved(self, conditioning: Conditioning) -> Conditioning:
@@ -150,6 +143,32 @@ class Sampler:
             else tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in with_text_lengths(conditioning).items()
         }
+
+
+def editing_pipeline(
+    family: Family, facts: BaseFacts, pipeline: Any, *, latents_of: Any = None
+) -> Any:
+    """Return the pipeline that draws with references, with the networks of the one that draws without.
+
+    With a VAE `latents_of` it takes encoded prompts and returns latents of that VAE, else it is whole.
+    """
+    traits = facts.references
+    assert traits is not None, f"{facts.source} reads no references"
+    if (blocks := family.pipeline.blocks) is not None:
+        return modular_images(
+            replace(blocks, workflow=blocks.editing),
+            pipeline.components,
+            architecture=facts.release.architecture,
+            latents_of=latents_of,
+        )
+    editing = pipeline
+    if traits.pipeline:
+        import diffusers
+
+        editing = getattr(diffusers, traits.pipeline)(**pipeline.components)
+    if latents_of is not None:
+        editing.vae, editing.vae_scale_factor = latents_of, pipeline.vae_scale_factor
+    return editing
 
 
 def borrowed_vae(vae: Any, device: torch.device) -> Any:

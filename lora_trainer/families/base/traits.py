@@ -50,7 +50,9 @@ class NetworkTraits:
     VAE in another family's checkpoint counts, as FLUX.1's does for those that use it too. `fp32_in_files`: parts of
     the original code's names of the tensors that diffusers keeps in float32 by its own names. `unread`: parts,
     between the dots of names, of the layers that images from text never go through, diffusers' and the original code's:
-    they are not loaded, and files of adapters may have them.
+    they are not loaded, and files of adapters may have them. `reference_layers`: parts, likewise, of the names of
+    layers that only reference images go through -> those of the equal layers of the image; they are loaded for
+    references.
     """
 
     class_name: str
@@ -70,10 +72,18 @@ class NetworkTraits:
     shares_vae: bool = False
     fp32_in_files: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    reference_layers: Mapping[str, str] = field(default_factory=dict)
 
-    def reads(self, name: str) -> bool:
-        """Return whether a tensor or module of the denoiser, of that name, is loaded."""
-        return not self.unread or set(self.unread).isdisjoint(name.split("."))
+    def reads(self, name: str, *, references: bool = False) -> bool:
+        """Return whether a tensor or module of the denoiser, of that name, is loaded, with `references` or without."""
+        if not self.unread and not self.reference_layers:
+            return True
+        left_out = {*self.unread, *(() if references else self.reference_layers)}
+        return left_out.isdisjoint(name.split("."))
+
+    def is_for_references(self, name: str) -> bool:
+        """Return whether only reference images go through a tensor or module of the denoiser, of that name."""
+        return not self.reference_layers.keys().isdisjoint(name.split("."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +92,8 @@ class Blocks:
 
     `encoding` are those that make of a prompt what the denoiser reads, `decoding` those that make images of latents.
     `unused` are left out: networks that change a prompt before it is read. `class_of` returns the class of the blocks
-    by the denoiser's configuration, where that is not the same for all releases.
+    by the denoiser's configuration, where that is not the same for all releases. `editing` is the workflow that draws
+    with reference images, where there is one.
     """
 
     class_name: str
@@ -91,6 +102,7 @@ class Blocks:
     unused: tuple[str, ...] = ()
     class_of: Callable[[Mapping[str, Any]], str] | None = None
     workflow: str = "text2image"
+    editing: str = ""
 
     def of(self, architecture: Mapping[str, Any]) -> str:
         """Return the class of the blocks of a base by its denoiser's configuration."""

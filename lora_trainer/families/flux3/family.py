@@ -2,7 +2,8 @@
 
 The network reads a text in windows of 80 tokens, padding included and without a mask: `text` [B, L, 20480] has the
 whole window, and `text_mask` [B, L] is 1 on all of it. Caches and `predict` have 2x2 squares of the VAE's latents as
-channels, as in FLUX.2. The layers for reference images are not loaded. The distilled release is a flow map: it also
+channels, as in FLUX.2. Reference images have blocks of their own, which are loaded for a training with references, and
+stand behind the image in the joint ones. The distilled release is a flow map: it also
 reads the time that a step jumps to, which is the image's own in training.
 """
 
@@ -24,6 +25,7 @@ from lora_trainer.families.base.flow import (
     target_endings,
 )
 from lora_trainer.families.base.layout import Header, Layout
+from lora_trainer.families.base.references import References, joined
 from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.stated import Stated
 from lora_trainer.families.base.text.qwen3_vl import (
@@ -46,6 +48,8 @@ FLOW_MAP = "flow map"
 """How the distilled release was distilled."""
 IMAGE_SCALE = 0.5
 """Rows and columns of an image count half as much as tokens of a text."""
+# As many as the blocks of diffusers' pipeline say. The release reads one alone at up to 4 megapixels, here at most 1.
+REFERENCES = References(most=10)
 # Keys of the configuration that tell whether a network has the sizes of the release.
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim")
 # The embedder of the time that a step of the distilled release jumps to, in the original names and in diffusers'.
@@ -131,14 +135,15 @@ class Flux3(FlowFamily):
         # The last norm: diffusers has scale before shift, the original code the reverse.
         swapped_layers=("norm_out.linear",),
         fp32_in_files=("query_norm", "key_norm"),
-        # Reference images, and heads that only the release's own training used.
-        unread=("image_cond", "repa_projectors"),
+        unread=("repa_projectors",),  # heads that only the release's own training used
+        reference_layers={"image_cond": "image"},
     )
     pipeline = PipelineTraits(
         class_name="Flux3ModularPipeline",
         blocks=Blocks(
             class_name="Flux3AutoBlocks",
             encoding=("text_encoder",),
+            editing="image_conditioned",
             unused=("prompt_upsampler",),
             class_of=lambda architecture: (
                 "Flux3DistilledAutoBlocks" if architecture.get("flow_map") else "Flux3AutoBlocks"
@@ -208,6 +213,9 @@ class Flux3(FlowFamily):
 
     # ---- training
 
+    def references_of(self, release: BaseRelease) -> References | None:
+        return REFERENCES
+
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
@@ -217,19 +225,42 @@ class Flux3(FlowFamily):
 FAMILY = Flux3()
 
 
-def _velocity(network: Any, noisy: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-    """Run the network on texts of one length."""
+def _velocity(
+    network: Any, noisy: Tensor, timesteps: Tensor, text: Tensor, *references: Tensor
+) -> Tensor:
+    """Run the network on texts of one length and on the latents of references."""
     levels = timesteps / 1000  # the network multiplies by 1000 again
-    image = token_positions(noisy, rows=noisy.shape[2], columns=noisy.shape[3])
+    conditions = {}
+    if references:
+        positions = [
+            _positions(each, levels, place=place) for place, each in enumerate(references, 1)
+        ]
+        conditions = {
+            "image_cond_hidden_states": joined([_tokens(each) for each in references], 1),
+            "image_cond_ids": joined(positions, 0),
+        }
     velocity = network(
-        hidden_states=noisy.flatten(2).transpose(1, 2),
+        hidden_states=_tokens(noisy),
         encoder_hidden_states=text,
         timestep=levels,
         # A step of no length: the velocity at this very time, as SimpleTuner trains it.
         target_timestep=levels if network.config.flow_map else None,
-        img_ids=image.to(levels) * IMAGE_SCALE,
+        img_ids=_positions(noisy, levels),
         txt_ids=token_positions(text, tokens=text.shape[1]),
         return_dict=False,
+        **conditions,
     )[0]
     unpacked: Tensor = velocity.transpose(1, 2).reshape(noisy.shape)
     return unpacked
+
+
+def _tokens(latents: Tensor) -> Tensor:
+    return latents.flatten(2).transpose(1, 2)
+
+
+def _positions(latents: Tensor, levels: Tensor, *, place: int = 0) -> Tensor:
+    """Return the positions [tokens, 4] of an image's tokens; `place` 0: the noisy one, 1: the first reference."""
+    rows, columns = latents.shape[2:]
+    positions = token_positions(latents, rows=rows, columns=columns).to(levels) * IMAGE_SCALE
+    positions[:, 3] = -place  # before the first token of the text
+    return positions
