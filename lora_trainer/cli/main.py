@@ -148,6 +148,7 @@ COMMANDS: Mapping[str, str] = {
     "caption": "caption:caption",
     "import": "look_around:import_settings",
     "sample": "measure:sample",
+    "comfyui": "measure:comfyui",
     "film": "measure:film",
     "validate": "measure:validate",
     "profile": "measure:profile",

@@ -59,6 +59,39 @@ def sample(
         out.print(str(file), highlight=False)
 
 
+def comfyui(
+    file: Path,
+    /,
+    *,
+    server: str = "http://127.0.0.1:8188",
+    strength: list[float] = [],  # noqa: B006 - as above
+    prompt: str | None = None,
+    workflow: Path | None = None,
+    loader: str | None = None,
+    output: Path = Path("samples"),
+) -> None:
+    """Make images with a LoRA file by a running ComfyUI, with the workflow that was drawn there last.
+
+    :param server: address of ComfyUI
+    :param strength: strength of the LoRA, repeatable [default: 0 and 1, so without it and with it]
+    :param prompt: prompt to draw [default: that of the workflow, with the trigger in front]
+    :param workflow: another workflow: "Export (API)" of ComfyUI, or a picture that it saved
+    :param loader: number of the node that loads the model, where the workflow loads several
+    :param output: folder for the images
+    """
+    out = console()
+    from lora_trainer.tools.comfyui.draw import NO_EFFECT, Wish, all_the_same, draw
+    from lora_trainer.tools.comfyui.server import ComfyUI
+
+    wish = Wish(strengths=strength, workflow=workflow, prompt=prompt, loader=loader)
+    files = []
+    for drawn in draw(file, server=ComfyUI(server), wish=wish, output=output):
+        files.append(drawn)
+        out.print(str(drawn), highlight=False)
+    if all_the_same(files):
+        out.print(NO_EFFECT, highlight=False)
+
+
 def film(run: Path, /, *, output: Path | None = None, force: bool = False) -> str:
     """Write a film of a run's previews, the base beside one step after another, as GIF or MP4.
 
