@@ -11,20 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
+from lora_trainer.common.files import read_json_object
 
-from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
-
-from .jobs import JOB_FILE, LOG_FILE, RESULT_FILE, RUNNER_FILE
+from .jobs import JOB_FILE, LOG_FILE, end, take
 
 
 def main(folder: Path) -> None:
     """Run the command to its end."""
     asked: list[int] = []  # to end, before there is a command to hand it on to
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    me = psutil.Process()
-    runner = {"pid": me.pid, "started_s": me.create_time()}
-    write_atomic(folder / RUNNER_FILE, json_bytes(runner), durable=False)
+    take(folder)
     argv = [str(word) for word in read_json_object(folder / JOB_FILE)["argv"]]
     with (folder / LOG_FILE).open("wb") as log:
         process = subprocess.Popen(
@@ -34,7 +30,7 @@ def main(folder: Path) -> None:
         if asked:
             process.terminate()
         exit_code = process.wait()
-    write_atomic(folder / RESULT_FILE, json_bytes({"exit_code": exit_code}), durable=False)
+    end(folder, exit_code)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Inputs: a command line as a list of words. Outputs: `<runs>/.gui/jobs/ID/` with job.json, the
 command's output in log.txt and, once it has ended, result.json. A small process of its own session
 (job_runner.py) runs the command, so that its exit code is known also when the interface was ended
-meanwhile; what a page shows is a function of these files.
+meanwhile; what a page shows is a function of these files. Drawing is handed to a process that keeps its base loaded
+(drawing.py), which writes the same files.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import disk_error, json_bytes, locked, read_json_object, write_atomic
-from lora_trainer.common.processes import ask_to_end, detached
+from lora_trainer.common.processes import ask_to_end, detached, is_alive
 from lora_trainer.common.wording import one_line
 from lora_trainer.reporting.history import mapping, number, sequence
-from lora_trainer.reporting.status import is_alive
 
 from .workplace import Workplace
 
@@ -78,21 +81,11 @@ def start(
     work: Workplace, *, kind: str, argv: Sequence[str], about: Mapping[str, Any] | None = None
 ) -> Job:
     """Start a command; raises RequestError when the same one runs already, MachineError."""
-    busy = MachineError("another page starts something", fix="try again in a moment")
-    with locked(work.own / LOCK, within_s=_LOCK_WITHIN_S, busy=busy):
+    with _changing(work):
         if any(job.argv == tuple(argv) for job in find(work, kind=kind) if job.state == "running"):
             raise RequestError("this runs already", fix="wait for it to end")
-        _forget_old(work)
-        folder = work.own / FOLDER / f"{time.time_ns():x}"
-        content = {
-            "kind": kind,
-            "argv": list(argv),
-            "about": dict(about or {}),
-            "at_s": time.time(),
-        }
+        folder = _written(work, kind=kind, argv=argv, about=about)
         try:
-            folder.mkdir(parents=True)
-            write_atomic(folder / JOB_FILE, json_bytes(content), durable=False)
             runner = subprocess.Popen(
                 [sys.executable, "-m", "lora_trainer.gui.job_runner", str(folder)],
                 **detached(
@@ -103,6 +96,55 @@ def start(
             raise disk_error(folder, error) from error
     threading.Thread(target=runner.wait, daemon=True).start()  # it would stay as a zombie
     return read(work, folder.name)
+
+
+def hand_over(work: Workplace, *, kind: str, about: Mapping[str, Any]) -> Job:
+    """Write down a job that a process takes which runs already, or is about to.
+
+    The process says so by `take` and `end`. Raises RequestError while it does another job of the kind, MachineError.
+    """
+    with _changing(work):
+        if any(job.state == "running" for job in find(work, kind=kind)):
+            raise RequestError("this runs already", fix="wait for it to end, or stop it")
+        folder = _written(work, kind=kind, argv=(), about=about)
+    return read(work, folder.name)
+
+
+def take(folder: Path) -> None:
+    """Write down that this process does the job of a folder; raises MachineError."""
+    me = psutil.Process()
+    runner = {"pid": me.pid, "started_s": me.create_time()}
+    write_atomic(folder / RUNNER_FILE, json_bytes(runner), durable=False)
+
+
+def end(folder: Path, exit_code: int) -> None:
+    """Write down how the job of a folder ended; raises MachineError."""
+    write_atomic(folder / RESULT_FILE, json_bytes({"exit_code": exit_code}), durable=False)
+
+
+def _changing(work: Workplace) -> AbstractContextManager[None]:
+    busy = MachineError("another page starts something", fix="try again in a moment")
+    return locked(work.own / LOCK, within_s=_LOCK_WITHIN_S, busy=busy)
+
+
+def _written(
+    work: Workplace, *, kind: str, argv: Sequence[str], about: Mapping[str, Any] | None
+) -> Path:
+    """Write the record of a new job; return its folder. Raises MachineError."""
+    _forget_old(work)
+    folder = work.own / FOLDER / f"{time.time_ns():x}"
+    content = {
+        "kind": kind,
+        "argv": list(argv),
+        "about": dict(about or {}),
+        "at_s": time.time(),
+    }
+    try:
+        folder.mkdir(parents=True)
+        write_atomic(folder / JOB_FILE, json_bytes(content), durable=False)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    return folder
 
 
 def _forget_old(work: Workplace) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.event_kinds import Validation, event_of_row
-from lora_trainer.common.files import disk_error
+from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import against_base, one_line, public_source
 from lora_trainer.lora_file.base_layers import recognise
@@ -30,12 +30,13 @@ from lora_trainer.reporting.status import read_status
 
 from . import runs
 from .bases import EMBEDDED
-from .lora_names import name_now, read_names, write_names
+from .lora_names import BestPicture, name_now, read_names, write_names
 from .run_best import read_best, recommended
 from .workplace import Workplace
 
 SUFFIX = ".safetensors"
 PREVIEW_SUFFIX = ".preview.png"
+BEST_PICTURE_SUFFIX = ".best.png"
 _NAME_MAX_LENGTH = 100
 _ROLLING = re.compile(r"(?P<name>.+)-step(?P<step>\d{8})\.safetensors")
 _THUMBNAIL = re.compile(r"data:image/(?:jpeg|png|webp);base64,[A-Za-z0-9+/]+={0,2}")
@@ -49,7 +50,8 @@ class LoraFile:
     """An adapter file of a run folder.
 
     `trained` says that the run's training wrote it, not a tool, after `step` steps; `last` is its result.
-    `best` is the one that somebody marked as such, `earlier` are the names it had, `note` what was noted.
+    `best` is the one that somebody marked as such, `earlier` are the names it had, `note` what was noted, `picture` how
+    the picture was drawn that somebody marked as its best.
     """
 
     run: str
@@ -62,6 +64,7 @@ class LoraFile:
     changed_ns: int
     earlier: tuple[str, ...] = ()
     note: str = ""
+    picture: BestPicture | None = None
 
     @property
     def ref(self) -> str:
@@ -219,9 +222,43 @@ def take_note(work: Workplace, ref: str, text: str) -> LoraFile:
     return find(work, ref)
 
 
+def mark_picture(work: Workplace, ref: str, image: Path, drawn: BestPicture) -> LoraFile:
+    """Keep a copy of an image beside a LoRA as its best picture; raises RequestError, MachineError."""
+    file = find(work, ref)
+    try:
+        content = image.read_bytes()
+    except OSError:
+        raise RequestError("this picture is not there any more", fix="draw it again") from None
+    write_atomic(best_picture(file.path), content)
+    _picture(file, drawn)
+    return find(work, ref)
+
+
+def unmark_picture(work: Workplace, ref: str) -> LoraFile:
+    """Have no best picture of a LoRA; raises RequestError, MachineError."""
+    file = find(work, ref)
+    _picture(file, None)
+    try:
+        best_picture(file.path).unlink(missing_ok=True)
+    except OSError as error:
+        raise disk_error(file.path.parent, error) from error
+    return find(work, ref)
+
+
+def _picture(file: LoraFile, drawn: BestPicture | None) -> None:
+    folder = file.path.parent
+    write_names(folder, read_names(folder).pictured(file.path.name, drawn))
+
+
+def best_picture(path: Path) -> Path:
+    """Return where the best picture of a LoRA file lies, whether it is there or not."""
+    return path.with_name(f"{path.stem}{BEST_PICTURE_SUFFIX}")
+
+
 def beside(path: Path) -> tuple[Path, ...]:
-    """Return where what belongs to a LoRA file lies, whether it is there or not: preview, new tokens."""
-    return path.with_name(f"{path.stem}{PREVIEW_SUFFIX}"), embedding_path(path)
+    """Return where what belongs to a LoRA file lies, whether it is there or not: its pictures, new tokens."""
+    preview = path.with_name(f"{path.stem}{PREVIEW_SUFFIX}")
+    return preview, best_picture(path), embedding_path(path)
 
 
 def file_stem(text: str) -> str:
@@ -326,6 +363,7 @@ def _files(folder: Path) -> Iterator[LoraFile]:
                 changed_ns=stat.st_mtime_ns,
                 earlier=earlier,
                 note=names.notes.get(path.name, ""),
+                picture=names.pictures.get(path.name),
             )
 
 

@@ -1,14 +1,18 @@
-"""The names and notes that somebody gave the LoRAs of a run, in `library.json` of its folder.
+"""The names and notes that somebody gave the LoRAs of a run, and their best pictures, in `library.json` of its folder.
 
-Inputs: a run folder, file names in it. Outputs: under which name a file that a training wrote lies now, and
-the note on a file. Only the pages read it; a trainer that goes on writes under its own names as before.
+Inputs: a run folder, file names in it. Outputs: under which name a file that a training wrote lies now, the note on a
+file, and how its best picture was drawn. Only the
+pages read it; a trainer that goes on writes under its own names as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
@@ -19,11 +23,24 @@ MAX_NOTE_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
+class BestPicture:
+    """How the picture was drawn that somebody marked as the best of a LoRA; it lies beside the file."""
+
+    prompt: str
+    seed: int
+    strength: float
+
+
+_PICTURE = TypeAdapter(BestPicture)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraNames:
-    """`now` are the names that files have now by each name they had; `notes` are by the name of now."""
+    """`now` are the names that files have now by each name they had; `notes` and `pictures` are by the name of now."""
 
     now: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    pictures: Mapping[str, BestPicture] = field(default_factory=dict)
 
     def earlier(self, name: str) -> tuple[str, ...]:
         """Return the names that a file had before, the first one first."""
@@ -34,7 +51,13 @@ class LoraNames:
         now = {first: new if last == old else last for first, last in self.now.items()} | {old: new}
         now.pop(new, None)  # back to a name it had
         notes = {new if name == old else name: text for name, text in self.notes.items()}
-        return LoraNames(now=now, notes=notes)
+        pictures = {new if name == old else name: best for name, best in self.pictures.items()}
+        return LoraNames(now=now, notes=notes, pictures=pictures)
+
+    def pictured(self, name: str, best: BestPicture | None) -> LoraNames:
+        """Return the names with another best picture of a file, None for none."""
+        pictures = {other: kept for other, kept in self.pictures.items() if other != name}
+        return replace(self, pictures=pictures | ({} if best is None else {name: best}))
 
     def noted(self, name: str, text: str) -> LoraNames:
         """Return the notes with another one; raises RequestError for one that is too long."""
@@ -56,7 +79,11 @@ def read_names(folder: Path) -> LoraNames:
         {name: str(value) for name, value in mapping(record, key).items()}
         for key in ("now", "notes")
     )
-    return LoraNames(now=now, notes=notes)
+    pictures = {}
+    for name, value in mapping(record, "pictures").items():
+        with suppress(ValidationError):  # changed by hand
+            pictures[name] = _PICTURE.validate_python(value)
+    return LoraNames(now=now, notes=notes, pictures=pictures)
 
 
 def write_names(folder: Path, names: LoraNames) -> None:

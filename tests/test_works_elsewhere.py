@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from lora_trainer.gui import drawing, drawing_process, jobs, lora_files
+from lora_trainer.gui.library import try_prompts
+from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.run.samples import Bench, make_images
 from tests.fakes.runs import QUIET, Toy, apart, pixels, problems, run_cli, toy
 
 PROMPTS = ["a toy", "another --n mud --w 8 --h 24 --d 77 --l 3 --s 3"]
@@ -94,6 +100,95 @@ def test_strengths_share_base_and_seed_and_files_have_their_names(
     for file, step, index in ((files[0], 0, 0), (files[1], 6, 0), (files[3], 6, 1)):
         assert apart(file, shown(place, step, index)) <= 2
     assert apart(*files[2:]) > 10
+
+
+def test_a_bench_draws_each_file_with_one_base_and_the_same_bytes_as_the_command(
+    place: Toy, tmp_path: Path
+) -> None:
+    """Another strength, another file and back, and a file that cannot be loaded between: each as if drawn alone."""
+    last, saved = place.run / "toy.safetensors", place.run / "toy-step00000004.safetensors"
+    tensors = load_file(saved)
+    tensors[next(key for key in tensors if key.endswith(".weight"))] = torch.zeros(3, 5)
+    save_file(tensors, tmp_path / "broken.safetensors", {"format": "pt"})
+    bench, base, loaded = Bench(), str(place.base), list[Any]()
+
+    def alone(file: Path, strength: float) -> bytes:
+        out = tmp_path / f"{file.stem}-{strength}"
+        assert sample(file, "--base", base, f"--strength={strength}", "--output", out) == 0
+        return (out / f"{file.stem}-1234.png").read_bytes()
+
+    def kept(file: Path, strength: float) -> bytes:
+        drawn = make_images(
+            file,
+            prompts=PROMPTS[:1],
+            base=base,
+            output=tmp_path / "kept",
+            seed=1234,
+            strengths=[strength],
+            bench=bench,
+        )
+        (image,) = drawn
+        loaded.append(bench.pipeline)
+        return image.read_bytes()
+
+    half = alone(last, 0.5)
+    assert kept(last, 1.0) == alone(last, 1.0) != half
+    assert kept(last, 0.5) == half
+    assert kept(saved, 1.0) == alone(saved, 1.0)
+    with pytest.raises(Exception, match="size mismatch"):
+        bench.load(tmp_path / "broken.safetensors", base=base)
+    assert bench.pipeline is None, "nobody knows what is left in its networks"
+    assert kept(last, 0.5) == half
+    assert loaded[0] is loaded[1] is loaded[2]
+    assert loaded[2] is not loaded[3]
+
+
+def test_the_process_of_the_pages_draws_the_same_bytes_says_why_not_and_ends_when_nothing_waits(
+    place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = place.copy(tmp_path / "runs")
+    work = Workplace(runs=copied.run.parent)
+    last = lora_files.find(work, "toy/toy.safetensors")
+    saved = lora_files.find(work, "toy/toy-step00000004.safetensors")
+    out, base = tmp_path / "alone", str(place.base)
+    for file in (last, saved):
+        assert sample(file.path, "--base", base, "--strength=0.5", "--output", out) == 0
+    monkeypatch.setattr(drawing, "_begin", lambda work, folder: None)
+    wish = try_prompts.wish(
+        prompts=PROMPTS[0], strengths="0.5", seed=None, base=base, others=[saved.ref]
+    )
+    drawn = try_prompts.start(work, last, wish)
+    with pytest.raises(RequestError, match="drawn already"):
+        try_prompts.start(work, last, wish)
+    told = list[tuple[str, int]]()
+    monkeypatch.setattr(
+        drawing_process, "keep", lambda *, gpu_uuid, gpu_bytes: told.append((gpu_uuid, gpu_bytes))
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        drawer = drawing_process.Drawer(work=work, kept_s=0)
+        drawer.serve()
+        assert drawing.Folder.of(work).process() is None, "it has ended and says so"
+        assert {path.read_bytes() for path in try_prompts.images(work, drawn).values()} == {
+            path.read_bytes() for path in out.iterdir()
+        }
+        assert told and set(told) == {("", 0)}, "without a GPU"
+        assert jobs.read(work, drawn.id).state == "finished"
+        # The same process, asked again: for a file that is gone, and for one whose pictures nobody wants any more.
+        saved.path.unlink()
+        failed = jobs.hand_over(work, kind=try_prompts.KIND, about=drawn.about)
+        drawing.ask(work, failed)
+        drawer.serve()
+        failed = jobs.read(work, failed.id)
+        assert failed.exit_code == InputError.exit_code
+        assert "toy-step00000004.safetensors" in failed.error()
+        stopped = jobs.hand_over(work, kind=try_prompts.KIND, about=drawn.about)
+        drawing.ask(work, stopped)
+        drawing.stop(stopped)
+        drawer.serve()
+        assert jobs.read(work, stopped.id).exit_code == drawing.STOPPED
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_a_file_draws_with_the_base_given_and_does_not_say_where_its_own_was(

@@ -14,13 +14,13 @@ export function mountFile(page, leaving) {
   if (!page.querySelector("[role=tablist]")) return; // of a file that cannot be read
   const panel = (name) => page.querySelector(`#${name}`);
   tabs(page, (name) => { if (name === "inside") lookInside(panel(name), file); });
-  mountTry(panel("try"), file, leaving);
+  mountTry(panel("try"), page.querySelector("#head"), file, leaving);
   mountDescribe(panel("describe"), page.querySelector("#head"), file);
   mountTools(panel("tools"), file, leaving);
   mountExport(panel("export"), file);
 }
 
-function mountTry(panel, file, leaving) {
+function mountTry(panel, head, file, leaving) {
   const form = panel.querySelector("form");
   const said = panel.querySelector(".said");
   const stop = panel.querySelector("[data-stop]");
@@ -33,8 +33,23 @@ function mountTry(panel, file, leaving) {
   }, { file });
   onSubmit(form, async () => {
     const seed = form.seed.valueAsNumber;
-    const draw = { prompts: form.prompts.value, strengths: form.strengths.value, seed: Number.isNaN(seed) ? null : seed, base: form.base.value };
+    const others = [...form.querySelectorAll("[name=others]:checked")].map((box) => box.value);
+    const draw = { prompts: form.prompts.value, strengths: form.strengths.value, seed: Number.isNaN(seed) ? null : seed, base: form.base.value, others };
     tell(said, await asked({ draw }));
+  });
+  place.addEventListener("click", async ({ target }) => {
+    const pressed = target.closest("[data-mark], [data-give-back]");
+    if (!pressed) return;
+    if (pressed.hasAttribute("data-give-back")) {
+      tell(said, await asked({ give_back: true }));
+      return;
+    }
+    const { mark } = pressed.dataset;
+    const [job, row, of, strength] = mark.split(" ");
+    const answer = await asked({ mark: { job, row: Number(row), file: Number(of), strength: Number(strength) } });
+    tell(said, answer);
+    if (answer.head !== undefined) head.innerHTML = answer.head; // markup of our own server
+    place.querySelector(`[data-mark="${CSS.escape(mark)}"]`)?.focus(); // the grid was drawn anew
   });
   stop.addEventListener("click", async () => tell(said, await asked({ stop: true })));
 }

@@ -1,4 +1,4 @@
-"""The picture of a LoRA: the one beside its file, else the last sample of its training.
+"""The picture of a LoRA: the one beside its file, its preview first, else the last sample of its training.
 
 Input: a file of the library. Outputs: the picture, and the address of a small copy of it.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lora_trainer.reporting.sample_files import last_samples
 
-from ..lora_files import PREVIEW_SUFFIX, LoraFile
+from ..lora_files import BEST_PICTURE_SUFFIX, PREVIEW_SUFFIX, LoraFile
 from ..media import thumb_url
 
 _THUMB_PX = 384
@@ -17,8 +17,8 @@ _THUMB_PX = 384
 
 def preview_of(file: LoraFile) -> Path | None:
     """Return the picture beside a file or, of the result or a save of a run, its last sample."""
-    for name in (f"{file.path.stem}{PREVIEW_SUFFIX}", f"{file.path.stem}.png"):
-        image = file.path.with_name(name)
+    for suffix in (PREVIEW_SUFFIX, BEST_PICTURE_SUFFIX, ".png"):
+        image = file.path.with_name(f"{file.path.stem}{suffix}")
         if image.is_file() and not image.is_symlink():
             return image
     if not file.trained:

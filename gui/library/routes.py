@@ -20,7 +20,7 @@ from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.describe import description_of
 
-from .. import jobs, lora_files, sharing, uploads
+from .. import drawing, jobs, lora_files, sharing, uploads
 from ..lora_files import Header, LoraFile, find
 from ..markup import plain
 from ..media import EXPORTS, run_url
@@ -86,20 +86,35 @@ class Export(OfLora):
 
 
 class Draw(Body):
-    """What is to be drawn; without a seed it is the usual one."""
+    """What is to be drawn; without a seed it is the usual one. `others` draw the same."""
 
     prompts: LongText
     strengths: Text
     seed: float | None
     base: Text
+    others: list[Text]
+
+
+class Mark(Body):
+    """A picture of a try."""
+
+    job: Text
+    row: int
+    file: int
+    strength: float
 
 
 class Tries(OfLora):
-    """How the tries of a file are, once one is begun or all are stopped; `stamp` is of those that the page shows."""
+    """How the tries of a file are, once one is begun, all are stopped, a picture is marked or the base is given back.
+
+    `stamp` is of those that the page shows.
+    """
 
     stamp: Text
     draw: Draw | None = None
     stop: bool = False
+    mark: Mark | None = None
+    give_back: bool = False
 
 
 class Convert(Body):
@@ -188,7 +203,10 @@ def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
     """Return what the tabs of the page of a file begin with."""
     others = [entry.file.ref for entry in _mergeable(work, file, header)]
     drawn, made = try_prompts.of_file(work, file), tools.of_file(work, file)
+    saves, more = try_prompts.others(work, file, header)
     return {
+        "saves": [(save.ref, view.step(save, _)) for save in saves],
+        "more": [(each.ref, each.ref.removesuffix(lora_files.SUFFIX)) for each in more],
         "first_prompt": try_prompts.example_prompt(file, header),
         "strengths": " ".join(f"{value:g}" for value in try_prompts.STRENGTHS),
         "seed": try_prompts.SEED,
@@ -228,11 +246,19 @@ def tries(work: Workplace, asked: Tries, _: Words) -> Answer:
                 strengths=asked.draw.strengths,
                 seed=asked.draw.seed,
                 base=asked.draw.base,
+                others=asked.draw.others,
             )
             try_prompts.start(work, file, wish)
         if asked.stop:
             for job in try_prompts.of_file(work, file):
-                jobs.stop(job)
+                if job.state == "running":
+                    drawing.stop(job)
+        if (mark := asked.mark) is not None:
+            place = try_prompts.Place(row=mark.row, file=mark.file, strength=mark.strength)
+            try_prompts.mark(work, file, mark.job, place)
+            return {"head": view.head_html(find(work, asked.file), _)}
+        if asked.give_back:
+            drawing.give_back()
         return {}
 
     done = attempted(act, _, folder=work.own)

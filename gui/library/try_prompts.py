@@ -1,7 +1,8 @@
-"""Trying a LoRA: prompts at several strengths from the same seed, drawn by `lora-train sample`.
+"""Trying a LoRA: prompts at several strengths from the same seed, also of other saves of its training and other LoRAs.
 
-Inputs: a file of a run, prompts, strengths. Outputs: a job with its images in `<runs>/.gui/tries/ID/`,
-and the grid prompt x strength, whatever is drawn of it so far.
+Inputs: files of the library, prompts, strengths. Outputs: a job that the process of drawing.py draws, with its images
+in `<runs>/.gui/tries/ID/`, the grid of prompts by files and strengths, whatever is drawn of it so far, and which
+picture was marked as the best.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.wording import one_line
-from lora_trainer.config.prompt_line import plain_prompt, read_prompt
+from lora_trainer.common.wording import bytes_text, one_line
+from lora_trainer.config.prompt_line import SamplePrompt, plain_prompt, read_prompt, seeds
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_names
 
-from .. import command_lines, jobs, runs
+from .. import command_lines, drawing, jobs, lora_files, runs
+from ..bases import title
 from ..lora_files import Header, LoraFile, recorded_base
+from ..lora_names import BestPicture
 from ..markup import inline
 from ..media import try_url
 from ..server.templates import render
@@ -30,25 +33,54 @@ from ..workplace import Workplace
 KIND = "try"
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2)
 SEED = 1234
-MAX_PROMPTS, MAX_STRENGTHS, MAX_STRENGTH = 12, 12, 4.0
+MAX_PROMPTS, MAX_STRENGTHS, MAX_STRENGTH, MAX_FILES = 12, 12, 4.0, 8
+MAX_IMAGES = 200
 # A browser knows no larger whole numbers.
 MAX_SEED = 2**53
 SHOWN = 4
-# Exit codes of a command that somebody ended.
-STOPPED = frozenset({-15, 130, 143})
+# Exit codes of a job that somebody stopped; of an earlier version, -15.
+STOPPED = frozenset({-15, drawing.STOPPED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What is to be drawn; an empty base is the one that the file was trained on."""
+    """What is to be drawn; an empty base is the one that each file was trained on.
+
+    `others` are the names of further files that draw the same.
+    """
 
     prompts: tuple[str, ...]
     strengths: tuple[float, ...]
     seed: int = SEED
     base: str = ""
+    others: tuple[str, ...] = ()
 
 
-def wish(*, prompts: str, strengths: str, seed: float | None, base: str) -> Wish:
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A file that a job draws with: its name in the library, and the folder of its images."""
+
+    ref: str
+    folder: str
+
+    @property
+    def stem(self) -> str:
+        """Its name without the run and the ending, as it was then."""
+        return Path(self.ref).stem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A picture of a grid: the prompt's row, the file's place, the strength."""
+
+    row: int
+    file: int
+    strength: float
+
+
+def wish(
+    *, prompts: str, strengths: str, seed: float | None, base: str, others: Sequence[str] = ()
+) -> Wish:
     """Read what was typed: a prompt a line, strengths with spaces or commas between.
 
     Raises RequestError for what cannot be drawn.
@@ -63,7 +95,19 @@ def wish(*, prompts: str, strengths: str, seed: float | None, base: str) -> Wish
     chosen = float(SEED if seed is None else seed)
     if not chosen.is_integer() or not 0 <= chosen < MAX_SEED:
         raise RequestError(f"{chosen:g} is not a seed", fix="type a whole number from 0")
-    return Wish(prompts=lines, strengths=_strengths(strengths), seed=int(chosen), base=base.strip())
+    files = tuple(dict.fromkeys(others))
+    if len(files) >= MAX_FILES:
+        raise RequestError(
+            f"{len(files) + 1} files are chosen",
+            fix=f"choose at most {MAX_FILES}, this one among them",
+        )
+    found = _strengths(strengths)
+    count = len(lines) * len(found) * (len(files) + 1)
+    if count > MAX_IMAGES:
+        raise RequestError(
+            f"these are {count} images", fix=f"choose fewer; at most {MAX_IMAGES} are drawn at once"
+        )
+    return Wish(prompts=lines, strengths=found, seed=int(chosen), base=base.strip(), others=files)
 
 
 def _strengths(text: str) -> tuple[float, ...]:
@@ -84,37 +128,55 @@ def _strengths(text: str) -> tuple[float, ...]:
 
 
 def start(work: Workplace, file: LoraFile, asked: Wish) -> jobs.Job:
-    """Draw; raises RequestError while another try draws, InputError for a base that may not be named."""
+    """Have it drawn; raises RequestError while another try draws, InputError for a base that may not be named."""
     if any(job.state == "running" for job in jobs.find(work, kind=KIND)):
         raise RequestError("images are being drawn already", fix="wait for them, or stop them")
+    others = [lora_files.find(work, ref) for ref in asked.others]
     name = f"{time.time_ns():x}"
-    folder = work.own / "tries" / name
-    argv = [
-        *command_lines.TRAINER,
-        "sample",
-        str(file.path),
-        f"--output={folder}",
-        f"--seed={asked.seed}",
+    folder = work.own / "tries"
+    draws = [
+        {
+            "file": each.ref,
+            "path": str(each.path),
+            "base": _base(work, each, asked.base),
+            "folder": str(folder / (name if index == 0 else f"{name}-{index}")),
+        }
+        for index, each in enumerate((file, *others))
     ]
-    argv += [f"--prompt={prompt}" for prompt in asked.prompts]
-    argv += [f"--strength={strength:g}" for strength in asked.strengths]
-    argv += _base(work, file, asked.base)
     about = {
         "file": file.ref,
         "folder": name,
+        "files": draws,
         "prompts": list(asked.prompts),
         "strengths": list(asked.strengths),
         "seed": asked.seed,
     }
-    return jobs.start(work, kind=KIND, argv=argv, about=about)
+    job = jobs.hand_over(work, kind=KIND, about=about)
+    drawing.ask(work, job)
+    return job
 
 
-def _base(work: Workplace, file: LoraFile, typed: str) -> command_lines.Words:
-    """Name the base; a header names it without its folder, the record of the run with it."""
-    if typed:
-        return command_lines.base_words(typed, work)
-    recorded = recorded_base(file)
-    return (f"--base={recorded}",) if recorded else ()
+def _base(work: Workplace, file: LoraFile, typed: str) -> str:
+    """Return the base to draw with; a header names it without its folder, the record of the run with it."""
+    if not typed:
+        return recorded_base(file)
+    words = command_lines.base_words(typed, work)
+    return words[0].removeprefix("--base=") if words else recorded_base(file)
+
+
+def kept(work: Workplace, _: Words) -> str:
+    """Return which base is loaded and what it takes, an empty text for none."""
+    loaded = drawing.loaded(work)
+    if loaded is None:
+        return ""
+    base, keeper = loaded
+    size = bytes_text(keeper.gpu_bytes or keeper.ram_bytes)
+    return _(
+        "{} stays loaded ({#}) until {#} minutes after the last picture, or until a training starts.",
+        title(base),
+        size,
+        f"{drawing.KEPT_S / 60:.0f}",
+    )
 
 
 def warning(work: Workplace) -> str:
@@ -137,79 +199,176 @@ def example_prompt(file: LoraFile, header: Header) -> str:
         return header.trigger
 
 
-def of_file(work: Workplace, file: LoraFile) -> list[jobs.Job]:
+def of_file(work: Workplace, file: LoraFile, *, all_of_them: bool = False) -> list[jobs.Job]:
     """Return the newest tries of a file."""
     found = [job for job in jobs.find(work, kind=KIND) if file.was(job.about.get("file"))]
-    return found[:SHOWN]
+    return found if all_of_them else found[:SHOWN]
+
+
+def others(
+    work: Workplace, file: LoraFile, header: Header
+) -> tuple[list[LoraFile], list[LoraFile]]:
+    """Return what can be drawn beside a file: the other saves of its training, other LoRAs of the same base."""
+    saves, more = list[LoraFile](), list[LoraFile]()
+    for entry in lora_files.entries(work):
+        if entry.file.run == file.run:
+            saves += [each for each in (entry.file, *entry.saves) if each.ref != file.ref]
+        elif entry.header.base == header.base:
+            more.append(entry.file)
+    return saves, more
 
 
 def stamp(work: Workplace, tries: Sequence[jobs.Job]) -> tuple[object, ...]:
     """Return a value that changes when what is shown of these tries does."""
-    return tuple((job.id, job.state, len(images(work, job))) for job in tries)
+    shown = tuple((job.id, job.state, len(images(work, job)), best(work, job)) for job in tries)
+    return shown, drawing.loaded(work) is not None
 
 
-def images(work: Workplace, job: jobs.Job) -> dict[tuple[int, float], Path]:
-    """Return what is drawn so far, by the place of its prompt and its strength."""
-    folder = work.own / "tries" / Path(str(job.about.get("folder"))).name
-    try:
-        there = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
-    except OSError:  # none yet
-        return {}
-    stem, strengths = _stem(job), _numbers(job)
-    try:
-        prompts = [read_prompt(line) for line in _prompts(job)]
-    except RequestError:  # of a job of an earlier version, or a record that was changed
-        prompts = [plain_prompt(line) for line in _prompts(job)]
-    names = try_names(stem, prompts, seed=_seed(job), strengths=strengths)
-    return {place: there[name] for place, name in names.items() if name in there}
+def images(work: Workplace, job: jobs.Job) -> dict[Place, Path]:
+    """Return what is drawn so far."""
+    strengths, prompts = _numbers(job), _read(job)
+    found = {}
+    for index, each in enumerate(_files(job)):
+        folder = work.own / "tries" / each.folder
+        try:
+            there = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
+        except OSError:  # none yet
+            continue
+        names = try_names(each.stem, prompts, seed=_seed(job), strengths=strengths)
+        for (row, strength), name in names.items():
+            if name in there:
+                found[Place(row=row, file=index, strength=strength)] = there[name]
+    return found
+
+
+def mark(work: Workplace, file: LoraFile, job_id: str, place: Place | None) -> None:
+    """Have a picture of one of the file's tries as the best of the file it was drawn with, or no longer; None: none.
+
+    Raises RequestError for a picture that is not there, MachineError.
+    """
+    job = next((job for job in of_file(work, file, all_of_them=True) if job.id == job_id), None)
+    image = None if job is None or place is None else images(work, job).get(place)
+    if job is None or place is None or image is None:
+        raise RequestError("this picture is not there any more", fix="draw it again")
+    drawn_with = lora_files.find(work, _files(job)[place.file].ref)
+    if place in best(work, job):
+        lora_files.unmark_picture(work, drawn_with.ref)
+    else:
+        lora_files.mark_picture(work, drawn_with.ref, image, _described(job, place))
+
+
+def best(work: Workplace, job: jobs.Job) -> frozenset[Place]:
+    """Return which pictures of a grid are marked as the best of their file."""
+    found = set()
+    for index, each in enumerate(_files(job)):
+        try:
+            marked = lora_files.find(work, each.ref).picture
+        except RequestError:  # deleted meanwhile
+            continue
+        places = (
+            Place(row=row, file=index, strength=strength)
+            for row in range(len(_prompts(job)))
+            for strength in _numbers(job)
+        )
+        if marked is not None:
+            found |= {place for place in places if _described(job, place) == marked}
+    return frozenset(found)
+
+
+def _described(job: jobs.Job, place: Place) -> BestPicture:
+    return BestPicture(
+        prompt=_prompts(job)[place.row],
+        seed=seeds(_read(job), _seed(job))[place.row],
+        strength=place.strength,
+    )
 
 
 def shown(work: Workplace, tries: Sequence[jobs.Job], _: Words) -> Html:
     """Return the newest try as a grid, and earlier ones folded."""
-    return render("library/tries.html", _, tries=[_try(work, job, _) for job in tries])
+    return render(
+        "library/tries.html", _, tries=[_try(work, job, _) for job in tries], kept=kept(work, _)
+    )
 
 
 def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
-    """Return what tries.html shows of one: a row for each prompt, in it a cell for each strength."""
-    found, strengths, prompts = images(work, job), _numbers(job), _prompts(job)
-    rows = [
-        {
-            "prompt": prompt,
-            "cells": [
-                {"strength": f"{value:g}", "url": _url(found.get((row, value)))}
-                for value in strengths
-            ],
-        }
-        for row, prompt in enumerate(prompts)
-    ]
+    """Return what tries.html shows of one: a row for each prompt, in it a cell for each file and strength."""
+    found, marked, files, prompts = images(work, job), best(work, job), _files(job), _prompts(job)
+    columns = [(index, value) for index in range(len(files)) for value in _numbers(job)]
+    rows = []
+    for row, prompt in enumerate(prompts):
+        places = [Place(row=row, file=index, strength=value) for index, value in columns]
+        cells = [
+            {
+                "name": f"{job.id} {place.row} {place.file} {place.strength!r}",
+                "strength": f"{place.strength:g}",
+                "of": files[place.file].stem if len(files) > 1 else "",
+                "url": _url(found.get(place)),
+                "best": place in marked,
+            }
+            for place in places
+        ]
+        rows.append({"prompt": prompt, "cells": cells})
     return {
         "id": job.id,
-        "said": _said(job, len(found), len(strengths) * len(prompts), _),
-        "error": "" if _was_stopped(job) else inline(_.message(job.error())),
+        "said": _said(work, job, len(found), len(columns) * len(prompts), _),
+        "error": _error(job, _),
         "draws": job.state == "running",
-        "strengths": [f"{value:g}" for value in strengths],
+        "columns": [
+            (files[index].stem if len(files) > 1 else "", f"{value:g}") for index, value in columns
+        ],
         "rows": rows,
     }
 
 
-def _was_stopped(job: jobs.Job) -> bool:
-    return job.state != "failed" or job.exit_code in STOPPED
+def _error(job: jobs.Job, _: Words) -> str:
+    """Return why a try ended early, as markup; an empty text where it did not, or somebody stopped it."""
+    if job.state != "failed" or job.exit_code in STOPPED:
+        return ""
+    if job.exit_code == drawing.GAVE_WAY:
+        return _("A training or another program needed the memory. Draw again when it has ended.")
+    if job.exit_code is None:
+        return _(
+            "The process that draws was ended, as happens when memory runs out. Draw fewer or smaller images, or end "
+            "other programs, and press Draw again: it begins anew."
+        )
+    return inline(_.message(job.error()))
 
 
-def _said(job: jobs.Job, done: int, count: int, _: Words) -> str:
+def _said(work: Workplace, job: jobs.Job, done: int, count: int, _: Words) -> str:
     if job.state == "running":
-        if not done:
+        if not done and drawing.loaded(work) is None:
             return _("Drawing: loading the base model.")
         return _("Drawing: {} of {} images.", done, count)
     if job.state == "failed":
         ended = "Stopped after {} of {} images."
-        return _(ended if _was_stopped(job) else "Ended after {} of {} images.", done, count)
+        was_stopped = job.exit_code in STOPPED
+        return _(ended if was_stopped else "Ended after {} of {} images.", done, count)
+    if count == 1:
+        return _("1 image, seed {#}.", _seed(job))
     done_text = "{#} images, seed {#} in the first row, one more in each row."
     return _(done_text, count, _seed(job))
 
 
 def _url(image: Path | None) -> str:
     return try_url(image.parent.name, image.name) if image is not None else ""
+
+
+def _files(job: jobs.Job) -> list[Drawn]:
+    """Return what a job draws with; jobs of earlier versions have one file."""
+    found = [
+        Drawn(ref=str(each.get("file")), folder=Path(str(each.get("folder"))).name)
+        for each in _list(job, "files")
+        if isinstance(each, dict)
+    ]
+    one = Drawn(ref=str(job.about.get("file")), folder=Path(str(job.about.get("folder"))).name)
+    return found or [one]
+
+
+def _read(job: jobs.Job) -> list[SamplePrompt]:
+    try:
+        return [read_prompt(line) for line in _prompts(job)]
+    except RequestError:  # of a job of an earlier version, or a record that was changed
+        return [plain_prompt(line) for line in _prompts(job)]
 
 
 def _prompts(job: jobs.Job) -> list[str]:
@@ -228,7 +387,3 @@ def _list(job: jobs.Job, key: str) -> list[Any]:
 def _seed(job: jobs.Job) -> int:
     seed = job.about.get("seed")
     return seed if isinstance(seed, int) else SEED
-
-
-def _stem(job: jobs.Job) -> str:
-    return Path(str(job.about.get("file"))).stem

@@ -91,7 +91,7 @@ def _card(entry: Entry, _: Words) -> Mapping[str, Any]:
         **_told(entry, _),
         "trains": entry.training,
         "others": others,
-        "saves": [Link(label=_step(save, _), url=page_url(save)) for save in entry.saves],
+        "saves": [Link(label=step(save, _), url=page_url(save)) for save in entry.saves],
         "downloads": list(_downloads(file, entry, _)),
     }
 
@@ -140,6 +140,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
 def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
     header = entry.header
     steps = entry.file.step or header.steps
+    picture = entry.file.picture
     if entry.is_best:
         yield Fact(name="best", value=_("step {#}", f"{steps:,}") if steps else "", is_name=False)
     facts = {
@@ -148,6 +149,9 @@ def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
         "rank": header.rank,
         "steps": f"{steps:,}" if steps and not entry.is_best else None,
         "error": _.message(entry.validation),
+        "best picture": ""
+        if picture is None
+        else _("{} at strength {#}", picture.prompt, f"{picture.strength:g}"),
         "size": bytes_text(entry.file.size_bytes),
         "written": day(entry.file),
     }
@@ -192,7 +196,8 @@ def _download(file: LoraFile, _: Words, *, is_best: bool, is_last: bool) -> str:
     return _("Download step {} (last)" if is_last else text, f"{file.step:,}")
 
 
-def _step(file: LoraFile, _: Words) -> str:
+def step(file: LoraFile, _: Words) -> str:
+    """Return after how many steps a training wrote a file."""
     return _("the last step") if file.step is None else _("step {#}", f"{file.step:,}")
 
 

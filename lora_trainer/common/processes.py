@@ -19,9 +19,12 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import MachineError
+
+if TYPE_CHECKING:
+    import psutil
 
 # ---- the rank among the processes of a launcher
 
@@ -149,6 +152,34 @@ def ask_to_end(pid: int) -> None:
         for process in parent.children(recursive=True) or [parent]:
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
+
+
+# psutil counts from the time of boot, which moves a little when the clock is corrected.
+_START_TOLERANCE_S = 1.0
+
+
+def is_alive(*, pid: int | None, started_s: float | None) -> bool:
+    """Return whether the process with this number and start time runs; False for a reused number and for None."""
+    return living(pid, started_s) is not None
+
+
+def living(pid: int | None, started_s: float | None) -> psutil.Process | None:
+    """Return the process with this number and start time if it runs."""
+    import psutil  # here, as `--help` imports this module and needs no psutil
+
+    if pid is None or started_s is None:
+        return None
+    try:
+        process = psutil.Process(pid)
+        same = same_start(process.create_time(), started_s)
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def same_start(one_s: float | None, other_s: float | None) -> bool:
+    """Return whether two times of start, in seconds since the epoch, are of one process."""
+    return one_s is not None and other_s is not None and abs(one_s - other_s) <= _START_TOLERANCE_S
 
 
 def was_killed(code: int) -> bool:

@@ -39,6 +39,7 @@ from lora_trainer.hardware.devices import (
     is_under_windows,
     torch_build,
 )
+from lora_trainer.hardware.kept_memory import keeper
 from lora_trainer.hardware.nvml import BY_BUS, CUDA_ORDER, Gpu, Nvml, find_gpus
 from lora_trainer.hardware.torch_builds import (
     FOLDERS,
@@ -232,6 +233,16 @@ def detect(
     if driver_spills():
         gpus = tuple(replace(gpu, spills=True) for gpu in gpus)
     total, free = _memory(root, environment)
+    if (kept := keeper()) is not None:
+        # A training gets it back before it measures anything.
+        ram_bytes = kept.ram_bytes
+        free = free[0] + ram_bytes, f"{free[1]}, with {ram_bytes / GIB:.1f} GiB that pictures keep"
+        gpus = tuple(
+            replace(gpu, free_bytes=min(gpu.total_bytes, gpu.free_bytes + kept.gpu_bytes))
+            if gpu.uuid and gpu.uuid == kept.gpu_uuid
+            else gpu
+            for gpu in gpus
+        )
     # On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
     pinnable: tuple[int | None, str] = None, "no limit but the free memory"
     if sys.platform == "win32":

@@ -25,9 +25,10 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.event_kinds import Event, Phase
 from lora_trainer.common.events import Listener
 from lora_trainer.common.files import disk_error, json_bytes, locked, read_regular, write_atomic
+from lora_trainer.common.processes import is_alive
 from lora_trainer.common.records import MOST_STEPS
 from lora_trainer.common.wording import one_line
-from lora_trainer.reporting.status import Time, is_alive, read_status
+from lora_trainer.reporting.status import Time, read_status
 
 State = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
 

@@ -33,7 +33,7 @@ from lora_trainer.common.files import (
     read_regular,
     write_atomic,
 )
-from lora_trainer.common.processes import detached, end_of, was_killed
+from lora_trainer.common.processes import detached, end_of, is_alive, was_killed
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, one_line
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.queue.commands import (
@@ -47,7 +47,7 @@ from lora_trainer.queue.commands import (
     queue_folder,
     write,
 )
-from lora_trainer.reporting.status import STATUS_FILE, is_alive, read_status, wrote_status
+from lora_trainer.reporting.status import STATUS_FILE, read_status, wrote_status
 
 TRAINER = (sys.executable, "-m", "lora_trainer")
 _DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -34,6 +34,7 @@ from lora_trainer.common.event_kinds import (
 )
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import read_regular, retry_while_open, write_atomic
+from lora_trainer.common.processes import is_alive, living, same_start
 from lora_trainer.common.records import MOST_STEPS
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, loss_text, one_line
 
@@ -167,8 +168,6 @@ State = Literal[
 
 STATUS_FILE = "status.json"
 INTERVAL_S = 0.5
-# psutil counts from the time of boot, which moves a little when the clock is corrected.
-_START_TOLERANCE_S = 1.0
 # Phases of a run that was asked to end: nothing but its end comes after them.
 STOPPING = frozenset({"stop", "quit"})
 _PHASE_STATES: dict[str, State] = {
@@ -374,7 +373,7 @@ def wrote_status(run_folder: Path, *, pid: int | None, started_s: float | None) 
         status = _read(run_folder)
     except (OSError, ValueError):
         return False
-    return status.pid == pid and _same_start(status.pid_started_s, started_s)
+    return status.pid == pid and same_start(status.pid_started_s, started_s)
 
 
 def _read(run_folder: Path) -> RunStatus:
@@ -391,28 +390,12 @@ def _read(run_folder: Path) -> RunStatus:
     )
 
 
-def is_alive(*, pid: int | None, started_s: float | None) -> bool:
-    """Return whether the process with this number and start time runs; False for a reused number and for None."""
-    return _living(pid, started_s) is not None
-
-
-def _living(pid: int | None, started_s: float | None) -> psutil.Process | None:
-    if pid is None or started_s is None:
-        return None
-    try:
-        process = psutil.Process(pid)
-        same = _same_start(process.create_time(), started_s)
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.Error:
-        return None
-
-
 def end_process(status: RunStatus) -> bool:
     """Kill the process that trains, and no other that has its number by now; False if it is gone.
 
     The last saved state stays valid. Raises MachineError when the system refuses.
     """
-    process = _living(status.pid, status.pid_started_s)
+    process = living(status.pid, status.pid_started_s)
     try:
         if process is not None:
             process.kill()
@@ -424,7 +407,3 @@ def end_process(status: RunStatus) -> bool:
             fix="end it as the user who started it",
         ) from error
     return process is not None
-
-
-def _same_start(one_s: float | None, other_s: float | None) -> bool:
-    return one_s is not None and other_s is not None and abs(one_s - other_s) <= _START_TOLERANCE_S

@@ -35,6 +35,7 @@ from lora_trainer.hardware.device_calls import (
     set_memory_share,
     total_bytes,
 )
+from lora_trainer.hardware.kept_memory import take_back
 from lora_trainer.hardware.machine import (
     GIB,
     detect,
@@ -60,6 +61,7 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
 
     Raises MachineError when this torch cannot use the planned device.
     """
+    take_back()
     config = prepared.config
     # The number of threads decides the order in which the CPU adds, and with it the last bits of sums.
     torch.set_num_threads(config.hardware.threads)
@@ -118,8 +120,10 @@ def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.dev
 def best_device() -> tuple[torch.device, bool]:
     """Return the best GPU of this machine and whether it computes bf16, else the processor.
 
-    For work without a plan: images of a finished LoRA, captions.
+    For work without a plan: images of a finished LoRA, captions. A process that keeps memory for its next picture
+    gives it back first.
     """
+    take_back()
     gpu, _ = detect().accelerator()
     if gpu is None or not torch.get_device_module(gpu.can.torch_type).is_available():
         return CPU, False

@@ -11,6 +11,7 @@ prompt encoding are diffusers' own; networks, tokenizers and the float32 VAE com
 
 from __future__ import annotations
 
+import gc
 import glob
 import math
 import time
@@ -399,11 +400,90 @@ class LoadedAdapter:
         return image
 
 
+@dataclass(kw_only=True)
+class Bench:
+    """Keeps the base of the last LoRA loaded, for the next LoRA of the same base and the same LoRA at other strengths.
+
+    What is drawn is equal to what `load_adapter` alone draws. `before_pass` is called before each pass of the denoiser;
+    what it raises ends the drawing, and the base stays loaded.
+    """
+
+    before_pass: Callable[[], None] = lambda: None
+    _base: tuple[object, ...] = ()
+    _pipeline: Any = None
+    _adapter: LoadedAdapter | None = None
+    _version: tuple[object, ...] = ()
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline that is loaded, None before the first."""
+        return self._pipeline
+
+    @property
+    def base(self) -> str:
+        """The name of the base that is loaded, "" for none."""
+        facts = self._base[0] if self._pipeline is not None else None
+        return facts.source if isinstance(facts, BaseFacts) else ""
+
+    def load(self, run: Path, *, base: str | None = None) -> LoadedAdapter:
+        """Return the LoRA of a run folder or an adapter file on its base; raises as `load_adapter` does."""
+        chosen = _chosen(run, base=base)
+        changed = chosen.file.stat()
+        version = (chosen.file, changed.st_mtime_ns, changed.st_size, base)
+        if self._adapter is not None and self._version == version:
+            return self._adapter
+        device, precision = _device_and_precision(chosen.family)
+        loaded = (chosen.facts, precision, device)
+        keeps_words = self._adapter is not None and self._adapter.word is not None
+        if self._pipeline is None or self._base != loaded or keeps_words:
+            self.empty()  # before another base is loaded beside it
+            self._pipeline = _plain(chosen, precision=precision, device=device)
+            denoiser = getattr(self._pipeline, chosen.family.traits.folder)
+            denoiser.register_forward_pre_hook(lambda *_: self.before_pass())
+            self._base = loaded
+        else:
+            self._pipeline.unload_lora_weights()
+        # A load that fails may leave half of a LoRA in the networks.
+        pipeline, self._pipeline, self._adapter = self._pipeline, None, None
+        self._adapter = _with_adapter(chosen, pipeline)
+        self._pipeline, self._version = pipeline, version
+        return self._adapter
+
+    def gpu_bytes(self) -> int:
+        """Return what the allocator holds of the GPU, 0 without one."""
+        return torch.accelerator.memory_reserved() if torch.accelerator.is_available() else 0
+
+    def empty(self) -> None:
+        """Let go of what is loaded."""
+        had = self._pipeline is not None
+        self._pipeline = self._adapter = None
+        self._base = self._version = ()
+        if had:
+            gc.collect()  # networks and hooks refer to each other
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+            give_back_heap()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """An adapter file, its settings, and the base that it is drawn with."""
+
+    file: Path
+    config: Config
+    facts: BaseFacts
+    family: Family
+
+
 def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
     """Load a LoRA onto its base; `run` is a run folder or an adapter file.
 
     Raises InputError without an adapter, RequestError if the base is unknown.
     """
+    return Bench().load(run, base=base)
+
+
+def _chosen(run: Path, *, base: str | None) -> _Chosen:
     file, source, config = file_and_base(run, base=base)
     config = config or Config()
     # Those of the adapter, without paths of other files.
@@ -421,12 +501,24 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         raise InputError(error.found, fix="give the base's folder with --base") from None
     facts = with_choices(facts, settings, zero_terminal_snr=config.objective.zero_terminal_snr)
     facts = with_caption_tokens(facts, config.data.caption_tokens).for_references()
+    return _Chosen(file=file, config=config, facts=facts, family=families.family(facts.family))
+
+
+def _device_and_precision(family: Family) -> tuple[torch.device, Precision]:
     device, has_bf16 = best_device()
-    family = families.family(facts.family)
-    precision: Precision = "fp32"
-    if device.type != "cpu":
-        precision = next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
-    pipeline = plain_pipeline(family, facts, dtype=DTYPES[precision], device=device)
+    if device.type == "cpu":
+        return device, "fp32"
+    return device, next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
+
+
+def _plain(chosen: _Chosen, *, precision: Precision, device: torch.device) -> Any:
+    """Return diffusers' pipeline of the base, without a LoRA."""
+    return plain_pipeline(chosen.family, chosen.facts, dtype=DTYPES[precision], device=device)
+
+
+def _with_adapter(chosen: _Chosen, pipeline: Any) -> LoadedAdapter:
+    """Load the LoRA and its new words into a pipeline."""
+    file, family, facts, config = chosen.file, chosen.family, chosen.facts, chosen.config
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     word = trained_words(read_contents(file).metadata)
     vectors = {} if word is None else trained_vectors(file, word)
@@ -530,18 +622,19 @@ def make_images(
     seed: int,
     strengths: Sequence[float],
     references: Sequence[Path] = (),
+    bench: Bench | None = None,
 ) -> Iterator[Path]:
     """Write and yield an image for each prompt and strength; `run` is a run folder or an adapter file.
 
-    All images begin with the same `references`, and all strengths of a prompt have the same seed. Raises InputError
-    without an adapter, RequestError if the base is unknown or options behind a prompt cannot be drawn, MachineError if
-    the disk refuses.
+    A `bench` keeps the base loaded for the next call. All images begin with the same `references`, and all strengths
+    of a prompt have the same seed. Raises InputError without an adapter, RequestError if the base is unknown or options
+    behind a prompt cannot be drawn, MachineError if the disk refuses.
     """
     for strength in strengths:
         _refuse_not_finite(strength)
     wanted = [read_prompt(prompt) for prompt in prompts]
     images = [decode(path, settings=DataSettings()).image for path in references]
-    adapter = load_adapter(run, base=base)
+    adapter = (bench or Bench()).load(run, base=base)
     adapter.fitted(images)  # refused before a folder is made
     check_sizes(wanted, step_px=adapter.facts.bucket_step_px)
     try:
@@ -550,7 +643,15 @@ def make_images(
         raise disk_error(output, error) from error
     names = try_names(adapter.file.stem, wanted, seed=seed, strengths=strengths)
     for (index, prompt), strength in product(enumerate(prompts), strengths):
-        image = adapter.image(prompt, seed=seed + index, strength=strength, references=images)
+        try:
+            image = adapter.image(prompt, seed=seed + index, strength=strength, references=images)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MachineError(
+                f"there is too little memory to draw {prompt[:60]!r}: {first_line(error)}",
+                fix="end other programs on the device, or draw smaller: --w 512 --h 512 behind the prompt",
+            ) from error
         name = names[index, strength]
         png = BytesIO()
         image.save(png, format="PNG")

@@ -435,8 +435,14 @@ def test_a_lora_is_found_tried_described_exported_and_converted(page: Any, place
     page.wait_for_function(
         "[...document.querySelectorAll('.try-grid img')].every(i => i.complete && i.naturalWidth)"
     )
+    best = page.locator("[data-mark]").nth(1)
+    best.click()
+    page.locator(".lora-head").get_by_text("a toy at strength 1").wait_for()
+    assert best.get_attribute("aria-pressed") == "true"
+    assert (place.toy.run / "toy.best.png").is_file()
     page.reload()
     page.get_by_text("4 images, seed 1234").wait_for()
+    page.locator("[data-mark][aria-pressed=true]").wait_for()
     page.get_by_label("Strengths").fill("much")
     page.get_by_role("button", name="Draw", exact=True).click()
     page.get_by_text("'much' are not strengths").wait_for()

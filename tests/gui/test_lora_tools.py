@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import jobs, lora_files, sharing
-from lora_trainer.gui.library import tools, try_prompts
+from lora_trainer.gui import drawing, jobs, lora_files, sharing
+from lora_trainer.gui.library import tools, try_prompts, view
+from lora_trainer.gui.library.preview import preview_of
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
@@ -49,7 +50,7 @@ def file(work: Workplace) -> lora_files.LoraFile:
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch, work: Workplace) -> list[jobs.Job]:
-    """Take jobs instead of starting them; `login` lets them start."""
+    """Take jobs instead of starting them, also those for the process that draws; `login` lets them start."""
     found: list[jobs.Job] = []
 
     def start(work: Workplace, *, kind: str, argv: list[str], about: Mapping[str, Any]) -> jobs.Job:
@@ -60,7 +61,12 @@ def started(monkeypatch: pytest.MonkeyPatch, work: Workplace) -> list[jobs.Job]:
         found.insert(0, job)
         return job
 
+    def hand_over(work: Workplace, *, kind: str, about: Mapping[str, Any]) -> jobs.Job:
+        return start(work, kind=kind, argv=[], about=about)
+
     monkeypatch.setattr(jobs, "start", start)
+    monkeypatch.setattr(jobs, "hand_over", hand_over)
+    monkeypatch.setattr(drawing, "ask", lambda work, job: None)
     monkeypatch.setattr(jobs, "find", lambda work, kind: [job for job in found if job.kind == kind])
     return found
 
@@ -150,14 +156,12 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
 ) -> None:
     prompts = "-output=/tmp/x\n\n; touch marker\n$(touch marker)\n  a, (b:1.2)  "
     wish = try_prompts.wish(prompts=prompts, strengths="1,0.4 -0.5", seed=7, base="me/model")
-    command, arguments = parsed(try_prompts.start(work, file, wish))
-    assert command == "sample"
-    assert arguments["run"] == file.path
-    expected = ["-output=/tmp/x", "; touch marker", "$(touch marker)", "a, (b:1.2)"]
-    assert arguments["prompt"] == expected
-    assert arguments["strength"] == [-0.5, 0.4, 1.0]
-    assert (arguments["seed"], arguments["base"]) == (7, "me/model")
-    assert arguments["output"].parent == work.own / "tries"
+    about = try_prompts.start(work, file, wish).about
+    assert about["prompts"] == ["-output=/tmp/x", "; touch marker", "$(touch marker)", "a, (b:1.2)"]
+    assert (about["strengths"], about["seed"]) == ([-0.5, 0.4, 1.0], 7)
+    (draws,) = about["files"]
+    assert (draws["file"], draws["path"], draws["base"]) == (file.ref, str(file.path), "me/model")
+    assert Path(draws["folder"]).parent == work.own / "tries"
     started.clear()
     wish = try_prompts.wish(prompts="one\ntwo <b>", strengths="0.4 1", seed=5, base="")
     job = try_prompts.start(work, file, wish)
@@ -167,8 +171,8 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
         picture(work.own / "tries" / str(job.about["folder"]) / name)
     stamps.append(try_prompts.stamp(work, [job]))
     assert {place: path.name for place, path in try_prompts.images(work, job).items()} == {
-        (0, 0.4): "zorble-5-x0.4.png",
-        (1, 1.0): "zorble-6-x1.png",
+        try_prompts.Place(row=0, file=0, strength=0.4): "zorble-5-x0.4.png",
+        try_prompts.Place(row=1, file=0, strength=1.0): "zorble-6-x1.png",
     }
     markup = try_prompts.shown(work, [job], ENGLISH)
     assert "2 of 4 images" in markup
@@ -195,14 +199,66 @@ def test_a_refusal_is_one_line_a_stop_is_no_error_and_a_changed_record_leads_now
     markup = try_prompts.shown(work, [replace(job, state="failed", exit_code=-15)], ENGLISH)
     assert "Stopped after 0 of 1" in markup and "error" not in markup
     picture(work.own / "tries" / str(job.about["folder"]) / "zorble-5.png")
-    assert list(try_prompts.images(work, job)) == [(0, 1.0)], "one strength is not in the name"
+    one = try_prompts.Place(row=0, file=0, strength=1.0)
+    assert list(try_prompts.images(work, job)) == [one], "one strength is not in the name"
     picture(work.runs.parent / "zorble-5.png")
     for about in (
-        {"folder": "../../.."}, {"folder": 5, "prompts": 3, "strengths": ["x"], "seed": "y"}, {},
+        {"files": [{"folder": "../../.."}]}, {"files": [5, {}]}, {"files": None, "folder": "../../.."},
+        {"folder": 5, "files": 7, "prompts": 3, "strengths": ["x"], "seed": "y"}, {},
     ):  # fmt: skip
         changed = replace(job, about={**job.about, **about} if about else {})
         assert try_prompts.images(work, changed) == {}
         try_prompts.shown(work, [changed], ENGLISH)
+
+
+def test_files_stand_beside_each_other_and_the_best_picture_is_kept_with_the_file_it_was_drawn_with(
+    work: Workplace, file: lora_files.LoraFile
+) -> None:
+    lora(file.path.with_name("zorble-step00000010.safetensors"), **TOLD)
+    save = "a/zorble-step00000010.safetensors"
+    steps, more = try_prompts.others(work, file, lora_files.read_header(file))
+    assert [each.ref for each in steps] == [save]
+    assert [each.ref for each in more] == ["b/zorble.safetensors"]
+    wish = try_prompts.wish(
+        prompts="a cat\na dog --d 9", strengths="0.5 1", seed=5, base="", others=[save]
+    )
+    job = try_prompts.start(work, file, wish)
+    place = try_prompts.Place(row=1, file=1, strength=0.5)
+    with pytest.raises(RequestError, match="not there any more"):
+        try_prompts.mark(work, file, job.id, place)
+    first, second = (Path(draws["folder"]) for draws in job.about["files"])
+    assert first != second, "files of different trainings may have one name"
+    content = picture(second / "zorble-step00000010-9-x0.5.png").read_bytes()
+    assert try_prompts.images(work, job) == {place: second / "zorble-step00000010-9-x0.5.png"}
+    stamp = try_prompts.stamp(work, [job])
+    try_prompts.mark(work, file, job.id, place)
+    assert stamp != try_prompts.stamp(work, [job])
+    assert try_prompts.best(work, job) == {place}
+    kept = lora_files.find(work, save)
+    assert vars(kept.picture) == {"prompt": "a dog --d 9", "seed": 9, "strength": 0.5}
+    beside = file.path.with_name("zorble-step00000010.best.png")
+    assert beside.read_bytes() == content
+    assert preview_of(kept) == beside
+    assert lora_files.find(work, file.ref).picture is None
+    markup = try_prompts.shown(work, [job], ENGLISH)
+    assert markup.count('aria-pressed="true"') == 1
+    assert "a dog --d 9 at strength 0.5" in view.head_html(kept, ENGLISH)
+    lora_files.rename(work, save, "fine")
+    renamed = lora_files.find(work, "a/fine.safetensors")
+    assert renamed.picture == kept.picture
+    assert preview_of(renamed) == file.path.with_name("fine.best.png")
+    try_prompts.mark(work, file, job.id, place)  # once more: no longer
+    assert lora_files.find(work, "a/fine.safetensors").picture is None
+    assert not file.path.with_name("fine.best.png").exists()
+    many = "\n".join(map(str, range(12)))
+    with pytest.raises(RequestError, match="288 images"):
+        try_prompts.wish(
+            prompts=many,
+            strengths=" ".join(map(str, range(-4, 4))),
+            seed=1,
+            base="",
+            others=["a", "b"],
+        )
 
 
 CARD: dict[str, Any] = {"description": "x", "preferred weight": 0.8}

@@ -1,0 +1,132 @@
+"""The process that draws with LoRAs and keeps their base loaded for the next picture: how to ask it, what it keeps.
+
+Inputs: jobs (jobs.py) with what is to be drawn. Outputs in `<runs>/.gui/drawing/`: `asked/ID`, an empty file for each
+job that waits; `process.json`, the process and the base that it has loaded. Like trainings it outlives these pages, so
+everything goes through files. It is started when something is to be drawn and none runs, and ends by itself when
+nothing was drawn for `KEPT_S`, or while a training runs; a training that starts ends it first
+(hardware/kept_memory.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.files import (
+    disk_error,
+    json_bytes,
+    locked,
+    read_json_object,
+    write_atomic,
+)
+from lora_trainer.common.processes import detached, is_alive
+from lora_trainer.hardware.kept_memory import Keeper, keeper, take_back
+
+from .jobs import Job
+from .workplace import Workplace
+
+KEPT_S = 300.0
+"""So long after its last picture the process keeps the base loaded."""
+STOPPED, GAVE_WAY = 130, 143
+"""Exit codes of a job that somebody stopped, and of one whose process was ended by what needs its memory."""
+STOP_FILE = "stop"
+_LOCK_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """The files by which pages and the process talk."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, work: Workplace) -> Folder:
+        """Return the folder of a workplace."""
+        return cls(root=work.own / "drawing")
+
+    @property
+    def asked(self) -> Path:
+        """With a file for each job that waits, by its id."""
+        return self.root / "asked"
+
+    @property
+    def log(self) -> Path:
+        """What the process and its libraries print."""
+        return self.root / "log.txt"
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Hold the list of what waits: nobody asks a process that is about to end."""
+        busy = MachineError("another page asks for pictures", fix="try again in a moment")
+        return locked(self.root / "lock", within_s=_LOCK_WITHIN_S, busy=busy)
+
+    def living(self, *, within_s: float) -> AbstractContextManager[None]:
+        """Be the one process that draws; raises MachineError where there is one for so long."""
+        busy = MachineError("another process draws", fix="none is needed")
+        return locked(self.root / "process.lock", within_s=within_s, busy=busy)
+
+    def process(self) -> Mapping[str, Any] | None:
+        """Return what the process that runs says of itself, None where none runs."""
+        try:
+            record = read_json_object(self.root / "process.json")
+            runs = is_alive(pid=int(record["pid"]), started_s=float(record["started_s"]))
+        except (RequestError, KeyError, TypeError, ValueError):
+            return None
+        return record if runs else None
+
+    def tell(self, record: Mapping[str, Any]) -> None:
+        """Write what the process says of itself; raises MachineError."""
+        write_atomic(self.root / "process.json", json_bytes(record), durable=False)
+
+    def leave(self) -> None:
+        """Forget the process."""
+        (self.root / "process.json").unlink(missing_ok=True)
+
+
+def ask(work: Workplace, job: Job) -> None:
+    """Have a job drawn, by a new process where none runs; raises MachineError."""
+    folder = Folder.of(work)
+    with folder.changing():
+        try:
+            folder.asked.mkdir(parents=True, exist_ok=True)
+            (folder.asked / job.id).touch()
+            if folder.process() is None:
+                _begin(work, folder)
+        except OSError as error:
+            raise disk_error(folder.root, error) from error
+
+
+def _begin(work: Workplace, folder: Folder) -> None:
+    with folder.log.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lora_trainer.gui.drawing_process", str(work.runs)],
+            **detached(log),  # a Ctrl-C meant for the interface does not reach it
+        )
+    threading.Thread(target=process.wait, daemon=True).start()  # it would stay as a zombie
+
+
+def stop(job: Job) -> None:
+    """Ask for no more pictures of a job; the base stays loaded."""
+    try:
+        (job.folder / STOP_FILE).touch()
+    except OSError as error:
+        raise disk_error(job.folder, error) from error
+
+
+def loaded(work: Workplace) -> tuple[str, Keeper] | None:
+    """Return the base that is loaded now and the process that keeps it, None for none."""
+    record, found = Folder.of(work).process(), keeper()
+    if record is None or found is None or found.pid != record["pid"] or not record.get("base"):
+        return None
+    return str(record["base"]), found
+
+
+def give_back() -> None:
+    """End the process and have its memory free."""
+    take_back()

@@ -1,0 +1,170 @@
+"""Draws what the page of a LoRA asks for, with the code of `lora-train sample`, and keeps the base loaded (drawing.py).
+
+Input: the runs folder, with the jobs that wait. Outputs: pictures in the folders that the jobs name, and for each job
+its runner, its log with the reason of a failure, and its result.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
+from lora_trainer.common.events import shown
+from lora_trainer.common.processes import quiet_libraries
+from lora_trainer.common.wording import without_secrets
+from lora_trainer.hardware.kept_memory import keep
+from lora_trainer.hardware.machine import detect
+
+from . import jobs, runs
+from .drawing import GAVE_WAY, KEPT_S, STOP_FILE, STOPPED, Folder
+from .jobs import LOG_FILE, Job
+from .workplace import Workplace
+
+_LOOK_S = 0.05
+# An older process needs so long to end.
+_ENDS_WITHIN_S = 30.0
+
+
+class _Stopped(Exception):
+    """Somebody wants no more pictures of the job."""
+
+
+@dataclass(kw_only=True)
+class Drawer:
+    """Takes one job after another until there is none for a while."""
+
+    work: Workplace
+    kept_s: float = KEPT_S
+    # The `Bench` of run/samples.py; importing it takes seconds, so it is made with the first job.
+    _bench: Any = None
+    _job: Job | None = None
+    _gpu_uuid: str = ""
+    _record: dict[str, Any] = field(default_factory=dict)
+
+    def serve(self) -> None:
+        """Draw what waits; return when nothing was drawn for `kept_s`, or something is being trained."""
+        signal.signal(signal.SIGTERM, lambda *_: self._give_way())
+        folder = Folder.of(self.work)
+        me = psutil.Process()
+        self._record = {"pid": me.pid, "started_s": me.create_time()}
+        folder.tell(self._record)
+        until_s = time.monotonic() + self.kept_s
+        while True:
+            if (job := self._next()) is not None:
+                self._do(job)
+                until_s = time.monotonic() + (0 if self._trains() else self.kept_s)
+            elif time.monotonic() >= until_s:
+                with folder.changing():
+                    if not any(folder.asked.iterdir()):
+                        folder.leave()
+                        return
+            else:
+                time.sleep(_LOOK_S)
+
+    def _next(self) -> Job | None:
+        """Return the next job that waits and still counts as begun."""
+        for file in sorted(Folder.of(self.work).asked.iterdir()):
+            file.unlink(missing_ok=True)
+            try:
+                job = jobs.read(self.work, file.name)
+            except RequestError:  # forgotten meanwhile
+                continue
+            if job.state == "running":
+                return job
+        return None
+
+    def _trains(self) -> bool:
+        return any(run.status.state == "running" for run in runs.find_runs(self.work.runs))
+
+    def _do(self, job: Job) -> None:
+        """Draw a job; its result says how it ended."""
+        jobs.take(job.folder)
+        self._job = job
+        try:
+            self._draw(job)
+            code = 0
+        except _Stopped:
+            code = STOPPED
+        except LoraTrainError as error:
+            code = self._failed(job, str(error), error.exit_code)
+        except Exception as error:  # noqa: BLE001 - a pipeline may raise anything, and the next job may go well
+            traceback.print_exc()
+            # Nobody knows what is left in its networks.
+            self._bench.empty()
+            code = self._failed(job, f"{type(error).__name__}: {error}", 1)
+        self._job = None
+        self._tell()
+        jobs.end(job.folder, code)
+
+    def _failed(self, job: Job, why: str, code: int) -> int:
+        line = f"error: {shown(without_secrets(why))}\n"
+        (job.folder / LOG_FILE).write_text(line, encoding="utf-8")
+        return code
+
+    def _draw(self, job: Job) -> None:
+        if self._bench is None:
+            quiet_libraries()
+            from lora_trainer.run.samples import Bench
+
+            self._bench = Bench(before_pass=self._refuse_stopped)
+            gpu = detect().accelerator()[0]
+            self._gpu_uuid = "" if gpu is None else gpu.uuid
+        from lora_trainer.run.samples import make_images
+
+        about = job.about
+        for each in about["files"]:
+            for _ in make_images(
+                Path(each["path"]),
+                prompts=about["prompts"],
+                base=each["base"] or None,
+                output=Path(each["folder"]),
+                seed=about["seed"],
+                strengths=about["strengths"],
+                bench=self._bench,
+            ):
+                self._tell()
+                self._refuse_stopped()
+
+    def _refuse_stopped(self) -> None:
+        if self._job is not None and (self._job.folder / STOP_FILE).exists():
+            raise _Stopped
+
+    def _tell(self) -> None:
+        """Say what is loaded, and how much of a GPU it takes."""
+        bench = self._bench
+        base = "" if bench is None else bench.base
+        if base:
+            keep(gpu_uuid=self._gpu_uuid, gpu_bytes=bench.gpu_bytes())
+        if base != self._record.get("base"):
+            self._record["base"] = base
+            Folder.of(self.work).tell(self._record)
+
+    def _give_way(self) -> None:
+        """End at once, because a training or another program needs the memory; say so in what is being drawn."""
+        if self._job is not None:
+            jobs.end(self._job.folder, GAVE_WAY)
+        Folder.of(self.work).leave()
+        os._exit(GAVE_WAY)
+
+
+def main(runs_folder: Path) -> None:
+    """Draw until nothing is asked for, unless another process does."""
+    work = Workplace(runs=runs_folder)
+    try:
+        with Folder.of(work).living(within_s=_ENDS_WITHIN_S):
+            Drawer(work=work).serve()
+    except MachineError as error:  # another one draws
+        sys.stderr.write(f"{error}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
