@@ -299,6 +299,7 @@ def run(arguments: list[str] | None = None) -> int:
         command, bound, _ = app.parse_args(
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
         )
+        _refuse_empty_paths(words, [*bound.args, *bound.kwargs.values()])
         answer = command(
             *map(_typed, bound.args), **{k: _typed(v) for k, v in bound.kwargs.items()}
         )
@@ -332,6 +333,16 @@ def run(arguments: list[str] | None = None) -> int:
         )
         return 128 + number
     return 0
+
+
+def _refuse_empty_paths(words: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise RequestError where a word without a character was read as a path: it would be this folder."""
+    empty = [word for word in words if not word.strip() or word.endswith("=")]
+    if empty and "." not in words and Path() in map(_typed, values):
+        raise RequestError(
+            "a path on the command line is empty",
+            fix="give the folder or file; a variable in quotation marks that is not set is empty too",
+        )
 
 
 def _typed(value: Any) -> Any:

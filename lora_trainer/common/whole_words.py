@@ -4,7 +4,8 @@ Latin, Greek, Cyrillic and most other scripts put blanks between words. Chinese,
 Burmese do not: there a word may have letters on both sides (`照片里的小明在跑步`), and only what belongs to the same
 syllable (a vowel sign, a tone mark, a mark of repetition) or to the same run of Katakana continues it. Korean has
 blanks, but writes particles onto a noun: `미나가` is 미나, `미나리` is another word. Composed and decomposed spellings
-(NFC, NFD) are equal. Positions are those of the text as it is written.
+(NFC, NFD) are equal, and in a word so are the apostrophes and hyphens that editors put in for each other. Positions are
+those of the text as it is written.
 
 Sources: Unicode Standard Annexes 15 (normalization), 24 (scripts) and 29 (word boundaries; the scripts it leaves to
 dictionaries are those named above).
@@ -34,6 +35,13 @@ _CONTINUES = (
 )
 # Vowels of Thai and Lao that stand before the consonant they belong to.
 _LEADS = r"[\u0e40-\u0e44\u0ec0-\u0ec4]"
+# Blanks that are one for tokenizers, and what editors and keyboards write for each other: typographic apostrophes,
+# hyphens that break no line.
+_ALIKE = {" ": r"\s+"} | {
+    each: f"[{regex.escape(alike)}]"
+    for alike in ("'\u2019\u02bc\uff07", "-\u2010\u2011\uff0d")
+    for each in alike
+}
 # Particles, titles and forms of "to be" that Korean writes onto a noun; several may follow each other.
 _PARTICLES = """
 이 가 은 는 을 를 의 와 과 도 만 에 에서 에게 에게서 한테 께 께서 로 으로 로서 으로서 랑 이랑 하고 보다 처럼 같이 까지
@@ -53,9 +61,7 @@ def whole_word(word: str) -> regex.Pattern[str]:
     if not composed:
         return regex.compile(r"(?!)")
     clusters = regex.findall(r"\X", composed)
-    spelled = "".join(
-        r"\s+" if cluster == " " else _in_any_composition(cluster) for cluster in clusters
-    )
+    spelled = "".join(_ALIKE.get(cluster) or _in_any_composition(cluster) for cluster in clusters)
     return regex.compile(
         _before(clusters[0][0]) + spelled + _after(clusters[-1][0]),
         regex.IGNORECASE | regex.VERSION1,

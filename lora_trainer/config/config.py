@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import ValidationError
 
 from lora_trainer.common.errors import RequestError, did_you_mean
+from lora_trainer.common.files import user_path
 from lora_trainer.common.wording import secret_keys
 from lora_trainer.config.constraints import by_key, contradictions, typed
 from lora_trainer.config.declare import Handling, Needs, Section
@@ -318,6 +319,7 @@ def build_run_config(values: Mapping[str, Any]) -> RunConfig:
 def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
     check_keys(values)
     refuse_secrets(values)
+    _refuse_empty_paths(values)
     nested: dict[str, dict[str, Any]] = {}
     for key, value in overlaid({}, without_retired(values)).items():
         section, name = key.split(".")
@@ -335,6 +337,18 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
     if sentences := [*sentences, *contradictions(config)]:
         raise RequestError(" ".join(sentences), fix="change these values")
     return config
+
+
+def _refuse_empty_paths(values: Mapping[str, Any]) -> None:
+    """Raise RequestError for a path without a character: to the system it is the folder that a program runs in."""
+    for info in all_settings():
+        given = values.get(info.key) if info.path else None
+        parts = given if isinstance(given, list | tuple) else [given]
+        if any(isinstance(part, str) and not user_path(part) for part in parts):
+            raise RequestError(
+                f"{info.key} is empty, which is not a path",
+                fix=f"give one, or leave {info.key} out",
+            )
 
 
 SEE_ALL_SETTINGS = "see `lora-train plan DATASET --all` for all settings"

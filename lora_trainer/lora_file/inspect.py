@@ -82,8 +82,10 @@ def inspect_file(path: Path) -> Inspection:
         if holds_vectors(contents.opened.entries):
             return _embedding(path, contents)
         if not whole:
-            tensors = f"{len(keys):,} tensors such as {keys[0]!r}" if keys else "no tensors"
-            refuse(path, f"holds {tensors}, but no LoRA{kind_of_others(contents.unknown)}")
+            tensors = (
+                f"{len(keys):,} tensors such as {keys[0]!r}, but" if keys else "no tensors and"
+            )
+            refuse(path, f"holds {tensors} no LoRA{kind_of_others(contents.unknown)}")
         fit = recognise(whole, contents.metadata)
         facts = _read(contents)
     return Inspection(

@@ -76,8 +76,10 @@ def _comfy_network(base: Base) -> nn.Module:
         if module == parts[0]:
             rows = [own[f"{part}.{end}"] for part in parts]
             state[f"{name}.{end}"] = torch.cat(rows) if len(rows) > 1 else tensor
-    # A norm of the releases that no program uses.
-    state["norm_final.weight"] = torch.ones(config.hidden_size)
+    if hasattr(
+        network, "norm_final"
+    ):  # of the releases; no program uses it, and newer ones have none
+        state["norm_final.weight"] = torch.ones(config.hidden_size)
     network.load_state_dict(state, strict=True)
     loaded: nn.Module = network.eval()
     return loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ def write_true_size(source: str, folder: Path) -> Path:
         }
         whole = (network for network, _ in texts(facts.family, facts))
         networks |= dict(zip(family.text.networks, whole, strict=True))
+        if family.pipeline.unguided:
+            networks[family.pipeline.unguided] = family.empty_denoiser(facts.release.architecture)
     for name, network in networks.items():
         _replace(folder / name, network)
     scheduler = folder / "scheduler" / "scheduler_config.json"
@@ -61,7 +64,8 @@ def longest_caption(folder: Path) -> str:
         for component, network in text.networks.items()
     }
     facts = family.facts(Layout(folder=folder), source=str(folder))
-    encoder = text.encoder(networks=dict.fromkeys(tokenizers), tokenizers=tokenizers, facts=facts)
+    unused: dict[str, Any] = {name: SimpleNamespace() for name in tokenizers}
+    encoder = text.encoder(networks=unused, tokenizers=tokenizers, facts=facts)
     room = encoder.prompt_room()
     return " ".join(["thing"] * (room * room // encoder.count_tokens(" ".join(["thing"] * room))))
 

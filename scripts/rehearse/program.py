@@ -11,12 +11,14 @@ import json
 import os
 import sys
 import warnings
+from math import prod
 from pathlib import Path
 from typing import Any
 
 COUNTS_VARIABLE, MEMORY_VARIABLE = "PRETENDED_COUNTS", "PRETENDED_RAM_GIB"
 _NO_NUMBERS = 0.5
 _IN_USE_BYTES = 4 << 30
+_RESERVED_ELEMENTS = 1 << 20
 _WHOLE = ("problem", "change", "out_of_memory")
 """Kinds of events of which every field is written."""
 _ENCODERS = "lora_trainer.families."
@@ -132,8 +134,13 @@ def give_numbers() -> None:
 
 
 def pretend_host_memory(ram_gib: float) -> None:
-    """Let the machine have this much memory, and streamed blocks reserve theirs without filling it with zeros."""
+    """Let the machine have this much memory; text encoders and streamed blocks reserve theirs without filling it.
+
+    A base of zeros is as large in memory as a real one once it was copied: Qwen-Image's text encoder has 15 GiB.
+    """
     import psutil
+    import torch
+    from transformers import core_model_loading
 
     from lora_trainer.network.block_swap import PackedBlock
     from lora_trainer.network.pinned_memory import whole_pages
@@ -153,6 +160,14 @@ def pretend_host_memory(ram_gib: float) -> None:
             slot.owner[slot.name] = packed
 
     PackedBlock.move_to_host = move_to_host  # type: ignore[method-assign]  # the blocks are zeros
+    copied = core_model_loading._materialize_copy
+
+    def reserved(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
+        if not hasattr(tensor, "get_shape") or prod(tensor.get_shape()) < _RESERVED_ELEMENTS:
+            return copied(tensor, device, dtype)
+        return torch.empty(tensor.get_shape(), dtype=dtype or copied(tensor[:1]).dtype)
+
+    core_model_loading._materialize_copy = reserved
 
 
 def count_events(file: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lora_trainer.cli import main
 from lora_trainer.common import processes
-from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.common.files import user_path
 from lora_trainer.config.config import all_settings, build_config, flatten
 from lora_trainer.run.prepare import Request, prepare
@@ -55,6 +55,23 @@ def test_arguments_take_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     name = f"{tmp_path}/a b.safetensors"
     for word in ("~/a b.safetensors", f'"{name}"', f" {name}"):
         assert main.run(["inspect", word]) == 0, word
+
+
+def test_an_empty_path_is_not_the_folder_that_the_program_runs_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lora-train "$IMAGES" --base "$BASE"` where a variable is not set: this folder was read in its place."""
+    for info in (each for each in all_settings() if each.path):
+        many = isinstance(info.default, tuple)
+        with pytest.raises(RequestError, match=f"{info.key} is empty"):
+            build_config({info.key: ["a", " "] if many else " "})
+    example = ROOT / "datasets" / "example"
+    monkeypatch.chdir(example)
+    for words in (["plan", ""], ["check", " "], ["plan", str(example), "--base="], ["inspect", ""]):
+        assert main.run(words) == RequestError.exit_code, words
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is empty" in line
+    assert main.run(["inspect", "."]) == InputError.exit_code
 
 
 @pytest.mark.parametrize("base", ['"models/no base"', "no such/base", "a/b/c", "x" * 300, "a\nb"])

@@ -433,3 +433,13 @@ def test_no_companion_decides_what_a_pipeline_is_told(name: str) -> None:
     told = {**family.pipeline.absent, **family.pipeline.states(facts_of(name))}
     # An image encoder is a component that the pipelines of text to image do without.
     assert set(left) - {"image_encoder", "feature_extractor"} <= told.keys()
+
+
+DRAWN = {"sd15", "sd2", "sdxl", "sd3", "auraflow", "flux", "chroma", "lumina2", "qwen21"}
+"""Families whose references draw an image's latents anew in each epoch (sources: families/base/latents.py)."""
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_latents_are_drawn_or_the_mean_as_the_references_of_the_family_have_it(name: str) -> None:
+    """klein's and Qwen-Image's were drawn, though its own code and its trainers take the mean."""
+    assert families.family(name).latents.are_drawn == (name in DRAWN)

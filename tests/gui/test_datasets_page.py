@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import drafts
+from lora_trainer.gui import command_lines, drafts
 from lora_trainer.gui.datasets import requests
 from lora_trainer.gui.datasets.api import DatasetApi
 from lora_trainer.gui.datasets.name_captions import caption_from_names
@@ -364,6 +364,23 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     assert "18 images have no caption" in report and "Some" not in report
     assert '<button type="button" class="primary" data-write>' in report
     assert "Judged for SDXL" in report
+
+
+def test_images_are_judged_for_the_base_that_is_chosen_or_recommended_and_the_example_for_the_miniature(
+    work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the miniature's 64 px every photograph would be large and sharp enough."""
+    monkeypatch.setattr(command_lines, "has_gpu", lambda: False)
+    draft = drafts.new(work, dataset=str(folder))
+    example = Path("anywhere") / command_lines.EXAMPLE_NAME
+    for base, at, judged in (
+        ("auto", folder, command_lines.RECOMMENDED),
+        ("someone/sdxl", folder, "someone/sdxl"),
+        ("auto", example, "auto"),
+    ):
+        assert command_lines.judged_for(replace(draft, base=base), at) == judged
+    monkeypatch.setattr(command_lines, "has_gpu", lambda: True)
+    assert command_lines.judged_for(replace(draft, base="auto"), folder) == "auto"
 
 
 def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(

@@ -361,6 +361,11 @@ def test_a_run_is_compared_and_trained_again_with_changes(
     page.get_by_role("img", name=f"done, step 30: {PROMPTS[2]}").wait_for()
     page.get_by_role("img", name=f"other <b>, step 10: {PROMPTS[0]}").wait_for()
     assert page.evaluate("[...document.querySelectorAll('.pairs img')].length") == 6
+    # Of runs without a common step neither shows the base, which would be the same picture twice.
+    fake_run(place.runs / "odd", steps=21, sample_px=16).write()
+    place.server.open(page, "/compare?a=done&b=odd", ".pairs img")
+    assert page.locator(".pairs img[alt*='base:']").count() == 0
+    assert page.locator(".pairs img[alt*='odd, step 21']").count() == 3
     place.server.open(page, "/run?run=done")
     page.get_by_role("link", name="Train again with changes").click()
     page.locator(".plan-line", has_text="Fits:").wait_for()

@@ -47,6 +47,11 @@ _KINDS: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
         "unpack it first",
     ),
     (_matches(rb"\x89PNG|\xff\xd8\xff|RIFF....WEBP|GIF8"), "is a picture", _AGAIN),
+    (
+        _matches(rb"\0\x05\x16\x07"),
+        "is what macOS writes beside a file (its name begins with ._)",
+        "give the file without ._ in its name",
+    ),
     (_matches(rb"\0{64}"), "begins with zeros, as a download that never wrote does", _AGAIN),
     # Last, as others are text too. Fewer bytes may be the beginning of a file of weights, such as "GGUF".
     (
@@ -71,7 +76,9 @@ def check_first_bytes(first: bytes, *, name: str) -> None:
             raise ForeignFileError(fault, fix=fix)
     if first.startswith(GGUF_MAGIC) and not wants_gguf:
         raise ForeignFileError("is a GGUF under another name", fix=f"rename it to {stem}.gguf")
-    if wants_gguf and not first.startswith(GGUF_MAGIC):
+    if not wants_gguf:
+        raise ForeignFileError("is a file of another kind", fix=_AGAIN)
+    if not first.startswith(GGUF_MAGIC):
         if is_safetensors:
             fix = f"rename it to {stem}.safetensors"
             raise ForeignFileError("is a safetensors file under another name", fix=fix)

@@ -242,9 +242,9 @@ def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
             f"{file.name} is a text encoder alone ({encoder[0]}), not a base model; {allowed}",
             fix=f"give a base model, and this file with --set base.text_encoders={file.name}",
         )
-    first = next(iter(sorted(header)), "no tensor")
+    held = f"{len(header):,} tensors such as {min(header)[:80]!r}" if header else "no tensors"
     raise InputError(
-        f"{file.name} holds {len(header):,} tensors such as {first[:80]!r}: an unknown architecture; {allowed}",
+        f"{file.name} holds {held}: an unknown architecture; {allowed}",
         fix="give a checkpoint of one of these families",
     )
 
