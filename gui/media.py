@@ -47,7 +47,7 @@ _RECORDS = frozenset({".json", ".jsonl", ".log", ".txt"})
 REPORT = "report.html"
 # The folder in a run's folder with files for other programs: a LoRA, its preview, its card.
 EXPORTS = "export"
-_TRIES = "tries"
+TRIES = "tries"
 _NO_PAGE = "default-src 'none'; frame-ancestors 'none'; sandbox"
 _REPORT_POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; frame-ancestors 'self'; sandbox"
@@ -71,7 +71,7 @@ def thumb_url(folder: Path, file: str, *, size_px: int = 384) -> str:
 
 def try_url(folder: str, name: str) -> str:
     """Return the address of a picture that was drawn to try a LoRA."""
-    return f"/media/own/{_TRIES}/{quote(folder, safe='')}/{quote(name, safe='')}"
+    return f"/media/own/{TRIES}/{quote(folder, safe='')}/{quote(name, safe='')}"
 
 
 def routes(work: Workplace) -> list[BaseRoute]:
@@ -80,7 +80,7 @@ def routes(work: Workplace) -> list[BaseRoute]:
     return [
         Route("/media/run/{name}/{file:path}", media.run_file),
         Route("/media/samples/{name}.zip", media.samples),
-        Route(f"/media/own/{_TRIES}/{{folder}}/{{name}}", media.try_image),
+        Route(f"/media/own/{TRIES}/{{folder}}/{{name}}", media.try_image),
         Route("/media/thumb", media.thumb),
     ]
 
@@ -203,7 +203,7 @@ def _as_served(path: Path, *, parts: Sequence[str]) -> _Served | None:
 
 def try_file(work: Workplace, folder: str, name: str) -> _Served:
     """Return what is served for a picture of a try; raises RequestError for everything else."""
-    tries = (work.own / _TRIES).resolve()
+    tries = (work.own / TRIES).resolve()
     path = _inside(tries, f"{folder}/{name}")
     kind = _SHOWN_IMAGES.get(path.suffix.lower())
     if kind is None or not path.is_relative_to(tries) or not path.is_file():

@@ -11,7 +11,7 @@ import filecmp
 import io
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,20 +174,37 @@ def program_folder(work: Workplace, text: str) -> Path:
     )
 
 
-def remembered_folder(work: Workplace) -> str:
-    """Return the folder that was copied to last, an empty text before the first time."""
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The program that was copied to last: its folder of LoRAs and ComfyUI's address, empty before the first time."""
+
+    folder: str = ""
+    address: str = ""
+
+
+def remembered(work: Workplace) -> Program:
+    """Return the program that was copied to last."""
     try:
-        return str(read_json_object(work.own / _REMEMBERED).get("folder", ""))
+        told = read_json_object(work.own / _REMEMBERED)
     except RequestError:  # none yet, or damaged
-        return ""
+        return Program()
+    return Program(folder=str(told.get("folder", "")), address=str(told.get("address", "")))
 
 
-def copy_to_program(work: Workplace, file: LoraFile, typed: str) -> Exported:
-    """Export a file into the folder of another program, and remember it; raises as `export_checked`."""
+def copy_to_program(
+    work: Workplace, file: LoraFile, typed: str, *, address: str | None = None
+) -> Exported:
+    """Export a file into the folder of another program, and remember it with its address.
+
+    Without an address the one that is remembered stays. Raises as `program_folder` and `export_checked`.
+    """
     folder = program_folder(work, typed)
     done, _ = export_checked(file, folder)
+    program = Program(
+        folder=str(folder), address=remembered(work).address if address is None else address
+    )
     work.own.mkdir(parents=True, exist_ok=True)
-    write_atomic(work.own / _REMEMBERED, json_bytes({"folder": str(folder)}))
+    write_atomic(work.own / _REMEMBERED, json_bytes(asdict(program)))
     return done
 
 

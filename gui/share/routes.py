@@ -1,6 +1,6 @@
-"""What the dialogs behind "Copy to ComfyUI or Forge" and "Publish" ask, on each page that shows such a button.
+"""What the dialogs ask that copy a LoRA to ComfyUI or Forge, show it in ComfyUI and publish it.
 
-A button has `data-share` (copy or publish) and `data-ref`, the LoRA as RUN/FILE; script.js opens the dialog for it.
+A button has `data-share` (copy, comfyui or publish) and `data-ref`, the LoRA as RUN/FILE; script.js opens its dialog.
 Whoever is not signed in to the Hub is asked to, first.
 """
 
@@ -12,18 +12,29 @@ from typing import Annotated, Any, Literal
 from pydantic import StringConstraints
 from starlette.routing import Route
 
+from lora_trainer.tools.comfyui.server import ADDRESS
+
 from .. import bases, lora_files, sharing
 from ..markup import plain
 from ..server.pages import Body, Nothing, Text, answer
 from ..server.translation import Words
 from ..shared.of_lora import OfLora
 from ..workplace import Workplace
+from . import comfyui
 
 
 class Copy(OfLora):
     """Copy a LoRA into the folder of another program, or to where that program keeps its LoRAs."""
 
     folder: Text
+
+
+class InComfyUI(OfLora):
+    """Draw with a LoRA in the ComfyUI of that folder and address; an empty prompt: that of its workflow."""
+
+    folder: Text
+    address: Text
+    prompt: Annotated[str, StringConstraints(max_length=10_000)]
 
 
 class SignIn(Body):
@@ -43,13 +54,23 @@ def routes(work: Workplace) -> list[Route]:
     """Return the routes of the dialogs."""
 
     def folder(_asked: Nothing, _: Words) -> Mapping[str, Any]:
-        return {"folder": sharing.remembered_folder(work)}
+        program = sharing.remembered(work)
+        return {"folder": program.folder, "address": program.address or ADDRESS}
 
     def copy(asked: Copy, _: Words) -> Mapping[str, Any]:
         done = sharing.copy_to_program(work, lora_files.find(work, asked.file), asked.folder)
         file = done.files[0]
         said = "{} is there already: {}" if done.was_there else "{} is now there: {}"
         return {"said": _(said, file.name, file.parent)}
+
+    def see_in_comfyui(asked: InComfyUI, _: Words) -> Mapping[str, Any]:
+        file = lora_files.find(work, asked.file)
+        wish = asked.model_dump(exclude={"file"})
+        comfyui.start(work, file, **wish)
+        return {"state": "running"}
+
+    def seen_in_comfyui(asked: OfLora, _: Words) -> Mapping[str, Any]:
+        return comfyui.shown(work, lora_files.find(work, asked.file), _)
 
     def signed_in(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         return {"signed_in": bases.signed_in()}
@@ -77,6 +98,8 @@ def routes(work: Workplace) -> list[Route]:
     return [
         answer("/share/folder", Nothing, folder),
         answer("/share/copy", Copy, copy),
+        answer("/share/comfyui", InComfyUI, see_in_comfyui),
+        answer("/share/seen", OfLora, seen_in_comfyui),
         answer("/share/signed-in", Nothing, signed_in),
         answer("/share/sign-in", SignIn, sign_in),
         answer("/share/publish", Publish, publish),

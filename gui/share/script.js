@@ -1,5 +1,5 @@
-// The dialogs that copy a LoRA into another program's folder and publish it on the Hub. Buttons anywhere
-// on the page open them: data-share is copy or publish, data-ref the LoRA as RUN/FILE. Publishing without a
+// The dialogs that copy a LoRA into another program's folder, draw with it in ComfyUI and publish it on the Hub. Buttons
+// anywhere on the page open them: data-share is copy, comfyui or publish, data-ref the LoRA as RUN/FILE. Publishing without a
 // token of the Hub begins with the sign-in. A button with data-copy copies the text of the element before it.
 import { dialog, make } from "/ui/dialog.js";
 import { ask } from "/ui/shared/ask.js";
@@ -8,7 +8,7 @@ import { signIn } from "/ui/share/sign_in.js";
 
 const LOOK_EVERY_MS = 1000;
 
-const OPENED = { copy: copyDialog, publish: publishDialog };
+const OPENED = { copy: copyDialog, comfyui: comfyuiDialog, publish: publishDialog };
 const signInFirst = (asked) => signIn({ hub_sign_in: (body) => ask("/share/sign-in", body) }, { may: "write", ...asked });
 
 /** Listen for those buttons in `place`. */
@@ -43,6 +43,38 @@ async function copyDialog(ref) {
     submit: () => ask("/share/copy", { file: ref, folder: path.value }),
   });
   shown.done = (answer) => shown.end(answer.said);
+}
+
+async function comfyuiDialog(ref) {
+  const { folder, address } = await ask("/share/folder");
+  const path = make("input", { type: "text", required: true, spellcheck: false, value: folder ?? "" });
+  const where = make("input", { type: "text", required: true, spellcheck: false, value: address ?? "" });
+  const prompt = make("textarea", { rows: 2, maxLength: 10000 });
+  const pictures = make("div", { className: "seen" });
+  const shown = dialog(say("See it in ComfyUI"), {
+    fields: [
+      make("label", {}, say("Folder of ComfyUI, or its folder of LoRAs"), path),
+      make("label", {}, say("Address of ComfyUI"), where),
+      make("label", {}, say("Prompt (empty: that of the workflow, with the trigger word)"), prompt),
+    ],
+    note: say("The LoRA is copied there. ComfyUI draws the workflow that it drew last, without the LoRA and with it, from the same seed."),
+    act: say("Draw"),
+    submit: () => ask("/share/comfyui", { file: ref, folder: path.value, address: where.value, prompt: prompt.value }),
+  });
+  shown.node.querySelector(".said").after(pictures);
+  shown.done = async () => {
+    shown.say(say("ComfyUI draws …"));
+    for (;;) {
+      await new Promise((resolve) => setTimeout(resolve, LOOK_EVERY_MS));
+      if (!shown.node.open || !shown.node.isConnected) return; // it goes on
+      const seen = await ask("/share/seen", { file: ref });
+      if (seen.isAway) { shown.say(seen.error); continue; }
+      pictures.replaceChildren(...(seen.pictures ?? []).map(({ label, url }) =>
+        make("figure", {}, make("img", { src: url, alt: label }), make("figcaption", { textContent: label }))));
+      if (seen.state === "failed") return shown.refuse(seen.said);
+      if (seen.state !== "running") return shown.end(seen.said || say("Drawn with the same seed and settings."));
+    }
+  };
 }
 
 async function publishDialog(ref) {

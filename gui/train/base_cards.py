@@ -139,7 +139,7 @@ def found_models(work: Workplace, said: Words, *, named: str = "") -> Mapping[st
         folders = list(dict.fromkeys([str(folder), *folders]))[:_MAX_FOLDERS]
         work.own.mkdir(parents=True, exist_ok=True)
         write_atomic(work.own / _REMEMBERED, json_bytes({"folders": folders}))
-    program = sharing.remembered_folder(work)
+    program = sharing.remembered(work).folder
     words = [each for each in (*folders, program) if each and Path(each).is_dir()]
     answer = command_lines.ask(("models", *words, "--json"))
     if answer.values is None:

@@ -74,9 +74,14 @@ def draw(file: Path, *, server: ComfyUI, wish: Wish, output: Path) -> Iterator[P
     written = ", ".join(workflow.prompts()) if prompt is None else prompt
     for graph, strength in zip(graphs, strengths, strict=True):
         picture = _drawn(server, graph)
-        target = _unused(output, f"{file.stem}-x{strength:g}")
+        target = _unused(output / picture_name(file.stem, strength))
         _save(picture, target, prompt=written)
         yield target
+
+
+def picture_name(stem: str, strength: float) -> str:
+    """Return the name of the picture that a file of this name gives at a strength, in an empty folder."""
+    return f"{stem}-x{strength:g}.png"
 
 
 def all_the_same(files: Sequence[Path]) -> bool:
@@ -156,12 +161,12 @@ def _drawn(server: ComfyUI, graph: Mapping[str, Any]) -> Image.Image:
     return server.picture(found[0])
 
 
-def _unused(folder: Path, stem: str) -> Path:
-    """Return the first of STEM.png, STEM-2.png, ... that does not exist."""
-    target, number = folder / f"{stem}.png", 1
+def _unused(wanted: Path) -> Path:
+    """Return the first of NAME.png, NAME-2.png, ... that does not exist."""
+    target, number = wanted, 1
     while target.exists():
         number += 1
-        target = folder / f"{stem}-{number}.png"
+        target = wanted.with_stem(f"{wanted.stem}-{number}")
     return target
 
 
