@@ -69,8 +69,9 @@ async function comfyuiDialog(ref) {
       if (!shown.node.open || !shown.node.isConnected) return; // it goes on
       const seen = await ask("/share/seen", { file: ref });
       if (seen.isAway) { shown.say(seen.error); continue; }
-      pictures.replaceChildren(...(seen.pictures ?? []).map(({ label, url }) =>
-        make("figure", {}, make("img", { src: url, alt: label }), make("figcaption", { textContent: label }))));
+      for (const { label, url } of (seen.pictures ?? []).slice(pictures.childElementCount)) {
+        pictures.append(make("figure", {}, make("img", { src: url, alt: label }), make("figcaption", { textContent: label })));
+      }
       if (seen.state === "failed") return shown.refuse(seen.said);
       if (seen.state !== "running") return shown.end(seen.said || say("Drawn with the same seed and settings."));
     }
