@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -30,9 +30,10 @@ _ID = re.compile(r"[0-9a-f]{12,20}")
 class Draft:
     """A training to be; an empty text leaves the choice to lora-train.
 
-    `settings` are {"section.name": value} over the preset, `step` is where the page Train stands,
-    `started_as` the item of the queue, `brought` what there is to say of the file that its settings
-    are from, as JSON.
+    `settings` are {"section.name": value} over the preset, `also` further values of some settings, each for a training
+    of its own (variants.py), `step` is where the page Train stands, `started_as` the item of the queue, `series` the
+    several trainings that it was started as, `brought` what there is to say of the file that its settings are from, as
+    JSON.
     """
 
     id: str
@@ -41,8 +42,10 @@ class Draft:
     priority: str = "balanced"
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    also: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     step: int = 1
     started_as: str = ""
+    series: str = ""
     brought: str = ""
 
     def with_setting(self, key: str, value: Any) -> Draft:
@@ -88,13 +91,18 @@ def read(work: Workplace, draft_id: str | None) -> Draft:
         texts = all(
             isinstance(getattr(draft, entry.name), str)
             for entry in fields(draft)
-            if entry.name not in ("settings", "step")
+            if entry.name not in ("settings", "also", "step")
         )
         if not texts or draft.step not in STEPS or not isinstance(draft.settings, dict):
             raise TypeError("a value of the wrong kind")
         refuse_removed(draft.settings)
         draft = replace(draft, settings=without_retired(draft.settings))
         build_config(draft.settings)
+        if not isinstance(draft.also, dict):
+            raise TypeError("a value of the wrong kind")
+        for key, values in draft.also.items():
+            for value in values:
+                build_config({key: value})
     except (TypeError, LoraTrainError) as error:
         raise RequestError(
             f"the draft {file.name} cannot be read: {error}", fix="begin a new training"

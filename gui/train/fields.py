@@ -15,15 +15,17 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.layers import CONCEPT
 
-from .. import setting_edit
+from .. import setting_edit, variants
 from ..drafts import Draft
 from ..setting_text import text_of
 
-Kind = Literal["text", "number", "lines", "switch", "cards", "choice", "folder", "base"]
+Kind = Literal["text", "number", "lines", "switch", "cards", "choice", "folder", "base", "also"]
 # Where on the page a field stands, in the order of page.html.
 Part = Literal["images", "base", "subject", "names", "length", "size", "samples"]
 DATASET, PRIORITY, BASE = "dataset", "priority", setting_edit.BASE
 STEPS, PROMPTS = "train.steps", "sampling.prompts"
+ALSO = "also:"
+"""Before the key of a setting: its further values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,16 @@ class Field:
     """The text that leaves the field to lora-train, beside an empty one; `true` for a switch that is on by default."""
     is_planned: bool = False
     """Shows what the plan chose until somebody types something else."""
+    varies: bool = False
+    """May have further values, each for a training of its own: a field of the kind `also` stands behind it."""
+
+    @property
+    def also(self) -> Field:
+        """The field for the further values."""
+        return Field(key=ALSO + self.key, label=self.label, kind="also", part=self.part)
 
 
-FIELDS = (
+_ROWS = (
     Field(
         key=DATASET,
         label="Folder with your images",
@@ -102,7 +111,7 @@ FIELDS = (
         part="names",
         info="Of the training and its file.",
     ),
-    Field(key=STEPS, label="Steps", kind="number", part="length", is_planned=True),
+    Field(key=STEPS, label="Steps", kind="number", part="length", is_planned=True, varies=True),
     Field(
         key="data.resolution",
         label="Size of the images, px",
@@ -116,6 +125,7 @@ FIELDS = (
         kind="number",
         part="size",
         is_planned=True,
+        varies=True,
     ),
     Field(
         key="optimizer.learning_rate",
@@ -123,6 +133,15 @@ FIELDS = (
         kind="number",
         part="size",
         is_planned=True,
+        varies=True,
+    ),
+    Field(
+        key="train.seed",
+        label="Seed",
+        kind="number",
+        part="size",
+        is_planned=True,
+        varies=True,
     ),
     Field(
         key=PROMPTS,
@@ -133,13 +152,15 @@ FIELDS = (
         is_planned=True,
     ),
 )
+FIELDS = tuple(each for row in _ROWS for each in ((row, row.also) if row.varies else (row,)))
 _BY_KEY = {row.key: row for row in FIELDS}
 
 
 def texts(draft: Draft) -> dict[str, str]:
     """Return the texts of the fields that the draft sets, by key."""
     given = {DATASET: draft.dataset, PRIORITY: draft.priority, **setting_edit.given(draft)}
-    return {row.key: as_text(row, given[row.key]) for row in FIELDS if row.key in given}
+    shown = {row.key: as_text(row, given[row.key]) for row in FIELDS if row.key in given}
+    return shown | {ALSO + key: variants.text_for(draft, key) for key in draft.also}
 
 
 def as_text(row: Field, value: object) -> str:
@@ -167,10 +188,17 @@ def changed(draft: Draft, *, key: str, text: str) -> Draft:
                 f"{text[:100]!r} is not one of {', '.join(PRIORITIES)}", fix="choose one of these"
             )
         return replace(draft, priority=priority)
+    if row.kind == "also":
+        return variants.with_values(draft, key=key.removeprefix(ALSO), text=text)
     text = text if row.kind == "lines" else text.strip()
     if text.strip() in ("", row.unset):
         return setting_edit.without(draft, key=key)
     return setting_edit.changed(draft, key=key, text=text)
+
+
+def label(key: str) -> str:
+    """Return the label of the field of a setting."""
+    return _BY_KEY[key].label
 
 
 def planned() -> Iterator[Field]:

@@ -26,6 +26,8 @@ from . import fields
 from .messages import message
 
 Light = Literal["good", "slow", "bad", ""]
+# Of what a plan puts on the disk: what all trainings on the same images read.
+CACHE = "cache"
 # A training that may take longer than a night is called slow.
 SLOW_S = 8 * 3600.0
 DAY_S = 24 * 3600.0
@@ -111,10 +113,30 @@ def plan(found: PlanRecord, said: Words) -> Html:
     )
 
 
-def beside(found: PlanRecord, said: Words) -> Html:
+def together(plans: Sequence[PlanRecord], said: Words) -> str:
+    """Return in a sentence what several trainings take, one after another; all of them read the same cache."""
+    pairs = [found.time.range_s for found in plans]
+    known = [pair for pair in pairs if pair is not None]
+    cache = max(found.disk.get(CACHE, 0) for found in plans)
+    own = sum(size for found in plans for name, size in found.disk.items() if name != CACHE)
+    disk = bytes_text(int(cache + own))
+    if len(known) < len(pairs):
+        return said("{#} trainings, one after another: {#} on the disk.", len(plans), disk)
+    low_s, high_s = (math.fsum(pair[end] for pair in known) for end in (0, 1))
+    time = _span(low_s, high_s, one="about {#}", two="about {#} to {#}", said=said)
+    return said(
+        "{#} trainings, one after another: {text} together, {#} on the disk.",
+        len(plans),
+        time,
+        disk,
+    )
+
+
+def beside(found: PlanRecord, said: Words, *, of_all: str = "") -> Html:
     """Return what Train starts, in the words beside it: how long, how much, how large, on what.
 
-    A try-out comes with the one press that leads to a base of other programs.
+    `of_all` is what several trainings take together. A try-out comes with the one press that leads to a base of other
+    programs.
     """
     return render(
         "train/beside.html",
@@ -122,6 +144,7 @@ def beside(found: PlanRecord, said: Words) -> Html:
         time=duration(found, said),
         base=found.base,
         is_try_out=found.base == EMBEDDED,
+        of_all=of_all,
         recommended=RECOMMENDED,
         recommended_name=title(RECOMMENDED),
         **_chosen(found),

@@ -18,6 +18,7 @@ from ..drafts import Draft
 from ..markup import plain
 from ..plan_process import BASES
 from ..run import starting
+from ..series.view import page_url as series_url
 from ..server.pages import Body, answer, page, refusal, stamped
 from ..server.translation import Words
 from ..workplace import Workplace
@@ -126,7 +127,7 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
     except LoraTrainError as error:
         draft, fault = drafts.current(work), refusal(error, said)["error"]
     if draft.started_as:
-        return RedirectResponse(starting.page_url(draft.id), status_code=303)
+        return RedirectResponse(_page_of(draft), status_code=303)
     return {
         "draft": draft,
         "fault_line": fault,
@@ -156,7 +157,12 @@ def started(work: Workplace, asked: Start, said: Words) -> Mapping[str, Any]:
     if kept.refused:
         return {"refused": _refused(kept, said)}
     draft = view.start(work, asked.draft)
-    return {"refused": {}, "url": starting.page_url(draft.id)}
+    return {"refused": {}, "url": _page_of(draft)}
+
+
+def _page_of(draft: Draft) -> str:
+    """Return the page of what a draft was started as."""
+    return series_url(draft.series) if draft.series else starting.page_url(draft.id)
 
 
 def base_cards(work: Workplace, said: Words) -> Mapping[str, Any]:

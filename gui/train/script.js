@@ -15,7 +15,7 @@ const AWAY_MS = 5000;
 export function mount(main, leaving) {
   const page = main.querySelector(".train");
   const { draft } = page.dataset;
-  const pageOfStart = `/run?${new URLSearchParams({ draft })}`;
+  const pageOfStart = `/train?${new URLSearchParams({ draft })}`; // which leads to it
   const fields = new Fields(page);
   const said = page.querySelector(".train > .said");
   const seen = {}; // the stamps of the parts that are shown

@@ -17,7 +17,7 @@ from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
 
-from .. import bases, command_lines, drafts, run_actions, uploads
+from .. import bases, command_lines, drafts, run_actions, uploads, variants
 from ..datasets import check
 from ..drafts import Draft
 from ..markup import button, join, note_html, plain, tag
@@ -134,14 +134,18 @@ def keep(
 
 
 def start(work: Workplace, draft_id: str) -> Draft:
-    """Put the training into the queue, once; raises LoraTrainError."""
+    """Put the training, or each of several, into the queue, once; raises LoraTrainError."""
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if not draft.started_as:
-            words = command_lines.train_words(draft, work)
-            label = draft.name or work.folder(draft.dataset).name
-            item = commands.add(work.runs, words, label=label)
-            draft = replace(draft, started_as=item.id)
+            if any(draft.also.values()):
+                series = variants.start(work, draft)
+                draft = replace(draft, started_as=series.members[0].item, series=series.id)
+            else:
+                words = command_lines.train_words(draft, work)
+                label = draft.name or work.folder(draft.dataset).name
+                item = commands.add(work.runs, words, label=label)
+                draft = replace(draft, started_as=item.id)
             drafts.save(work, draft)
     worker.ensure_worker(work.runs)
     return draft
@@ -196,13 +200,43 @@ def plan_part(work: Workplace, draft: Draft, said: Words) -> PlanPart:
     found = answer.plan
     if found is None:
         return _no_plan(draft, answer.error.removeprefix("error: "), said)
-    return PlanPart(
+    single = PlanPart(
         html=plan.plan(found, said),
         beside=plan.beside(found, said),
         filled=plan.filled(found),
         length=plan.length(found),
         button=said(_train_label(work, found)),
         works=True,
+    )
+    return _of_all(work, draft, single, found, said) if any(draft.also.values()) else single
+
+
+def _of_all(
+    work: Workplace, draft: Draft, single: PlanPart, found: PlanRecord, said: Words
+) -> PlanPart:
+    """Return the plan of a draft's own training, and beside the button what all of its trainings take."""
+    plans = [found]
+    planned = plan.filled(found)
+    for key, values in draft.also.items():
+        shown = {variants.text_of_value(key, value) for value in values}
+        if planned.get(key) in shown:
+            line = said(
+                "{text} {} is what it has already: leave it out of the further values.",
+                said(fields.label(key)),
+                planned[key],
+            )
+            return replace(single, beside=note_html(line), works=False)
+    for variant in variants.variants(draft)[1:]:
+        answer = command_lines.ask(command_lines.plan_words(variant.draft, work))
+        if answer.plan is None:
+            why = said.message(plain(answer.error.removeprefix("error: ").partition(" Fix: ")[0]))
+            line = said("One of the trainings cannot be: {}", capital(why))
+            return replace(single, beside=note_html(line), works=False)
+        plans.append(answer.plan)
+    return replace(
+        single,
+        beside=plan.beside(found, said, of_all=plan.together(plans, said)),
+        button=said("Queue {#} trainings", len(plans)),
     )
 
 

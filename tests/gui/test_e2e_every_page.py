@@ -19,6 +19,7 @@ from lora_trainer.gui import drafts
 from lora_trainer.gui.trash import store as trash
 from lora_trainer.gui.workplace import Workplace
 
+from lora_trainer.common.files import json_bytes
 from lora_trainer.reporting.report import write_report
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.live_runs import until, write_status
@@ -155,6 +156,14 @@ def filled(place: Place) -> Iterator[None]:
     example = str(ROOT / "datasets" / "example")
     draft = drafts.Draft(id="a" * 12, dataset=example, started_as=second.id)
     drafts.save(Workplace(runs=place.runs), draft)
+    members = [
+        {"item": "0009-x", "name": name, "values": {"adapter.rank": rank}}
+        for name, rank in (("done", 16), ("failed", 8))
+    ]
+    series = {"id": "a" * 12, "label": "done", "keys": ["adapter.rank"], "members": members}
+    record = place.runs / ".gui" / "series" / f"{series['id']}.json"
+    record.parent.mkdir(parents=True)
+    record.write_bytes(json_bytes(series))
     place.add("third")
     live = place.runs / "live"
     with place.worker_process() as worker:

@@ -1,0 +1,253 @@
+"""What the page of a series shows: its trainings with what they differ by, their curves, and their pictures by prompt.
+
+Input: a series (variants.py) or the folder of a study of `lora-train tune`, and the runs of both. Output: what
+members.html shows. Which training did best is decided as `tune` decides it: by its gain on held-out images.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.queue import commands
+from lora_trainer.reporting.charts import Chart, ChartLine, Html, draw
+from lora_trainer.reporting.history import SampleImage, read_history
+from lora_trainer.reporting.status import read_status
+from lora_trainer.tuning.space import keys_of
+from lora_trainer.tuning.study import STUDY_FILE, read_record
+from lora_trainer.tuning.tune import gains_of
+
+from .. import runs, variants
+from ..markup import setting_label
+from ..media import run_url
+from ..server.templates import render
+from ..server.translation import Words
+from ..variants import MAX_TRAININGS
+from ..workplace import Workplace
+
+PAGE = "/series"
+SEED = "train.seed"
+_TRIAL = "-trial-"
+# As many lines as the style sheet tells apart; further ones begin again.
+_COLOURS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """What a page is of: its heading, the settings that are varied, and the run of each training with its values.
+
+    A value that is missing is the one that the plan of the run chose.
+    """
+
+    label: str
+    keys: tuple[str, ...]
+    runs: tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What the records of a run say that the page shows; `gains` by step."""
+
+    settings: Mapping[str, Any]
+    gains: Mapping[int, float]
+    images: Sequence[SampleImage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training of the series as far as it is."""
+
+    name: str
+    label: str
+    state: str
+    recorded: Recorded
+
+    @property
+    def best(self) -> int | None:
+        """The step of the largest gain, None before the first validation."""
+        gains = self.recorded.gains
+        return max(gains, key=lambda step: gains[step], default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """The largest gain."""
+        return None if self.best is None else self.recorded.gains[self.best]
+
+    @property
+    def shown_step(self) -> int | None:
+        """The step whose pictures are shown: of those that have any the nearest to the best, else the last."""
+        steps = sorted({image.step for image in self.recorded.images if image.step})
+        wanted = self.best if self.best is not None else max(steps, default=0)
+        return min(steps, key=lambda step: abs(step - wanted), default=None)
+
+
+_NOTHING = Recorded(settings={}, gains={}, images=())
+
+
+def page_url(series: str) -> str:
+    """Return the address of the page of a series."""
+    return f"{PAGE}?{urlencode({'id': series})}"
+
+
+def study_url(name: str) -> str:
+    """Return the address of the page of a study."""
+    return f"{PAGE}?{urlencode({'study': name})}"
+
+
+def named(work: Workplace, *, series: str, study: str) -> Named:
+    """Return what a page is of; raises RequestError for an unknown series or study."""
+    if study:
+        return _of_study(work, study)
+    found = variants.read(work, series)
+    names = variants.runs_of(work, found.members)
+    members = zip(names, (member.values for member in found.members), strict=True)
+    return Named(label=found.label, keys=found.keys, runs=tuple(members))
+
+
+def _of_study(work: Workplace, name: str) -> Named:
+    """Return the trials of a study; its storage is not opened, as their runs say the same."""
+    if name not in studies(work):
+        raise RequestError(f"no study is named {name[:40]!r}", fix="choose one from the list")
+    record = read_record(work.runs / name)
+    keys = tuple(key for dimension in record.space for key in keys_of(dimension))
+    trials = [path.name for path in work.runs.glob(f"*{_TRIAL}*")]
+    own = [trial for trial in trials if trial.rpartition(_TRIAL)[0] == record.name]
+    own.sort(key=lambda trial: (len(trial), trial))  # trial-2 before trial-10
+    return Named(label=record.name, keys=keys, runs=tuple((trial, {}) for trial in own))
+
+
+def studies(work: Workplace) -> list[str]:
+    """Return the names of the folders of studies, the newest first."""
+    found = [file.parent for file in work.runs.glob(f"*/{STUDY_FILE}")]
+    return [path.name for path in sorted(found, key=lambda path: path.name, reverse=True)]
+
+
+def shelf(work: Workplace, _: Words) -> Mapping[str, Any]:
+    """Return what list.html shows: all series and studies."""
+    made = [
+        {
+            "url": page_url(each.id),
+            "name": each.label,
+            "keys": ", ".join(_(setting_label(key)) for key in each.keys),
+            "count": len(each.members),
+        }
+        for each in variants.find(work)
+    ]
+    found = [{"url": study_url(name), "name": name} for name in studies(work)]
+    return {"series": made, "studies": found}
+
+
+def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
+    """Return the trainings as markup, and whether any of them still changes."""
+    trained = [_trained(work, name, values, found.keys, _) for name, values in found.runs]
+    gains = [each.gain for each in trained if each.gain is not None]
+    top = max(gains, default=None)
+    rows = [
+        {
+            "name": each.name,
+            "label": each.label,
+            "state": each.state,
+            "url": runs.page_url(each.name) if each.state not in ("waiting", "gone") else "",
+            "again": "/train?" + urlencode({"again": each.name}),
+            "gain": "" if each.gain is None else f"{abs(each.gain):.1%}",
+            "worse": each.gain is not None and each.gain < 0,
+            "step": "" if each.best is None else f"{each.best:,}",
+            "best": top is not None and each.gain == top,
+            "css": f"s{index % _COLOURS}",
+        }
+        for index, each in enumerate(trained)
+    ]
+    html = render(
+        "series/members.html",
+        _,
+        rows=rows,
+        best=next((row for row in rows if row["best"]), None),
+        chart=_chart(trained, _),
+        columns=[
+            (each.label, "" if each.shown_step is None else f"{each.shown_step:,}")
+            for each in trained
+        ],
+        pictures=list(_pictures(trained)),
+        varies_seed=SEED in found.keys,
+    )
+    return html, any(each.state in ("waiting", "running") for each in trained)
+
+
+def _trained(
+    work: Workplace, name: str, values: Mapping[str, Any], keys: Sequence[str], _: Words
+) -> Trained:
+    try:
+        folder = runs.run_folder(work.runs, name)
+    except RequestError:
+        waits = any(item.label == name and not item.has_ended for item in commands.items(work.runs))
+        state, recorded = "waiting" if waits else "gone", _NOTHING
+    else:
+        state = read_status(folder).state
+        recorded = _recorded(folder, tuple(runs.file_stamp(folder / file) for file in runs.RECORDS))
+    label = _label({**recorded.settings, **values}, keys, _)
+    return Trained(name=name, label=label, state=state, recorded=recorded)
+
+
+@lru_cache(maxsize=4 * MAX_TRAININGS)
+def _recorded(folder: Path, stamp: runs.Stamp) -> Recorded:
+    """Read a run once per version of its records, which `stamp` tells apart."""
+    try:
+        history = read_history(folder)
+    except (RequestError, OSError):  # damaged, or removed meanwhile
+        return _NOTHING
+    return Recorded(settings=history.run.settings, gains=gains_of(history), images=history.samples)
+
+
+def _label(values: Mapping[str, Any], keys: Sequence[str], _: Words) -> str:
+    """Return what a training differs by; one that has not begun does not know what its plan will choose."""
+    parts = []
+    for key in keys:
+        value = values.get(key, _("as planned"))
+        shown = value if isinstance(value, str) else json.dumps(value)
+        parts.append(f"{_(setting_label(key))} {shown}")
+    return ", ".join(parts)
+
+
+def _chart(trained: Sequence[Trained], _: Words) -> Html | None:
+    lines = [
+        ChartLine(
+            label=each.label,
+            css=f"s{index % _COLOURS}",
+            points=[(step, 100 * gain) for step, gain in sorted(each.recorded.gains.items())],
+        )
+        for index, each in enumerate(trained)
+        if each.recorded.gains
+    ]
+    if not lines:
+        return None
+    return draw(Chart(title=_("Held-out loss below the base's, %"), height_px=300, lines=lines))
+
+
+def _pictures(trained: Sequence[Trained]) -> Iterator[Mapping[str, Any]]:
+    """Yield a row for each prompt: the picture of each training, None where it drew none."""
+    drawn = [
+        {
+            (image.prompt, image.seed): image
+            for image in each.recorded.images
+            if image.step == each.shown_step
+        }
+        for each in trained
+    ]
+    for prompt, seed in dict.fromkeys(key for images in drawn for key in images):
+        found = [
+            (each, images.get((prompt, seed))) for each, images in zip(trained, drawn, strict=True)
+        ]
+        cells = [
+            {
+                "label": each.label,
+                "url": "" if image is None else run_url(each.name, *image.file.split("/")),
+            }
+            for each, image in found
+        ]
+        yield {"prompt": prompt, "cells": cells}

@@ -1,0 +1,227 @@
+"""Several trainings from one press: their values, their plan together, the queue, and the page of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lora_trainer.gui import command_lines, drafts, variants
+from lora_trainer.gui.series import routes, view
+from lora_trainer.gui.server.translation import words
+from lora_trainer.gui.train import fields
+from lora_trainer.gui.train import view as train
+from lora_trainer.gui.workplace import Workplace
+from starlette.routing import Router
+from starlette.testclient import TestClient
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.files import json_bytes
+from lora_trainer.queue import commands, worker
+from tests.fakes.live_runs import write_status
+from tests.fakes.run_folder import PROMPTS, fake_run
+from tests.fakes.runs import write_dataset
+
+SAID = words("en")
+RANK, RATE = "adapter.rank", "optimizer.learning_rate"
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """A workplace whose queue starts nothing."""
+    monkeypatch.setattr(worker, "ensure_worker", lambda runs: None)
+    (tmp_path / "runs").mkdir()
+    return Workplace(runs=tmp_path / "runs")
+
+
+@pytest.fixture
+def draft(work: Workplace, tmp_path: Path) -> drafts.Draft:
+    """A draft of two ranks and three rates, one of each being its own."""
+    write_dataset(tmp_path / "cats", images=3)
+    draft = drafts.new(work, dataset=str(tmp_path / "cats"))
+    draft = fields.changed(draft, key=RATE, text="0.001")
+    for key, text in ((RANK, "8"), (RATE, "1e-4, 0.0002 0.0001")):
+        draft = fields.changed(draft, key=fields.ALSO + key, text=text)
+    drafts.save(work, draft)
+    return draft
+
+
+def planned(*, rank: int = 16, answer: Callable[[str], str] = lambda _: "") -> Any:
+    """Return what answers for `lora-train plan`; `answer` is an error for a command line, or nothing."""
+
+    def ask(asked: tuple[str, ...]) -> command_lines.Answer:
+        line = " ".join(asked)
+        if error := answer(line):
+            return command_lines.Answer(values=None, error=error)
+        time = {"steps": 60, "epochs": 2.0, "run_s": [600, 1200], "note": "", "source": ""}
+        settings = {
+            key: {"value": value, "origin": "planner", "reason": ""}
+            for key, value in {
+                RANK: rank, RATE: 0.001, "data.resolution": 64, "train.batch_size": 8,
+                "train.seed": 42, "optimizer.name": "adamw",
+            }.items()
+        }  # fmt: skip
+        memory = {"items": [], "peak_bytes": 2**30, "limit_bytes": 2**31, "fits": True}
+        values = {
+            "base": "owner/name",
+            "time": time,
+            "settings": settings,
+            "memory": memory,
+            "disk": {"cache": 2**30, "states": 2**29, "exports": 2**29},
+        }
+        return command_lines.Answer(values=values)
+
+    return ask
+
+
+def test_all_combinations_are_trained_the_drafts_own_first(draft: drafts.Draft) -> None:
+    assert draft.also == {RANK: [8], RATE: [0.0001, 0.0002]}, "a value that is typed twice is one"
+    found = variants.variants(draft)
+    assert [dict(each.values) for each in found] == [
+        {RATE: 0.001},
+        {RATE: 0.0001},
+        {RATE: 0.0002},
+        {RANK: 8, RATE: 0.001},
+        {RANK: 8, RATE: 0.0001},
+        {RANK: 8, RATE: 0.0002},
+    ]
+    assert found[4].draft.settings == {RANK: 8, RATE: 0.0001}
+    assert not found[4].draft.also
+    assert fields.texts(draft)["also:adapter.rank"] == "8"
+    with pytest.raises(RequestError, match="18 trainings"):
+        fields.changed(draft, key="also:train.seed", text="1 2")
+    with pytest.raises(RequestError):
+        fields.changed(draft, key="also:adapter.rank", text="8, many")
+    cleared = fields.changed(draft, key="also:adapter.rank", text="")
+    assert list(cleared.also) == [RATE]
+    assert variants.variants(replace(draft, also={}))[0].draft == replace(draft, also={})
+
+
+def test_the_time_and_the_disk_of_all_of_them_stand_beside_the_button(
+    work: Workplace, draft: drafts.Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_lines, "ask", planned())
+    shown = train.plan_part(work, draft, SAID)
+    assert shown.button == "Queue 6 trainings" and shown.works
+    # Six times 10 to 20 minutes; the cache is made once, six times 1 GiB of states and exports.
+    assert "6 trainings, one after another: about 60 min to 2.0 h together, 7.0 GiB" in shown.beside
+    monkeypatch.setattr(command_lines, "ask", planned(rank=8))
+    shown = train.plan_part(work, draft, SAID)
+    assert not shown.works and "8 is what it has already" in shown.beside
+    refuses = planned(answer=lambda line: "error: no room. Fix: x." if "rank=8" in line else "")
+    monkeypatch.setattr(command_lines, "ask", refuses)
+    shown = train.plan_part(work, draft, SAID)
+    assert not shown.works and "One of the trainings cannot be: No room" in shown.beside
+
+
+def test_one_press_queues_all_of_them_once_under_names_that_no_run_has(
+    work: Workplace, draft: drafts.Draft
+) -> None:
+    (work.runs / "cats-learning_rate0.001").mkdir()
+    started = train.start(work, draft.id)
+    assert train.start(work, draft.id) == started, "a double click"
+    queued = commands.items(work.runs)
+    series = variants.read(work, started.series)
+    assert [member.item for member in series.members] == [item.id for item in queued]
+    assert [member.name for member in series.members][:2] == [
+        "cats-learning_rate0.001-002",
+        "cats-learning_rate0.0001",
+    ]
+    for item, member in zip(queued, series.members, strict=True):
+        assert f"--name={member.name}" in item.argv
+    assert [each.id for each in variants.find(work)] == [series.id]
+    with pytest.raises(RequestError, match="does not exist"):
+        variants.read(work, "../" + series.id)
+
+
+def test_of_what_cannot_be_queued_nothing_is(
+    work: Workplace, draft: drafts.Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = commands.add
+
+    def full(runs: Path, argv: Any, *, label: str) -> commands.Item:
+        if len(commands.items(runs)) == 3:
+            raise RequestError("no more", fix="stop")
+        return add(runs, argv, label=label)
+
+    monkeypatch.setattr(commands, "add", full)
+    with pytest.raises(RequestError, match="no more"):
+        train.start(work, draft.id)
+    assert commands.items(work.runs) == ()
+    assert not drafts.read(work, draft.id).started_as
+
+
+@pytest.fixture
+def page(work: Workplace) -> TestClient:
+    """The page's routes, without a browser."""
+    return TestClient(Router(routes=routes.routes(work)))
+
+
+def trained(work: Workplace, name: str, *, gain: float, state: str = "finished") -> None:
+    """Write a run of 30 steps whose last validation is so much below the base's, the others less."""
+    run = fake_run(work.runs / name, steps=30, sample_px=16)
+    for row in run.events:
+        if row["event"] == "validation" and row["step"]:
+            share = 1 - gain * row["step"] / 30
+            row["by_timestep"] = [[at, share * 40 / at] for at, _ in row["by_timestep"]]
+    run.write()
+    write_status(run.folder, state=state, step=30, steps=30, exit_code=0)
+
+
+def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
+    work: Workplace, draft: drafts.Draft, page: TestClient
+) -> None:
+    draft = fields.changed(draft, key=fields.ALSO + RATE, text="")
+    drafts.save(work, draft)
+    series = variants.read(work, train.start(work, draft.id).series)
+    names = [member.name for member in series.members]
+    address = view.page_url(series.id)
+    waits = page.get(address).text
+    assert waits.count("waiting") == 2 and "So far the best" not in waits
+    trained(work, names[0], gain=0.2)
+    trained(work, names[1], gain=-0.1)
+    for item in commands.items(work.runs):
+        commands.remove(work.runs, item.id)  # as somebody clears the queue
+    shown = page.get(address).text
+    assert "So far the best on held-out images: Rank 16." in shown
+    assert "20.0% below the base" in shown
+    # The other one was never better than after its first validation.
+    assert "1.0% above the base" in shown
+    assert shown.count('<th scope="row" translate="no">') == len(PROMPTS)
+    assert f"/media/run/{names[0]}/samples/step-00000030/00.png" in shown
+    assert f"/media/run/{names[1]}/samples/step-00000010/00.png" in shown, "nearest to its best"
+    assert f"/train?again={names[0]}" in shown
+    assert "<script>alert" not in shown
+    look = {"id": series.id, "study": "", "stamp": ""}
+    answer = page.post("/series/look", json=look).json()
+    assert answer["goes"] is False
+    again = page.post("/series/look", json={**look, "stamp": answer["stamp"]}).json()
+    assert again == {"goes": False}, "of what has not changed nothing is sent"
+    assert draft.dataset and series.label in page.get("/series").text
+
+
+def test_the_trials_of_a_study_have_the_same_page(work: Workplace, page: TestClient) -> None:
+    span = {"name": RATE, "low": 1e-5, "high": 1e-3}
+    record: dict[str, Any] = {
+        "words": [], "settings": {}, "folder": "/", "name": "cats-tune", "seed": 1, "sampler": "tpe",
+        "space": [span], "planned": {}, "fixed": {}, "steps": 30, "run_s": 60.0,
+    }  # fmt: skip
+    study = work.runs / "cats-tune"
+    study.mkdir()
+    (study / "study.json").write_bytes(json_bytes(record))
+    for number, gain in ((0, 0.1), (10, 0.3), (2, 0.2)):
+        trained(work, f"cats-tune-trial-{number}", gain=gain)
+        file = work.runs / f"cats-tune-trial-{number}" / "run.json"
+        run = json.loads(file.read_text())
+        run["settings"][RATE] = gain / 1000
+        file.write_text(json.dumps(run))
+    trained(work, "other-cats-tune-trial-1", gain=0.9)
+    shown = page.get(view.study_url("cats-tune")).text
+    assert "So far the best on held-out images: Learning rate 0.0003." in shown
+    assert shown.index("trial-0") < shown.index("trial-2") < shown.index("trial-10")
+    assert "other-cats-tune" not in shown
+    assert "cats-tune" in page.get("/series").text
+    assert "no study is named" in page.get(view.study_url("../x")).text
