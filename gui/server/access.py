@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import psutil
 
@@ -30,7 +30,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, open_binary, retry_while_open
 
 from .cookies import cookies
-from .door import NO_KEY, door, own_host
+from .door import NO_KEY, asks_for_a_page, door, key_page, own_host, password_page
 from .guard import Asked, GuardResponse, hostname
 from .guesses import GuessLimit
 
@@ -86,10 +86,10 @@ class KeyAccess:
         rest = [pair for pair in query if pair[0] != KEY_PARAMETER]
         if asked.path != "/" or asked.method != "GET" or not shown:
             return None if known else _without_key(asked, is_own=is_own)
-        if not known and not self._opens(shown[0]):
+        if not known and not self._opens(_key_in(shown[0])):
             return _without_key(asked, is_own=is_own)
         if not is_own:
-            return door(target=self._own_address(host, rest))
+            return door(asked.headers, target=self._own_address(host, rest))
         return _enter(
             f"/?{urlencode(rest)}" if rest else "/", asked, cookie=self.cookie(asked.port)
         )
@@ -112,6 +112,15 @@ class KeyAccess:
         return same(shown, self.key)
 
 
+def _key_in(typed: str) -> str:
+    """Return the key of a link that somebody pasted whole, any other text as it is."""
+    try:
+        query = parse_qsl(urlsplit(typed.strip()).query)
+    except ValueError:  # not an address at all
+        return typed
+    return next((value for name, value in query if name == KEY_PARAMETER), typed.strip())
+
+
 def _bearer(header: str) -> str:
     """Return the key of an Authorization header, an empty text where there is none."""
     scheme, _, given = header.partition(" ")
@@ -120,8 +129,8 @@ def _bearer(header: str) -> str:
 
 def _without_key(asked: Asked, *, is_own: bool) -> GuardResponse:
     """Return what somebody gets who has no key here: a browser may know the own name from before."""
-    if not is_own and asked.method == "GET" and "text/html" in asked.headers.get("accept", ""):
-        return door()
+    if asked.method == "GET" and asks_for_a_page(asked.headers):
+        return key_page(asked.headers) if is_own else door(asked.headers)
     return GuardResponse(status=403, sentence=NO_KEY)
 
 
@@ -190,7 +199,7 @@ class PasswordAccess:
         """Ask for the password; who got it wrong may try again a second later."""
         given = _basic_password(asked.headers.get("authorization", ""))
         if given is None:
-            return _UNAUTHORIZED
+            return _ask_for_password(asked)
         wait_s = self.held_back.wait_s(asked.client, now_s=time.monotonic())
         if wait_s is None:
             return GuardResponse(
@@ -204,14 +213,22 @@ class PasswordAccess:
             self.held_back.right(asked.client)
             return None
         self.held_back.wrong(asked.client, now_s=time.monotonic())
-        return _UNAUTHORIZED
+        return _ask_for_password(asked)
 
 
-_UNAUTHORIZED = GuardResponse(
-    status=401,
-    sentence=_NO_PASSWORD,
-    headers={"www-authenticate": 'Basic realm="lora-train", charset="UTF-8"'},
-)
+def _ask_for_password(asked: Asked) -> GuardResponse:
+    """Return what makes a browser ask; the page of it is seen where somebody closes that question.
+
+    A page with a form of its own would have to keep a cookie, which a browser sends to every port of the machine.
+    """
+    if asks_for_a_page(asked.headers):
+        return password_page(asked.headers, variable=PASSWORD_VARIABLE, challenge=_CHALLENGE)
+    return GuardResponse(
+        status=401, sentence=_NO_PASSWORD, headers={"www-authenticate": _CHALLENGE}
+    )
+
+
+_CHALLENGE = 'Basic realm="lora-train", charset="UTF-8"'
 
 
 def _basic_password(header: str) -> str | None:

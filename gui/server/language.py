@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-
-from starlette.datastructures import Headers
 
 import lora_trainer
 
@@ -55,15 +54,18 @@ def families_words(code: str) -> dict[str, str]:
     }
 
 
-def wanted(headers: Headers) -> str:
-    """Return the language of a request: the chosen one, else the first that the browser asks for."""
+def wanted(headers: Mapping[str, str]) -> str:
+    """Return the language of a request: the chosen one, else the first that the browser asks for.
+
+    `headers` are by their names in lower case.
+    """
     chosen = next(cookies(headers.get("cookie", ""), COOKIE), "")
     if chosen in languages():
         return chosen
     return next((code for code in _accepted(headers) if code in languages()), ENGLISH)
 
 
-def _accepted(headers: Headers) -> list[str]:
+def _accepted(headers: Mapping[str, str]) -> list[str]:
     """Return the codes of Accept-Language, the most wished first, without their countries."""
     ranked: list[tuple[float, str]] = []
     for part in headers.get("accept-language", "").split(","):

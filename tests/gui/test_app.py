@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 from lora_trainer.gui import app
@@ -374,6 +374,14 @@ def test_the_link_leads_to_a_name_of_its_own_whose_cookie_opens_that_name_and_po
         for path in ("/", "/live", "/media/thumb"):
             status, _, said, _ = through(local, path, cookie=cookie, host=host, **OPENED)
             assert status == 403 and own.encode() not in said and b"Open the link" in said
+    # Who pastes the whole link into the page gets in, as by the key alone; the page speaks the reader's language.
+    pasted = quote(f" http://127.0.0.1:{PORT}/?key={local.key}\n")
+    assert through(local, query=f"key={pasted}", host="127.0.0.1")[0] == 200
+    assert through(local, query="key=http://[", host="127.0.0.1")[0] == 403
+    for host in ("127.0.0.1", own):
+        status, _, said, _ = through(local, "/train", host=host, accept_language="de", **OPENED)
+        assert status == 403 and "Öffne den Link" in said.decode() and b'name="key"' in said
+        assert (b"<script>" in said) is (host != own), "under its own name it would lead to itself"
     other = opened(f"--runs={tmp_path / 'other'}")
     assert through(other, cookie=cookie, host=own)[0] == 400
     for name in (
@@ -513,6 +521,9 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
         status, headers, said, _ = through(who, authorization=header)
         assert status == 401 and headers["www-authenticate"].startswith("Basic ")
         assert b"pass:" not in said
+        status, headers, said, _ = through(who, authorization=header, accept="text/html")
+        assert status == 401 and headers["www-authenticate"].startswith("Basic ")
+        assert b"A password is needed" in said and b"pass:" not in said
     assert waits_s == [], "a request without a password is not a guess"
     guesses = [through(who, authorization=basic(right[:4]))[0] for _ in range(8)]
     assert guesses == [401] * 6 + [429] * 2
