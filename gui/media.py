@@ -190,7 +190,7 @@ def _as_served(path: Path, *, parts: Sequence[str]) -> _Served | None:
         return None
     if extension in _SHOWN_IMAGES:
         return _Served(path=path, kind=_SHOWN_IMAGES[extension])
-    if parts[0] == EXPORTS and len(parts) == 2 and extension in (".safetensors", ".json"):
+    if parts[0] == EXPORTS and len(parts) == 2 and extension in (".safetensors", ".json", ".zip"):
         return _Served(path=path, kind="application/octet-stream", download=True)
     if len(parts) > 1:
         return None

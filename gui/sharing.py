@@ -10,25 +10,34 @@ from __future__ import annotations
 import filecmp
 import io
 import shutil
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.event_kinds import Severity
-from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
+from lora_trainer.common.files import (
+    TEMPORARY_PREFIX,
+    disk_error,
+    json_bytes,
+    read_json_object,
+    write_atomic,
+)
 from lora_trainer.common.wording import public_text
 from lora_trainer.families.files.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.tensor_file import whole_or_absent
-from lora_trainer.run.hub_upload import WRITE_REFUSED
+from lora_trainer.reporting.sample_files import last_samples
+from lora_trainer.run.hub_upload import WRITE_REFUSED, shared_samples
 
 from . import command_lines, jobs
 from .library.preview import preview_of
-from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile
+from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile, unused
 from .workplace import Workplace
 
 MAX_PREVIEW_PX = 1536
@@ -121,11 +130,7 @@ def export(file: LoraFile, folder: Path, *, preview: Path | None, card: dict[str
     small = {".json": json_bytes(card)}
     if preview is not None:
         small[PREVIEW_SUFFIX] = png_bytes(preview)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(folder, error) from error
-    stem = _free_stem(folder, file.path, small)
+    stem = _free_stem(_made(folder), file.path, small)
     target = folder / f"{stem}{SUFFIX}"
     others = {folder / f"{stem}{suffix}": data for suffix, data in small.items()}
     files = (target, *others)
@@ -139,18 +144,62 @@ def export(file: LoraFile, folder: Path, *, preview: Path | None, card: dict[str
 
 
 def export_checked(
-    file: LoraFile, folder: Path, *, weight: float = 1.0, notes: str = ""
+    file: LoraFile, folder: Path, *, weight: float = 1.0, notes: str = "", zipped: bool = False
 ) -> tuple[Exported, tuple[Remark, ...]]:
     """Export a file with its preview and card; return what was written, and what others will miss.
 
-    Raises InputError for a file with errors, as nobody could use what is written, and as `export`.
+    `zipped`: as one zip, see `zip_for_civitai`. Raises InputError for a file with errors, as nobody could use what is
+    written, and as `export`.
     """
     inspection, preview = inspect_file(file.path), preview_of(file)
     found = remarks(inspection, preview=preview)
     if found and found[0].severity == "error":
         raise InputError(f"{file.path.name}: {found[0].what}", fix=found[0].advice)
     made_card = card(inspection, weight=weight, notes=notes)
-    return export(file, folder, preview=preview, card=made_card), found
+    if not zipped:
+        return export(file, folder, preview=preview, card=made_card), found
+    with TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=_made(folder)) as inside:
+        parts = export(file, Path(inside), preview=preview, card=made_card)
+        return zip_for_civitai(file, inspection, parts, made_card, folder), found
+
+
+def zip_for_civitai(
+    file: LoraFile, inspection: Inspection, parts: Exported, card: Mapping[str, Any], folder: Path
+) -> Exported:
+    """Write a zip with an exported LoRA, its last samples and what the form of Civitai asks, under a name that is free.
+
+    Civitai reads the prompt of a sample from its file, as A1111 writes it. Raises MachineError when the disk refuses.
+    """
+    samples = shared_samples(last_samples(file.path.parent / "samples"), inspection.metadata)
+    target = unused(folder / f"{file.path.stem}.zip")
+    # Nothing in it gets smaller by packing.
+    with (
+        whole_or_absent(target, force=False) as written,
+        zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        for path in parts.files:
+            archive.write(path, path.name)
+        for name, image in samples.items():
+            archive.writestr(name, image if isinstance(image, bytes) else image.read_bytes())
+        archive.writestr("ABOUT.txt", _about(inspection, card))
+    return Exported(files=(target,), was_there=False)
+
+
+def _about(inspection: Inspection, card: Mapping[str, Any]) -> str:
+    """Return what a page for a LoRA asks, a line each; what nobody has said is left out."""
+    told = inspection.metadata
+    lines = {
+        "Name": told.get("modelspec.title", ""),
+        "Type": "LoRA",
+        "Base model": told.get("ss_sd_model_name", "") or inspection.family,
+        "Trigger words": card["activation text"],
+        "Strength": f"{card['preferred weight']:g}",
+        "License": told.get("modelspec.license", ""),
+        "Steps": told.get("ss_steps", ""),
+        "Description": card["description"],
+        "Notes": card["notes"],
+    }
+    return "".join(f"{name}: {public_text(text)}\n" for name, text in lines.items() if text)
 
 
 def program_folder(work: Workplace, text: str) -> Path:
@@ -227,6 +276,15 @@ def may_only_read(job: jobs.Job) -> bool:
 def published(work: Workplace, file: LoraFile) -> list[jobs.Job]:
     """Return the jobs that published a file, the newest first."""
     return [job for job in jobs.find(work, kind=PUBLISH) if file.was(job.about.get("file"))]
+
+
+def _made(folder: Path) -> Path:
+    """Make a folder where there is none, and return it; raises MachineError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    return folder
 
 
 def _free_stem(folder: Path, source: Path, small: dict[str, bytes]) -> str:

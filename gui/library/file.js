@@ -90,7 +90,7 @@ function mountExport(panel, file) {
   };
   panel.querySelector("[data-check]").addEventListener("click", async () => show(await ask("/library/check", { file })));
   onSubmit(form, async () => {
-    const wish = { weight: form.weight.valueAsNumber, notes: form["card-notes"].value, folder: form.folder.value };
+    const wish = { weight: form.weight.valueAsNumber, notes: form["card-notes"].value, folder: form.folder.value, zipped: form.zipped.checked };
     show(await ask("/library/export", { file, ...wish }));
   });
 }

@@ -82,11 +82,7 @@ def push(
     api, contents_by_name = HfApi(), dict[str, Path | bytes]({file.name: file})
     if embedding is not None:
         contents_by_name[f"{embedding.parent.name}/{embedding.name}"] = embedding
-    tells = tells_of_dataset(contents.metadata)
-    contents_by_name |= {
-        _sample_name(index): image if tells else _pixels_alone(image)
-        for index, image in enumerate(samples)
-    }
+    contents_by_name |= shared_samples(samples, contents.metadata)
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         if not api.file_exists(repository, CARD):
@@ -116,6 +112,18 @@ def push(
         f"{file.name} was not uploaded to {repository}{reason}",
         fix=fix or f"try again with `hf upload {repository} {file}`",
     )
+
+
+def shared_samples(samples: Sequence[Path], metadata: Mapping[str, str]) -> dict[str, Path | bytes]:
+    """Return sample images as others get them, by their names there; `metadata` is the header of the LoRA.
+
+    An image has its prompt in it only where the header may tell of the dataset: prompts are taken from captions.
+    """
+    tells = tells_of_dataset(metadata)
+    return {
+        _sample_name(index): image if tells else _pixels_alone(image)
+        for index, image in enumerate(samples)
+    }
 
 
 def _pixels_alone(image: Path) -> bytes:

@@ -368,7 +368,13 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
             "/library/jobs": {"file": name, "stamp": ""},
             "/library/check": {"file": name},
             "/library/inside": {"file": name},
-            "/library/export": {"file": name, "weight": 1, "notes": "", "folder": name},
+            "/library/export": {
+                "file": name,
+                "weight": 1,
+                "notes": "",
+                "folder": name,
+                "zipped": False,
+            },
         }
         for path, wish in wishes.items():
             assert "error" in json.loads(attacker.post(path, wish).body), name

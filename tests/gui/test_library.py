@@ -291,7 +291,7 @@ def test_what_is_exported_is_linked_and_what_a_file_holds_is_said_in_the_languag
     finished_run(work.runs / "a", saves=())
     file = {"file": "a/zorble.safetensors"}
     german = {"accept-language": "de"}
-    wish = {**file, "weight": 1, "notes": "", "folder": ""}
+    wish = {**file, "weight": 1, "notes": "", "folder": "", "zipped": False}
     html = pages.post("/library/export", json=wish, headers=german).json()["html"]
     assert "Geschrieben, in" in html and 'href="/media/run/a/export/zorble.json"' in html
     html = pages.post("/library/export", json=wish).json()["html"]

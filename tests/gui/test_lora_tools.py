@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -314,6 +315,24 @@ def test_file_preview_and_card_share_a_name_and_the_card_has_the_names_that_a111
         assert missing in said
     full = inspect_file(lora(tmp_path / "full.safetensors", width=320, **TOLD))
     assert "title" not in " ".join(r.what for r in sharing.remarks(full, preview=Path("x.png")))
+
+
+def test_a_zip_has_the_lora_its_samples_and_what_a_form_asks(tmp_path: Path) -> None:
+    work = Workplace(runs=tmp_path / "runs")
+    finished_run(work.runs / "zorble", saves=(), **TOLD)
+    file = lora_files.find(work, "zorble/zorble.safetensors")
+    out = tmp_path / "out"
+    done, _ = sharing.export_checked(file, out, weight=0.8, notes="by day", zipped=True)
+    again, _ = sharing.export_checked(file, out, zipped=True)
+    assert [path.name for path in (*done.files, *again.files)] == ["zorble.zip", "zorble-002.zip"]
+    assert sorted(path.name for path in out.iterdir()) == ["zorble-002.zip", "zorble.zip"]
+    with zipfile.ZipFile(out / "zorble.zip") as archive:
+        names = set(archive.namelist())
+        assert {"zorble.safetensors", "zorble.json", "zorble.preview.png"} <= names
+        assert {"samples/00.png", "ABOUT.txt"} <= names
+        assert archive.read("zorble.safetensors") == file.path.read_bytes()
+        about = archive.read("ABOUT.txt").decode().splitlines()
+    assert {"Name: Zorble", "Trigger words: zorble", "Strength: 0.8", "Notes: by day"} <= set(about)
 
 
 def test_a_lora_is_published_privately_with_its_card_and_the_token_is_told_to_nobody(
