@@ -256,6 +256,72 @@ def test_layers_that_only_references_go_through_are_trained(
     assert apart(drawn, with_pairs / sample["file"]) <= 2
 
 
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Pairs for a base whose text encoder sees the references, with a run `whole`."""
+    place = pairs(tmp_path_factory.mktemp("seen"), "qwen")
+    base = copy_of("qwen", place.folder / "base")
+    edit_json(base / "model_index.json", _class_name="QwenImageEditPlusPipeline")
+    edit_json(base / "transformer" / "config.json", zero_cond_t=True)
+    place = SeenPlace(folder=place.folder, name="qwen")
+    assert run_cli(place.command("whole")) == 0
+    return place
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenPlace(Place):
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+
+def test_texts_are_read_with_the_references_that_are_seen(seen: Place) -> None:
+    (cached,) = events(seen.runs / "whole", "cached")
+    assert cached["latents"] == 8
+    # Of the three images with references the caption and the empty text, with the references and, for the share of
+    # samples that drops them, without: 6 + 3 + 1; the caption of the fourth image: 1.
+    assert cached["texts"] == 11
+    one, two = (
+        {event["step"]: event["loss"] for event in events(seen.runs / "whole", "validation")}[step]
+        for step in (0, 5)
+    )
+    assert two < one
+
+
+def test_a_changed_reference_is_seen_anew_and_nothing_else(seen: Place, tmp_path: Path) -> None:
+    dataset = shutil.copytree(seen.dataset, tmp_path / "toy")
+    write(dataset / "references", 1, (110, 72), seed=90)
+    line = seen.command("changed", sampling__every_steps=0, train__validate_every_steps=0)
+    line[0], line[line.index("--steps") + 1] = str(dataset), "2"
+    assert run_cli(line) == 0
+    (cached,) = events(seen.runs / "changed", "cached")
+    # Its latents; of its image the caption and the empty text.
+    assert (cached["latents"], cached["texts"], cached["masks"]) == (1, 2, 0)
+
+
+def test_a_finished_file_edits_what_its_text_encoder_sees(seen: Place, tmp_path: Path) -> None:
+    whole = seen.runs / "whole"
+    images = events(whole, "sample")[-1]["images"]
+    sample = next(each for each in images if each["prompt"] == "a toy with 0 legs")
+    line = ["sample", str(whole), "--prompt", f"{sample['prompt']} --s 2"]
+    line += ["--output", str(tmp_path), "--seed", str(sample["seed"])]
+    for each in sorted(seen.dataset.glob("references*/p0.png")):
+        line += ["--reference", str(each)]
+    assert run_cli(line) == 0
+    (drawn,) = tmp_path.glob("*.png")
+    assert apart(drawn, whole / sample["file"]) <= 2
+    assert run_cli(["validate", str(whole), str(seen.dataset), "--json"]) == 0
+
+
+def test_mirrored_images_are_read_with_mirrored_references(seen: Place) -> None:
+    few = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
+    line = seen.command("views", data__flip=True, **few)
+    line[line.index("--steps") + 1] = "2"
+    assert run_cli(line) == 0
+    (cached,) = events(seen.runs / "views", "cached")
+    assert (cached["latents"], cached["texts"]) == (8, 6)
+
+
 def test_families_that_edit_are_said() -> None:
     assert families.editing()[:1] and "sdxl" not in families.editing()
 

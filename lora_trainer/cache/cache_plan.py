@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from lora_trainer.cache.store import Cache, CacheKey
@@ -43,6 +44,17 @@ class SampleView:
     """Key of its mask; None: the whole image counts."""
     references: tuple[CacheKey, ...] = ()
     """Keys of the latents of its reference images."""
+    seeing: SeeingTexts | None = None
+    """Its texts where the text encoders see its reference images; None: they see none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeeingTexts:
+    """The keys of `SampleSource.texts`, of `of_class` and of the empty text, read with the references of a view."""
+
+    texts: tuple[CacheKey, ...]
+    of_class: tuple[CacheKey | None, ...]
+    empty: CacheKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +135,31 @@ class ImageJob:
     key: CacheKey
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenReference:
+    """A reference image that text encoders see, cut as for its latents."""
+
+    record: Reference
+    placement: Placement
+    flip: bool = False
+
+    def key(self, settings: DataSettings) -> str:
+        """Return what the pixels depend on: the file's bytes, the crop, the background of a transparent image."""
+        background = settings.alpha_background if self.record.transparent else ""
+        colours = "sRGB" if self.record.recoloured else ""
+        place = _place(self.placement, self.flip).values()
+        return " ".join([self.record.content_hash, *map(str, place), background, colours])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextJob:
+    """A text to encode, with the reference images that the text encoders see beside it."""
+
+    text: str
+    key: CacheKey
+    seen: tuple[SeenReference, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples.
@@ -131,7 +168,7 @@ class Needs:
     """
 
     images: Mapping[str, ImageJob]
-    texts: Mapping[str, tuple[str, CacheKey]]
+    texts: Mapping[str, TextJob]
     sources: Mapping[str, SampleSource]
     directions: Mapping[str, DirectionSource] = field(default_factory=dict)
 
@@ -149,7 +186,7 @@ class Needs:
 
     def keys(self) -> list[CacheKey]:
         """Return all keys in use."""
-        return [job.key for job in self.images.values()] + [key for _, key in self.texts.values()]
+        return [job.key for job in self.images.values()] + [job.key for job in self.texts.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +210,18 @@ class TextEntries:
     """Clip skip of the base."""
     system_prompt: str | None = None
     """System prompt of the base."""
+    sees: bool = False
+    """Whether the text encoders see reference images."""
 
-    def key(self, text: str) -> CacheKey:
-        """Return the name of a text's entry."""
+    def job(self, text: str, seen: Sequence[SeenReference], *, settings: DataSettings) -> TextJob:
+        """Return how a text is encoded beside reference images, which count where the text encoders see them."""
+        seen = tuple(seen) if self.sees else ()
+        return TextJob(
+            text=text, key=self.key(text, [one.key(settings) for one in seen]), seen=seen
+        )
+
+    def key(self, text: str, seen: Sequence[str] = ()) -> CacheKey:
+        """Return the name of a text's entry; `seen` are the keys of the references that are read with it."""
         return CacheKey.of(
             "text",
             text=text,
@@ -184,6 +230,7 @@ class TextEntries:
             content=self._content(text),
             # Only where it matters, so that other bases keep their entries; below too.
             **({"reading": self.reading} if self.reading else {}),
+            **({"references": "; ".join(seen)} if seen else {}),
         )
 
     def words(self, text: str) -> str:
@@ -204,8 +251,15 @@ class TextEntries:
         # All entries of tokens have weights then, as those of a batch must be alike.
         return self.emphasis and (self.tokens_only or weighted_parts(text) != plainly(text))
 
-    def encode(self, text: str, encoder: TextEncoder) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the entry of a text."""
+    def encode(
+        self, text: str, encoder: TextEncoder, *, images: Sequence[Image] = ()
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the entry of a text, read with `images`."""
+        if images:
+            return {
+                name: tensor.numpy()
+                for name, tensor in encoder.encode_seeing(self.words(text), images).items()
+            }
         weighted = self._is_weighted(text)
         tokens = (
             encoder.tokenize_weighted(weighted_parts(text))
@@ -228,20 +282,23 @@ def needs(
     seed: int,
     directions: Sequence[Direction] = (),
     sizes_px: Sequence[tuple[int, int]] = (),
+    more_texts: Iterable[TextJob] = (),
 ) -> Needs:
     """List the entries for these records and for `prompts` (sampling; the empty text is always in).
+
+    `more_texts` are read with references: those of sample images.
 
     `geometry` returns the denoiser's conditioning for an image's crop. `directions` are those of a slider, `sizes_px`
     the (width, height) that it is trained at.
     """
     images: dict[str, ImageJob] = {}
-    texts: dict[str, tuple[str, CacheKey]] = {}
+    texts = {job.key.digest: job for job in more_texts}
     sources: dict[str, SampleSource] = {}
 
-    def key_of(text: str) -> CacheKey:
-        key = texts_as.key(text)
-        texts[key.digest] = (text, key)
-        return key
+    def key_of(text: str, seen: Sequence[SeenReference] = ()) -> CacheKey:
+        job = texts_as.job(text, seen, settings=settings)
+        texts[job.key.digest] = job
+        return job.key
 
     # Images of one size and crop share one tuple, and images of a folder its settings.
     shared_geometry = cache(geometry)
@@ -252,9 +309,12 @@ def needs(
             folders[folder_key] = record.settings(settings)
         data = folders[folder_key]
         drawn = variants(record.written, settings=data, seed=seed)
-        keys = tuple(map(key_of, drawn))
         of_class = class_texts(drawn, settings=data)
-        class_keys = tuple(None if text is None else key_of(text) for text in of_class)
+        # Where the text encoders see the references, a text alone is read by what is trained without them.
+        sees = texts_as.sees and bool(record.references)
+        add = texts_as.key if sees and not data.reference_dropout else key_of
+        keys = tuple(map(add, drawn))
+        class_keys = tuple(None if text is None else add(text) for text in of_class)
         sizes: list[SampleSource] = []
         for number, placement in enumerate(record.placements):
             references = [(one, one.placements[number]) for one in record.references]
@@ -272,6 +332,19 @@ def needs(
                     images[key.digest] = ImageJob(
                         record=one, placement=placed, flip=flip, factor=facts.vae_factor, key=key
                     )
+                seeing = None
+                if sees:
+                    seen = [
+                        SeenReference(record=one, placement=placed, flip=flip)
+                        for one, placed in references
+                    ]
+                    seeing = SeeingTexts(
+                        texts=tuple(key_of(text, seen) for text in drawn),
+                        of_class=tuple(
+                            None if text is None else key_of(text, seen) for text in of_class
+                        ),
+                        empty=key_of("", seen),
+                    )
                 # The crop within the image as it is seen: diffusers' SDXL script mirrors, then crops.
                 right_px = placement.scaled_width_px - size_px[0] - placement.left_px
                 corner_px = (right_px if flip else placement.left_px, placement.top_px)
@@ -286,6 +359,7 @@ def needs(
                         geometry=crop,
                         mask=mask,
                         references=reference_keys,
+                        seeing=seeing,
                     )
                 )
             at_size = SampleSource(

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from lora_trainer.cache.background import MOST_AHEAD, Later, prefetch_map, write_behind
-from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries
+from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries, TextJob
 from lora_trainer.cache.store import Cache, CacheKey, missing
 from lora_trainer.common.errors import RESUME, InputError, MachineError, StoppedBySignal, first_line
 from lora_trainer.common.event_kinds import Phase
@@ -63,6 +63,7 @@ def fill(
     masks = [job for job in images if job.key.kind == "masks"]
     latents = [job for job in images if job.key.kind == "latents"]
     texts = [text for digest, text in needs.texts.items() if digest in lacking]
+    texts.sort(key=lambda job: bool(job.seen))  # those that go the same way through the networks
     total = len(images) + len(texts)
     cached_count = len(needs.keys()) - total
     with write_behind() as later:
@@ -88,10 +89,11 @@ def fill(
                 waiting = texts
                 while waiting:
                     work.obey()
-                    entries = do(partial(_encode_texts, [text for text, _ in waiting], texts_as))
-                    for (text, key), entry in zip(waiting, entries, strict=False):
-                        do(partial(_say_if_cut, texts_as.words(text), events=events, fix=fix))
-                        work.add(key, entry, message="captions")
+                    entries = do(partial(_encode_texts, waiting, texts_as, settings))
+                    for job, entry in zip(waiting, entries, strict=False):
+                        words = texts_as.words(job.text)
+                        do(partial(_say_if_cut, words, events=events, fix=fix))
+                        work.add(job.key, entry, message="captions")
                     waiting = waiting[len(entries) :]
     counts = {"latents": len(latents), "texts": len(texts), "masks": len(masks)}
     return {**counts, "found": cached_count}
@@ -235,16 +237,31 @@ def _damaged(part: str, name: str) -> InputError:
 
 
 def _encode_texts(
-    texts: Sequence[str], texts_as: TextEntries, encoder: TextEncoder
+    jobs: Sequence[TextJob], texts_as: TextEntries, settings: DataSettings, encoder: TextEncoder
 ) -> Sequence[Entry]:
     """Return the entries of the first texts, of as many as the encoder takes at once."""
-    entries = encoder.together([partial(texts_as.encode, text, encoder) for text in texts])
-    for text, entry in zip(texts, entries, strict=False):
+
+    def encoded(job: TextJob) -> Entry:
+        images = [
+            cut(
+                decode(
+                    one.record.path, settings=settings, content_hash=one.record.content_hash
+                ).image,
+                one.placement,
+                flip=one.flip,
+            )
+            for one in job.seen
+        ]
+        return texts_as.encode(job.text, encoder, images=images)
+
+    alike = [job for job in jobs if bool(job.seen) == bool(jobs[0].seen)]
+    entries = encoder.together([partial(encoded, job) for job in alike])
+    for job, entry in zip(jobs, entries, strict=False):
         for name, values in entry.items():
             if name.endswith(WEIGHTS):  # prompt weights may well be all 1
                 continue
             if values.dtype.kind == "f" and not (np.isfinite(values).all() and np.ptp(values) > 0):
-                raise _damaged("text encoder", f"the caption {text[:40]!r}")
+                raise _damaged("text encoder", f"the caption {job.text[:40]!r}")
     return entries
 
 

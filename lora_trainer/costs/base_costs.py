@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, lru_cache
@@ -144,10 +144,21 @@ class BaseCosts:
         def cost_of(workload: Workload) -> SampleCost:
             cost = None
             if self._release is not None:
-                cost = tabled(self._release, workload, text_tokens=self.facts.text_tokens)
+                cost = tabled(
+                    self._release, self._as_seen(workload), text_tokens=self.facts.text_tokens
+                )
             return cost or self.traced(workload)
 
         return cache(cost_of)
+
+    def _as_seen(self, workload: Workload) -> Workload:
+        """Return a workload with what text encoders see of references among the pixels: all tokens cost the same."""
+        reads, facts = self.facts.references, self.facts
+        if reads is None or not (tokens := reads.text_tokens(workload.references_px)):
+            return workload
+        token_px = facts.vae_factor * facts.patch
+        more = (tokens * token_px, token_px)
+        return replace(workload, references_px=(*workload.references_px, more))
 
     @cached_property
     def _release(self) -> Mapping[str, Any] | None:
@@ -166,6 +177,12 @@ class BaseCosts:
             math.prod(shape) * (8 if name.endswith("mask") else 4)
             for name, shape in self._prompt.items()
         )
+
+    def text_bytes(self, references_px: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes of one encoded prompt as it is cached, read with references of these (width, height)."""
+        reads, tokens = self.facts.references, self.facts.text_tokens
+        more = 0 if reads is None else reads.text_tokens(references_px)
+        return self.conditioning_bytes * (tokens + more) // tokens
 
     def known_checkpointing(
         self, *, element_bytes: int, targets: Targets, wide_adapter: bool

@@ -360,12 +360,26 @@ class TracedNetwork:
         references = [
             latents(high // factor, wide // factor) for wide, high in workload.references_px
         ]
-        conditioning = {**self.conditioning, **with_references(references)}
+        conditioning = {**self._text(workload), **with_references(references)}
         return (
             latents(*size).repeat(count, 1, 1, 1),
             torch.empty(count, dtype=torch.float32 if flow else torch.int64, device="meta"),
             {name: tensor.repeat_interleave(count, 0) for name, tensor in conditioning.items()},
         )
+
+    def _text(self, workload: Workload) -> Conditioning:
+        """Return the conditioning with a text that is longer by what text encoders see of the references."""
+        reads = self.facts.references
+        if reads is None or not (more := reads.text_tokens(workload.references_px)):
+            return self.conditioning
+        longer = {
+            name: tensor.new_empty(1, tensor.shape[1] + more, *tensor.shape[2:])
+            for name, tensor in self.conditioning.items()
+            if name in {"text", "text_mask"}
+        }
+        if TEXT_LENGTHS in self.conditioning:
+            longer[TEXT_LENGTHS] = self.conditioning[TEXT_LENGTHS] + more
+        return {**self.conditioning, **longer}
 
 
 def traced_network(

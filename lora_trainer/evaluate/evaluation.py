@@ -26,8 +26,8 @@ from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.images import decode
-from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.families.base.facts import Geometry
+from lora_trainer.dataset.records import ImageRecord, Reference
+from lora_trainer.families.base.facts import Conditioning, Geometry
 from lora_trainer.families.base.noise_levels import Level
 from lora_trainer.families.base.sampling import Sampler, build_sampler
 from lora_trainer.lora.adapter import Adapter
@@ -114,16 +114,19 @@ class Evaluation:
 
     def samples(self, prompts: Sequence[str], *, strength: float) -> list[Image.Image]:
         """Draw an image for each prompt, with the seeds of a training's sample images."""
-        settings, key = self.prepared.config.sampling, build.texts_as(self.prepared).key
+        settings, prepared = self.prepared.config.sampling, self.prepared
         model, read = self.model, self.feeder.entries.read
-        side = self.prepared.config.data.resolution
-        records = (*self.prepared.held_out, *self.prepared.trained)
-        references = {one.caption: one.references for one in reversed(records)}
+        side, references = prepared.config.data.resolution, references_by_caption(prepared)
+
+        def text(words: str, prompt: str) -> Conditioning:
+            own = references.get(prompt, ())
+            return model.embed(read(build.sample_text(prepared, words, own).key))
+
         with self.dial.at(strength), torch.no_grad():
             return [
                 self.sampler.image(
-                    model.embed(read(key(prompt))),
-                    model.embed(read(key(settings.negative_prompt))),
+                    text(prompt, prompt),
+                    text(settings.negative_prompt, prompt),
                     seed=settings.seed + index,
                     size_px=(side, side),
                     # A few-step base is not drawn in more steps than it was distilled to.
@@ -202,16 +205,28 @@ def prepare_again(subject: EvaluatedLora, dataset: Path) -> Prepared:
     return prepared
 
 
+def references_by_caption(prepared: Prepared) -> Mapping[str, tuple[Reference, ...]]:
+    """Return the reference images that go with each caption."""
+    records = (*prepared.held_out, *prepared.trained)
+    return {one.caption: one.references for one in reversed(records)}
+
+
 def build_evaluation(
     subject: EvaluatedLora, prepared: Prepared, *, prompts: Sequence[str], events: EventStream
 ) -> Evaluation:
     """Fill the caches and load the base with the adapter attached; raises LoraTrainError."""
     setup_torch(prepared)
     check_allocator(planned_device(prepared), events)
+    references = references_by_caption(prepared)
+    seeing = [
+        build.sample_text(prepared, text, references.get(prompt, ()))
+        for prompt in prompts
+        for text in (prompt, prepared.config.sampling.negative_prompt)
+    ]
     job = TrainingJob(
         prepared=prepared,
         folder=subject.file.parent,
-        cache_needs=build.plan_cache(prepared, prompts),
+        cache_needs=build.plan_cache(prepared, prompts, seeing=seeing),
         state=None,
         events=events,
         stop=lambda: None,

@@ -351,7 +351,7 @@ def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
     elements += costs.facts.latent_channels * _references_area(load, costs)
     # The empty prompt lies beside the caption; it is counted as if it were as long.
     texts = (2 if load.contrasted else 1) + load.further_texts
-    return 4 * elements + texts * costs.conditioning_bytes
+    return 4 * elements + texts * costs.text_bytes(load.references_px)
 
 
 def latent_area(load: Load, costs: BaseCosts) -> int:

@@ -333,7 +333,7 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
     kept_exports = output.keep_last + output.keep_best
     return {
         "cache": inputs.latents * 4 * channels * latent_area(load, inputs.costs)
-        + (inputs.texts + EMPTY_TEXT) * inputs.costs.conditioning_bytes,
+        + (inputs.texts + EMPTY_TEXT) * inputs.costs.text_bytes(load.references_px),
         "states": state * (output.keep_states + 1),
         "exports": parameters * ELEMENT_BYTES[output.precision] * (kept_exports + 2),
     }
@@ -467,7 +467,10 @@ class RunTimeInputs:
         slow_disk, fast_disk = DISK_BYTES_PER_S
         # Caching encodes each text and each latent once.
         encoder, load = self.evaluator.costs.parameters("text_encoder"), self.load
-        flops = TEXT_FLOPS_PER_PARAMETER * encoder * inputs.facts.release.max_tokens
+        reads, tokens = inputs.facts.references, inputs.facts.release.max_tokens
+        if reads is not None:
+            tokens += reads.text_tokens(load.references_px)
+        flops = TEXT_FLOPS_PER_PARAMETER * encoder * tokens
         text = self._plain(flops, load.text_precision)
         copies = (0.0, 0.0)
         if load.text_offload:

@@ -8,7 +8,7 @@ levels.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lora_trainer.cache.cache_plan import Entries, Needs, TextEntries, needs
+from lora_trainer.cache.cache_plan import Entries, Needs, SeenReference, TextEntries, TextJob, needs
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.event_kinds import Cached
@@ -26,8 +26,10 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.declare import BasePrecision
 from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.config.optimizers import SCHEDULE_FREE
+from lora_trainer.config.prompt_line import SamplePrompt
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_rules import new_word
+from lora_trainer.dataset.records import Reference
 from lora_trainer.dataset.scan import cache_in
 from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.families.base.layout import DENOISER
@@ -133,8 +135,13 @@ def shares(cache_needs: Needs, ranks: ProcessGroup) -> Iterator[Needs]:
     yield cache_needs
 
 
-def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
-    """Return every cache entry the run reads; `prompts` belong to its sample images."""
+def plan_cache(
+    prepared: Prepared, prompts: Sequence[str], *, seeing: Iterable[TextJob] = ()
+) -> Needs:
+    """Return every cache entry the run reads.
+
+    `prompts` belong to its sample images, as does `seeing`: texts that are read with reference images.
+    """
     config, data = prepared.config, prepared.config.data
     if not config.objective.preservation_weight:
         # Without preservation no sample uses the class word, so its texts need no cache entries.
@@ -149,7 +156,31 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         seed=config.train.seed,
         directions=prepared.dataset.directions,
         sizes_px=prepared.inputs.buckets if prepared.dataset.directions else (),
+        more_texts=seeing,
     )
+
+
+def sample_text(prepared: Prepared, text: str, references: Sequence[Reference]) -> TextJob:
+    """Return how the prompt, or the negative one, of a sample image with references is encoded."""
+    seen = [SeenReference(record=one, placement=one.placements[0]) for one in references]
+    return texts_as(prepared).job(text, seen, settings=prepared.config.data)
+
+
+def sample_texts(prepared: Prepared) -> list[TextJob]:
+    """Return how all texts of the run's sample images are encoded."""
+    return [
+        sample_text(prepared, text, references)
+        for prompt, references in zip(
+            prepared.drawn_prompts, prepared.sample_references, strict=True
+        )
+        for text in (prompt.text, negative_of(prompt, prepared))
+    ]
+
+
+def negative_of(prompt: SamplePrompt, prepared: Prepared) -> str:
+    """Return the negative prompt of a sample image."""
+    own = prompt.negative
+    return prepared.config.sampling.negative_prompt if own is None else own
 
 
 def texts_as(prepared: Prepared) -> TextEntries:
@@ -163,6 +194,7 @@ def texts_as(prepared: Prepared) -> TextEntries:
         emphasis=prepared.config.data.emphasis,
         clip_skip=prepared.facts.clip_skip,
         system_prompt=prepared.facts.system_prompt,
+        sees=prepared.facts.sees_references,
     )
 
 

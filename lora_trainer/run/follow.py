@@ -20,7 +20,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.config import flatten
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.control import StopFlag, taking_signals
-from lora_trainer.run.build import plan_cache
+from lora_trainer.run.build import plan_cache, sample_texts
 from lora_trainer.run.device import pinning, planned_device, setup_torch
 from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
 from lora_trainer.run.run_folder import TrainingJob
@@ -118,7 +118,9 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
             TrainingJob(
                 prepared=prepared,
                 folder=folder,
-                cache_needs=plan_cache(prepared, prepared.sample_texts),
+                cache_needs=plan_cache(
+                    prepared, prepared.sample_texts, seeing=sample_texts(prepared)
+                ),
                 state=None,
                 events=events,
                 stop=stop,

@@ -121,5 +121,11 @@ def _with_other_captions(
     for at, (record, source) in enumerate(zip(records, sources, strict=True)):
         places = ((at + step) % count for step in range(1, count))
         others = (place for place in places if records[place].caption != record.caption)
-        changed.append(replace(source, texts=sources[next(others, at)].texts))
+        other = sources[next(others, at)]
+        # Where the text encoders see the references, the other text is the one that is read with its own references.
+        views = tuple(
+            replace(view, seeing=other_view.seeing)
+            for view, other_view in zip(source.views, other.views, strict=True)
+        )
+        changed.append(replace(source, texts=other.texts, views=views))
     return changed

@@ -50,7 +50,7 @@ from lora_trainer.reporting.run_record import (
 )
 from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import ended, start_trackers
-from lora_trainer.run.build import plan_cache, refuse_small_cache
+from lora_trainer.run.build import plan_cache, refuse_small_cache, sample_texts
 from lora_trainer.run.device import (
     check_allocator,
     oom_history_memo,
@@ -132,7 +132,7 @@ def _plan_and_run(request: Request, ranks: ProcessGroup, listeners: Sequence[Lis
     output = prepared.config.output
     name = name_of_new_run(request.dataset, output.name) if previous is None else ""
     _refuse(request, prepared)
-    cache_needs = plan_cache(prepared, prepared.sample_texts)
+    cache_needs = plan_cache(prepared, prepared.sample_texts, seeing=sample_texts(prepared))
     refuse_small_cache(prepared, cache_needs)
     if output.hub_repo is not None:
         check_upload(output.hub_repo)

@@ -304,7 +304,8 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             * (1 + len(record.references))
             for record in used
         ),
-        texts=_text_count(dataset, settings),
+        texts=_text_count(dataset, settings)
+        + (_seeing_count(used, settings) if basis.facts.sees_references else 0),
         prompts=len(_sample_prompts(dataset, (*held_out, *trained), settings)),
         directions=len(dataset.directions),
         keeping=share_keeping(dataset.directions) if settings.slider.keep_weight else 0.0,
@@ -454,6 +455,17 @@ def _text_count(dataset: Dataset, config: Config) -> int:
         * (1 if record.regularisation or not config.objective.preservation_weight else 2)
         for record in different.values()
     ) + len({text for direction in dataset.directions for text in direction.texts})
+
+
+def _seeing_count(records: Iterable[ImageRecord], config: Config) -> int:
+    """Return how many texts are read with references at most: those of each view of an image, the empty one too."""
+    return sum(
+        (1 + max_texts(record.written, settings=record.settings(config.data)))
+        * len(record.placements)
+        * (1 + record.settings(config.data).flip)
+        for record in records
+        if record.references
+    )
 
 
 def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:

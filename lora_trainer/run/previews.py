@@ -31,7 +31,7 @@ from lora_trainer.families.base.sampling import as_image
 from lora_trainer.hardware.device_calls import synchronize
 from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.planning.run_time import PREVIEW_EVERY_S, PREVIEW_SHARE, PREVIEWS
-from lora_trainer.run.build import texts_as
+from lora_trainer.run.build import negative_of, sample_text
 from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.run.samples import SampleAction, reference_pictures
 from lora_trainer.training.actions import Progress
@@ -202,22 +202,20 @@ class Previews:
 
     def _draw(self, step: int, *, began_s: float) -> None:
         prepared, sampler = self.job.prepared, self.samples.sampler
-        settings, text = prepared.config.sampling, texts_as(prepared).key
-        prompt = prepared.drawn_prompts[prepared.preview_index]
+        settings, prompt = prepared.config.sampling, prepared.drawn_prompts[prepared.preview_index]
+        references = prepared.sample_references[prepared.preview_index]
         (seed,) = seeds((prompt,), settings.seed)
         size_px = self._size_px()
-        negative = settings.negative_prompt if prompt.negative is None else prompt.negative
+        negative = negative_of(prompt, prepared)
         with self.samples.drawing(), self.samples.at_strength_of(prompt):
             latents = sampler.latents(
-                self.samples.text(text(prompt.text)),
-                self.samples.text(text(negative)),
+                self.samples.text(sample_text(prepared, prompt.text, references).key),
+                self.samples.text(sample_text(prepared, negative, references).key),
                 seed=seed,
                 size_px=size_px,
                 steps=settings.preview_steps,
                 guidance_scale=prompt.guidance_scale or settings.guidance_scale,
-                references=reference_pictures(
-                    prepared, prepared.sample_references[prepared.preview_index]
-                ),
+                references=reference_pictures(prepared, references),
             )
             if settings.preview == "real":
                 pixels = sampler.decoded(latents, size_px)

@@ -57,6 +57,7 @@ from lora_trainer.families.base.facts import BaseFacts, Conditioning, SamplingRe
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.sampling import (
     Sampler,
+    appended,
     build_sampler,
     editing_pipeline,
     pipeline_arguments,
@@ -74,7 +75,12 @@ from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.reporting.sample_files import try_names
-from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
+from lora_trainer.run.build import (
+    TrainComponents,
+    encoder_arguments,
+    negative_of,
+    sample_text,
+)
 from lora_trainer.run.device import CPU, best_device
 from lora_trainer.run.prepare import Prepared, refuse_strengths
 from lora_trainer.run.run_folder import TrainingJob, read_run
@@ -206,8 +212,9 @@ class SampleAction:
                 step_px=prepared.facts.bucket_step_px,
                 planned_side_px=prepared.config.data.resolution,
             )
-            for text in filter(None, (prompt.text, prompt.negative)):
-                encode_prompt(self.job, self.entries.cache, text)
+            references = prepared.sample_references[0]
+            for text in (prompt.text, negative_of(prompt, prepared)):
+                encode_prompt(self.job, self.entries.cache, text, references)
         except LoraTrainError as error:
             what = f"no sample image of {line[:60]!r} at step {step}: {error.found}"
             self._problem(what, fix=error.fix)
@@ -215,7 +222,6 @@ class SampleAction:
         # A resumed run may come to a step again, with another prompt asked for.
         number = len(list(target.glob("asked-*.png")))
         (seed,) = seeds((prompt,), prepared.config.sampling.seed)
-        references = self.job.prepared.sample_references[0]
         return [Drawing(prompt, seed, f"asked-{number:02d}.png", references)]
 
     def _images(self, target: Path, drawings: list[Drawing], *, step: int) -> list[SampleFile]:
@@ -223,7 +229,6 @@ class SampleAction:
         images: list[SampleFile] = []
         prepared = self.job.prepared
         settings, side_px = prepared.config.sampling, prepared.config.data.resolution
-        key = texts_as(prepared).key
         for index, drawing in enumerate(drawings):
             if self.job.stop() is not None:
                 self.job.events.problem(
@@ -237,13 +242,13 @@ class SampleAction:
                 Phase(phase="sample", message="sample images", done=index, total=len(drawings))
             )
             prompt, seed = drawing.prompt, drawing.seed
-            negative = settings.negative_prompt if prompt.negative is None else prompt.negative
+            negative = negative_of(prompt, prepared)
             steps = prompt.steps or settings.steps
             scale = prompt.guidance_scale or settings.guidance_scale
             with self.at_strength_of(prompt):
                 image = self.sampler.image(
-                    self.text(key(prompt.text)),
-                    self.text(key(negative)),
+                    self.text(sample_text(prepared, prompt.text, drawing.references).key),
+                    self.text(sample_text(prepared, negative, drawing.references).key),
                     seed=seed,
                     size_px=prompt.size_px(side_px),
                     steps=steps,
@@ -282,15 +287,17 @@ def reference_pictures(prepared: Prepared, references: Sequence[Reference]) -> l
     ]
 
 
-def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> None:
-    """Encode a prompt in the middle of a training, unless the cache has it.
+def encode_prompt(
+    job: TrainingJob, cache: Cache, prompt: str, references: Sequence[Reference] = ()
+) -> None:
+    """Encode a prompt, read with its references, in the middle of a training, unless the cache has it.
 
     The text encoders are loaded into host memory and run on the processor, because the GPU's memory is planned
     for the training. Raises MachineError where the host's free memory is too small for them.
     """
     prepared = job.prepared
-    key = texts_as(prepared).key(prompt)
-    if cache.has(key):
+    text = sample_text(prepared, prompt, references)
+    if cache.has(text.key):
         return
     dtype = DTYPES[prepared.config.memory.text_encoder_precision]
     needed_bytes = prepared.facts.parts["text_encoder"].parameters * dtype.itemsize
@@ -308,7 +315,7 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> None:
             job.events.emit(event)
 
     events = EventStream(listeners=[pass_on_problem])
-    only = Needs(images={}, texts={key.digest: (prompt, key)}, sources={})
+    only = Needs(images={}, texts={text.key.digest: text}, sources={})
     fill(only, cache, devices=(CPU,), events=events, **encoder_arguments(prepared))
 
 
@@ -374,6 +381,7 @@ class LoadedAdapter:
             strength = wanted.strength
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         steps = wanted.steps or self.drawing.steps
+        images = self.fitted(references)
         arguments = pipeline_arguments(
             self.family,
             pipeline,
@@ -384,19 +392,22 @@ class LoadedAdapter:
             self.negative_prompt if wanted.negative is None else wanted.negative,
             guidance_scale=wanted.guidance_scale or self.drawing.guidance_scale,
             steps=steps,
+            references=images,
         )
-        if images := self.fitted(references):
-            assert self.facts.references is not None
-            size_px = (width_px, height_px)
-            arguments = {**arguments, **self.facts.references.drawing(images, size_px)}
-            pipeline = self.editing
-        image: Image = pipeline(
-            **arguments,
-            generator=torch.Generator().manual_seed(seed),
-            num_inference_steps=steps,
-            width=width_px,
-            height=height_px,
-        ).images[0]
+        denoiser = getattr(pipeline, self.family.traits.folder)
+        with appended(self.family, self.facts, denoiser, images, vae=pipeline.vae) as is_appended:
+            if images and not is_appended:
+                assert self.facts.references is not None
+                size_px = (width_px, height_px)
+                arguments = {**arguments, **self.facts.references.drawing(images, size_px)}
+                pipeline = self.editing
+            image: Image = pipeline(
+                **arguments,
+                generator=torch.Generator().manual_seed(seed),
+                num_inference_steps=steps,
+                width=width_px,
+                height=height_px,
+            ).images[0]
         return image
 
 

@@ -175,7 +175,8 @@ class TrainingDataLoader:
             sample, source = self.prepare_sample(epoch, name), self.sources[sample_id(name)]
             samples.append(sample)
             variant = self._variant(source, epoch, name) if source.of_class else None
-            if variant is not None and (class_text := source.of_class[variant]) is not None:
+            class_text = None if variant is None else self._class_text(variant, epoch, name)
+            if class_text is not None:
                 as_class = replace(
                     sample,
                     weight=sample.weight * self.objective.preservation_weight,
@@ -215,9 +216,7 @@ class TrainingDataLoader:
     def prepare_sample(self, epoch: int, sample: str) -> Sample:
         """Draw all of one sample's randomness for one epoch."""
         source, here, objective = self.drawn(epoch, sample), (epoch, sample), self.objective
-        # Mirrored images are encoded by themselves: the latents of a mirror are not the mirrored latents.
-        flipped = len(source.views) > 1 and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
-        view = source.views[int(flipped)]
+        view = self._view(source, epoch, sample)
         entry = self.entries.read(view.latents)
         mean, std = entry["mean"], entry["std"]
         # The cache holds the VAE's distribution, not a draw: each epoch sees another latent of the image.
@@ -236,8 +235,9 @@ class TrainingDataLoader:
         if source.regularisation:
             weight *= objective.prior_weight
         variant = self._variant(source, epoch, sample)
-        text = self.empty_text if variant is None else source.texts[variant]
         drops = self._drops_references(source, epoch, sample)
+        text = self._text(source, view, variant, drops_references=drops)
+        empty = self._text(source, view, None, drops_references=drops)
         return Sample(
             sample=sample,
             latents=latents,
@@ -252,7 +252,7 @@ class TrainingDataLoader:
             mask_weights=self._mask_weights(view.mask),
             as_base=source.regularisation and objective.prior == "base",
             contrast=contrast(objective, level),
-            empty_conditioning=self._conditioning(self.empty_text, view, drops_references=drops)
+            empty_conditioning=self._conditioning(empty, view, drops_references=drops)
             if objective.contrast_scale != 1
             else None,
         )
@@ -282,7 +282,7 @@ class TrainingDataLoader:
                         noise=self._randn(mean, Stream.VALIDATION_NOISE, *name),
                         level=level,
                         weight=loss_weight(self.objective, level, self.prediction),
-                        conditioning=self._conditioning(source.texts[0], view),
+                        conditioning=self._conditioning(self._text(source, view, 0), view),
                         mask_weights=self._mask_weights(view.mask),
                     )
                 )
@@ -306,6 +306,34 @@ class TrainingDataLoader:
             return uniform
         position = epoch * self.epoch_length + self._order(epoch)[1][sample]
         return in_stratum(uniform, position=position, strata=strata, seed=self.seed)
+
+    def _view(self, source: SampleSource, epoch: int, sample: str) -> SampleView:
+        # Mirrored images are encoded by themselves: the latents of a mirror are not the mirrored latents.
+        flipped = (
+            len(source.views) > 1 and draw_uniform(self.seed, Stream.FLIP, epoch, sample) < 0.5
+        )
+        return source.views[int(flipped)]
+
+    def _text(
+        self,
+        source: SampleSource,
+        view: SampleView,
+        variant: int | None,
+        *,
+        drops_references: bool = False,
+    ) -> CacheKey:
+        """Return the key of one of a sample's texts, None: the empty one, read with the references that it has."""
+        seeing = None if drops_references else view.seeing
+        if variant is None:
+            return self.empty_text if seeing is None else seeing.empty
+        return (source if seeing is None else seeing).texts[variant]
+
+    def _class_text(self, variant: int, epoch: int, sample: str) -> CacheKey | None:
+        """Return the key of a text with the class word in place of the trigger, None for one without the trigger."""
+        source = self.drawn(epoch, sample)
+        drops = self._drops_references(source, epoch, sample)
+        seeing = None if drops else self._view(source, epoch, sample).seeing
+        return (source if seeing is None else seeing).of_class[variant]
 
     def _conditioning(
         self, text: CacheKey, view: SampleView, *, drops_references: bool = False

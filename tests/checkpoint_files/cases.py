@@ -124,6 +124,8 @@ def transformers() -> Iterator[Case]:
         ("ComfyUI's ERNIE-Image", prefixed(UNET, network("ernie")), "ernie", "base", BOTH, {}),
         ("unsloth ERNIE Turbo", network("ernie"), "ernie", "turbo", BOTH, gguf("Q4_K", "ernie-image-turbo-UD-Q4_K_M")),
         ("qwen_image", prefixed(UNET, network("qwen")), "qwen", "", BOTH, FP8),
+        ("Edit-2511", network("qwen") | {"__index_timestep_zero__": (0,)}, "qwen", "edit-plus", BOTH, {}),
+        ("qwen_image_edit", network("qwen"), "qwen", "edit", BOTH, {"file": "qwen_image_edit_fp8.safetensors"}),
         ("Qwen-Image-Pruning", without(network("qwen"), r"transformer_blocks\.[45]\d"), "qwen", "", BOTH, {}),
     )  # fmt: skip
     for title, shapes, family, variant, missing, more in rows:
@@ -193,7 +195,6 @@ def refused() -> Iterator[Case]:
         ("Flex.1-alpha", without(flux, r"double_blocks\.(?:[89]|1\d)\."), "pruned FLUX.1"),
         ("LongCat-Image", flux | {"txt_in.weight": (3072, 3584)}, "LongCat"),
         ("Chroma1-Radiance", network("chroma") | {"nerf_image_embedder.embedder.0.weight": (64, 67)}, "Radiance"),
-        ("Qwen-Image-Edit-2511", network("qwen") | {"__index_timestep_zero__": ()}, "Qwen-Image-Edit"),
         ("vae-ft-mse-840000", a.vae(), "a VAE alone"),
         ("flux2-vae", a.vae(32) | {"bn.running_mean": (128,)}, "VAE of FLUX.2 alone"),
         ("clip_l", a.text("clip_l"), "text encoder alone (CLIP)"),

@@ -217,7 +217,7 @@ TOKENIZERS: Mapping[str, Callable[[], Any]] = {
     "qwen3": lambda: _qwen2_tokenizer(chat=QWEN["chat_template"]),
     "mistral": _mistral_tokenizer,
     "qwen3 vl processor": _qwen3_vl_processor,
-    "qwen image": lambda: _qwen2_tokenizer(words=tuple(QWEN["template_words"])),
+    "qwen image": lambda: _qwen2_tokenizer(words=(*QWEN["template_words"], *QWEN["edit_words"])),
     # The end of the template has five tokens, as in the release.
     "qwen3 vl": lambda: _qwen2_tokenizer(
         words=(*QWEN["template_words"], "assistant"), chat=QWEN["chat_template"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -16,10 +19,11 @@ from lora_trainer import families
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.costs.trace import traced_network
-from lora_trainer.families.base.facts import BaseFacts
+from lora_trainer.families.base.facts import BaseFacts, Conditioning
 from lora_trainer.families.base.latents import unpack
 from lora_trainer.families.base.references import References, references_in, with_references
 from lora_trainer.families.base.sampling import build_sampler, editing_pipeline
+from lora_trainer.families.qwen.family import picture_processor
 from tests.fakes.family_bases import (
     CPU,
     copy_of,
@@ -38,15 +42,66 @@ PROMPT = "make the left one blue"
 TARGET_PX, REFERENCES_PX = (48, 32), ((96, 64), (64, 80))
 
 
-def base_that_edits(name: str, folder: Path) -> BaseFacts:
-    """Return the facts of a family's tiny base, as the release that edits: its folder names another pipeline."""
-    if facts_of(name).references is not None:
+# Case -> family, what its base's folder says beside that of the tiny base: the pipeline, the network.
+CASES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "flux": ("flux", "FluxKontextPipeline", {}),
+    "flux2": ("flux2", "", {}),
+    "flux2dev": ("flux2dev", "", {}),
+    "flux3": ("flux3", "", {}),
+    "qwen-edit": ("qwen", "QwenImageEditPipeline", {}),
+    "qwen-edit-2509": ("qwen", "QwenImageEditPlusPipeline", {}),
+    "qwen-edit-2511": ("qwen", "QwenImageEditPlusPipeline", {"zero_cond_t": True}),
+}
+
+
+def test_every_family_that_edits_is_tried() -> None:
+    assert {name for name, *_ in CASES.values()} == set(families.editing())
+
+
+def base_that_edits(case: str, folder: Path) -> BaseFacts:
+    """Return the facts of a family's tiny base as the release that edits."""
+    name, pipeline, network = CASES[case]
+    if not pipeline:
         return facts_of(name).for_references()
-    releases = families.family(name).releases.values()
-    reads = next(one.references for one in releases if one.references)
     base = copy_of(name, folder / "base")
-    edit_json(base / "model_index.json", _class_name=reads.pipeline)
+    edit_json(base / "model_index.json", _class_name=pipeline)
+    edit_json(base / "transformer/config.json", **network)
     return facts_at(base, family=name).for_references()
+
+
+def editor_of(case: str, facts: BaseFacts, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return diffusers' own pipeline that edits, which reads references as large as they are given."""
+    family, plain = families.family(facts.family), pipeline_of(facts)
+    assert facts.references is not None
+    if facts.references.appended is None:
+        return editing_pipeline(family, facts, plain)
+    kind = getattr(diffusers, CASES[case][1])
+    sees = plain.text_encoder
+    processor = picture_processor(plain.tokenizer, sees.config.vision_config)
+    # It would scale them to 1 megapixel, far above what a tiny network can read.
+    module = sys.modules[kind.__module__]
+    computed: Any = vars(module)["calculate_dimensions"]
+
+    def as_given(area: int, ratio: float) -> tuple[Any, ...]:
+        width, height, *rest = computed(area, ratio)
+        if area == 1024 * 1024:
+            width, height = next(size for size in REFERENCES_PX if size[0] / size[1] == ratio)
+        return (width, height, *rest)
+
+    monkeypatch.setattr(module, "calculate_dimensions", as_given)
+    sees.register_forward_pre_hook(with_positions, with_kwargs=True)
+    return kind(**plain.components, processor=processor)
+
+
+def with_positions(network: Any, args: Any, named: dict[str, Any]) -> Any:
+    """Tell Qwen2.5-VL which tokens are an image's, without which transformers 5 takes them for words in a row.
+
+    transformers 4, with which the release was trained and its pipeline written, found that by itself.
+    """
+    if named.get("pixel_values") is None:
+        return None
+    kinds = (named["input_ids"] == network.config.image_token_id).int()
+    return args, {"mm_token_type_ids": kinds, **named}
 
 
 def pictures(folder: Any) -> list[Image.Image]:
@@ -66,6 +121,10 @@ def latents_of(facts: BaseFacts, images: list[Image.Image]) -> list[Tensor]:
     return [encoder.encode_images(each)[0].mean for each in rows]
 
 
+def texts_of(facts: BaseFacts, prompt: str, images: list[Image.Image]) -> Conditioning:
+    return encoder_of(facts).encode_seeing(prompt, images if facts.sees_references else [])
+
+
 class Recorded:
     """A network's first call by a pipeline: its named arguments and its output."""
 
@@ -77,12 +136,15 @@ class Recorded:
         self.calls.append((named, output[0]))
 
 
-@pytest.mark.parametrize("name", families.editing())
-def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: Any) -> None:
-    family, facts = families.family(name), base_that_edits(name, tmp_path)
+@pytest.mark.parametrize("case", CASES)
+def test_the_prediction_with_references_is_the_pipelines(
+    case: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = base_that_edits(case, tmp_path)
+    family = families.family(facts.family)
     assert facts.references is not None
     images = pictures(tmp_path)[: facts.references.most]
-    pipeline: Any = editing_pipeline(family, facts, pipeline_of(facts))
+    pipeline: Any = editor_of(case, facts, monkeypatch)
     recorded = Recorded(pipeline.transformer)
     width, height = (side // facts.vae_factor for side in TARGET_PX)
     count = width * height // facts.patch**2
@@ -105,7 +167,7 @@ def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: An
         return unpack(own, height=height, width=width)
 
     conditioning = {
-        **encoder_of(facts).encode_prompts([PROMPT]),
+        **texts_of(facts, PROMPT, images),
         **facts.guidance.conditioning(1.0),
         **with_references(latents_of(facts, images)),
     }
@@ -128,23 +190,25 @@ def test_the_prediction_with_references_is_the_pipelines(name: str, tmp_path: An
     assert (alone - expected).abs().max() > 1e-2, "the references change nothing"
 
 
-@pytest.mark.parametrize("name", families.editing())
-def test_a_sample_image_with_references_is_the_plain_pipelines(name: str, tmp_path: Any) -> None:
-    family, facts = families.family(name), base_that_edits(name, tmp_path)
+@pytest.mark.parametrize("case", CASES)
+def test_a_sample_image_with_references_is_the_plain_pipelines(
+    case: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = base_that_edits(case, tmp_path)
+    family = families.family(facts.family)
     assert facts.references is not None
     images = pictures(tmp_path)[: facts.references.most]
     sampler = build_sampler(family, facts, denoiser=network_of(facts), device=CPU)
-    texts = encoder_of(facts)
     drawn = sampler.image(
-        texts.encode_prompts([PROMPT]),
-        texts.encode_prompts([""]),
+        texts_of(facts, PROMPT, images),
+        texts_of(facts, "", images),
         seed=5,
         size_px=TARGET_PX,
         steps=2,
         guidance_scale=1.0,
         references=images,
     )
-    pipeline: Any = editing_pipeline(family, facts, pipeline_of(facts))
+    pipeline: Any = editor_of(case, facts, monkeypatch)
     whole = pipeline(
         **facts.references.drawing(images, TARGET_PX),
         prompt=PROMPT,
@@ -188,11 +252,23 @@ def test_references_are_named_in_their_order() -> None:
     assert [float(each[0, 0, 0, 0]) for each in found] == list(range(11))
 
 
-@pytest.mark.parametrize("name", families.editing())
-def test_a_step_with_references_takes_what_the_table_says(name: str) -> None:
-    """The table knows no references: their pixels count as the image's own."""
-    family = families.family(name)
-    facts = next(each for each in family.releases.values() if each.references)
+def editing_releases() -> list[str]:
+    """Return one release of each network that is traced with references, and of each way in which texts see them."""
+    alike: dict[tuple[Any, ...], str] = {}
+    for name in families.editing():
+        for source, facts in families.family(name).releases.items():
+            if facts.references is not None:
+                numbers = str(sorted(facts.release.network_numbers().items()))
+                alike.setdefault((name, numbers, id(facts.references.seen_tokens)), source)
+    return list(alike.values())
+
+
+@pytest.mark.parametrize("source", editing_releases())
+def test_a_step_with_references_takes_what_the_table_says(source: str) -> None:
+    """The table knows no references: their pixels, and what texts see of them, count as the image's own."""
+    facts = families.known_base(source)
+    assert facts is not None and facts.references is not None
+    family = families.family(facts.family)
     costs = BaseCosts(family=family, facts=facts.for_references())
     alone = Workload(
         height_px=512,
@@ -210,4 +286,4 @@ def test_a_step_with_references_takes_what_the_table_says(name: str) -> None:
         planned, traced = costs.sample_cost(load), network.sample_cost(load)
         assert planned.step_flops == pytest.approx(traced.step_flops, rel=work)
         peaks = [each.saved_bytes + each.temporary_bytes for each in (planned, traced)]
-        assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.03)

@@ -328,11 +328,11 @@ REFUSED = {
         "qwen", "text_encoder/config.json", {"model_type": "qwen3"}, "'qwen3', allowed is 'qwen2_5_vl'"
     ),
     "qwen, layered": (
-        "qwen", "transformer/config.json", {"use_layer3d_rope": True}, "use_layer3d_rope: an editing or"
+        "qwen", "transformer/config.json", {"use_layer3d_rope": True}, "use_layer3d_rope: a layered model"
     ),
-    "qwen, editing": (
-        "qwen", "model_index.json", {"_class_name": "QwenImageEditPipeline"},
-        "is for QwenImageEditPipeline, allowed is QwenImagePip",
+    "qwen, inpainting": (
+        "qwen", "model_index.json", {"_class_name": "QwenImageEditInpaintPipeline"},
+        "is for QwenImageEditInpaintPipeline, allowed are QwenImagePip",
     ),
     "sd3, inpainting": (
         "sd3", "transformer/config.json", {"in_channels": 33}, "takes 33 channels: .* have 16"

@@ -169,7 +169,8 @@ def test_the_captions_of_a_run_are_encoded_for_one_copy_of_each_part_with_the_sa
         monkeypatch.setattr(studio, "text_encoder", loader)
         done, _, _ = at.encode()
         assert done["texts"] == 5
-        entries.append({text: at.cache.read(key) for text, key in at.needs().texts.values()})
+        jobs = at.needs().texts.values()
+        entries.append({job.text: at.cache.read(job.key) for job in jobs})
     assert entries[0].keys() == entries[1].keys()
     for text, entry in entries[0].items():
         other = entries[1][text]

@@ -153,8 +153,8 @@ class BaseRelease:
     """The scheduler's configuration; of a public release the keys that `BaseFacts.flow_shift` reads."""
     parameters: Mapping[Part, int]
     """How many parameters each part has, with an entry for each of `PARTS`."""
-    reference_parameters: int = 0
-    """How many more the denoiser has in layers that only reference images go through."""
+    reference_parameters: Mapping[Part, int] = field(default_factory=dict)
+    """How many more a part has in layers that only reference images go through."""
     max_tokens: int
     """Tokens of a prompt that the text encoders read at once; longer prompts need several chunks."""
     download_bytes: int = 0
@@ -298,7 +298,7 @@ class BaseFacts:
     references: References | None = None
     """How it reads reference images; None: it reads none."""
     has_reference_layers: bool = False
-    """Its denoiser is loaded with the layers that only reference images go through; `parts` counts them."""
+    """Its networks are loaded with the layers that only reference images go through; `parts` counts them."""
     shifts_by_tokens: bool = False
     """The noise is shifted by the image's size, though the base's own sampler has one shift for all."""
     unshifted_px: int = 0
@@ -328,13 +328,19 @@ class BaseFacts:
         assert self.layout is not None, f"{self.source} is known by name only; locate it first"
         return self.layout
 
+    @property
+    def sees_references(self) -> bool:
+        """Whether text encoders see reference images beside the prompt."""
+        return self.references is not None and self.references.seen_tokens is not None
+
     def for_references(self) -> BaseFacts:
         """Return the facts of the base as it is loaded for reference images: most have no layers for them alone."""
-        if self.has_reference_layers or not self.release.reference_parameters:
+        more = self.release.reference_parameters
+        if self.has_reference_layers or self.references is None or not more:
             return self
-        denoiser = self.parts["denoiser"]
-        count = denoiser.parameters + self.release.reference_parameters
-        parts = {**self.parts, "denoiser": replace(denoiser, parameters=count)}
+        parts = dict(self.parts)
+        for part, count in more.items():
+            parts[part] = replace(parts[part], parameters=parts[part].parameters + count)
         return replace(self, parts=parts, has_reference_layers=True)
 
     def with_clip_skip(self, clip_skip: int) -> BaseFacts:

@@ -176,6 +176,7 @@ class Family(ABC):
             if not file.is_file():
                 raise InputError(f"base model file {file} is missing", fix=AGAIN)
         vae_folder = layout.part_folder("vae", "vae")
+        counts = {part: self._count(layout, part) for part in PARTS}
         plain = BaseRelease(
             ids=(source,),
             architecture=architecture,
@@ -183,14 +184,17 @@ class Family(ABC):
             scheduler=base_parts.scheduler_config(
                 layout.folder, stated=self.published[0].scheduler
             ),
-            parameters={part: self._count(layout, part) for part in PARTS},
-            reference_parameters=self._count_for_references(layout),
+            parameters=counts,
             max_tokens=self.published[0].max_tokens,
             drawing=self.published[0].drawing,
         )
         single = layout.part_file("denoiser")
         stated = stated_by_name(source) if single is None else stated_in(single)
         described = self.as_stated(self._described(plain, layout), stated)
+        if self.references_of(described) is not None:
+            described = replace(
+                described, reference_parameters=self._for_references(layout, counts)
+            )
         facts = self.facts_of(described, source=source, layout=layout)
         if single is not None:
             base_parts.check_companion(single, facts, self.published)
@@ -267,54 +271,62 @@ class Family(ABC):
         vocabularies = [file for each in tokenizers for file in base_parts.tokenizer_files(each)]
         return {**files, "text_encoder": (*texts, *vocabularies)}
 
-    def _count(self, layout: Layout, part: Part) -> int:
-        """Count the parameters of a part."""
+    def _count(self, layout: Layout, part: Part, *, references: bool = False) -> int:
+        """Count the parameters of a part, with the layers for `references` or without."""
         if part == "text_encoder":
             encoders = base_parts.encoders_in(layout, self.text)
-            return sum(self._count_text(layout, component) for component in encoders)
+            return sum(
+                self._count_text(layout, component, references=references) for component in encoders
+            )
         if (single := layout.part_file(part)) is None:
             folder = layout.part_folder(part, "vae" if part == "vae" else self.traits.folder)
             files = base_parts.weights(folder)
             for file in files:
                 refuse_quantised(file)
-            reads = self.traits.reads if part == "denoiser" else lambda name: True
+            reads = (
+                partial(self.traits.reads, references=references)
+                if part == "denoiser"
+                else lambda name: True
+            )
             return count_parameters(files, reads=reads)
         header = read_header(single)
-        names = (
-            self.denoiser_names(header).values()
-            if part == "denoiser"
-            else self.latents.names(header)
-        )
+        if part != "denoiser":
+            return base_parts.elements(header, self.latents.names(header))
+        names = [*self.denoiser_names(header).values()]
+        names += self._reference_names(header).values() if references else ()
         return base_parts.elements(header, names)
-
-    def _count_for_references(self, layout: Layout) -> int:
-        """Count the denoiser's parameters that only reference images go through."""
-        if not self.traits.reference_layers:
-            return 0
-        if single := layout.part_file("denoiser"):
-            header = read_header(single)
-            return base_parts.elements(header, self._reference_names(header).values())
-        files = base_parts.weights(layout.part_folder("denoiser", self.traits.folder))
-        return count_parameters(files, reads=self.traits.is_for_references)
 
     def _reference_names(self, header: Header) -> Mapping[str, str]:
         """Return `denoiser_names` of the tensors that only reference images go through."""
         names = base_parts.denoiser_names(header).items()
         return {name: full for name, full in names if self.traits.is_for_references(name)}
 
-    def _count_text(self, layout: Layout, component: str) -> int:
+    def _for_references(self, layout: Layout, counts: Mapping[Part, int]) -> Mapping[Part, int]:
+        """Return how many parameters parts have for references alone, beside their `counts`."""
+        apart: Mapping[Part, bool] = {
+            "denoiser": bool(self.traits.reference_layers),
+            "text_encoder": bool(self.text.sight),
+        }
+        return {
+            part: self._count(layout, part, references=True) - counts[part]
+            for part, is_apart in apart.items()
+            if is_apart
+        }
+
+    def _count_text(self, layout: Layout, component: str, *, references: bool) -> int:
         """Count the used parameters of a text encoder; raises InputError for a file that lacks some."""
+        reads = partial(self.text.reads, references=references)
         if (file := layout.text_file(component)) is None:
             files = base_parts.weights(layout.folder / component)
             for each in files:
                 refuse_quantised(each)
-            return count_parameters(files, reads=self.text.reads)
+            return count_parameters(files, reads=reads)
         header = read_header(file)
         if component in self.text.inside:
             inner = base_parts.inner_names(header, self.text.inside[component])
             return base_parts.elements(header, (inner or base_parts.part_names(header)).values())
         names = base_parts.part_names(header, self.text.prefixes[component]).items()
-        read = (full for name, full in names if self.text.reads(name))
+        read = (full for name, full in names if reads(name))
         return base_parts.elements(header, read)
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
@@ -361,7 +373,10 @@ class Family(ABC):
         networks: dict[str, nn.Module] = {}
         tokenizers: dict[str, Any] = {}
         for component, encoder in base_parts.encoders_in(layout, text).items():
-            network: Any = base_parts.load_text_network(layout, component, text, dtype=dtype)
+            sees = facts.has_reference_layers and bool(text.sight)
+            network: Any = base_parts.load_text_network(
+                layout, component, text, dtype=dtype, references=sees
+            )
             if facts.clip_skip > 1:
                 # transformers 5 dropped `text_model.` from the path, so look for its end.
                 layers = next(
@@ -372,7 +387,7 @@ class Family(ABC):
                 network.config.num_hidden_layers -= facts.clip_skip - 1
                 del layers[network.config.num_hidden_layers :]
             # Of Qwen2.5-VL the vision tower and the language head are freed here.
-            used: Any = network.get_submodule(text.inner)
+            used: Any = network.get_submodule(text.seeing if sees else text.inner)
             if text.blocks:
                 used.norm = Identity()
             networks[component] = used.requires_grad_(False).eval().to(device)

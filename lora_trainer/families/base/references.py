@@ -8,7 +8,8 @@ and returns the prediction of the noisy image alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,11 @@ class References:
     """diffusers' pipeline that draws with references; "": the one that draws without them."""
     arguments: Callable[[tuple[int, int]], Mapping[str, Any]] = lambda size_px: {}
     """Its arguments to draw an image of (width, height) with references as large as they are given."""
+    seen_tokens: Callable[[tuple[int, int]], int] | None = None
+    """Tokens that a reference of (width, height) adds to the text, where text encoders see it; None: they do not."""
+    appended: Callable[[Any, Sequence[Tensor]], AbstractContextManager[None]] | None = None
+    """Lets a denoiser read latents [1, C, h, w] behind every image, while the block runs; for bases that draw with
+    references in the pipeline without them, as theirs would scale references to another size."""
 
     def size_px(
         self, width_px: int, height_px: int, *, side_px: int, token_px: int
@@ -59,6 +65,10 @@ class References:
             max(step_px, int(side * scale) // step_px * step_px) for side in (width_px, height_px)
         )
         return width, height
+
+    def text_tokens(self, sizes_px: Iterable[tuple[int, int]]) -> int:
+        """Return the tokens that references of these (width, height) add to a text."""
+        return sum(map(self.seen_tokens, sizes_px)) if self.seen_tokens else 0
 
     def drawing(self, images: Sequence[Any], size_px: tuple[int, int]) -> Mapping[str, Any]:
         """Return the pipeline's arguments to draw with these images as references."""

@@ -4,7 +4,8 @@ import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -89,24 +90,26 @@ class Sampler:
         import torch
 
         sigmas = self.sigmas(steps)
-        draw = self.edit if references else self.pipeline
-        latents: torch.Tensor = draw(
-            **self._reference_arguments(references, size_px),
-            **_arguments(
-                self.family.pipeline,
-                self._moved(conditioning),
-                self._moved(negative),
-                guidance_scale=guidance_scale,
-                steps=steps,
-            ),
-            # On the CPU, so that a seed gives the same noise on every device.
-            generator=torch.Generator().manual_seed(seed),
-            width=size_px[0],
-            height=size_px[1],
-            num_inference_steps=steps,
-            **({} if sigmas is None else {"sigmas": list(sigmas)}),
-            output_type="latent",
-        ).images.to(self.device)
+        vae = borrowed_vae(self.vae, self.device)
+        with appended(self.family, self.facts, self.denoiser, references, vae=vae) as is_appended:
+            is_given = bool(references) and not is_appended
+            latents: torch.Tensor = (self.edit if is_given else self.pipeline)(
+                **(self._reference_arguments(references, size_px) if is_given else {}),
+                **_arguments(
+                    self.family.pipeline,
+                    self._moved(conditioning),
+                    self._moved(negative),
+                    guidance_scale=guidance_scale,
+                    steps=steps,
+                ),
+                # On the CPU, so that a seed gives the same noise on every device.
+                generator=torch.Generator().manual_seed(seed),
+                width=size_px[0],
+                height=size_px[1],
+                num_inference_steps=steps,
+                **({} if sigmas is None else {"sigmas": list(sigmas)}),
+                output_type="latent",
+            ).images.to(self.device)
         return latents
 
     def decoded(self, latents: torch.Tensor, size_px: tuple[int, int]) -> torch.Tensor:
@@ -124,8 +127,8 @@ class Sampler:
     def _reference_arguments(
         self, references: Sequence[Image.Image], size_px: tuple[int, int]
     ) -> Mapping[str, Any]:
-        traits = self.facts.references
-        return traits.drawing(references, size_px) if traits is not None and references else {}
+        assert self.facts.references is not None, f"{self.facts.source} reads no references"
+        return self.facts.references.drawing(references, size_px)
 
     @cached_property
     def edit(self) -> Any:
@@ -143,6 +146,29 @@ class Sampler:
             else tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in with_text_lengths(conditioning).items()
         }
+
+
+@contextmanager
+def appended(
+    family: Family, facts: BaseFacts, denoiser: Any, references: Sequence[Image.Image], *, vae: Any
+) -> Iterator[bool]:
+    """Let the denoiser read the latents of references behind every image, where the family draws so; yield whether."""
+    import numpy as np
+    import torch
+
+    from lora_trainer.families.base.latents import ImageEncoder
+
+    traits = facts.references
+    if not references or traits is None or traits.appended is None:
+        yield False
+        return
+    encoder = ImageEncoder(vae=vae, latents=family.latents)
+    latents = []
+    for image in references:
+        pixels = torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)[None]
+        latents.append(encoder.encode_images(pixels / 127.5 - 1)[0].mean[None])
+    with traits.appended(denoiser, latents):
+        yield True
 
 
 def editing_pipeline(
@@ -312,14 +338,16 @@ def pipeline_arguments(
     *,
     guidance_scale: float,
     steps: int,
+    references: Sequence[Image.Image] = (),
 ) -> Mapping[str, Any]:
     """Return the plain pipeline's arguments that reproduce the sampler's images of as many steps.
 
-    Prompts that `facts` reads in chunks or after another system prompt than the pipeline's are encoded here, with
-    the pipeline's own encoders.
+    Prompts that `facts` reads in chunks, after another system prompt than the pipeline's or beside `references` are
+    encoded here, with the pipeline's own encoders.
     """
     traits, roles = family.pipeline, family.text.roles
-    if facts.chunks > 1 or facts.system_prompt != family.text.system_prompt:
+    is_other = facts.system_prompt != family.text.system_prompt or facts.sees_references
+    if facts.chunks > 1 or is_other:
         tokenizers = {name: getattr(pipeline, family.text.tokenizer_of(name)) for name in roles}
         networks = {name: getattr(pipeline, name) for name in roles}
         encoder = family.text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
@@ -333,7 +361,7 @@ def pipeline_arguments(
                 name: tensor.to(
                     pipeline.device, denoiser.dtype if tensor.is_floating_point() else None
                 )
-                for name, tensor in encoder.encode_prompts([text]).items()
+                for name, tensor in encoder.encode_seeing(text, references).items()
             }
             for text in prompts
         ]

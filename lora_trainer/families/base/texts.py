@@ -19,6 +19,7 @@ from lora_trainer.families.base.releases import Shapes, TextNetwork
 from lora_trainer.families.base.unet_numbers import TIME_IDS, UNET_CLASS, unet_numbers
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor, nn
 
 # The number of a language model's block in the name of its tensor.
@@ -60,9 +61,11 @@ class TextInputs:
     files keep there; its input and output are text, so it runs with the encoders. `tokenizers`: component -> folder of
     its tokenizer, where that is not the encoder's name.
     `unread`: prefixes of tensors in the encoders' files that are never loaded and so cost no memory; `inner`: the
-    part of a network that is kept; of a language model's blocks only the first `blocks`, 0: all, whose last output is
-    read before the final norm. `optional`: component that a base may lack. `penultimate`: the denoiser reads
-    the layer before the last. `encoder_files`: single encoders can be read from files of their own (`Layout.text`).
+    part of a network that is kept. `sight`: prefixes of the tensors that only reference images go through, which are
+    loaded for references, and `seeing`: the part that is then kept. Of a language model's blocks only the first
+    `blocks` are kept, 0: all, whose last output is read before the final norm. `optional`: component that a base may
+    lack. `penultimate`: the denoiser reads the layer before the last. `encoder_files`: single encoders can be read
+    from files of their own (`Layout.text`).
     `json_captions`: of a family that is trained with captions in JSON, their form; None: captions are words.
     `system_prompt`: the sentence that the family's release puts before every prompt,
     None where its text has none; `before_prompts` returns what a system prompt puts before a prompt, marks included.
@@ -83,6 +86,8 @@ class TextInputs:
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     inner: str = ""
+    sight: tuple[str, ...] = ()
+    seeing: str = ""
     blocks: int = 0
     optional: str = ""
     penultimate: bool = False
@@ -103,9 +108,9 @@ class TextInputs:
         """
         return {component: network.layers for component, network in self.networks.items()}
 
-    def reads(self, name: str) -> bool:
-        """Return whether a tensor of the encoders' files, of that name there, is loaded."""
-        if name.startswith(self.unread):
+    def reads(self, name: str, *, references: bool = False) -> bool:
+        """Return whether a tensor of that name in the encoders' files is loaded, with `references` or without."""
+        if name.startswith(self.unread) or (not references and name.startswith(self.sight)):
             return False
         match = _BLOCK.search(name)
         is_norm = name.endswith("norm.weight") and match is None
@@ -180,6 +185,10 @@ class TextEncoder(ABC):
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return token ids (and masks) int64 [B, ...] by name, on the CPU, truncated to the networks' limits."""
 
+    def tokenize_seeing(self, prompt: str, images: Sequence[Image]) -> Mapping[str, Tensor]:
+        """Return the tokens of a prompt and of reference images, for bases whose text encoders see them."""
+        raise AssertionError("these text encoders see no images")
+
     @abstractmethod
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Run the networks on tokens of `tokenize`; with gradients where enabled, result on the device."""
@@ -215,6 +224,11 @@ class TextEncoder(ABC):
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """Encode texts to float32 (masks: int64) tensors on the CPU, without gradients."""
         return self.encode_tokens(self.tokenize(prompts))
+
+    def encode_seeing(self, prompt: str, images: Sequence[Image]) -> Conditioning:
+        """Encode a text and the reference images that it is read with, as `encode_prompts` does."""
+        tokens = self.tokenize_seeing(prompt, images) if images else self.tokenize([prompt])
+        return self.encode_tokens(tokens)
 
     def encode_tokens(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Encode tokens of `tokenize` to float32 (masks: int64) tensors on the CPU, without gradients."""

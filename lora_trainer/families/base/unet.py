@@ -199,10 +199,10 @@ class UNetFamily(Family):
         """Return the prediction type that a file's weights show, None where they show none."""
         return None
 
-    def _count_text(self, layout: Layout, component: str) -> int:
+    def _count_text(self, layout: Layout, component: str, *, references: bool) -> int:
         single = layout.part_file("text_encoder")
         if single is None:
-            return super()._count_text(layout, component)
+            return super()._count_text(layout, component, references=references)
         return unet_file.count_text(layout, component, self.text, single=single)
 
     def denoiser_names(self, header: Header) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -407,11 +408,17 @@ def encoders_in(layout: Layout, text: TextInputs) -> Mapping[str, TextNetwork]:
 
 
 def load_text_network(
-    layout: Layout, component: str, text: TextInputs, *, dtype: torch.dtype
+    layout: Layout,
+    component: str,
+    text: TextInputs,
+    *,
+    dtype: torch.dtype,
+    references: bool = False,
 ) -> nn.Module:
     """Load a text encoder of transformers from the file that holds it, or else from its folder, on the CPU.
 
-    Raises InputError when tensors are missing or have other shapes.
+    `references`: with what only reference images go through. Raises InputError when tensors are missing or have other
+    shapes.
     """
     import torch
     import transformers
@@ -475,7 +482,8 @@ def load_text_network(
             f"the text encoder in {file} is not that of {folder / 'config.json'}: {detail}",
             fix=COMPANION,
         ) from None
-    missing = sorted(filter(text.reads, report["missing_keys"]))
+    reads = partial(text.reads, references=references)
+    missing = sorted(filter(reads, report["missing_keys"]))
     if missing or report["mismatched_keys"]:
         first = (missing or sorted(map(str, report["mismatched_keys"])))[0]
         raise InputError(
