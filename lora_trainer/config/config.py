@@ -366,7 +366,6 @@ RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
 }
 # Values that settings had in earlier versions, each with the one that it is read as.
 RETIRED_VALUES: Mapping[str, Mapping[object, object]] = {
-    "hardware.compile": {"auto": "none"},
     "memory.gradient_checkpointing": {True: "full", False: "none"},
 }
 

@@ -120,9 +120,9 @@ class HardwareSettings(Section, Generic[A_co]):
         resume="free",
         replans=True,
     )
-    compile: Literal["none", "blocks"] = setting(
-        "none",
-        "blocks: fuse the kernels of the base's blocks (torch.compile)",
+    compile: A_co | Literal["none", "blocks"] = setting(
+        "auto",
+        "blocks: fuse the kernels of the base's blocks (torch.compile); auto: where the run gets faster",
         resume="rounding",
         replans=True,
         works_anywhere="none",

@@ -232,6 +232,15 @@ class BaseCosts:
             if len(shape) == 2 and skipped.isdisjoint(name.split("."))
         }
 
+    @cached_property
+    def block_kinds(self) -> int:
+        """Repeated blocks that differ in the sizes of their layers, counted; those alike are compiled once."""
+        layers: dict[str, set[tuple[str, tuple[int, int]]]] = {}
+        for name, shape in self.linear_shapes.items():
+            if block := self.block_of(name):
+                layers.setdefault(block, set()).add((name.removeprefix(block), shape))
+        return max(1, len(set(map(frozenset, layers.values()))))
+
     def layer_shapes(self, targets: Targets) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of each adapted layer; a convolution's has the elements of its kernel last."""
         if self._release is None:

@@ -11,7 +11,7 @@ Beside dropout, a mask leaves out ranks at noisy timesteps (T-LoRA): it draws no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,8 +26,31 @@ from lora_trainer.lora.tensors import split_key
 
 _BITS = 32
 _LOW = 2**_BITS - 1
-# Multiplies [rows, ..., channels], or [rows, channels, height, width], by the masks of its samples.
-Mask = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Mask:
+    """Multiplies [rows, ..., channels], or [rows, channels, height, width], by the masks of its samples.
+
+    An object with the mask of now rather than a number in a list, so that compiled layers of one kind are one code.
+    """
+
+    now: Tensor | None = None
+    """float32 [samples, channels]; None leaves nothing out."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        mask = self.now
+        if mask is None:
+            return values
+        rows, samples = values.shape[0], mask.shape[0]
+        if rows % samples:
+            raise AssertionError(f"{rows} rows do not belong to {samples} samples")
+        if rows != samples:  # rows are grouped by sample
+            mask = mask.repeat_interleave(rows // samples, dim=0)
+        shape = [1] * values.dim()
+        shape[0], shape[1 if values.dim() == 4 else -1] = mask.shape
+        # Multiplied in float32: 16 bits would round the rescaling, and with it the mean.
+        return (values * mask.view(shape)).to(values.dtype)
 
 
 @dataclass(kw_only=True)
@@ -37,7 +60,7 @@ class SampleMasks:
     _widths: list[int] = field(default_factory=list)
     _columns: list[tuple[Tensor, ...]] = field(default_factory=list)
     """Hash key, threshold, scale and `_least_steps` of every channel: by mask, then of all in one entry."""
-    _masks: tuple[Tensor, ...] = ()
+    _masks: list[Mask] = field(default_factory=list)
 
     def add(self, name: str, *, width: int, share: float, rescaled: bool = True) -> Mask:
         """Return a mask that drops a `share` of `width` channels and rescales the others to keep the mean."""
@@ -60,25 +83,10 @@ class SampleMasks:
         return self._add(nothing, nothing, torch.ones(rank), steps)
 
     def _add(self, *columns: Tensor) -> Mask:
-        index = len(self._widths)
         self._widths.append(len(columns[0]))
         self._columns.append(columns)
-
-        def masked(values: Tensor) -> Tensor:
-            if not self._masks:
-                return values
-            mask = self._masks[index]
-            rows, samples = values.shape[0], mask.shape[0]
-            if rows % samples:
-                raise AssertionError(f"{rows} rows do not belong to {samples} samples")
-            if rows != samples:  # rows are grouped by sample
-                mask = mask.repeat_interleave(rows // samples, dim=0)
-            shape = [1] * values.dim()
-            shape[0], shape[1 if values.dim() == 4 else -1] = mask.shape
-            # Multiplied in float32: 16 bits would round the rescaling, and with it the mean.
-            return (values * mask.view(shape)).to(values.dtype)
-
-        return masked
+        self._masks.append(Mask())
+        return self._masks[-1]
 
     @contextmanager
     def of(self, seeds: Tensor, timesteps: Tensor) -> Iterator[None]:
@@ -96,11 +104,13 @@ class SampleMasks:
         drawn = _mixed(_mixed(starts ^ seeds[:, :1]) ^ seeds[:, 1:])
         masks = (drawn >= thresholds) * scales
         masks = masks * (TIMESTEPS - timesteps.float()[:, None] >= least_steps)
-        self._masks = masks.split(self._widths, dim=1)
+        for mask, now in zip(self._masks, masks.split(self._widths, dim=1), strict=True):
+            mask.now = now
         try:
             yield
         finally:
-            self._masks = ()
+            for mask in self._masks:
+                mask.now = None
 
 
 def halves(seed: int) -> tuple[int, int]:

@@ -14,20 +14,35 @@ import subprocess
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
+from torch.utils._pytree import tree_leaves
 
-from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, first_line
-from lora_trainer.config.declare import CompileMode
+from lora_trainer.common.errors import (
+    BROKEN_PACKAGE,
+    RESUME,
+    MachineError,
+    StoppedBySignal,
+    first_line,
+)
+from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing, CompileMode
 from lora_trainer.network.block_swap import repeated_blocks
+from lora_trainer.network.gradient_checkpointing import keeping
 
 # Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
 # gradient, and blocks of one kind may be at several resolutions of a U-Net.
 GRAPHS_PER_SHAPE = 4
+# The same where one graph serves all sizes and lengths: besides, several images are another graph than one, and padded
+# texts, which have a mask, another one than texts of one length.
+GRAPHS_OF_ANY_SIZE = 8
+# Sizes by which kernels are chosen where one graph serves all: images at once, a side of a latent image, tokens.
+USUAL_SIZES: Mapping[str, int] = {"images": 2, "side": 64, "tokens": 1024}
 # What torch calls the modes. Its max-autotune has CUDA graphs too, which the planner leaves out more often than that.
 INDUCTOR_MODES: Mapping[CompileMode, str] = {
     "default": "default",
@@ -41,9 +56,14 @@ WORKER_PATIENCE_S = 300
 class CompiledBlocks:
     """The compiled blocks of a network, active inside `used` until `is_off`, after a failure and for good.
 
-    The caller runs only passes of the latent `shapes` (height, width, images) compiled. They are fixed before the
-    first step, because compiled code rounds differently: if they depended on the order in which shapes come up,
-    an interrupted run would end with other weights.
+    Which sizes have code is fixed before the first step, because compiled code rounds differently: if it depended
+    on the order in which sizes come up, an interrupted run would end with other weights. Without `any_size` each of
+    the latent `shapes` (height, width, images) has code of its own, and other passes run uncompiled. With it one code
+    serves all sizes and lengths of texts.
+
+    `kept`: blocks that the checkpointing level `light` or `selective` recomputes keep their results where the
+    compiler makes them: the compiled code saves what `is_worth_saving` names and recomputes the rest.
+    Passes without gradients, such as the base's own prediction, run uncompiled, so that they need no code.
     """
 
     def __init__(
@@ -51,13 +71,15 @@ class CompiledBlocks:
         network: nn.Module,
         *,
         shapes: Collection[tuple[int, int, int]],
+        any_size: bool = False,
+        kept: Checkpointing = "full",
         mode: CompileMode = "default",
         backend: str | Callable[[Any, Any], Any] = "inductor",
     ) -> None:
         # Two warnings that torch's tracer causes itself, by reading every attribute of an object.
         for message in (r"The \.grad attribute", r".*torch\.autograd\.function\.Function"):
             warnings.filterwarnings("ignore", message=message)
-        self.shapes, self.is_off = shapes, False
+        self.shapes, self.any_size, self.is_off = shapes, any_size, False
         self._has_graphs = mode == "reduce-overhead"
         self.is_told = False
         """Whether the user knows that passes of other shapes do not run compiled."""
@@ -70,9 +92,16 @@ class CompiledBlocks:
         # torch's limit of compilations of one function; beyond it torch raises.
         import torch._dynamo.config as dynamo
 
-        count = max(1, len(shapes)) * len(kinds) * GRAPHS_PER_SHAPE
-        dynamo.recompile_limit = max(dynamo.recompile_limit, count)
-        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, count)
+        self.most_graphs = len(kinds) * (
+            GRAPHS_OF_ANY_SIZE if any_size else GRAPHS_PER_SHAPE * max(1, len(shapes))
+        )
+        """At most so many graphs are compiled in a run."""
+        dynamo.recompile_limit = max(dynamo.recompile_limit, self.most_graphs)
+        dynamo.accumulated_recompile_limit = max(
+            dynamo.accumulated_recompile_limit, self.most_graphs
+        )
+        if any_size:
+            _allow_open_sizes()
         # In deterministic runs inductor must not choose kernels by timing them: another may give other bits.
         if torch.are_deterministic_algorithms_enabled():
             import torch._inductor.config as inductor
@@ -80,34 +109,131 @@ class CompiledBlocks:
             inductor.deterministic = True
         if backend == "inductor":
             start_workers()
+        options: dict[str, Any] = {"backend": backend}
+        if backend == "inductor":
+            options["mode"] = INDUCTOR_MODES[mode]
+            if any_size:
+                from torch._inductor import list_mode_options
+                from torch._inductor.compile_fx import compile_fx
+
+                of_mode = list_mode_options(INDUCTOR_MODES[mode])
+                options = {"backend": _by_usual_sizes(partial(compile_fx, config_patches=of_mode))}
         # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
         # take longer to compile and gain little.
-        self._compiled = [
+        compiled = (
             torch.compile(
-                block.forward,
-                backend=backend,
-                mode=INDUCTOR_MODES[mode] if backend == "inductor" else None,
+                keeping(block, kept) if kept in KEEP_ATTENTION else block.forward,
                 dynamic=False,
                 fullgraph=True,
+                **options,
             )
             for block in self._blocks
+        )
+        self._compiled: list[Callable[..., Any]] = [
+            _with_open_sizes(each) if any_size else each for each in compiled
         ]
+        self._kept = kept
+
+    def takes(self, height: int, width: int, count: int, *, has_references: bool) -> bool:
+        """Say whether a pass of so many latents of this size runs compiled; references add tokens to it."""
+        return self.any_size or ((height, width, count) in self.shapes and not has_references)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Run the blocks compiled inside the context, backward pass included; compilers raise anything."""
+    def used(self, stop: Callable[[], int | None] = lambda: None) -> Iterator[None]:
+        """Run the blocks compiled inside the context, backward pass included; compilers raise anything.
+
+        Before each graph is compiled `stop` is asked for the signal of a stop: raises StoppedBySignal, as compiling
+        the rest may take minutes.
+        """
         if (
             self._has_graphs
         ):  # what the pass before has left in the graphs' memory may be written over
             torch.compiler.cudagraph_mark_step_begin()
+
+        asked: list[int] = []
+
+        def may_go_on(_: Any) -> None:
+            if (number := stop()) is not None:
+                asked.append(number)
+                raise InterruptedError
+
+        callback_handler.register_start_callback(may_go_on)
         # An attribute of the instance hides the class's method until it is deleted below.
         for block, compiled in zip(self._blocks, self._compiled, strict=True):
-            block.forward = compiled
+            block.forward = _TrainingForward(block.forward, compiled, kept=self._kept)
         try:
             yield
+        except Exception:
+            if asked:  # torch makes an error of its own of what ends its work
+                found = "stopped while blocks were compiled; the steps before are saved"
+                raise StoppedBySignal(asked[0], found=found, fix=RESUME) from None
+            raise
         finally:
+            callback_handler.remove_start_callback(may_go_on)
             for block in self._blocks:
                 del block.forward
+
+
+class _TrainingForward:
+    """The forward function of a block in training: compiled where gradients are computed."""
+
+    def __init__(
+        self, plain: Callable[..., Any], compiled: Callable[..., Any], *, kept: Checkpointing
+    ) -> None:
+        self._plain, self._compiled, self.kept = plain, compiled, kept
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._compiled if torch.is_grad_enabled() else self._plain
+        return forward(*args, **kwargs)
+
+
+def _allow_open_sizes() -> None:
+    """Let torch find by itself which of the sizes that are marked have to be fixed, and keep equal ones apart."""
+    import torch._dynamo.config as dynamo
+    import torch.fx.experimental._config as symbolic
+
+    dynamo.allow_ignore_mark_dynamic = True
+    # Else code that was made when a text was as long as the image would serve only such texts.
+    symbolic.use_duck_shape = False
+
+
+def _with_open_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark all sizes of a block's inputs but those of channels as open, so that one code serves all.
+
+    Latents as an image are [B, C, H, W], tokens [B, L, C], rotations [L, C] or [B, L, C]; masks [B, ..., L] have no
+    channels. torch makes code of its own where a size is 1.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                is_mask = not (tensor.is_floating_point() or tensor.is_complex())
+                channels = None if is_mask else 1 if tensor.dim() == 4 else tensor.dim() - 1
+                for dim, size in enumerate(tensor.shape):
+                    if dim != channels and size > 1:
+                        torch._dynamo.mark_dynamic(tensor, dim)
+        return compiled(*args, **kwargs)
+
+    return forward
+
+
+def _by_usual_sizes(compile_graph: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Have a compiler choose its kernels by usual sizes, where it would take those it meets first.
+
+    A resumed run meets other sizes first than its start did, and other kernels round differently.
+    """
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            tensor = node.meta["example_value"]  # without values, its sizes may be symbols
+            for dim, size in enumerate(tensor.shape if isinstance(tensor, Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    kind = "images" if dim == 0 < tensor.dim() - 2 else "side"
+                    usual = USUAL_SIZES["tokens" if kind == "side" and tensor.dim() < 4 else kind]
+                    size.node.shape_env.var_to_hint_override.setdefault(size.node.expr, usual)
+        return compile_graph(graph, inputs)
+
+    return backend
 
 
 def start_workers() -> None:

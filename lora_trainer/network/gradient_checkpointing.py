@@ -25,7 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
 from lora_trainer.hardware.device_calls import may_copy_ahead
@@ -68,6 +72,9 @@ class BlockRunner:
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         modes: dict[str, Any] = {}
+        # Compiled code that keeps these results recomputes the others by itself.
+        if self._kind in KEEP_ATTENTION and self._kind == getattr(block.forward, "kept", None):
+            return block(*args)
         if self._kind in KEEP_ATTENTION:
             modes["context_fn"] = partial(selective_contexts, self._kind, self._rank)
         with self.host.holding(args) if self._kind == "offloaded" else nullcontext():
@@ -181,6 +188,40 @@ def selective_contexts(
     """Return the modes of the forward pass and of the recomputation of one call of a block."""
     results, worth = deque[tuple[Any, Any]](), partial(is_worth_saving, kind, rank)
     return _KernelMode(worth, results, saves=True), _KernelMode(worth, results, saves=False)
+
+
+def keeping(block: nn.Module, kind: Checkpointing) -> Callable[..., Any]:
+    """Return a block's forward function for the compiler, which keeps the results of this level and no others.
+
+    torch's own modes only mark each kernel's result while the block is traced: the code that is made of it saves the
+    marked ones, and no kernel is inspected in a step.
+    """
+    ranks = (
+        rank
+        for module in block.modules()
+        if isinstance(module, LoraLayer)
+        for rank in module.r.values()
+    )
+    rank, forward = max(ranks, default=0), block.forward
+
+    def policy(_: Any, kernel: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if is_worth_saving(kind, rank, kernel, args):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def kept_forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
+            **kwargs,
+        )
+
+    return kept_forward
 
 
 class _KernelMode(TorchDispatchMode):

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.wording import step_seconds_text
+from lora_trainer.common.wording import duration_text, step_seconds_text
 from lora_trainer.config.config import build_run_config, flatten, value_of, with_value
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import (
     FLOW_WEIGHTINGS,
-    KEEP_ATTENTION,
     SNR_WEIGHTINGS,
     Precision,
     settled,
@@ -39,6 +38,7 @@ from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import (
     PREVIEW_SHARE,
     SLIDER_STEPS,
+    Evaluator,
     RunTime,
     RunTimeInputs,
     disk_bytes,
@@ -48,6 +48,15 @@ from lora_trainer.planning.run_time import (
 
 # Most shapes that are compiled; further shapes run as usual.
 MOST_SHAPES = 16
+# Compiling one graph of a block, both passes, on a few cores; found in the cache it takes a second or two.
+COMPILE_S = 40.0
+# Share of a step that compiled blocks save, by others' measurements: musubi-tuner, OneTrainer and Krea 2's authors name
+# 10 to 37 %. Not measured here: `gpu_day` will tell.
+COMPILED_SAVES = (0.10, 0.37)
+# Seconds that are saved, by the lower of these, for each that compiling takes: from here on `auto` compiles.
+PAYS_FROM = 2.0
+# Triton has kernels from this compute capability on.
+TRITON_CAPABILITY = (7, 0)
 # (width, height) in pixels, images at once.
 PixelShape = tuple[int, int, int]
 # A text encoder with more parameters runs in bf16, because fp32 weights would set the peak of the run.
@@ -411,13 +420,65 @@ class _Planner:
         memory_choice, decisions = chooser.choose()
         for decision in decisions:
             self.decide(*decision)
-        # After memory, which chooses the checkpointing, compiling is left out where it is impossible.
-        if self.config.hardware.compile == "blocks" and (obstacle := self._against_compiling()):
+        self.decide_compiling(memory_choice)
+        return memory_choice
+
+    def decide_compiling(self, memory_choice: MemoryChoice) -> None:
+        """Decide whether blocks are compiled and in which mode: after memory, which chooses the checkpointing."""
+        asked = self.config.hardware.compile
+        if asked == "auto":
+            self.decide("hardware.compile", *self._compiled_by_itself(memory_choice))
+        elif asked == "blocks" and (obstacle := self._against_compiling()):
             self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
         mode = self.config.hardware.compile_mode
         if mode != "default" and (obstacle := self._against_mode(memory_choice)):
             self.decide("hardware.compile_mode", "default", f"instead of {mode}: {obstacle}")
-        return memory_choice
+
+    def _compiled_by_itself(self, memory_choice: MemoryChoice) -> tuple[str, str]:
+        """Return the value of `hardware.compile=auto` and its reason."""
+        if obstacle := self._against_compiling() or self._no_gain_of_compiling():
+            return "none", obstacle
+        steps = settled(self.config.train.steps)
+        graphs = self._graphs(memory_choice)
+        evaluator = Evaluator(inputs=self.inputs, config=self.config, gpu=self.gpu)
+        least, most = (
+            share * steps * evaluator.time(memory_choice.load).seconds for share in COMPILED_SAVES
+        )
+        compile_s = COMPILE_S * graphs
+        sums = (
+            f"compiling {graphs} graphs takes about {duration_text(compile_s)}; by what others measured it saves "
+            f"{duration_text(least)} to {duration_text(most)} of {steps:,} steps"
+        )
+        return ("blocks" if least >= PAYS_FROM * compile_s else "none"), sums
+
+    def _graphs(self, memory_choice: MemoryChoice) -> int:
+        """Return about how many graphs a run compiles."""
+        shapes, any_size = compiled_sizes(
+            self.inputs, self.config, images_at_once=memory_choice.images_at_once
+        )
+        # The first block of a network has an input without a gradient, a graph of its own.
+        kinds = self.inputs.costs.block_kinds + 1
+        if not any_size:
+            return kinds * len(shapes)
+        # One image and several are two graphs, padded texts another.
+        several = any(count > 1 for _, _, count in shapes)
+        one = any(count == 1 for _, _, count in shapes)
+        return kinds * (one + several * (1 + self.inputs.costs.family.text.masked))
+
+    def _no_gain_of_compiling(self) -> str:
+        """Return why compiled blocks are not known to be faster here, else ""; who asks for them gets them."""
+        gpu = self.gpu
+        if gpu is None:
+            return "chosen on a GPU only"
+        if not gpu.can.compiles:
+            return f"not measured on {gpu.can.says}"
+        if gpu.compute_capability is None or gpu.compute_capability < TRITON_CAPABILITY:
+            return f"{gpu.capability}: Triton's kernels need 7.0 or higher"
+        if self.inputs.hardware.packages.get("triton") is None:
+            return "Triton, which compiles for GPUs, is not installed"
+        if settled(self.config.memory.streamed_blocks):
+            return "with streamed blocks steps wait for copies rather than for kernels"
+        return ""
 
     def _against_mode(self, memory_choice: MemoryChoice) -> str:
         """Return why blocks cannot be compiled in the mode that was asked for, else ""."""
@@ -431,6 +492,8 @@ class _Planner:
             return "only a GPU has CUDA graphs"
         if settled(config.memory.streamed_blocks):
             return "streamed blocks have their weights at another address each time"
+        if self.inputs.costs.family.text.masked:
+            return "each length of a text would be a graph of its own"
         each = memory_choice.images_at_once.values()
         if min(each, default=1) < math.ceil(config.train.batch_size / self.inputs.processes):
             return "the gradients of several passes a step cannot be added up in the graphs' memory"
@@ -438,26 +501,10 @@ class _Planner:
 
     def _against_compiling(self) -> str:
         """Return why blocks cannot be compiled with these settings, else ""; each was tried on every family."""
-        config, adapter, objective = self.config, self.config.adapter, self.config.objective
+        config, adapter = self.config, self.config.adapter
         kind = "DoRA" if adapter.dora else adapter.kind
         if kind in ("DoRA", "loha", "lokr"):
             return f"peft's {kind} layers are not a single piece"
-        if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
-            return "adapter dropout makes each block another one"
-        if adapter.noise_rank is not None:
-            return "adapter.noise_rank makes each block another one"
-        if self.inputs.costs.family.text.masked:
-            return "text lengths vary with this base"
-        if objective.prior == "base" or objective.preservation_weight:
-            return "the base's own prediction is of a varying number of samples"
-        if self.inputs.directions:
-            return "a slider predicts without gradients too, which is another piece"
-        if objective.contrast_scale != 1:
-            return "objective.contrast_scale predicts without gradients too, which is another piece"
-        if config.base.assistant != NO_ASSISTANT:
-            return "base.assistant computes its part in hooks"
-        if config.memory.gradient_checkpointing in KEEP_ATTENTION:
-            return "this gradient checkpointing keeps results of single kernels"
         if config.memory.attention == "xformers":
             return "memory.attention=xformers cannot be compiled"
         return ""
@@ -503,6 +550,23 @@ class _Planner:
             time_corrections=here.notes,
             disk_bytes=disk_bytes(inputs, config, load),
         )
+
+
+def compiled_sizes(
+    inputs: PlanInput, config: Config | RunConfig, *, images_at_once: Mapping[tuple[int, int], int]
+) -> tuple[list[PixelShape], bool]:
+    """Return the shapes of passes that are compiled, and whether one code serves all sizes, these and any other.
+
+    Passes of one shape with texts of one length have code of their own, which is the fastest. CUDA graphs are of one
+    size each.
+    """
+    shapes = pass_shapes(
+        images_at_once, batch_size=config.train.batch_size, processes=inputs.processes
+    )
+    if inputs.costs.family.text.masked:
+        return shapes, True
+    any_size = len(shapes) > 1 and config.hardware.compile_mode != "reduce-overhead"
+    return (shapes if any_size else shapes[:MOST_SHAPES]), any_size
 
 
 def pass_shapes(

@@ -49,6 +49,7 @@ from lora_trainer.network.compiling import compiler_version
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.network.pinned_memory import counted
+from lora_trainer.planning.plan import compiled_sizes
 from lora_trainer.planning.plan_input import remember_oom
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.step import OomFallback
@@ -93,8 +94,16 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": prepared.hardware.cpu_name if device.type == CPU.type else name_of(device),
         "deterministic": device.type == "cpu" or config.train.deterministic,
-        **({"compiler": compiler_version(device)} if compiled else {}),
+        **({"compiler": _compiler(prepared, device)} if compiled else {}),
     }
+
+
+def _compiler(prepared: Prepared, device: torch.device) -> str:
+    """Return what compiles, and whether to one code for all sizes, which rounds differently."""
+    _, any_size = compiled_sizes(
+        prepared.inputs, prepared.config, images_at_once=prepared.plan.images_at_once
+    )
+    return compiler_version(device) + (", one code for all sizes" if any_size else "")
 
 
 def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.device) -> int | None:

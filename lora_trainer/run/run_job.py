@@ -32,7 +32,7 @@ from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.planning.plan import MOST_SHAPES, pass_shapes
+from lora_trainer.planning.plan import compiled_sizes
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
 from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.run.build import (
@@ -330,13 +330,15 @@ def _training(
     }
     compiled = None  # nor in a run where they failed before
     if config.hardware.compile == "blocks" and not (start.guard.uncompiled or start.guard.plain):
-        shapes = pass_shapes(
-            images_at_once,
-            batch_size=config.train.batch_size,
-            processes=job.prepared.inputs.processes,
-        )[:MOST_SHAPES]
+        shapes, any_size = compiled_sizes(
+            job.prepared.inputs, config, images_at_once=images_at_once
+        )
         compiled = CompiledBlocks(
-            parts.networks.denoiser, shapes=frozenset(shapes), mode=config.hardware.compile_mode
+            parts.networks.denoiser,
+            shapes=frozenset(shapes),
+            any_size=any_size,
+            kept=config.memory.gradient_checkpointing,
+            mode=config.hardware.compile_mode,
         )
     adapter, afterwards = parts.adapter, list[Callable[[int], None]]()
     if (limit := config.optimizer.max_weight_norm) is not None:

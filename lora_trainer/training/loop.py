@@ -134,7 +134,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 for parameter, end_step in training.stages:
                     parameter.requires_grad_(progress.step < end_step)
                 loss, guard = compute_gradients_with_oom_retry(training, samples, progress.guard)
-            except (MachineError, TrainingStopped, MemoryError) as error:
+            except (MachineError, TrainingStopped, StoppedBySignal, MemoryError) as error:
                 if isinstance(error, NoFallbackLeft):  # a resume must not try again what failed
                     progress = replace(progress, guard=error.guard)
                 # The weights are those of the last whole step, so its state is worth saving. With several

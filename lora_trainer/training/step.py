@@ -178,10 +178,10 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
     batch, blocks = batch.on(model.device), training.compiled
     if blocks is not None and not blocks.is_off:
         count, _, height, width = batch.latents.shape
-        # With references a pass has more tokens than the compiled ones.
-        is_planned = (height, width, count) in blocks.shapes
-        if is_planned and not references_in(batch.conditioning):
-            compiled = blocks.used()
+        has_references = bool(references_in(batch.conditioning))
+        if blocks.takes(height, width, count, has_references=has_references):
+            # With several processes the others wait in a collective for the gradients of this step.
+            compiled = blocks.used(training.stop if training.ranks.is_single else lambda: None)
         elif not blocks.is_told:  # shapes change with every step, the reason does not
             blocks.is_told = True
             training.events.problem(

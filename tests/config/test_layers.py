@@ -148,10 +148,11 @@ def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
 
 def test_a_value_of_an_earlier_version_is_read_in_its_layer_or_refused(tmp_path: Path) -> None:
     """Refused where an older run would end otherwise without it."""
-    blocks = written_settings(tmp_path, '{"hardware.compile": "blocks"}')
-    typed = resolved(config_file=blocks, overrides={"hardware.compile": "auto"})
-    assert typed.config.hardware.compile == "none"
-    assert typed.origins["hardware.compile"].layer == "command line"
+    key = "memory.gradient_checkpointing"
+    full = written_settings(tmp_path, json.dumps({key: "full"}))
+    typed = resolved(config_file=full, overrides={key: False})
+    assert typed.config.memory.gradient_checkpointing == "none"
+    assert typed.origins[key].layer == "command line"
     assert resolved(overrides={"adapter.init": "default"}).config == resolved().config
     for layer in ("overrides", "run_settings"):
         with pytest.raises(RequestError, match=r"pissa is of an earlier version.*start a new run"):

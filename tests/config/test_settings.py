@@ -184,4 +184,7 @@ def test_a_run_has_no_auto_and_a_setting_of_an_earlier_version_no_effect() -> No
     with pytest.raises(RequestError, match=r"train\.steps='auto'.*has to be decided"):
         settings.build_run_config({})
     assert build_config({"hardware.cuda_graphs": True}) == Config()
-    assert build_config({"hardware.compile": "auto"}) == Config(), "a value of earlier versions"
+    full = build_config({"memory.gradient_checkpointing": "full"})
+    assert build_config({"memory.gradient_checkpointing": True}) == full, (
+        "as earlier versions had it"
+    )

@@ -40,7 +40,7 @@ MACHINE = Hardware(
     cpu_threads=6,
     ram_total_bytes=64 * GIB,
     ram_free_bytes=32 * GIB,
-    packages={"torch": "2.13.0", "xformers": None, **LIBRARIES},
+    packages={"torch": "2.13.0", "triton": "3.7.1", "xformers": None, **LIBRARIES},
     reasons={"cpu_threads": "6 physical cores among 12 usable processors"},
     expandable_segments=True,
 )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
+from lora_trainer.common.errors import StoppedBySignal
+from lora_trainer.families.base.facts import Conditioning
 from lora_trainer.network.block_swap import stream_blocks
-from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.network.compiling import USUAL_SIZES, CompiledBlocks, _by_usual_sizes
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
-from tests.fakes.family_bases import CPU
+from tests.fakes.family_bases import CPU, conditioning_of
 from tests.fakes.runs import python
 from tests.fakes.trainee import compiled_calls, trainee
 
@@ -39,6 +46,103 @@ def test_gradients_of_traced_blocks_are_the_same() -> None:
     assert len(calls) == before
 
 
+def counting(graphs: list[tuple[int, int]]) -> Callable[[Any, Any], Any]:
+    """Return a compiler that makes no code: `graphs` gets the products and attentions of each graph, in turn.
+
+    The graph of a forward pass, and when gradients are first computed that of its backward pass.
+    """
+
+    def compiler(graph: Any, _: Any) -> Any:
+        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append(
+            (sum("mm" in one for one in called), sum("attention" in one for one in called))
+        )
+        return make_boxed_func(graph.forward)
+
+    backend: Callable[[Any, Any], Any] = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    return backend
+
+
+LATENTS = ((16, 16), (24, 12), (12, 24), (20, 12), (12, 20), (8, 32))
+CAPTIONS = ("x", "one toy", "two words more", "a red toy on a table by the window of the house")
+
+
+def test_one_code_serves_all_sizes_and_texts_and_keeps_what_the_level_keeps() -> None:
+    """Six sizes of images, captions of several lengths: no more graphs than are declared.
+
+    The level `selective` and masks of the adapter are in the code. The base's own prediction has none of its own.
+    """
+    torch.compiler.reset()
+    at = trainee("chroma", dropout=0.2, rank_dropout=0.2)
+    apply_checkpointing(at.denoiser, "selective")
+    graphs: list[tuple[int, int]] = []
+    blocks = CompiledBlocks(
+        at.denoiser, shapes=(), any_size=True, kept="selective", backend=counting(graphs)
+    )
+    masks, generator = at.adapter.masks, torch.Generator().manual_seed(3)
+    assert masks is not None
+
+    def gradients(noisy: Tensor, told: Conditioning) -> list[Tensor]:
+        seeds = torch.arange(2 * len(noisy)).view(-1, 2)
+        timesteps = torch.full((len(noisy),), 400.0)
+        with torch.no_grad():
+            at.family.predict(at.denoiser, noisy, timesteps, told)
+        with masks.of(seeds, timesteps):
+            at.family.predict(at.denoiser, noisy, timesteps, told).square().mean().backward()
+        found = [weight.grad for weight in at.parameters if weight.grad is not None]
+        for weight in at.parameters:
+            weight.grad = None
+        return found
+
+    for number, (height, width) in enumerate(LATENTS):
+        noisy = torch.randn(1, at.noisy.shape[1], height, width, generator=generator)
+        told = conditioning_of(at.family, at.facts, (CAPTIONS[number % len(CAPTIONS)],))
+        plain = gradients(noisy, told)
+        assert blocks.takes(height, width, 1, has_references=True)
+        with blocks.used():
+            compiled = gradients(noisy, told)
+        for one, other in zip(plain, compiled, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+    assert 0 < len(graphs) / 2 <= blocks.most_graphs
+    forward, backward = graphs[0], graphs[1]
+    assert forward[1] == 1 and backward[1] == 1, "attention runs once and is differentiated once"
+    assert backward[0] < 3 * forward[0], "its kept products are not done again"
+
+
+@pytest.mark.parametrize("tries", [20])
+def test_a_stop_at_any_moment_ends_compiling_before_the_next_graph(tries: int) -> None:
+    """Each try is stopped as another graph is about to be compiled; what has been made stays in use."""
+
+    class Blocks(nn.Module):
+        _repeated_blocks = ("Block",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(size) for size in range(2, 3 + tries // 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([block(x[:, : len(block.weight)]).sum() for block in self.blocks])
+
+    for moment in range(1, tries + 1):
+        torch.compiler.reset()
+        network, asked, graphs = Blocks(), list[int](), list[tuple[int, int]]()
+
+        def stop(moment: int = moment, asked: list[int] = asked) -> int | None:
+            asked.append(1)
+            return int(signal.SIGTERM) if len(asked) >= moment else None
+
+        blocks = CompiledBlocks(network, shapes=(), backend=counting(graphs))
+        with pytest.raises(StoppedBySignal) as stopped, blocks.used(stop):
+            network(torch.ones(2, 16, requires_grad=True)).sum().backward()
+        assert stopped.value.exit_code == 128 + signal.SIGTERM
+        assert len(asked) == moment and len(graphs) <= moment, "nothing is compiled after it"
+        assert all("forward" not in vars(block) for block in network.blocks), "off again"
+
+
 class Network(nn.Module):
     """Two blocks of the smallest kind that a compiler has something to do with."""
 
@@ -55,12 +159,32 @@ class Network(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int = 4) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 16).reshape(4, 4))
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, size**2).reshape(size, size))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.sin(x @ self.weight) * torch.tanh(x)
+
+
+def test_kernels_are_chosen_by_usual_sizes_whichever_come_first() -> None:
+    def chosen_by(rows: int) -> list[int]:
+        """Return the sizes that the compiler is told where images of so many rows come first."""
+        torch.compiler.reset()
+        found: list[int] = []
+
+        def compiler(graph: Any, inputs: Any) -> Any:
+            for size in (each.node for each in inputs if isinstance(each, torch.SymInt)):
+                found.append(size.shape_env.var_to_hint_override[size.expr])
+            return graph
+
+        network, backend = Network(), _by_usual_sizes(compiler)
+        with CompiledBlocks(network, shapes=(), any_size=True, backend=backend).used():
+            network(torch.ones(3, rows, 4, requires_grad=True)).sum().backward()
+        return found
+
+    few, many = chosen_by(5), chosen_by(700)
+    assert few == many and {*few} == {USUAL_SIZES["images"], USUAL_SIZES["tokens"]}
 
 
 SCRIPT = """

@@ -190,12 +190,11 @@ def test_a_prediction_ends_where_guidance_of_the_scale_would_be() -> None:
 # ---- the plan
 
 
-def test_its_pass_is_in_the_time_and_in_the_memory_and_blocks_are_not_compiled() -> None:
+def test_its_pass_is_in_the_time_and_in_the_memory() -> None:
     asked = {"hardware.compile": "blocks", "data.resolution": 512}
     plan = planned(FLUX, machine(48), overrides={**asked, "objective.contrast_scale": 3.5})
     plain = planned(FLUX, machine(48), overrides={**asked, "hardware.compile": "none"})
-    assert plan.config.hardware.compile == "none"
-    assert "objective.contrast_scale" in plan.origins["hardware.compile"].reason
+    assert plan.config.hardware.compile == "blocks", "its pass has no gradients and runs uncompiled"
     assert plan.load == replace(plain.load, contrasted=1.0), "it fits as well"
     # One more pass forward: a frozen base is as much work back as forward.
     assert 1.4 < plan.idle_step_s / plain.idle_step_s < 1.5

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.checkpoint.states import load_newest
-from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.common.processes import DistEnv
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.config.optimizers import OptimizerSettings
@@ -528,6 +528,20 @@ def test_planned_shapes_run_compiled_until_that_fails(works: bool) -> None:
     assert len(calls) == 2 * len({*calls})
     (said,) = tiny.of_kind("problem")
     assert "hardware.compile" in said["what"] and "1 latents of 10x6 at once" in said["what"]
+
+
+def test_a_stop_while_blocks_are_compiled_is_not_the_compilers_fault() -> None:
+    tiny = build_training(build_feeder([SQUARE] * 4), steps=2, targets="attention")
+    blocks = CompiledBlocks(
+        tiny.training.model.denoiser, shapes={(8, 8, 4)}, backend=lambda graph, _: graph
+    )
+    before = [weight.clone() for weight in tiny.weights]
+    training = replace(tiny.training, compiled=blocks, stop=lambda: int(signal.SIGTERM))
+    with pytest.raises(StoppedBySignal) as stopped:
+        train_steps(training, at_start(micro_batch=4))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert not blocks.is_off and same(tiny.weights, before)
+    assert not tiny.of_kind("problem") and not tiny.of_kind("step")
 
 
 class NoWaiting(TorchDispatchMode):
