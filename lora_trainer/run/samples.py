@@ -227,6 +227,7 @@ class SampleAction:
     def _images(self, target: Path, drawings: list[Drawing], *, step: int) -> list[SampleFile]:
         """Make the images; those left when somebody asks to stop are not made, as saving is waiting."""
         images: list[SampleFile] = []
+        empty: list[str] = []
         prepared = self.job.prepared
         settings, side_px = prepared.config.sampling, prepared.config.data.resolution
         for index, drawing in enumerate(drawings):
@@ -264,9 +265,17 @@ class SampleAction:
                 f"CFG scale: {scale:g}, Seed: {seed}, Size: {width}x{height}",
             )
             image.save(target / drawing.name, pnginfo=info)
+            if image.getcolors(1) is not None:
+                empty.append(drawing.name)
             file = f"samples/{target.name}/{drawing.name}"
             # The whole line: rows of the same words are told apart by their options.
             images.append(SampleFile(prompt=prompt.line, seed=seed, file=file))
+        if empty and len(empty) == len(images):
+            self._problem(
+                f"all sample images at step {step} have one colour, which is not a picture",
+                fix="if those of step 0 have too, the base's VAE is damaged: download it again or name another file in "
+                "base.vae; else the LoRA has: lower optimizer.learning_rate",
+            )
         return images
 
     def text(self, key: CacheKey) -> Conditioning:

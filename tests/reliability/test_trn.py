@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from lora_trainer.checkpoint.states import ADAPTER
@@ -121,6 +122,22 @@ def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(place: Toy) -> 
         "no sample images at step 6",
     ]
     assert trajectory(run) == trajectory(place.run), "and the weights are the exact ones again"
+
+
+def test_trn_03_images_of_one_colour_are_named(place: Toy) -> None:
+    """A VAE whose decoder is zeros encodes and trains as it should, and no loss shows it."""
+    grey = Image.new("RGB", (16, 16), "grey")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lora_trainer.families.base.sampling.Sampler.image", lambda *_, **__: grey)
+        assert train(place, "grey", sampling__every_steps=3) == 0
+    rows = read_jsonl(place.runs / "grey" / "problems.jsonl")
+    found = [row["what"] for row in rows if row["code"] == "TRN-03"]
+    assert found == [
+        f"all sample images at step {step} have one colour, which is not a picture"
+        for step in (0, 3, 6)
+    ]
+    rows = read_jsonl(place.run / "problems.jsonl")
+    assert not [row for row in rows if "one colour" in row["what"]], "of a real picture"
 
 
 def test_trn_04_fp16_overflows_advance_neither_the_optimizer_nor_the_row(
