@@ -171,7 +171,12 @@ def pretend_host_memory(ram_gib: float) -> None:
 
 
 def count_events(file: Path) -> None:
-    """Write the driver's counts at each event of a training; memory peaks are since the line before."""
+    """Write the driver's counts and the bytes of tensors at each event of a training.
+
+    Memory peaks are since the line before.
+    """
+    import torch
+
     from lora_trainer.queue import commands
     from scripts.rehearse.card import Counter
 
@@ -182,6 +187,10 @@ def count_events(file: Path) -> None:
             {"event": event.kind, **event.fields} if event.kind in _WHOLE else {"event": event.kind}
         )
         row["step"] = getattr(event, "step", None)
+        if torch.cuda.is_initialized():
+            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            row["tensors"] = {"bytes": now, "peak_bytes": peak}
+            torch.cuda.reset_peak_memory_stats()
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({**row, "counts": counter.now()}, default=str) + "\n")
         counter.forget_peaks()
