@@ -25,8 +25,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.queue import commands
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.queue import commands, rules
 from lora_trainer.queue import worker as queue_worker
+from lora_trainer.reporting.control import Control
 from tests.fakes.live_runs import write_status
 from tests.fakes.plans import machine
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
@@ -48,6 +50,70 @@ def ids(place: Place) -> list[str]:
 def trains(place: Place, item: commands.Item) -> bool:
     """Say whether the run of an item is seen: its trainer waits for its file then."""
     return place.item(item.id).run is not None
+
+
+# ---- when
+
+
+def test_nothing_starts_while_the_queue_is_paused_by_day_or_beside_other_programs(
+    place: Place,
+) -> None:
+    noon_s = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
+    place.add("a")
+    worker = place.worker()
+    worker.clock = lambda: noon_s
+    rules.pause(place.runs, stop=False)
+    assert worker.tick() and place.states() == {"a": "waiting"}
+    rules.change_when(place.runs, when="night", night=(22, 7))
+    rules.go_on(place.runs)
+    assert worker.tick() and place.states() == {"a": "waiting"}
+    worker.clock = lambda: noon_s + 11 * 3600
+    rules.change_when(place.runs, when="idle")
+    worker.is_idle = lambda: False
+    assert worker.tick() and place.states() == {"a": "waiting"}
+    worker.is_idle = lambda: True
+    place.finish(worker)
+    assert place.states() == {"a": "finished"}
+
+
+@pytest.mark.parametrize(
+    ("night", "hours"),
+    [((22, 7), {22, 23, *range(7)}), ((1, 4), {1, 2, 3}), ((5, 5), set(range(24)))],
+)
+def test_a_night_may_pass_midnight(night: tuple[int, int], hours: set[int]) -> None:
+    kept = rules.Rules(when="night", night_from=night[0], night_to=night[1])
+    assert {hour for hour in range(24) if kept.is_night(hour)} == hours
+
+
+def test_a_pause_of_all_stops_what_trains_and_it_goes_on_before_the_others(place: Place) -> None:
+    a, b = place.add("a"), place.add("b")
+    run = place.runs / "a"
+    run.mkdir()
+    write_status(run)
+    place.become(a, state="running", run="a")
+    rules.pause(place.runs, stop=True)
+    assert "stop" in Control(run).pending()
+    rules.go_on(place.runs)
+    assert rules.read_rules(place.runs).stopped == (a.id,), "it still saves"
+    write_status(run, state="stopped", exit_code=0)
+    place.become(place.item(a.id), state="stopped")
+    rules.take_up_stopped(place.runs)
+    assert [item.id for item in commands.in_order(commands.items(place.runs))] == [a.id, b.id]
+    assert "--resume-from" in place.item(a.id).argv
+    assert rules.read_rules(place.runs) == rules.Rules()
+
+
+def test_a_machine_is_idle_only_when_nothing_has_used_it_for_a_while() -> None:
+    loads = [0.0] * (queue_worker.IDLE_LOOKS - 1) + [0.5] + [0.0] * queue_worker.IDLE_LOOKS
+    left, found = iter(loads), machine()
+
+    def look() -> Hardware:
+        load = next(left)
+        gpus = tuple(replace(gpu, busy_fraction=load) for gpu in found.gpus)
+        return replace(found, gpus=gpus, busy_processors=4 * load)
+
+    quiet = queue_worker.Quiet(hardware=look)
+    assert [quiet.lasts() for _ in loads] == [*[False] * (len(loads) - 1), True]
 
 
 # ---- starting

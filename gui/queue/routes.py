@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.routing import Route
 
-from lora_trainer.queue import worker
+from lora_trainer.hardware.machine import detect
+from lora_trainer.queue import rules, worker
 
 from ..server.pages import Body, Text, answer, attempted, page
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import view
+from .times import Times
 
 
 class Press(Body):
@@ -21,6 +24,15 @@ class Press(Body):
 
     action: Text
     id: Text
+    place: int | None = None
+
+
+class When(Body):
+    """When trainings may start; the night is from one hour of the day to another."""
+
+    when: Literal["always", "idle", "night"]
+    night_from: int
+    night_to: int
 
 
 class Look(Body):
@@ -28,10 +40,17 @@ class Look(Body):
 
     stamp: Text
     press: Press | None = None
+    rules: When | None = None
+
+
+class Waiting(Body):
+    """How long what waits takes."""
 
 
 def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its script."""
+
+    times = Times(work=work, devices=lambda: len(worker.slots(detect(), os.environ)))
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
         worker.ensure_worker(work.runs)
@@ -43,11 +62,14 @@ def routes(work: Workplace) -> list[Route]:
 
     def look(asked: Look, _: Words) -> Mapping[str, Any]:
         done = pressed(work, asked.press, _) if asked.press else {}
+        if asked.rules is not None:
+            done = ruled(work, asked.rules, _)
         return {**done, **changed(work, asked.stamp, _)}
 
     return [
         page("/queue", "queue/page.html", title="Queue", look=show),
         answer("/queue/look", Look, look),
+        answer("/queue/times", Waiting, lambda asked, _: {"times": times.of_waiting(_)}),
     ]
 
 
@@ -55,7 +77,19 @@ def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, Any]:
     """Do what a button is for; return what was done, or why not."""
 
     def act() -> Mapping[str, Any]:
-        return {"done": view.press(work, action=button.action, id=button.id, said=_)}
+        done = view.press(work, action=button.action, id=button.id, said=_, place=button.place)
+        return {"done": done}
+
+    return attempted(act, _, folder=work.runs)
+
+
+def ruled(work: Workplace, asked: When, _: Words) -> Mapping[str, Any]:
+    """Keep when trainings may start; return what was done, or why not."""
+
+    def act() -> Mapping[str, Any]:
+        night = (asked.night_from, asked.night_to)
+        rules.change_when(work.runs, when=asked.when, night=night)
+        return {"done": _("Kept.")}
 
     return attempted(act, _, folder=work.runs)
 

@@ -1,8 +1,12 @@
 // The page Queue: one listener serves all buttons. The lists are drawn again as they change; what is open and what has
-// the keyboard follow the item. No button asks back: what it removed is put back by Undo.
+// the keyboard follow the item. No button asks back: what it removed is put back by Undo. What waits can be dragged; the
+// lists are not drawn meanwhile. How long it takes is asked apart, because plans take seconds.
+import { ask } from "/ui/shared/ask.js";
 import { follow } from "/ui/shared/follow.js";
 import { keepOpen } from "/ui/shared/keep_open.js";
 import { tell } from "/ui/shared/tell.js";
+
+const MINUTE_MS = 60_000;
 
 const keyOf = (node) => {
   const button = node.closest("button[data-action]");
@@ -15,7 +19,35 @@ export function mount(main, leaving) {
   const openAgain = keepOpen(place);
   let focused = null; // action and item of the button that has the keyboard
 
+  let times = {};
+  let planned = ""; // what the times were asked for: the waiting items in their order, the rules, the minute
+
+  const waiting = () => [...place.querySelectorAll("li.waiting")];
+  const form = main.querySelector(".rules form");
+
+  function wanted() {
+    const ids = waiting().map((entry) => entry.dataset.item);
+    const isPaused = Boolean(place.querySelector("[data-action=go_on]"));
+    return ids.length ? [...ids, isPaused, form.when.value, Math.floor(Date.now() / MINUTE_MS)].join(" ") : "";
+  }
+
+  function showTimes() {
+    for (const line of place.querySelectorAll("[data-times]")) line.textContent = times[line.dataset.times] ?? "";
+  }
+
+  async function plan() {
+    showTimes();
+    const now = wanted();
+    if (now === planned) return;
+    planned = now;
+    const answer = planned ? await ask("/queue/times", {}) : { times: {} };
+    if (leaving.aborted || now !== planned) return;
+    times = answer.times ?? {};
+    showTimes();
+  }
+
   const asked = follow(place, "/queue/look", leaving, () => {
+    plan();
     openAgain();
     if (!focused) return;
     const buttons = [...place.querySelectorAll("button[data-action]:not(:disabled)")];
@@ -31,6 +63,43 @@ export function mount(main, leaving) {
     const answer = await asked({ press: key });
     tell(said, answer);
   });
+
+  // Dragging: the entry goes where it is held, and stays there when it is let go.
+  let held = null;
+  let home = null; // the entry behind it, before it is moved
+  place.addEventListener("dragstart", ({ target, dataTransfer }) => {
+    held = target.closest?.("li.waiting") ?? null;
+    if (!held) return;
+    home = held.nextElementSibling;
+    place.dataset.held = "";
+    dataTransfer.effectAllowed = "move";
+    held.classList.add("held");
+  });
+  place.addEventListener("dragover", (event) => {
+    const over = held && event.target.closest("li.waiting");
+    if (!over) return;
+    event.preventDefault();
+    const box = over.getBoundingClientRect();
+    if (over !== held) over[event.clientY < box.top + box.height / 2 ? "before" : "after"](held);
+  });
+  place.addEventListener("drop", (event) => { if (held) event.preventDefault(); });
+  place.addEventListener("dragend", async ({ dataTransfer }) => {
+    if (!held) return;
+    const isCancelled = dataTransfer.dropEffect === "none";
+    if (isCancelled) held.parentNode.insertBefore(held, home);
+    const moved = { action: "to", id: held.dataset.item, place: waiting().indexOf(held) };
+    held.classList.remove("held");
+    held = null;
+    delete place.dataset.held;
+    if (!isCancelled) tell(said, await asked({ press: moved }));
+  });
+
+  form.addEventListener("change", async () => {
+    const hour = (name) => form.querySelector(`#${name}`).valueAsNumber || 0;
+    tell(said, await asked({ rules: { when: form.when.value, night_from: hour("night-from"), night_to: hour("night-to") } }));
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  plan();
 
   document.addEventListener("focusin", (event) => {
     focused = place.contains(event.target) ? keyOf(event.target) : null;

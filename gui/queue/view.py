@@ -6,30 +6,41 @@ the item and what is asked, and `press` checks both. Nothing is remembered here.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import bytes_text, one_line, without_secrets
-from lora_trainer.queue import commands, worker
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.queue import commands, rules, worker
 from lora_trainer.queue.commands import Item
+from lora_trainer.queue.rules import read_rules
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import RunStatus, read_status
 
+from ..bases import title
 from ..command_lines import command_line
+from ..library.preview import small_url
 from ..markup import inline
+from ..media import thumb_url
 from ..run_state import left_text
-from ..runs import Stamp, page_url
+from ..runs import Stamp, newest_samples, page_url
 from ..server.language import ENGLISH
 from ..server.templates import render
 from ..server.translation import Words, words
 from ..workplace import Workplace
+from .times import clock_text, dataset_of
 
 MAX_ENDED = 30
+_PICTURE_PX = 192
 # So long Undo is offered for what was removed, of the last few.
 _UNDO_WITHIN_S = 600.0
 _UNDO_MAX = 3
@@ -49,15 +60,19 @@ class Row:
     name: str
     url: str
     command: str
+    base: str
+    picture: str
 
     @classmethod
-    def facts(cls, item: Item) -> Mapping[str, str]:
+    def facts(cls, work: Workplace, item: Item) -> Mapping[str, str]:
         """Return what every row says of its item."""
         return {
             "id": item.id,
             "name": _name(item),
             "url": page_url(item.run) if item.run else "",
             "command": command_line(item.argv) if item.argv else "",
+            "base": _base(work, item),
+            "picture": _picture(work, item),
         }
 
 
@@ -68,6 +83,7 @@ class Running(Row):
     said: str
     left: str
     left_from: str
+    finishes: str
     device: str
     percent: float
     stops: bool
@@ -95,7 +111,7 @@ def stamp(work: Workplace) -> Stamp:
     stopping = [item.id for item in items if _is_stopping(work, item)]
     downloads = [commands.download_of(work.runs, item) for item in items]
     line = worker_line(work, items, words(ENGLISH))
-    return (items, *seen, *stopping, *downloads, line, _undone(work))
+    return (items, *seen, *stopping, *downloads, line, _undone(work), read_rules(work.runs))
 
 
 def view(work: Workplace, said: Words) -> Html:
@@ -108,10 +124,12 @@ def shown(work: Workplace, said: Words) -> Mapping[str, Any]:
     items = commands.items(work.runs)
     ended = [item for item in items if item.has_ended]
     return {
-        "removed": [Row(**Row.facts(item)) for item in _undone(work)],
+        "removed": [Row(**Row.facts(work, item)) for item in _undone(work)],
         "line": worker_line(work, items, said),
+        "rules": read_rules(work.runs),
+        "trains": any(item.state == "running" for item in items),
         "running": [_running(work, item, said) for item in items if item.state == "running"],
-        "waiting": [Row(**Row.facts(item)) for item in items if item.state == "waiting"],
+        "waiting": [Row(**Row.facts(work, item)) for item in items if item.state == "waiting"],
         "ended": [_ended(work, item, said) for item in ended[:MAX_ENDED]],
         "left_out": len(ended) - MAX_ENDED,
         "has_finished": bool(_finished(items)),
@@ -133,26 +151,41 @@ def worker_line(work: Workplace, found: Sequence[Item], said: Words) -> str:
     """Say who works through the queue, and what it waits for."""
     running = [item for item in found if item.state == "running"]
     waiting = [item for item in found if item.state == "waiting"]
-    if not running and not waiting:
+    kept = read_rules(work.runs)
+    if not running and not waiting and not kept.paused:
         return said("Nothing waits. A training that you start begins at once.")
+    if kept.paused:
+        return said("Paused: nothing starts until you press Go on. What trains goes on.")
     if fault := worker.worker_fault(work.runs):
         return said("The queue cannot work: {}", without_secrets(fault))
     if worker.worker_pid(work.runs) is None:
         return said("The queue is starting.")
+    if waiting and not running and kept.when == "idle":
+        return said(
+            "The next one starts when no other program has used the machine for half a minute."
+        )
+    if waiting and (why := kept.holds(now_s=time.time(), is_idle=True)):
+        return said("The next one waits: {}.", said.message(why))
     others = worker.outside(work.runs, running)
     if waiting and not running and others:
         return said("Waiting for {}, which was started outside of the queue.", others[0])
     return said("The queue works by itself: closing this page or the program stops nothing.")
 
 
-def press(work: Workplace, *, action: str, id: str, said: Words) -> str:
-    """Do what a button asks for; return what was done where the list does not show it.
+def press(work: Workplace, *, action: str, id: str, said: Words, place: int | None = None) -> str:
+    """Do what a button asks for, or a drag to a `place` from 0; return what was done where the list does not show it.
 
     Raises RequestError for what cannot be done, MachineError.
     """
     done = ""
     if action in ("up", "down"):
         commands.move(work.runs, id, by=-1 if action == "up" else 1)
+    elif action == "to" and place is not None:
+        _move_to(work, id, place)
+    elif action in ("pause", "pause_all"):
+        rules.pause(work.runs, stop=action == "pause_all")
+    elif action == "go_on":
+        rules.go_on(work.runs)
     elif action == "again":
         commands.again(work.runs, id)
     elif action == "stop":
@@ -168,6 +201,14 @@ def press(work: Workplace, *, action: str, id: str, said: Words) -> str:
         raise RequestError(f"the queue has no button {action!r}", fix="reload the page")
     worker.ensure_worker(work.runs)
     return done
+
+
+def _move_to(work: Workplace, id: str, place: int) -> None:
+    """Put a waiting item at a place of those that wait; raises RequestError for one that does not wait."""
+    waiting = [item.id for item in commands.in_order(commands.items(work.runs))]
+    if id not in waiting:
+        raise RequestError(f"{id} does not wait any more", fix="move one that waits")
+    commands.move(work.runs, id, by=place - waiting.index(id))
 
 
 def _stop(work: Workplace, id: str, said: Words) -> str:
@@ -191,10 +232,11 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
         fraction = download.here_bytes / download.all_bytes
         message = said("downloading the base model {}: {} of {}", download.source, here, whole)
     return Running(
-        **Row.facts(item),
+        **Row.facts(work, item),
         said=message,
         left=said.message(left_text(status.left_s)) if status is not None and not download else "",
         left_from=said.message(status.left_from) if status is not None else "",
+        finishes=_finishes(status) if status is not None and not download else "",
         device=item.device[:_DEVICE_LENGTH] if item.device else "",
         percent=100 * fraction,
         stops=_is_stopping(work, item),
@@ -207,7 +249,7 @@ def _ended(work: Workplace, item: Item, said: Words) -> Ended:
     found, fix = _reason(item, said, resumes=resumes)
     log = commands.item_file(work.runs, item.id, "log")
     return Ended(
-        **Row.facts(item),
+        **Row.facts(work, item),
         state=item.state,
         when=time.strftime("%Y-%m-%d %H:%M", time.localtime(item.ended_s or 0.0)),
         took_s=(item.ended_s or 0.0) - (item.started_s or item.ended_s or 0.0),
@@ -230,6 +272,42 @@ def _reason(item: Item, said: Words, *, resumes: bool) -> tuple[str, str]:
         fix = said("Resume goes on from the last saved state.")
     found = said.message(found)
     return found[:1].upper() + found[1:], said.message(fix)
+
+
+def _finishes(status: RunStatus) -> str:
+    """Return the time of day at which a training ends, an empty text where it does not say."""
+    if not math.isfinite(status.left_s) or status.left_s < 0:
+        return ""
+    now_s = time.time()
+    return clock_text(now_s + status.left_s, now_s=now_s)
+
+
+def _base(work: Workplace, item: Item) -> str:
+    """Return the name of an item's base, as its run or its command says it; an empty text for the planner's choice."""
+    if item.run:
+        with suppress(RequestError):
+            if source := read(_run(work, item)).base.source:
+                return title(source)
+    words = iter(item.argv)
+    for word in words:
+        if word == "--base" or word.startswith("--base="):
+            return title(word.partition("=")[2] or next(words, ""))
+    return ""
+
+
+def _picture(work: Workplace, item: Item) -> str:
+    """Return the address of a picture of an item: its newest sample, else the first image that it learns."""
+    if item.run and (samples := newest_samples(_run(work, item))):
+        return small_url(samples[0], size_px=_PICTURE_PX)
+    folder = dataset_of(item)
+    if folder is None:
+        return ""
+    try:
+        allowed = work.allows(folder.resolve()) and folder.is_dir()
+        pictures = list_dataset(folder, settings=DataSettings()).pictures if allowed else ()
+    except (LoraTrainError, OSError, ValueError):  # which the training itself says
+        return ""
+    return thumb_url(folder, pictures[0].name, size_px=_PICTURE_PX) if pictures else ""
 
 
 def _name(item: Item) -> str:

@@ -16,7 +16,7 @@ export function follow(place, path, leaving, drawn, of = {}) {
     goes: "goes" in place.dataset,
     shown: () => ({ stamp, ...of }),
     draw(now) {
-      if (now.html === undefined) return;
+      if (now.html === undefined || "held" in place.dataset) return; // somebody drags in it: the next answer is drawn
       ({ stamp } = now);
       place.innerHTML = now.html; // markup of our own server, in which every text is escaped
       drawn(now);

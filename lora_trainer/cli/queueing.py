@@ -1,6 +1,6 @@
 """Queue trainings, which then run one after another on each GPU.
 
-The commands of the training queue: `lora-train queue add|list|move|remove|run`.
+The commands of the training queue: `lora-train queue add|list|move|remove|pause|go-on|when|run`.
 Inputs: the words of a training's command. Outputs: an item in the queue of a runs folder, and its state as
 text or JSON. Nothing here trains or imports torch.
 """
@@ -20,7 +20,7 @@ from lora_trainer.cli.main import Json, Reply, parse_training
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.wording import escaped, without_secrets
 from lora_trainer.config.running import Config
-from lora_trainer.queue import commands, worker
+from lora_trainer.queue import commands, rules, worker
 from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.plan_text import add_row
 
@@ -94,6 +94,34 @@ def remove(id: str, /, *, runs: Runs = None) -> None:
     """Remove a training that waits or has ended from the list; its run folder stays."""
     worker.settle(folder := _runs(runs))
     commands.remove(folder, id)
+
+
+@app.command
+def pause(*, stop: bool = False, runs: Runs = None) -> None:
+    """Start no training until `queue go-on`; what runs goes on.
+
+    :param stop: ask what runs to save and end too; it is the first to go on
+    """
+    rules.pause(_runs(runs), stop=stop)
+
+
+@app.command
+def go_on(*, runs: Runs = None) -> None:
+    """Start trainings again after `queue pause`."""
+    folder = _runs(runs)
+    rules.go_on(folder)
+    worker.ensure_worker(folder)
+
+
+@app.command
+def when(times: rules.When, /, *, night: tuple[int, int] | None = None, runs: Runs = None) -> str:
+    """Let trainings start always, only while nothing else uses the machine (idle), or only at night.
+
+    :param night: hours of the day in which the night begins and ends [default: as before, at first 22 7]
+    """
+    now = rules.change_when(_runs(runs), when=times, night=night)
+    hours = f", from {now.night_from}:00 to {now.night_to}:00" if now.when == "night" else ""
+    return f"trainings start: {now.when}{hours}"
 
 
 @app.command

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -34,8 +35,14 @@ from lora_trainer.common.files import (
     write_atomic,
 )
 from lora_trainer.common.processes import detached, end_of, is_alive, was_killed
-from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, one_line
+from lora_trainer.common.wording import (
+    INTERRUPTED_EXIT_CODES,
+    duration_text,
+    one_line,
+    without_secrets,
+)
 from lora_trainer.hardware.machine import Hardware, detect
+from lora_trainer.planning.known_pace import load_factor
 from lora_trainer.queue.commands import (
     ITEM_VARIABLE,
     Item,
@@ -47,6 +54,8 @@ from lora_trainer.queue.commands import (
     queue_folder,
     write,
 )
+from lora_trainer.queue.notices import Notice, read_notices, send
+from lora_trainer.queue.rules import read_rules, take_up_stopped
 from lora_trainer.reporting.status import STATUS_FILE, read_status, wrote_status
 
 TRAINER = (sys.executable, "-m", "lora_trainer")
@@ -87,6 +96,10 @@ class Worker:
     trainer: Sequence[str] = TRAINER
     clock: Callable[[], float] = time.time
     say: Callable[[str], None] = lambda _: None
+    is_idle: Callable[[], bool] = lambda: True
+    """Whether no other program uses the device, asked before a start that waits for that."""
+    tell: Callable[[Item], None] = lambda _: None
+    """Gets each item that has ended, once that is written down."""
     children: dict[str, Child] = field(default_factory=dict)
 
     def tick(self) -> bool:
@@ -94,12 +107,14 @@ class Worker:
 
         Raises MachineError if the disk refuses; the next tick then does the rest.
         """
+        take_up_stopped(self.runs)
         with changing(self.runs):
             for item in items(self.runs):
                 if item.state == "running":
                     self._follow(item)
             present = items(self.runs)
-            if waiting := in_order(present):
+            waiting = in_order(present)
+            if waiting and not self.holds():
                 running = [item for item in present if item.state == "running"]
                 busy = {item.device for item in running}
                 free = [slot for slot in self.slots if slot not in busy]
@@ -109,6 +124,12 @@ class Worker:
                 for item, device in zip(waiting, free[-room:] if room > 0 else (), strict=False):
                     self._start(item, device=device)
             return _anything_left(self.runs)
+
+    def holds(self) -> str:
+        """Return why the rules of the queue let nothing start now."""
+        rules = read_rules(self.runs)
+        is_idle = rules.when != "idle" or self.is_idle()
+        return rules.holds(now_s=self.clock(), is_idle=is_idle)
 
     def _follow(self, item: Item) -> None:
         """Update the file of a running item if its process, run folder or state changed."""
@@ -132,8 +153,10 @@ class Worker:
             current = _exited(current, code, last_words=last_words)
         else:
             current = _ended_unseen(self.runs, current)
-        write(self.runs, replace(current, ended_s=self.clock()))
+        ended = replace(current, ended_s=self.clock())
+        write(self.runs, ended)
         self.children.pop(item.id, None)  # only now: a write that failed is tried again
+        self.tell(ended)
         self.say(f"{item.id} {current.state}{f': {current.error}' if current.error else ''}")
 
     def _start(self, item: Item, *, device: str) -> None:
@@ -245,6 +268,7 @@ def last_line(log: Path, *, from_bytes: int = 0) -> str:
 
 POLL_S = 1.0
 IDLE_POLLS = 10
+IDLE_LOOKS = 30
 _WORKER_FILE = ".worker.json"
 _WORKER_LOCK = ".worker.lock"
 _WORKER_LOG = ".worker.log"
@@ -324,7 +348,14 @@ def work(
     within_s = _PREDECESSOR_WITHIN_S if worker_pid(runs) in (None, os.getpid()) else 0
     with _only_worker(runs, within_s=within_s) as lock_file:
         device_slots = slots(detect(), os.environ) if devices is None else devices
-        worker = Worker(runs=runs, slots=device_slots, trainer=trainer, say=say)
+        worker = Worker(
+            runs=runs,
+            slots=device_slots,
+            trainer=trainer,
+            say=say,
+            is_idle=Quiet().lasts,
+            tell=partial(tell_by_notice, say=say),
+        )
         idle, complaint = 0, ""
         # If the lock's file is gone, the user deleted the queue, and the lock keeps no other worker out.
         while stop() is None and lock_file.exists():
@@ -343,6 +374,52 @@ def work(
                         (lock_file.parent / _WORKER_FILE).unlink(missing_ok=True)
                         return
             sleep(POLL_S)
+
+
+def tell_by_notice(item: Item, *, say: Callable[[str], None]) -> None:
+    """Send the notices of an item that has ended by itself; what somebody stopped, somebody knows of."""
+    notices = read_notices()
+    if item.state == "stopped" or not notices.is_any:
+        return
+    took = duration_text((item.ended_s or 0.0) - (item.started_s or item.ended_s or 0.0))
+    reason = f": {without_secrets(item.error)}" if item.error else ""
+    notice = Notice(
+        title=f"{item.label or item.id} {item.state}",
+        message=f"The training {item.label or item.id} has {HAS[item.state]} after {took}{reason}",
+        item=item.id,
+        state=item.state,
+        run=item.run or "",
+    )
+
+    def send_all() -> None:
+        for line in send(notices, notice):
+            say(f"{item.id} {line}")
+
+    # A server that does not answer holds up no training; the worker ends after it.
+    threading.Thread(target=send_all, name="lora-train-notice").start()
+
+
+HAS = {
+    "finished": "finished",
+    "failed": "failed",
+    "interrupted": "been interrupted",
+}
+"""What has become of an item that ended by itself, behind "has"."""
+
+
+@dataclass(kw_only=True)
+class Quiet:
+    """For how many looks in a row nothing else has used the machine: a pause between two programs is none."""
+
+    hardware: Callable[[], Hardware] = detect
+    looks: int = 0
+
+    def lasts(self) -> bool:
+        """Look, and return whether the machine has been idle for a while."""
+        found = self.hardware()
+        is_quiet = load_factor(found, found.accelerator()[0]) == 1
+        self.looks = self.looks + 1 if is_quiet else 0
+        return self.looks >= IDLE_LOOKS
 
 
 @contextmanager

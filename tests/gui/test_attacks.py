@@ -298,7 +298,15 @@ DATASET_WISHES: Mapping[str, Mapping[str, Any]] = {
 }
 """What the scripts send for each question about a dataset, beside its folder."""
 ASKED = (
-    *("/queue/look", "/compare/sheet", "/trash/put", "/trash/back", "/trash/empty"),
+    *(
+        "/queue/look",
+        "/queue/times",
+        "/series/look",
+        "/compare/sheet",
+        "/trash/put",
+        "/trash/back",
+        "/trash/empty",
+    ),
     *("/doctor/cache", "/doctor/clear", "/browse/look", "/browse/chosen", "/datasets/recent"),
     *(f"/datasets/{name}" for name in DATASET_WISHES),
     "/home/look",
@@ -335,6 +343,7 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
         wishes = {
             "/trash/back": {"id": name[:40]},
             "/compare/sheet": {"run": name},
+            "/series/look": {"id": name, "study": name, "stamp": ""},
             "/queue/look": {"stamp": name, "press": {"action": "stop", "id": name}},
             "/browse/look": {"kind": "dataset", "path": name},
             "/browse/chosen": {"kind": "base", "path": name},

@@ -12,18 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lora_trainer.gui import jobs
-from lora_trainer.gui.queue import routes, view
+from lora_trainer.gui import command_lines, jobs
+from lora_trainer.gui.queue import routes, times, view
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
-from lora_trainer.queue import commands, worker
+from lora_trainer.queue import commands, rules, worker
 from tests.fakes.live_runs import write_status
 from tests.fakes.made_events import made
 from tests.fakes.queues import Place, until
 from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import write_dataset
 
 WAITS = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"]
 ENGLISH = words("en")
@@ -50,11 +51,15 @@ def asked(work: Workplace, *, action: str, id: str) -> str:
     return said.get("error", said.get("done", ""))
 
 
+PAUSING = (("pause", ""), ("pause_all", ""))
+"""The buttons of the queue itself, while something trains."""
+
+
 def buttons(html: str) -> list[tuple[str, str]]:
-    """Return action and item of the buttons that can be pressed."""
+    """Return action and item of the buttons of the items that can be pressed."""
     found = re.findall(r'<button[^>]*data-action="(\w+)" data-id="([^"]*)"[^>]*>', html)
     off = re.findall(r'<button[^>]*data-action="(\w+)" data-id="([^"]*)"[^>]*disabled', html)
-    return [pair for pair in found if pair not in off]
+    return [pair for pair in found if pair not in off and pair not in PAUSING]
 
 
 def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workplace) -> None:
@@ -341,3 +346,106 @@ def test_a_record_that_is_damaged_or_of_a_runner_that_is_gone_stops_no_page(
     for name in ("../x", "", "0" * 12, "a/b"):
         with pytest.raises(RequestError, match="the job .* does not exist"):
             jobs.read(work, name)
+
+
+# ---- when, and how long
+
+
+def test_a_paused_queue_says_so_and_goes_on_and_night_and_idle_are_said_too(
+    place: Place, work: Workplace
+) -> None:
+    place.add("a")
+    assert asked(work, action="pause", id="") == ""
+    html = shown(work)
+    assert "Paused: nothing starts" in html
+    assert buttons(html)[0] == ("go_on", "")
+    assert asked(work, action="go_on", id="") == ""
+    assert "Paused" not in shown(work)
+    hour = time.localtime().tm_hour
+    night = {"night_from": (hour + 2) % 24, "night_to": (hour + 3) % 24}
+    kept = routes.ruled(work, routes.When(when="night", **night), ENGLISH)
+    assert kept == {"done": "Kept."}
+    refused = routes.ruled(work, routes.When(when="night", night_from=24, night_to=1), ENGLISH)
+    assert "hours from 0 to 23" in refused["error"]
+
+
+def test_what_waits_is_dragged_to_a_place(place: Place, work: Workplace) -> None:
+    a, b, c = (place.add(name) for name in "abc")
+
+    def order() -> list[str]:
+        return [item.id for item in commands.in_order(commands.items(place.runs))]
+
+    for id, to, after in ((c.id, 0, "cab"), (c.id, 2, "abc"), (b.id, 1, "abc"), (a.id, 99, "bca")):
+        press = routes.Press(action="to", id=id, place=to)
+        assert routes.pressed(work, press, ENGLISH) == {"done": ""}
+        assert order() == [{"a": a.id, "b": b.id, "c": c.id}[name] for name in after]
+    gone = routes.Press(action="to", id="0009-x", place=0)
+    assert "does not wait any more" in routes.pressed(work, gone, ENGLISH)["error"]
+
+
+def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
+    place: Place, work: Workplace
+) -> None:
+    """Two devices, one of which is busy for an hour: the second of three waits for the first to end."""
+    busy = place.add("busy")
+    run = place.runs / "busy"
+    run.mkdir()
+    write_status(run, left_s=3600.0)
+    place.become(busy, state="running", run="busy")
+    planned = {"a": 600.0, "b": 7200.0, "c": None, "d": 60.0}
+    ids = {
+        name: commands.add(place.runs, [f"/{name}", "--name", name], label=name).id
+        for name in planned
+    }
+    resumed = commands.add(place.runs, ["/e", "--resume-from=x"], label="e").id
+    asked_for = list[command_lines.Words]()
+
+    def answer(words: command_lines.Words) -> command_lines.Answer:
+        asked_for.append(words)
+        seconds = planned[words[1].removeprefix("/")]
+        if seconds is None:
+            return command_lines.Answer(values=None, error="error: no.")
+        return command_lines.Answer(values={"time": {"run_s": [seconds, seconds]}})
+
+    noon_s = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
+    found = times.Times(work=work, devices=lambda: 2, ask=answer, clock_s=lambda: noon_s)
+    said = found.of_waiting(ENGLISH)
+    assert said == {
+        ids["a"]: "takes about 10 min 00 s, finishes at about 12:10",
+        ids["b"]: "takes about 2 h 00 min, finishes at about 14:10",
+        # The other device takes c, of which nobody knows how long it takes, so d may begin with b's end.
+        ids["d"]: "takes about 1 min 00 s, finishes at about 14:11",
+    }
+    assert resumed not in said
+    assert ("plan", "/a", "--json") in asked_for
+    before = len(asked_for)
+    assert found.of_waiting(ENGLISH) == said
+    assert len(asked_for) == before, "plans are kept for a while"
+    rules.pause(place.runs, stop=False)
+    assert found.of_waiting(ENGLISH)[ids["a"]] == "takes about 10 min 00 s"
+    assert times.clock_text(noon_s + 86_400, now_s=noon_s) == "2026-12-01 12:00"
+
+
+def test_a_training_of_a_terminal_is_planned_as_it_is_trained(place: Place) -> None:
+    (place.folder / "cats").mkdir(parents=True)
+    words = "--output runs cats --strict --steps 30 --seed=2 --base embedded --set adapter.rank=2"
+    item = commands.add(place.runs, words.split(), label="a", folder=place.folder)
+    folder = place.folder / "cats"
+    assert times.dataset_of(item) == folder
+    assert times.planned_words(item) == (
+        *("plan", str(folder), "--set=train.steps=30", "--set=train.seed=2", "--base=embedded"),
+        *("--set=adapter.rank=2", "--json"),
+    )
+
+
+def test_an_item_shows_its_base_and_its_first_image(place: Place, work: Workplace) -> None:
+    images = place.folder / "cats"
+    write_dataset(images, images=2)
+    commands.add(
+        place.runs, [str(images), "--base", "stabilityai/stable-diffusion-xl-base-1.0"], label="a"
+    )
+    html = shown(work)
+    assert "Stable Diffusion XL Base 1.0" in html or "Stable Diffusion XL base 1.0" in html
+    assert html.count("/media/thumb?folder=") == 1
+    fenced = Workplace(runs=work.runs, roots=())
+    assert "/media/thumb" not in shown(fenced), "what may not be named is not shown"

@@ -1,0 +1,140 @@
+"""How long each waiting training takes and when it finishes, as `lora-train plan` predicts it.
+
+Inputs: the items of the queue, the status of what runs, the rules. Outputs: a sentence for each waiting item. A plan
+takes up to seconds, so this is asked apart from the lists, and plans are kept for a while.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_trainer.planning.run_time import middle
+from lora_trainer.queue import commands
+from lora_trainer.queue.commands import Item
+from lora_trainer.queue.rules import read_rules
+from lora_trainer.reporting.status import read_status
+
+from .. import command_lines
+from ..run_state import left_text
+from ..server.translation import Words
+from ..workplace import Workplace
+
+_FRESH_S = 600.0
+_KEPT = 64
+# Options of a training that a plan does not take: those that change nothing of it, and short names of settings.
+_NOT_PLANNED = frozenset({"--name", "--output"})
+_SHORT = {"--steps": "train.steps", "--seed": "train.seed"}
+_SWITCHES = frozenset({"--strict"})
+
+
+@dataclass(kw_only=True)
+class Times:
+    """The predicted seconds of the trainings that were asked for last, by their commands."""
+
+    work: Workplace
+    devices: Callable[[], int]
+    """How many trainings this machine takes at the same time."""
+    ask: Callable[[command_lines.Words], command_lines.Answer] = command_lines.ask
+    clock_s: Callable[[], float] = time.time
+    _known: OrderedDict[tuple[str, ...], tuple[float, float]] = field(default_factory=OrderedDict)
+
+    def of_waiting(self, said: Words) -> Mapping[str, str]:
+        """Return what there is to say of each waiting item's time, by its id; raises MachineError."""
+        items = commands.items(self.work.runs)
+        rules = read_rules(self.work.runs)
+        starts_at_once = not rules.paused and rules.when == "always"
+        now_s = self.clock_s()
+        free_s = self._free_s(items, now_s)
+        found = {}
+        for item in commands.in_order(items):
+            takes_s = self._seconds(item)
+            begins_s = heapq.heappop(free_s)
+            heapq.heappush(free_s, begins_s + takes_s)
+            if not math.isfinite(takes_s):
+                continue
+            takes = said.message(left_text(takes_s))
+            ends_s = begins_s + takes_s
+            if starts_at_once and math.isfinite(ends_s):
+                ends = clock_text(ends_s, now_s=now_s)
+                found[item.id] = said("takes {text}, finishes at about {}", takes, ends)
+            else:
+                found[item.id] = said("takes {text}", takes)
+        return found
+
+    def _free_s(self, items: Sequence[Item], now_s: float) -> list[float]:
+        """Return when each device is free, as a heap; infinity where a training does not say."""
+        running = [item for item in items if item.state == "running"]
+        left = [
+            read_status(self.work.runs / item.run).left_s if item.run else math.nan
+            for item in running
+        ]
+        busy = [now_s + seconds if math.isfinite(seconds) else math.inf for seconds in left]
+        free = [*busy, *([now_s] * (max(1, self.devices()) - len(busy)))]
+        heapq.heapify(free)
+        return free
+
+    def _seconds(self, item: Item) -> float:
+        """Return the predicted seconds of a training, infinity where there is no plan of it."""
+        words = planned_words(item)
+        if words is None:
+            return math.inf
+        at_s, seconds = self._known.pop(words, (-math.inf, math.inf))
+        if self.clock_s() - at_s > _FRESH_S:
+            plan = self.ask(words).plan
+            pair = None if plan is None else plan.time.range_s
+            at_s, seconds = self.clock_s(), math.inf if pair is None else middle(pair)
+        self._known[words] = (at_s, seconds)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return seconds
+
+
+def planned_words(item: Item) -> tuple[str, ...] | None:
+    """Return the command that plans a training; None for one that goes on with a run."""
+    planned = list[str]()
+    for option, value in _options(item.argv):
+        if option.startswith("--resume"):
+            return None
+        if option in _NOT_PLANNED or option in _SWITCHES:
+            continue
+        # The process that plans works in another folder.
+        here = Path(item.folder) / value if value else None
+        value = str(here) if here is not None and here.exists() else value
+        if option in _SHORT:
+            planned.append(f"--set={_SHORT[option]}={value}")
+        else:
+            planned.append(f"{option}={value}" if option and value else option or value)
+    return ("plan", *planned, "--json")
+
+
+def dataset_of(item: Item) -> Path | None:
+    """Return the folder of an item's images, None for an item without a command."""
+    names = (value for option, value in _options(item.argv) if not option)
+    name = next(names, "")
+    return Path(item.folder) / name if name else None
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the options of a command with their values; an argument has no option, a switch no value."""
+    rest = iter(argv)
+    for word in rest:
+        if not word.startswith("--"):
+            yield "", word
+        elif "=" in word or word in _SWITCHES:
+            option, _, value = word.partition("=")
+            yield option, value
+        else:
+            yield word, next(rest, "")
+
+
+def clock_text(at_s: float, *, now_s: float) -> str:
+    """Return a time of day, with its date where it is another day."""
+    at, now = time.localtime(at_s), time.localtime(now_s)
+    is_today = (at.tm_year, at.tm_yday) == (now.tm_year, now.tm_yday)
+    return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", at)
