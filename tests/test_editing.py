@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from lora_trainer import families
+from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.lora_file.read import read_contents
+from scripts.reliability.kill import free_port
 from tests.fakes.family_bases import base_of, copy_of, edit_json
 from tests.fakes.runs import (
     BETWEEN_SAVES,
+    ROOT,
     Toy,
     apart,
     assert_same_run,
     events,
+    last_state,
     problems,
     run_cli,
     run_killed,
@@ -27,6 +35,7 @@ from tests.fakes.runs import (
     trajectory,
 )
 from tests.fakes.studio import draw
+from tests.fakes.training import distance
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is not a failure
 SETTINGS: Mapping[str, Any] = {
@@ -254,6 +263,52 @@ def test_layers_that_only_references_go_through_are_trained(
     assert "--reference" in line and run_cli(line) == 0
     (drawn,) = (tmp_path / "drawn").glob("*.png")
     assert apart(drawn, with_pairs / sample["file"]) <= 2
+
+
+def test_two_processes_with_pairs_are_one_training(tmp_path: Path) -> None:
+    """A step may give references to one of them only: the layers of references get their gradient from it alone."""
+    place = pairs(tmp_path, "flux3")
+    few = {"sampling__every_steps": 5}
+    one, two = (place.command(name, data__reference_dropout=0.3, **few) for name in ("one", "two"))
+    assert run_cli(one) == 0
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lora_trainer", *two],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "LOCAL_WORLD_SIZE": "2",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **address,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [each.communicate(timeout=300)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0, 0], said
+    ours, theirs = (place.runs / name for name in ("two", "one"))
+    for row, other in zip(trajectory(ours), trajectory(theirs), strict=True):
+        assert row[1:] == pytest.approx(other[1:], rel=1e-4)
+    losses = [[row["loss"] for row in events(each, "validation")] for each in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    states = [load_file(last_state(each) / ADAPTER) for each in (ours, theirs)]
+    assert states[0].keys() == states[1].keys()
+    of_references = {key for key in states[1] if "image_cond" in key}
+    assert of_references and of_references < states[1].keys()
+    for keys in (of_references, states[1].keys() - of_references):
+        numbers = [[state[key] for key in sorted(keys)] for state in states]
+        assert distance(*numbers) < 1e-3
+    left = [
+        {file.relative_to(run).as_posix().replace(run.name, "NAME") for file in run.rglob("*.*")}
+        for run in (ours, theirs)
+    ]
+    assert left[0] - left[1] == set() or all("process" in name for name in left[0] - left[1])
+    assert left[1] <= left[0]
 
 
 @pytest.fixture(scope="module")

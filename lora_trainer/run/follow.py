@@ -133,3 +133,4 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
 def connect(ranks: ProcessGroup, prepared: Prepared) -> None:
     device = planned_device(prepared)
     ranks.connect(device, lag=report_lag(device))
+    ranks.layers_vary = prepared.facts.has_reference_layers

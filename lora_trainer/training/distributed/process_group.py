@@ -50,7 +50,8 @@ class ProcessGroup:
 
     `device` holds the tensors of collectives (the host for gloo). `lag` is the number of steps after which
     stop requests, which travel with the gradients, are read, so that no step waits for the device. `share_gpus`:
-    some processes compute on one GPU.
+    some processes compute on one GPU. `layers_vary`: some samples pass layers that others do not, such as those for
+    reference images.
     """
 
     dist_env: DistEnv = field(default_factory=DistEnv)
@@ -58,6 +59,7 @@ class ProcessGroup:
     lag: int = 0
     monitor: PeerMonitor | None = None
     share_gpus: bool = False
+    layers_vary: bool = False
     _asked: deque[AsyncRead] = field(default_factory=deque)
     _stop: int | None = None
     _flat: Tensor | None = None
@@ -150,9 +152,9 @@ class ProcessGroup:
         )
         with self._together():
             dist.all_reduce(flat)
-        # Reading these flags waits for the device, so it is done in the first step only: all samples pass
-        # the same network, and the same parameters get gradients in every step.
-        if self._trained is None:
+        # Reading these flags waits for the device, so it is done in the first step only where all samples pass
+        # the same layers, and the same parameters get gradients in every step.
+        if self._trained is None or self.layers_vary:
             self._trained = [bool(count) for count in tail[1 + len(STOPS) :].tolist()]
         for view, parameter, trained in zip(views, parameters, self._trained, strict=True):
             # `requires_grad` is off for stages that have ended since the first step.
