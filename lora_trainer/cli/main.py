@@ -337,8 +337,9 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _refuse_empty_paths(words: Sequence[str], values: Sequence[Any]) -> None:
     """Raise RequestError where a word without a character was read as a path: it would be this folder."""
-    empty = [word for word in words if not word.strip() or word.endswith("=")]
-    if empty and "." not in words and Path() in map(_typed, values):
+    said = [word.rpartition("=")[2].strip() for word in words]
+    is_meant = any(text and Path(text) == Path() for text in said)
+    if "" in said and not is_meant and Path() in map(_typed, values):
         raise RequestError(
             "a path on the command line is empty",
             fix="give the folder or file; a variable in quotation marks that is not set is empty too",
