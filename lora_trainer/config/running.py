@@ -142,6 +142,11 @@ class HardwareSettings(Section, Generic[A_co]):
         resume="free",
         replans=True,
     )
+    reduced_as: Precision = setting(
+        "fp32",
+        "with several processes: dtype in which gradients travel; 16 bits are half of the bytes",
+        resume="rounding",
+    )
 
 
 class OutputSettings(Section, Generic[A_co]):

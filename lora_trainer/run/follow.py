@@ -132,5 +132,6 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
 
 def connect(ranks: ProcessGroup, prepared: Prepared) -> None:
     device = planned_device(prepared)
-    ranks.connect(device, lag=report_lag(device))
+    reduced_as = prepared.config.hardware.reduced_as
+    ranks.connect(device, lag=report_lag(device), reduced_as=reduced_as)
     ranks.layers_vary = prepared.facts.has_reference_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,3 +150,42 @@ def test_nccl_joins_processes_only_where_each_has_a_gpu(
     assert mine._backend(torch.device("cuda", 0)) == backend
     assert mine.share_gpus == (other == "GPU-a")
     assert mine._backend(torch.device("cpu")) == "gloo"
+
+
+_REDUCED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from lora_trainer.common.processes import DistEnv
+from lora_trainer.training.distributed.process_group import ProcessGroup
+
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+for reduced_as in ("fp32", "bf16", "fp16"):
+    env = DistEnv(rank=rank, count=2, local_rank=rank, local_count=2)
+    group = ProcessGroup(dist_env=env, reduced_as=reduced_as)
+    weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    for step in range(2):
+        weights[0].grad = torch.tensor([1.0, 1 + 2**-10, -3e-6]) * (rank + 1)
+        weights[1].grad = None
+        loss = group.reduce(weights, torch.tensor(1 / 3), ask=lambda: 15 if rank and step else None)
+    if rank == 0:
+        print(reduced_as, *weights[0].grad.tolist(), weights[1].grad, loss.item(), group.stop_asked(None))
+sys.stdout.flush()
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
+def test_gradients_travel_in_16_bits_and_loss_and_stops_as_they_are(tmp_path: Path) -> None:
+    rows = [line.split() for line in python(_REDUCED, tmp_path / "store").stdout.splitlines()]
+    found = {name: [float(one) for one in rest[:3]] for name, *rest in rows}
+    exact = [3.0, 3 + 3 * 2**-10, -9e-6]
+    assert found["fp32"] == pytest.approx(exact, rel=1e-6)
+    assert found["bf16"] == [3.0, 3.0, pytest.approx(-9e-6, rel=2**-7)], "8 bits of mantissa"
+    assert found["fp16"][1] == pytest.approx(exact[1], rel=2**-10) and found["fp16"][1] != 3
+    for _, *rest in rows:
+        assert rest[3:] == ["None", str(rest[4]), "15"], "no gradient stays none, a stop is heard"
+        assert float(rest[4]) == pytest.approx(2 / 3, rel=1e-6)
+    assert len(rows) == 3

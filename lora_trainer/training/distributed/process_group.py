@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no exports listed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lora_trainer.common.errors import (
     RESUME,
@@ -33,6 +34,7 @@ from lora_trainer.common.errors import (
     first_line,
 )
 from lora_trainer.common.processes import DistEnv, without_launcher
+from lora_trainer.config.declare import Precision
 from lora_trainer.hardware.device_calls import gpu_identity, kind_of, may_copy_ahead
 from lora_trainer.network.pinned_memory import AsyncRead, pinned_copy
 from lora_trainer.training.distributed.heartbeat import CONNECT, LOOK, PeerMonitor
@@ -40,8 +42,23 @@ from lora_trainer.training.distributed.heartbeat import CONNECT, LOOK, PeerMonit
 # Time limit of collectives. It is long because the monitor notices processes that are gone, while another
 # process may sample or cache for hours.
 PATIENCE = timedelta(days=7)
+# What makes the mean of a bucket in 16 bits: each process divides, casts and adds up.
+_HOOKS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 # Signals that request a stop; if processes got different ones, the first in this order is used.
 STOPS = (int(signal.SIGTERM), int(signal.SIGINT))
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """What torch's hooks ask of a bucket of gradients, float32 [elements]."""
+
+    gradients: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.gradients
 
 
 @dataclass(kw_only=True)
@@ -60,6 +77,8 @@ class ProcessGroup:
     monitor: PeerMonitor | None = None
     share_gpus: bool = False
     layers_vary: bool = False
+    reduced_as: Precision = "fp32"
+    """The dtype in which gradients travel."""
     _asked: deque[AsyncRead] = field(default_factory=deque)
     _stop: int | None = None
     _flat: Tensor | None = None
@@ -69,8 +88,9 @@ class ProcessGroup:
     def is_single(self) -> bool:
         return self.dist_env.count == 1
 
-    def connect(self, device: torch.device, *, lag: int) -> None:
+    def connect(self, device: torch.device, *, lag: int, reduced_as: Precision = "fp32") -> None:
         """Make collectives possible, once the plan says on which device; waits for all processes."""
+        self.reduced_as = reduced_as
         if self.monitor is None:
             return
         backend = self._backend(device)
@@ -151,7 +171,10 @@ class ProcessGroup:
             pinned_copy(flags, device=flat.device), non_blocking=may_copy_ahead(flat.device)
         )
         with self._together():
-            dist.all_reduce(flat)
+            if self.reduced_as == "fp32":
+                dist.all_reduce(flat)
+            else:
+                self._reduce_compressed(flat[: sum(sizes)], tail)
         # Reading these flags waits for the device, so it is done in the first step only where all samples pass
         # the same layers, and the same parameters get gradients in every step.
         if self._trained is None or self.layers_vary:
@@ -163,6 +186,13 @@ class ProcessGroup:
         self._asked.append(AsyncRead(tail[1 : 1 + len(STOPS)].clone()))
         whole_loss: Tensor = tail[0].clone().to(loss.device)
         return whole_loss
+
+    def _reduce_compressed(self, gradients: Tensor, rest: Tensor) -> None:
+        """Sum in place: gradients in 16 bits, by torch's hooks for DDP; loss and flags as they are."""
+        others = dist.all_reduce(rest, async_op=True)
+        mean = _HOOKS[self.reduced_as](None, _Bucket(gradients)).wait()
+        torch.mul(mean, dist.get_world_size(), out=gradients)
+        others.wait()
 
     def stop_asked(self, ask: Callable[[], int | None]) -> int | None:
         """Return the stop signal to end with after this step, the same on all processes, or None.
