@@ -38,6 +38,7 @@ from trainee import Case, feeder, frozen_network, training  # noqa: E402 - after
 
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 from lora_trainer.common.processes import DistEnv
+from lora_trainer.planning.scaling import ring_all_reduce_s
 from lora_trainer.training.actions import Progress
 from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402 - after sys.path
 from lora_trainer.training.guards import GuardState  # noqa: E402 - after sys.path
@@ -254,15 +255,6 @@ class Link:
 LINKS = ("PCIe 4 x8=13", "NVLink=200", "25 Gbit Ethernet=2.8")
 
 
-def ring_all_reduce_s(size_bytes: float, *, devices: int, link: Link, latency_s: float) -> float:
-    """Return the seconds of a ring all-reduce: 2 (N - 1) messages of size / N, each with its latency.
-
-    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
-    """
-    messages = 2 * (devices - 1)
-    return messages * (size_bytes / devices / link.bytes_per_s + latency_s)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Modelled:
     """Steps of several GPUs on paper: all compute equally long, then wait for the all-reduce."""
@@ -280,7 +272,7 @@ def modelled(
 ) -> Modelled:
     """Return what devices of the same batch each come to, nothing overlapped."""
     all_reduce_s = ring_all_reduce_s(
-        gradient_bytes, devices=devices, link=link, latency_s=latency_s
+        gradient_bytes, devices=devices, bytes_per_s=link.bytes_per_s, latency_s=latency_s
     )
     efficiency = compute_s / (compute_s + all_reduce_s)
     return Modelled(

@@ -31,6 +31,7 @@ from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import MOST_HOURS
+from lora_trainer.planning.scaling import scaling_of, scaling_text
 from lora_trainer.planning.timesteps import ASCII, BLOCKS, shares_text, timestep_shares
 from lora_trainer.reporting.plan_record import (
     HostMemoryRecord,
@@ -225,6 +226,9 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
         if len(images) > 1
         else "",
         "time": _time_text(plan),
+        "more GPUs": scaling_text([*scaling_of(plan, prepared.inputs)])
+        if everything or len(images) > 1
+        else "",
         "disk": ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items()),
     }
     table = key_table()
