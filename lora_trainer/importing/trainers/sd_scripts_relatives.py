@@ -251,12 +251,15 @@ def read_musubi(foreign: Foreign) -> None:
             fix=f"give a file with {' or '.join(_NETWORKS['trained'])}",
         )
     version = foreign.word("model_version", "")
-    if any(word in version for word in ("edit", "layered", "kontext")):
+    edits = "edit" in version or foreign.flag("edit") or foreign.flag("edit_plus")
+    is_known = module == "lora_qwen_image" if edits else "kontext" not in version
+    if not is_known or "layered" in version:
         raise RequestError(
-            f"model_version={version} edits images", fix="give a file of a text-to-image model"
+            f"model_version={version} is a model that is not trained here",
+            fix="give a file of a model that docs/models.md lists",
         )
     foreign.is_flow, foreign.trains_text = True, False
-    foreign.edits = module in _NETWORKS["edits"]
+    foreign.edits = edits or module in _NETWORKS["edits"]
     sd_scripts.read_adapter(foreign)
     sd_scripts.read_rates(foreign)
     training.set_text_encoder(foreign, trained=False, key=THERE)
