@@ -10,14 +10,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from lora_trainer import families
+from lora_trainer.cache.cache_plan import SampleSource, SampleView, SeeingTexts
+from lora_trainer.cache.store import CacheKey
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.lora_file.read import read_contents
+from lora_trainer.run.image_losses import _with_other_captions
 from scripts.reliability.kill import free_port
 from tests.fakes.family_bases import base_of, copy_of, edit_json
 from tests.fakes.runs import (
@@ -375,6 +379,21 @@ def test_mirrored_images_are_read_with_mirrored_references(seen: Place) -> None:
     assert run_cli(line) == 0
     (cached,) = events(seen.runs / "views", "cached")
     assert (cached["latents"], cached["texts"]) == (8, 6)
+
+
+def test_captions_change_places_though_the_images_of_one_folder_are_mirrored() -> None:
+    """Each image is measured with another caption, which its own references may have been seen with."""
+    keys = [CacheKey.of("text", text=str(number)) for number in range(4)]
+    seeing = [SeeingTexts(texts=(key,), of_class=(), empty=key) for key in keys[2:]]
+    views = [SampleView(latents=keys[0], geometry={}, seeing=each) for each in seeing]
+    sources = [
+        SampleSource(views=(views[0],) * 2, texts=(keys[0],), size_px=(8, 8)),
+        SampleSource(views=(views[1],), texts=(keys[1],), size_px=(8, 8)),
+    ]
+    records: Any = [SimpleNamespace(caption=caption) for caption in ("a cat", "a dog")]
+    swapped = _with_other_captions(records, sources)
+    assert [one.texts for one in swapped] == [(keys[1],), (keys[0],)]
+    assert [one.views[0].seeing for one in swapped] == [seeing[1], seeing[0]]
 
 
 def test_families_that_edit_are_said() -> None:

@@ -123,9 +123,7 @@ def _with_other_captions(
         others = (place for place in places if records[place].caption != record.caption)
         other = sources[next(others, at)]
         # Where the text encoders see the references, the other text is the one that is read with its own references.
-        views = tuple(
-            replace(view, seeing=other_view.seeing)
-            for view, other_view in zip(source.views, other.views, strict=True)
-        )
-        changed.append(replace(source, texts=other.texts, views=views))
+        # The first view alone is measured, and a folder without mirrored images has no other.
+        view = replace(source.views[0], seeing=other.views[0].seeing)
+        changed.append(replace(source, texts=other.texts, views=(view, *source.views[1:])))
     return changed
