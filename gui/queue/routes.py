@@ -9,8 +9,9 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.routing import Route
 
+from lora_trainer.common.errors import RequestError
 from lora_trainer.hardware.machine import detect
-from lora_trainer.queue import rules, worker
+from lora_trainer.queue import notices, rules, worker
 
 from ..server.pages import Body, Text, answer, attempted, page
 from ..server.translation import Words
@@ -43,6 +44,19 @@ class Look(Body):
     rules: When | None = None
 
 
+class Told(Body):
+    """Where notices go; an empty password stays as it was. `test` sends one."""
+
+    ntfy: Text
+    webhook: Text
+    email_to: Text
+    smtp_server: Text
+    smtp_port: int
+    smtp_user: Text
+    smtp_password: Text
+    test: bool
+
+
 class Waiting(Body):
     """How long what waits takes."""
 
@@ -57,6 +71,7 @@ def routes(work: Workplace) -> list[Route]:
         return {
             "stamp": stamp_text(work),
             "goes": view.goes(work),
+            "notices": None if work.roots is not None else notices.read_notices(),
             **view.shown(work, _),
         }
 
@@ -69,6 +84,7 @@ def routes(work: Workplace) -> list[Route]:
     return [
         page("/queue", "queue/page.html", title="Queue", look=show),
         answer("/queue/look", Look, look),
+        answer("/queue/notices", Told, lambda asked, _: told(work, asked, _)),
         answer("/queue/times", Waiting, lambda asked, _: {"times": times.of_waiting(_)}),
     ]
 
@@ -92,6 +108,33 @@ def ruled(work: Workplace, asked: When, _: Words) -> Mapping[str, Any]:
         return {"done": _("Kept.")}
 
     return attempted(act, _, folder=work.runs)
+
+
+def told(work: Workplace, asked: Told, _: Words) -> Mapping[str, Any]:
+    """Keep where notices go, and send one to try; raises RequestError, MachineError."""
+    if work.roots is not None:
+        raise RequestError(
+            "notices are set on the machine itself: this server is one that others reach",
+            fix="open these pages there without --listen and --datasets, or write notices.json",
+        )
+    values = asked.model_dump(exclude={"test"})
+    values["smtp_password"] = asked.smtp_password or notices.read_notices().smtp_password
+    kept = notices.keep_notices({name: _stripped(value) for name, value in values.items()})
+    if not asked.test:
+        return {"done": _("Kept.")}
+    if not kept.is_any:
+        raise RequestError("no way is filled in", fix="fill in one")
+    trial = notices.Notice(
+        title=_("A notice of lora-train"), message=_("Trainings that end are told like this.")
+    )
+    failed = notices.send(kept, trial)
+    if failed:
+        return {"error": "; ".join(failed)}
+    return {"done": _("Kept, and sent. If nothing arrives, look at the fields once more.")}
+
+
+def _stripped(value: object) -> object:
+    return value.strip() if isinstance(value, str) else value
 
 
 def changed(work: Workplace, stamp: str, _: Words) -> Mapping[str, Any]:

@@ -100,6 +100,8 @@ export function mount(main, leaving) {
   });
   form.addEventListener("submit", (event) => event.preventDefault());
   plan();
+  const notices = main.querySelector(".notices form");
+  if (notices) mountNotices(notices);
 
   document.addEventListener("focusin", (event) => {
     focused = place.contains(event.target) ? keyOf(event.target) : null;
@@ -107,4 +109,16 @@ export function mount(main, leaving) {
   document.addEventListener("pointerdown", (event) => {
     if (!place.contains(event.target)) focused = null;
   }, { signal: leaving });
+}
+
+/** Where notices go: kept when the form is sent, tried by its other button. */
+function mountNotices(form) {
+  const said = form.querySelector(".said");
+  const keep = async (test) => {
+    const texts = Object.fromEntries([...form.querySelectorAll("input")].map((input) => [input.name, input.value]));
+    said.hidden = true;
+    tell(said, await ask("/queue/notices", { ...texts, smtp_port: form.smtp_port.valueAsNumber || 0, test }));
+  };
+  form.addEventListener("submit", (event) => { event.preventDefault(); keep(false); });
+  form.querySelector("[data-test]").addEventListener("click", () => keep(true));
 }

@@ -10,16 +10,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lora_trainer.gui import command_lines, jobs
 from lora_trainer.gui.queue import routes, times, view
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
+from starlette.routing import Router
+from starlette.testclient import TestClient
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
-from lora_trainer.queue import commands, rules, worker
+from lora_trainer.queue import commands, notices, rules, worker
 from tests.fakes.live_runs import write_status
 from tests.fakes.made_events import made
 from tests.fakes.queues import Place, until
@@ -449,3 +452,33 @@ def test_an_item_shows_its_base_and_its_first_image(place: Place, work: Workplac
     assert html.count("/media/thumb?folder=") == 1
     fenced = Workplace(runs=work.runs, roots=())
     assert "/media/thumb" not in shown(fenced), "what may not be named is not shown"
+
+
+def test_where_notices_go_is_kept_without_the_password_on_any_page_and_only_on_the_machine_itself(
+    work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CONFIG_HOME", "APPDATA"):
+        monkeypatch.setenv(name, str(tmp_path / "config"))
+    sent = list[tuple[notices.Notices, notices.Notice]]()
+    monkeypatch.setattr(notices, "send", lambda to, notice: sent.append((to, notice)) or [])
+    page = TestClient(Router(routes=routes.routes(work)))
+    values = {
+        "ntfy": " https://ntfy.example/x ", "webhook": "", "email_to": "me@example.org",
+        "smtp_server": "s", "smtp_port": 465, "smtp_user": "u", "smtp_password": "geheim",
+    }  # fmt: skip
+
+    def ask(**more: Any) -> dict[str, str]:
+        answer: dict[str, str] = page.post("/queue/notices", json={**values, **more}).json()
+        return answer
+
+    assert ask(test=False) == {"done": "Kept."}
+    assert notices.read_notices().ntfy == "https://ntfy.example/x"
+    shown = page.get("/queue").text
+    assert "geheim" not in shown and "one is kept" in shown
+    assert "sent" in ask(smtp_password="", test=True)["done"]
+    assert sent[0][0].smtp_password == "geheim", "an empty password stays as it was"
+    assert "names no topic" in ask(ntfy="https://ntfy.sh", test=False)["error"]
+    away = TestClient(Router(routes=routes.routes(Workplace(runs=work.runs, roots=()))))
+    assert 'name="ntfy"' not in away.get("/queue").text
+    refused = away.post("/queue/notices", json={**values, "test": True}).json()
+    assert "on the machine itself" in refused["error"] and len(sent) == 1
