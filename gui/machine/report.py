@@ -21,6 +21,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.scan import cache_in
+from lora_trainer.hardware.kept_memory import keeper
 from lora_trainer.hardware.machine import PURPOSES, Hardware, is_optional, package_notes
 from lora_trainer.run.machine_report import clock
 
@@ -99,8 +100,9 @@ class Place:
 def shown(work: Workplace, found: Hardware, cache: CacheState, links: Hub) -> Mapping[str, Any]:
     """Return what report.html shows of this machine."""
     gpu, reason = found.accelerator()
-    packages = list(_packages(found))
+    packages, kept = list(_packages(found)), keeper()
     return {
+        "kept_bytes": 0 if kept is None else kept.gpu_bytes or kept.ram_bytes,
         "found": found,
         "gpu": gpu,
         "reason": reason,

@@ -33,6 +33,7 @@ from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.hardware.devices import TorchBuild
+from lora_trainer.hardware.kept_memory import Keeper
 from lora_trainer.hardware.machine import detect
 from lora_trainer.hardware.nvml import Gpu
 from scripts import gui_texts
@@ -627,6 +628,19 @@ def machine_page(work: Workplace, found: Any, **shown: Any) -> str:
 
     said = {"cache": report.cache_state(), "links": report.hub(), **shown}
     return render("machine/report.html", words("en"), **report.shown(work, found, **said))
+
+
+def test_the_memory_that_a_loaded_base_keeps_is_named(
+    work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui.machine import report
+
+    here = replace(detect(), gpus=(), gpu_reason="no driver")
+    assert "stays loaded" not in machine_page(work, here)
+    kept = Keeper(pid=1, started_s=0.0, gpu_uuid="GPU-a", gpu_bytes=3 * GIB)
+    monkeypatch.setattr(report, "keeper", lambda: kept)
+    assert "page of a LoRA: 3.0 GiB. They count as free" in machine_page(work, here)
 
 
 def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command(
