@@ -57,7 +57,7 @@ class Foreign:
     without a path, `named` the keys of which something is said: `nearest` how they are approximated, the others
     why they became no setting, `out_of_use` keys of a model that is not chosen, whose names another key has taken.
     What `data.folders` holds has a source for each of its parts. `dataset` is the folder to train on as the file
-    has it, None where it names none.
+    has it, None where it names none; `is_dataset` says that it is the file itself, with the words of a slider.
     """
 
     trainer: str
@@ -78,6 +78,7 @@ class Foreign:
     out_of_use: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     dataset: str | None = None
+    is_dataset: bool = False
     named: set[str] = field(default_factory=set)
     untrained: tuple[str, ...] = ()
 

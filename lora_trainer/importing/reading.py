@@ -112,6 +112,8 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
             f"{file} is of {trainer.name} and says what cannot be done here: {error.found}",
             fix=error.fix,
         ) from None
+    if foreign.is_dataset:
+        foreign.dataset = file
     # All keys get the names that the file has for them.
     name_in_file = foreign.called
     foreign.nearest, foreign.nothing_to_set, foreign.without_equivalent = (

@@ -44,7 +44,9 @@ def flat_reading(imported: Any) -> dict[str, Any]:
     rows |= {f"lacks {key}": True for key in imported.without_equivalent}
     rows |= {f"unknown {key}": True for key in imported.unknown}
     plain: dict[str, Any] = json.loads(json.dumps(imported.settings))
-    return {**plain, **rows, "dataset": imported.dataset}
+    # A slider's is the file itself, which lies in a folder of the test.
+    dataset = Path(imported.dataset).name if imported.is_dataset else imported.dataset
+    return {**plain, **rows, "dataset": dataset}
 
 
 def difference(row: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""ai-toolkit (ostris): YAML jobs and those its interface writes, `sd_trainer` and `diffusion_trainer`.
+"""ai-toolkit (ostris): YAML jobs and those its interface writes: `sd_trainer`, `diffusion_trainer`, and sliders.
 
-The keys are those of the one process of a job, at 27a03a9. Its defaults are set where the job leaves them out.
+The words of a slider are read from the job itself, which is what a slider is trained on here. The keys are those of
+the one process of a job, at 27a03a9. Its defaults are set where the job leaves them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
@@ -23,7 +24,15 @@ from lora_trainer.importing.foreign import (
 )
 from lora_trainer.importing.prompt_options import set_prompts
 
-_TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+_SLIDERS = ("slider", "concept_slider")
+_TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer", *_SLIDERS)
+# Of a job of type `concept_slider`; one of type `slider` has no such key.
+_SLIDER_STRENGTH = 3.0
+_SLIDER_WORDS = "slider."
+_WORDS = (
+    *("target_class", "positive", "negative", "positive_prompt", "negative_prompt", "anchor_class"),
+    *("].prompt", "].weight"),
+)
 # The ways to draw timesteps that are the same here.
 _OWN_TIMESTEPS = ("sigmoid", "linear", "shift", "flux_shift", "lumina2_shift")
 
@@ -46,8 +55,11 @@ def read(foreign: Foreign) -> None:
     _optimizer(foreign)
     _length(foreign)
     _objective(foreign)
-    _datasets(foreign)
-    _timesteps(foreign)
+    if foreign.get("type", "") in _SLIDERS:
+        _slider(foreign)
+    else:
+        _datasets(foreign)
+        _timesteps(foreign)
     _output(foreign)
     _single_keys(foreign)
 
@@ -58,7 +70,7 @@ def _model(foreign: Foreign) -> None:
     if kind not in _TYPES or not has_network:
         raise RequestError(
             f"type={kind} is a process that is not done here, or it has no network",
-            fix="give a job of type sd_trainer or diffusion_trainer with a network",
+            fix="give a job of type sd_trainer, diffusion_trainer or concept_slider with a network",
         )
     training.set_model(foreign, *_architecture(foreign))
     bits = foreign.word("model.qtype", "qfloat8").partition("|")[0]
@@ -201,15 +213,7 @@ def _timesteps(foreign: Foreign) -> None:
 def _datasets(foreign: Foreign) -> None:
     process = folders.tables_of(foreign.data["config"]["process"])[0]
     tables = folders.tables_of(process.get("datasets"))
-    sizes: dict[tuple[float, float], str] = {}
-    for number, table in enumerate(tables):
-        key = f"datasets[{number}].resolution"
-        resolution = table.get("resolution", 512)  # [512, 768] are two of them
-        for size in resolution if isinstance(resolution, list) else [resolution]:
-            try:
-                sizes.setdefault(folders.read_size(size), key)
-            except ValueError as error:
-                foreign.lacks(key, size, str(error))
+    sizes = _sizes(foreign, tables)
     paths = set()
     for folder in folders.read_folders(foreign, tables, "datasets"):
         paths.add(folder.path)
@@ -238,6 +242,58 @@ def _datasets(foreign: Foreign) -> None:
             foreign.is_nearest(first, "all folders are trained at all of these resolutions")
     buckets = all(table.get("buckets", True) for table in tables)
     foreign.set("data.buckets", buckets, "datasets[0].buckets")
+
+
+def _sizes(foreign: Foreign, tables: Sequence[Mapping[str, Any]]) -> dict[tuple[float, float], str]:
+    """Return the resolutions of all folders, in pixels, with the key that names each first."""
+    sizes: dict[tuple[float, float], str] = {}
+    for number, table in enumerate(tables):
+        key = f"datasets[{number}].resolution"
+        resolution = table.get("resolution", 512)  # [512, 768] are two of them
+        for size in resolution if isinstance(resolution, list) else [resolution]:
+            try:
+                sizes.setdefault(folders.read_size(size), key)
+            except ValueError as error:
+                foreign.lacks(key, size, str(error))
+    return sizes
+
+
+def _slider(foreign: Foreign) -> None:
+    """Read how a slider is trained; the job itself is what it is trained on, with the words in it."""
+    foreign.is_dataset = True
+    training.set_timesteps(foreign, "uniform", THERE)
+    by_images = foreign.get("type", "") == "concept_slider"
+    if by_images:
+        key = "slider.guidance_strength"
+        foreign.set("slider.guidance", foreign.number(key, _SLIDER_STRENGTH), key)
+        foreign.is_nearest_to(
+            "type",
+            "as words alone: there the noise levels are of images, here of what the base draws",
+        )
+        foreign.carry_if_on("slider.keep_weight", "slider.anchor_strength", default=1.0)
+        tables = folders.tables_of(
+            folders.tables_of(foreign.data["config"]["process"])[0].get("datasets")
+        )
+        sizes, said = _sizes(foreign, tables), "a slider is trained on words"
+    else:
+        key = "train.max_denoising_steps"
+        foreign.stays(key, "slider.denoising_steps is the same for all samples")
+        table = folders.tables_of(foreign.data["config"]["process"])[0].get("slider")
+        listed = table.get("resolutions") if isinstance(table, Mapping) else None
+        sizes = {}
+        for size in listed if isinstance(listed, list) else []:
+            try:
+                sizes.setdefault(folders.read_size(size), "slider.resolutions")
+            except ValueError as error:
+                foreign.lacks("slider.resolutions", size, str(error))
+        said = ""
+    if sizes:
+        folders.set_resolutions(foreign, list(sizes), next(iter(sizes.values())))
+    for name in foreign.values:
+        if name.startswith("datasets[") and said:
+            foreign.stays(name, said)
+        elif name.startswith(_SLIDER_WORDS) and name.endswith(_WORDS):
+            foreign.stays(name, "is read from this file, which is what the slider is trained on")
 
 
 def _output(foreign: Foreign) -> None:
