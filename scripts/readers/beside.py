@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lora_trainer.families.base.family import Family
+from lora_trainer.families.base.references import with_references
 from lora_trainer.lora.tensors import AdapterTensors, update
 from scripts.readers.stand_ins import stand_in
 from tests.fakes.tiny_base import enliven
@@ -91,18 +92,31 @@ def padded(texts: Sequence[Tensor]) -> Mapping[str, Tensor]:
 
 
 def batch_prediction(
-    family: Family, network: nn.Module, noisy: Tensor, sigma: Tensor, texts: Sequence[Tensor]
+    family: Family,
+    network: nn.Module,
+    noisy: Tensor,
+    sigma: Tensor,
+    texts: Sequence[Tensor],
+    references: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return the family's prediction of a batch whose texts [1, L, C] are padded, without gradients."""
+    """Return the family's prediction of a batch whose texts [1, L, C] are padded, without gradients.
+
+    `references` are latents [B, C, h, w].
+    """
+    names = with_references([each[0] for each in references])
+    told = {**padded(texts), **dict(zip(names, references, strict=True))}
     with torch.no_grad():
-        return family.predict(network.eval(), noisy, 1000 * sigma, padded(texts))
+        return family.predict(network.eval(), noisy, 1000 * sigma, told)
 
 
-def training_network(family: Family, sizes: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """Return a narrow random network as a training has it, without the layers that it does not read."""
+def training_network(
+    family: Family, sizes: Mapping[str, Any], *, seed: int, references: bool = False
+) -> nn.Module:
+    """Return a narrow random network as a training has it, for `references` or for texts alone."""
     torch.manual_seed(seed)
     architecture = {"_class_name": family.traits.class_name, **sizes}
-    network = family.training_denoiser(architecture).eval().requires_grad_(False)
+    whole = family.training_denoiser(architecture, references=references)
+    network = whole.eval().requires_grad_(False)
     enliven(network)
     return network
 

@@ -2,9 +2,9 @@
 
 `python -m scripts.readers.simpletuner_flux3 --checkout DIR --commit VERSION` with the unpacked wheel of SimpleTuner (no
 mirror has its source of that time) and the package einops: texts as it encodes them, narrow random networks at several
-sizes and seeds, texts of unequal windows in one batch here and one by one there, and a random LoRA of every layer that
-is trained, in each format, by SimpleTuner's network or by diffusers' loader. Printed is the largest difference
-relative to the largest value.
+sizes and seeds, up to two reference images, texts of unequal windows in one batch here and one by one there, and a
+random LoRA of every layer that is trained, in each format, by SimpleTuner's network or by diffusers' loader. Printed
+is the largest difference relative to the largest value.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ FAMILY = families.family(NAME)
 CHANNELS, TEXT = 8, 24
 SIZES = ((8, 8, (80, 160)), (12, 6, (240, 80)), (4, 10, (80, 80)))
 """Rows and columns of the image, and the windows of two texts."""
+REFERENCES: Sequence[tuple[tuple[int, int], ...]] = ((), ((6, 10),), ((6, 10), (12, 4)))
+"""Rows and columns of reference images."""
 PROMPTS = ("a red square", "", "a photo of the blue one, on the left, with a green roof " * 3)
 
 
@@ -42,10 +44,14 @@ def main() -> None:
     _compare_texts()
     for flow_map in (False, True):
         for seed, (rows, columns, windows) in enumerate(SIZES):
-            ours, theirs = _networks(flow_map=flow_map, seed=seed)
-            told = _told(rows, columns, windows)
-            title = f"{'distilled' if flow_map else 'base'}, {rows}x{columns}, texts of {windows}"
-            compare(title, batch_prediction(FAMILY, ours, *told), _theirs(theirs, *told))
+            for sizes in REFERENCES:
+                ours, theirs = _networks(flow_map=flow_map, seed=seed, references=bool(sizes))
+                told = _told(rows, columns, windows, sizes)
+                title = (
+                    f"{'distilled' if flow_map else 'base'}, {rows}x{columns}, texts of {windows}"
+                )
+                title += f", references of {sizes}" if sizes else ""
+                compare(title, batch_prediction(FAMILY, ours, *told), _theirs(theirs, *told))
         _compare_adapters(flow_map=flow_map)
 
 
@@ -94,7 +100,7 @@ def _compare_adapters(*, flow_map: bool) -> None:
     print(f"the LoRA changes the prediction by up to {change:.2f} of the largest")
 
 
-def _networks(*, flow_map: bool, seed: int) -> tuple[Any, Any]:
+def _networks(*, flow_map: bool, seed: int, references: bool = False) -> tuple[Any, Any]:
     """Return a random network of the trainer, without what it does not read, and SimpleTuner's with its weights."""
     from simpletuner.helpers.models.flux3_image.transformer import (  # type: ignore[import-not-found]  # the checkout's
         Flux3ImageTransformer2DModel,
@@ -111,25 +117,45 @@ def _networks(*, flow_map: bool, seed: int) -> tuple[Any, Any]:
         "axes_dims_rope": (4, 4, 4, 4),
         "flow_map": flow_map,
     }
-    ours = training_network(FAMILY, sizes, seed=seed)
+    ours = training_network(FAMILY, sizes, seed=seed, references=references)
     theirs = Flux3ImageTransformer2DModel(**sizes).eval()
     missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
     assert not unexpected and all("image_cond" in name for name in missing)
     return ours, theirs.requires_grad_(False)
 
 
-def _told(rows: int, columns: int, windows: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _told(
+    rows: int,
+    columns: int,
+    windows: Sequence[int],
+    references: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     texts = [torch.randn(1, length, TEXT) for length in windows]
-    return torch.randn(2, CHANNELS, rows, columns), torch.rand(2), texts
+    latents = [torch.randn(2, CHANNELS, *size) for size in references]
+    return torch.randn(2, CHANNELS, rows, columns), torch.rand(2), texts, latents
 
 
-def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
+def _theirs(
+    network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor], references: list[Tensor]
+) -> Tensor:
     """Return SimpleTuner's velocity, with the inputs that its `model_predict` gives."""
     from simpletuner.helpers.models.flux3_image import image_ids
 
     answers = []
-    for latents, level, text in zip(noisy, sigma, texts, strict=True):
+    for at, (latents, level, text) in enumerate(zip(noisy, sigma, texts, strict=True)):
         _, rows, columns = latents.shape
+        conditions = {}
+        if references:
+            device = torch.device("cpu")
+            places = [
+                image_ids(*each.shape[2:], device, reference_index=number)
+                for number, each in enumerate(references)
+            ]
+            tokens = [each[at].flatten(1).T for each in references]
+            conditions = {
+                "conditioning_hidden_states": torch.cat(tokens)[None],
+                "conditioning_ids": torch.cat(places),
+            }
         time = level.reshape(1, 1)
         velocity = network(
             hidden_states=latents.flatten(1).T[None],
@@ -139,6 +165,7 @@ def _theirs(network: Any, noisy: Tensor, sigma: Tensor, texts: list[Tensor]) -> 
             target_timestep=time if network.config.flow_map else None,
             img_ids=image_ids(rows, columns, torch.device("cpu")),
             return_dict=False,
+            **conditions,
         )[0]
         answers.append(velocity[0].T.unflatten(1, (rows, columns)))
     return torch.stack(answers)
