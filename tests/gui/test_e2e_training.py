@@ -150,7 +150,7 @@ def type_length_and_samples(page: Any) -> None:
     page.get_by_role("button", name="Choose for me").first.click()
     page.locator(".plan-line").get_by_text(f", {int(proposed):,} steps").wait_for()
     until(lambda: steps.input_value() == proposed)
-    page.get_by_label("Rank", exact=False).fill("4")
+    page.get_by_label("Rank: how much it can learn", exact=True).fill("4")
     prompts.fill("zibbo, on a <b> moon")
     steps.fill("5")  # and the button takes it along, without a wait for the plan
 
