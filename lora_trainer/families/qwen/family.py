@@ -256,7 +256,7 @@ class QwenImage(FlowFamily):
         if classes.get("transformer") == self.traits.class_name:
             raise InputError(
                 f"{folder} is for {classes['']}, allowed are {self.pipeline.class_name} and {' and '.join(EDITING)}",
-                fix="give a release such as Qwen/Qwen-Image or Qwen/Qwen-Image-Edit-2511, no layered one",
+                fix="give a release that is not layered, such as Qwen/Qwen-Image or Qwen/Qwen-Image-Edit-2511",
             )
         return False
 
