@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.callback import callback_handler
 from torch.utils._pytree import tree_leaves
 
 from lora_trainer.common.errors import (
@@ -149,6 +148,8 @@ class CompiledBlocks:
             self._has_graphs
         ):  # what the pass before has left in the graphs' memory may be written over
             torch.compiler.cudagraph_mark_step_begin()
+
+        from torch._dynamo.callback import callback_handler  # takes a second to import
 
         asked: list[int] = []
 
