@@ -220,7 +220,7 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     tab = page.context.new_page()
     tab.goto(place.server.url("/queue"))
     tab.get_by_text(f"downloading the base model {SD15}: ").wait_for()
-    tab.get_by_role("button", name="Stop").click()
+    tab.get_by_role("button", name="Stop example").click()
     tab.get_by_text("The download ends here; the next training goes on with it.").wait_for()
     tab.get_by_role("button", name="Train again").wait_for()
     hub.held_from = None
