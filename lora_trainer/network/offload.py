@@ -27,9 +27,12 @@ from lora_trainer.network.pinned_memory import pinned
 Result = TypeVar("Result")
 # Each call has a thread.
 MOST_TOGETHER = 64
-# What a call keeps on the device from block to block, over the weights of all networks: the hidden states of all layers
-# take 1.2 % (Qwen3, Gemma 2) to 1.4 % (Qwen2.5-VL), T5's position bias and states 0.4 %. Twice the largest is allowed.
+# What a call keeps on the device from block to block, over the weights of its network: the hidden states of all layers
+# take 1.2 % (Qwen3, Gemma 2) to 1.4 % (Qwen2.5-VL), of which twice as much is allowed. A T5 keeps its position bias and
+# the states of one layer, 0.4 % with 512 tokens: as it is by far the largest, it is reckoned by itself.
 KEPT_SHARE = 1 / 36
+KEPT_SHARE_OF_T5 = 1 / 125
+_T5 = frozenset({"T5EncoderModel", "UMT5EncoderModel"})
 # Room for the largest block, and for what is alive while a call passes it.
 BLOCK_SHARE = 1 / 6
 
@@ -69,8 +72,11 @@ class Offloaded:
     def __init__(self, networks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
         self.copies = 0
-        self._weights_bytes = sum(
-            tensor.nbytes for network in networks for tensor in network.parameters()
+        sizes = {network: sum(each.nbytes for each in network.parameters()) for network in networks}
+        self._weights_bytes = sum(sizes.values())
+        self._kept_bytes = sum(
+            size * (KEPT_SHARE_OF_T5 if type(network).__name__ in _T5 else KEPT_SHARE)
+            for network, size in sizes.items()
         )
         # Calls meet by state that all of them share: another group waits until this one has ended.
         self._group = threading.Lock()
@@ -118,7 +124,7 @@ class Offloaded:
             return MOST_TOGETHER
         free_bytes, _ = free_and_total_bytes(self.device)
         room_bytes = free_bytes - BLOCK_SHARE * self._weights_bytes
-        return max(1, min(MOST_TOGETHER, int(room_bytes / (KEPT_SHARE * self._weights_bytes))))
+        return max(1, min(MOST_TOGETHER, int(room_bytes / self._kept_bytes)))
 
     def _run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run calls together; raises the first error that one of them raised."""

@@ -94,18 +94,27 @@ def test_a_device_that_is_full_gets_fewer_texts_at_once(
     assert 1 <= len(found) <= most and same(found, alone[: len(found)])
 
 
+@pytest.mark.parametrize(
+    ("network", "wanted"),
+    [
+        (t5(), ((0, 1), (0.25, 10), (1, offload.MOST_TOGETHER), (100, offload.MOST_TOGETHER))),
+        (nn.Linear(64, 64), ((0, 1), (0.25, 3), (1, 30), (100, offload.MOST_TOGETHER))),
+    ],
+    ids=["t5", "another"],
+)
 def test_the_free_memory_decides_how_many_texts_run_together(
-    monkeypatch: pytest.MonkeyPatch,
+    network: nn.Module, wanted: tuple[tuple[float, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Device:
         type = "cuda"
 
-    offloaded = Offloaded([t5()], CPU)
+    offloaded = Offloaded([network], CPU)
     offloaded.device = Device()  # type: ignore[assignment]  # plays a device
     monkeypatch.setattr(offload, "kind_of", lambda _: offload_kind)
     offload_kind = type("Kind", (), {"own_memory": True})()
     weights = offloaded._weights_bytes
-    for free, most in ((0, 1), (weights, 30), (100 * weights, offload.MOST_TOGETHER)):
+    for share, most in wanted:
+        free = int(share * weights)
         monkeypatch.setattr(offload, "free_and_total_bytes", lambda _, free=free: (free, 0))
         assert offloaded._most_together() == most
 
