@@ -107,7 +107,7 @@ class Drawer:
 
     def _failed(self, job: Job, why: str, code: int) -> int:
         line = f"error: {shown(without_secrets(why))}\n"
-        (job.folder / LOG_FILE).write_text(line, encoding="utf-8")
+        (job.folder / LOG_FILE).write_bytes(line.encode())
         return code
 
     def _draw(self, job: Job) -> None:

@@ -150,5 +150,5 @@ def test_what_is_no_number_or_no_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingStopped, match="not finite"):
         write_embedding(tmp_path / "x.safetensors", spoilt, metadata={})
     (tmp_path / "y.safetensors").write_bytes(b"nothing")
-    with pytest.raises(InputError, match="is not a safetensors file.*export it again"):
+    with pytest.raises(InputError, match="is a file of another kind.*export it again"):
         read_embedding(tmp_path / "y.safetensors")

@@ -220,7 +220,7 @@ def test_what_cannot_be_leaves_everything_as_it_was(
             tool("describe", file, title="x", output=output)
     with pytest.raises(RequestError, match="characters"):
         tool("describe", file, title="x" * 20_001)
-    with pytest.raises(InputError, match="not a safetensors file"):
+    with pytest.raises(InputError, match="is a file of another kind"):
         tool("describe", other, title="x")
     monkeypatch.setattr(
         "lora_trainer.lora_file.tensor_file.file_digest", lambda *_: sha256(b"other")
