@@ -361,7 +361,8 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     row = {"severity": "warning", "kind": "no-caption", "file": None, "what": what}
     answer = check_answer(findings=[row], images=18)
     report, _ = report_on(folder, answer, words(ENGLISH), assumed="SDXL")
-    assert "18 images have no caption" in report and "Some" not in report
+    # Its heading, and not only the words of the command, "18 of 18 images have no caption".
+    assert re.search(r">\s*18 images have no caption", report) and "Some" not in report
     assert '<button type="button" class="primary" data-write>' in report
     assert "Judged for SDXL" in report
 
