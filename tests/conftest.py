@@ -11,11 +11,14 @@ import gc
 import os
 import platform
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
+
+from lora_trainer.hardware.kept_memory import take_back
 
 # A loaded machine is not a failure; CI tries the same examples every time, people get new ones.
 settings.register_profile(
@@ -75,6 +78,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     modules = list(dict.fromkeys(line.partition("::")[0] for line in lines))
     place = {module: index for index, module in enumerate(modules)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(modules)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_base_stays_loaded() -> Iterator[None]:
+    """End the process that draws for a page after its module: for minutes it would count in what other tests detect."""
+    yield
+    take_back()
 
 
 @pytest.fixture(scope="module", autouse=True)
