@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from lora_trainer.hardware.kept_memory import take_back
+from lora_trainer.common.files import user_cache_folder
+from lora_trainer.hardware.kept_memory import KEPT_MEMORY_FILE, take_back
 
 # A loaded machine is not a failure; CI tries the same examples every time, people get new ones.
 settings.register_profile(
@@ -82,9 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_base_stays_loaded() -> Iterator[None]:
-    """End the process that draws for a page after its module: for minutes it would count in what other tests detect."""
+    """End the process that draws for a page after its module, and forget it: it would count in what others detect.
+
+    Forgotten is also one that has ended: tests that play another machine cannot be asked whether it runs.
+    """
     yield
     take_back()
+    (user_cache_folder() / KEPT_MEMORY_FILE).unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from lora_trainer.common.files import json_bytes, read_regular, user_cache_folder, write_atomic
 from lora_trainer.common.processes import living
 
-_FILE = "kept-memory.json"
+KEPT_MEMORY_FILE = "kept-memory.json"
 _ENDS_WITHIN_S = 10.0
 
 
@@ -81,4 +81,4 @@ def take_back() -> None:
 
 
 def _file() -> Path:
-    return user_cache_folder() / _FILE
+    return user_cache_folder() / KEPT_MEMORY_FILE

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lora_trainer.common.files import json_bytes, user_cache_folder
-from lora_trainer.hardware.kept_memory import keep, keeper, take_back
+from lora_trainer.hardware.kept_memory import KEPT_MEMORY_FILE, keep, keeper, take_back
 from lora_trainer.hardware.machine import GIB, detect
 from tests.fakes.nvml import FakeCard, FakeNvml
 
@@ -31,7 +31,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproc
 
 def told(**fields: object) -> None:
     """Write what a process says of itself."""
-    file = user_cache_folder() / "kept-memory.json"
+    file = user_cache_folder() / KEPT_MEMORY_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(json_bytes(fields))
 
