@@ -80,7 +80,7 @@ class Times:
         return free
 
     def _seconds(self, item: Item) -> float:
-        """Return the predicted seconds of a training, infinity where there is no plan of it."""
+        """Return the predicted seconds of a training, infinity where it could not be planned."""
         words = planned_words(item)
         if words is None:
             return math.inf

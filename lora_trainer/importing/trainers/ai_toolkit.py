@@ -210,9 +210,13 @@ def _timesteps(foreign: Foreign) -> None:
         foreign.is_nearest(key, f"{bias}: logit_normal with a mean of {mean:g}")
 
 
+def _process(foreign: Foreign) -> Mapping[str, Any]:
+    """Return the table of a job's one process."""
+    return folders.tables_of(foreign.data["config"]["process"])[0]
+
+
 def _datasets(foreign: Foreign) -> None:
-    process = folders.tables_of(foreign.data["config"]["process"])[0]
-    tables = folders.tables_of(process.get("datasets"))
+    tables = folders.tables_of(_process(foreign).get("datasets"))
     sizes = _sizes(foreign, tables)
     paths = set()
     for folder in folders.read_folders(foreign, tables, "datasets"):
@@ -271,14 +275,12 @@ def _slider(foreign: Foreign) -> None:
             "as words alone: there the noise levels are of images, here of what the base draws",
         )
         foreign.carry_if_on("slider.keep_weight", "slider.anchor_strength", default=1.0)
-        tables = folders.tables_of(
-            folders.tables_of(foreign.data["config"]["process"])[0].get("datasets")
-        )
+        tables = folders.tables_of(_process(foreign).get("datasets"))
         sizes, said = _sizes(foreign, tables), "a slider is trained on words"
     else:
         key = "train.max_denoising_steps"
         foreign.stays(key, "slider.denoising_steps is the same for all samples")
-        table = folders.tables_of(foreign.data["config"]["process"])[0].get("slider")
+        table = _process(foreign).get("slider")
         listed = table.get("resolutions") if isinstance(table, Mapping) else None
         sizes = {}
         for size in listed if isinstance(listed, list) else []:

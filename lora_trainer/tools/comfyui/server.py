@@ -112,16 +112,11 @@ class ComfyUI:
         self, prompt_id: str, *, sleep: Callable[[float], None] = time.sleep
     ) -> list[Drawing]:
         """Wait until a workflow has ended; return its pictures. Raises InputError where it failed or was stopped."""
-        while True:
-            history = self._json("GET", f"/history/{quote(prompt_id, safe='')}")
-            entry = history.get(prompt_id) if isinstance(history, dict) else None
-            if isinstance(entry, dict):
-                break
+        while (entry := self._ended(prompt_id)) is None:
+            # Asked once more where it does not wait: it may have ended between the two looks.
             if not self._waits(prompt_id):
-                # It ends between the two looks, or was taken out of the queue.
-                history = self._json("GET", f"/history/{quote(prompt_id, safe='')}")
-                entry = history.get(prompt_id) if isinstance(history, dict) else None
-                if isinstance(entry, dict):
+                entry = self._ended(prompt_id)
+                if entry is not None:
                     break
                 raise InputError(
                     "ComfyUI no longer has the workflow: it was removed from its queue",
@@ -148,6 +143,12 @@ class ComfyUI:
                 return opened.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             raise self._nonsense(f"the picture {drawing.filename}") from None
+
+    def _ended(self, prompt_id: str) -> dict[str, Any] | None:
+        """Return the entry of a workflow in the history, None while it runs or waits."""
+        history = self._json("GET", f"/history/{quote(prompt_id, safe='')}")
+        entry = history.get(prompt_id) if isinstance(history, dict) else None
+        return entry if isinstance(entry, dict) else None
 
     def _waits(self, prompt_id: str) -> bool:
         """Return whether a workflow runs or waits."""
