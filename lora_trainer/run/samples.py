@@ -86,6 +86,8 @@ from lora_trainer.run.prepare import Prepared, refuse_strengths
 from lora_trainer.run.run_folder import TrainingJob, read_run
 from lora_trainer.training.actions import Progress
 
+ONE_COLOUR = "TRN-07"
+"""The code of a problem: all sample images of a step have one colour."""
 # Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word.
 WORD_IN_PROMPTS = "<new-word>"
 
@@ -195,8 +197,8 @@ class SampleAction:
         """Have the adapter at the strength that a prompt asks for, while the block runs."""
         return nullcontext() if prompt.strength is None else self.parts.adapter.at(prompt.strength)
 
-    def _problem(self, what: str, *, fix: str) -> None:
-        self.job.events.problem(what, fix=fix, code="TRN-03")
+    def _problem(self, what: str, *, fix: str, code: str = "TRN-03") -> None:
+        self.job.events.problem(what, fix=fix, code=code)
 
     def _asked(self, target: Path, *, step: int) -> list[Drawing]:
         """Return the drawing of the prompt that somebody asked for; one that cannot be encoded is a problem."""
@@ -275,6 +277,7 @@ class SampleAction:
                 f"all sample images at step {step} have one colour, which is not a picture",
                 fix="if those of step 0 have too, the base's VAE is damaged: download it again or name another file in "
                 "base.vae; else the LoRA has: lower optimizer.learning_rate",
+                code=ONE_COLOUR,
             )
         return images
 

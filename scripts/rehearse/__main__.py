@@ -3,8 +3,8 @@
 Usage: python -m scripts.rehearse --work FOLDER [--base HUB_ID ...] [--gpu 8 12 16 24] [--priority balanced ...]
 
 Needs the CUDA build of torch and gcc. Each cell takes one to five minutes. FOLDER/cells.jsonl gets a line for each,
-and a cell that it has is not rehearsed again: delete its line, or the file after a change of the code. Exits with 1
-if a cell has a fault.
+and a cell that it has is not rehearsed again: delete its line, or the file after a change of the code. Images have the
+size of the cell, which a run of a few steps would not come to by itself. Exits with 1 if a cell has a fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer import families
-from scripts.plan_tables import ram_gib_of
+from lora_trainer.config import PRIORITIES, Priority
+from scripts.plan_tables import CARDS as PLANNED_CARDS
+from scripts.plan_tables import planned, ram_gib_of
 from scripts.rehearse.base import longest_caption, write_true_size
 from scripts.rehearse.card import Card, NoCudaTorch, build
 from scripts.rehearse.cell import Cell, Outcome, rehearse
@@ -46,7 +48,7 @@ def main() -> int:
         default=[families.family(n).published[0].ids[0] for n in families.NAMES],
     )
     parser.add_argument("--gpu", nargs="*", type=int, choices=list(CARDS), default=list(CARDS))
-    parser.add_argument("--priority", nargs="*", default=["balanced"])
+    parser.add_argument("--priority", nargs="*", choices=PRIORITIES, default=["balanced"])
     parser.add_argument(
         "--set", nargs="*", default=[], help="settings beside the plan's, section.key=value"
     )
@@ -72,7 +74,7 @@ def main() -> int:
                     card=CARDS[gib],
                     priority=priority,
                     ram_gib=ram_gib_of(source),
-                    settings=asked.set,
+                    settings=[_side(source, gib, priority), *asked.set],
                 )
                 outcome = outcomes.get(cell.key)
                 if outcome is None:
@@ -91,6 +93,12 @@ def main() -> int:
                 faulty += bool(outcome.faults)
                 print(_line(outcome), flush=True)
     return 1 if faulty else 0
+
+
+def _side(source: str, gib: int, priority: Priority) -> str:
+    """Return the setting for the size of images that docs/plans.md has."""
+    (card,) = (name for name, size in PLANNED_CARDS.items() if size == gib)
+    return f"data.resolution={planned(source, card, priority).config.data.resolution}"
 
 
 def _line(outcome: Outcome) -> str:

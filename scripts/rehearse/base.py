@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -21,6 +22,8 @@ from tests.fakes.networks_of_releases import VAES, texts, vae
 from tests.fakes.tiny_base import write_base
 
 SAVED_DTYPE = torch.bfloat16
+_SHARD_BYTES = 5 * 10**9
+"""As large as the files of releases: the system maps no file into memory that is larger than that."""
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 
 
@@ -89,13 +92,42 @@ def _write_zeros(file: Path, network: nn.Module) -> None:
         tensors = revert_weight_conversion(
             network, tensors
         )  # the names of files, which may be older
+    shards: list[dict[str, Tensor]] = [{}]
+    room_bytes = _SHARD_BYTES
+    for name, tensor in tensors.items():
+        room_bytes -= _saved_bytes(tensor)
+        if room_bytes < 0 and shards[-1]:
+            shards.append({})
+            room_bytes = _SHARD_BYTES - _saved_bytes(tensor)
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        _write_shard(file, tensors)
+        return
+    file.unlink()  # the tiny network's
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        part = file.with_name(f"{file.stem}-{number:05}-of-{len(shards):05}.safetensors")
+        _write_shard(part, shard)
+        places |= dict.fromkeys(shard, part.name)
+    index = file.with_name(f"{file.name}.index.json")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+
+
+def _saved_dtype(tensor: Tensor) -> torch.dtype:
+    return SAVED_DTYPE if tensor.is_floating_point() else tensor.dtype
+
+
+def _saved_bytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * _saved_dtype(tensor).itemsize
+
+
+def _write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
     entries: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
-        dtype = SAVED_DTYPE if tensor.is_floating_point() else tensor.dtype
-        start, end = end, end + prod(tensor.shape) * dtype.itemsize
+        start, end = end, end + _saved_bytes(tensor)
         entries[name] = {
-            "dtype": _NAMES[dtype],
+            "dtype": _NAMES[_saved_dtype(tensor)],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

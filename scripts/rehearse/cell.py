@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.run.samples import ONE_COLOUR
 from scripts.rehearse.card import Card
 from scripts.rehearse.program import COUNTS_VARIABLE, MEMORY_VARIABLE
 
@@ -26,8 +27,8 @@ SETTINGS = (
 QUIET_STEP = 4
 """The step whose launches, copies and waits are counted: a step is reported while the second after it is under way."""
 LIMIT_S = 1800
-BY_NO_KERNEL = "have one colour"
-"""In a problem that each run there has: no kernel computes, so that all sample images are of one colour."""
+BY_NO_KERNEL = ONE_COLOUR
+"""The code of a problem that each run there has: no kernel computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ def judged(
     """Compare the counts of a run with its plan; `rows` are lines of the file of counts."""
     found = list(faults)
     for row in rows:
-        is_problem = row.get("code") and BY_NO_KERNEL not in str(row.get("what"))
+        is_problem = row.get("code") not in (None, "", BY_NO_KERNEL)
         if row["event"] in ("change", "out_of_memory") or is_problem:
             found.append(json.dumps({k: v for k, v in row.items() if k != "counts"}))
     planned = max(plan["memory"]["phases"].values())

@@ -215,6 +215,18 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
 
 #define REAL_BYTES 65536
 
+// Fills host memory with zeros, which takes none of it: whole pages are given back to the system.
+static void clear(void *to, size_t bytes) {
+  uintptr_t page = 4096, start = (uintptr_t)to, end = start + bytes;
+  uintptr_t first = (start + page - 1) / page * page, last_end = end / page * page;
+  if (first >= last_end || madvise((void *)first, last_end - first, MADV_DONTNEED)) {
+    memset(to, 0, bytes);
+    return;
+  }
+  memset(to, 0, first - start);
+  memset((void *)last_end, 0, end - last_end);
+}
+
 static void copy(void *to, const void *from, size_t bytes) {
   int to_device = holds(&on_device, to), from_device = holds(&on_device, from);
   counted.d2d += to_device && from_device;
@@ -238,7 +250,7 @@ static void copy(void *to, const void *from, size_t bytes) {
   if (bytes <= REAL_BYTES)
     memcpy(to, from, bytes);
   else if (from_device && !to_device)
-    memset(to, 0, bytes); // and not what lay in this memory before
+    clear(to, bytes); // and not what lay in this memory before
   // One number that is read back is an answer that no kernel has given: of one byte ("are all
   // finite?") it is yes, of eight (an index) 0.
   if (from_device && !to_device && bytes == 1)

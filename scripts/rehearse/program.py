@@ -134,14 +134,16 @@ def give_numbers() -> None:
 
 
 def pretend_host_memory(ram_gib: float) -> None:
-    """Let the machine have this much memory; text encoders and streamed blocks reserve theirs without filling it.
+    """Let the machine have this much memory; the weights of networks reserve theirs without filling it.
 
-    A base of zeros is as large in memory as a real one once it was copied: Qwen-Image's text encoder has 15 GiB.
+    A base of zeros is as large in memory as a real one once it was copied: Qwen-Image's text encoder has 15 GiB, its
+    denoiser in int8 20 GB. The codes of quantised layers come from the card, and what comes from it takes no memory.
     """
     import psutil
     import torch
     from transformers import core_model_loading
 
+    from lora_trainer.families.files.weight_files import TensorReader
     from lora_trainer.network.block_swap import PackedBlock
     from lora_trainer.network.pinned_memory import whole_pages
 
@@ -168,6 +170,15 @@ def pretend_host_memory(ram_gib: float) -> None:
         return torch.empty(tensor.get_shape(), dtype=dtype or copied(tensor[:1]).dtype)
 
     core_model_loading._materialize_copy = reserved
+    read = TensorReader.read
+
+    def reserved_by_name(self: Any, name: str) -> Any:
+        shape = self._tensors[name].shape
+        if prod(shape) < _RESERVED_ELEMENTS:
+            return read(self, name)
+        return torch.empty(shape, dtype=self.dtype_of(name))
+
+    TensorReader.read = reserved_by_name  # type: ignore[method-assign]  # the files hold zeros
 
 
 def count_events(file: Path) -> None:

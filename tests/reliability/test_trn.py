@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
+from lora_trainer.run.samples import ONE_COLOUR
 from lora_trainer.training import loop
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Model
@@ -124,14 +125,14 @@ def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(place: Toy) -> 
     assert trajectory(run) == trajectory(place.run), "and the weights are the exact ones again"
 
 
-def test_trn_03_images_of_one_colour_are_named(place: Toy) -> None:
+def test_sample_images_of_one_colour_are_named(place: Toy) -> None:
     """A VAE whose decoder is zeros encodes and trains as it should, and no loss shows it."""
     grey = Image.new("RGB", (16, 16), "grey")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lora_trainer.families.base.sampling.Sampler.image", lambda *_, **__: grey)
         assert train(place, "grey", sampling__every_steps=3) == 0
     rows = read_jsonl(place.runs / "grey" / "problems.jsonl")
-    found = [row["what"] for row in rows if row["code"] == "TRN-03"]
+    found = [row["what"] for row in rows if row["code"] == ONE_COLOUR]
     assert found == [
         f"all sample images at step {step} have one colour, which is not a picture"
         for step in (0, 3, 6)

@@ -14,6 +14,7 @@ import torch
 
 from lora_trainer import families
 from lora_trainer.families.base.layout import Layout
+from lora_trainer.run.samples import ONE_COLOUR
 from scripts.rehearse.base import longest_caption, write_true_size
 from scripts.rehearse.card import COUNTED
 from scripts.rehearse.cell import QUIET_STEP, ROOT, judged
@@ -32,8 +33,15 @@ def rows(peak_bytes: int = int(3.9 * GIB), **grown: int) -> list[dict[str, Any]]
     return steps
 
 
+def problem(code: str) -> dict[str, Any]:
+    """Return the line of a problem in step 2."""
+    return {"event": "problem", "code": code, "step": 2, "counts": rows()[0]["counts"]}
+
+
 def test_a_run_within_its_plan_holds() -> None:
-    outcome = judged("a", rows(launches=900, event_sync=1), plan=PLAN, chosen={})
+    """Sample images have one colour there, as no kernel computes."""
+    seen = [*rows(launches=900, event_sync=1), problem(ONE_COLOUR), problem("")]
+    outcome = judged("a", seen, plan=PLAN, chosen={})
     assert outcome.faults == [] and outcome.share == pytest.approx(0.975)
     assert outcome.quiet_step["launches"] == 900
 
@@ -52,6 +60,7 @@ def test_a_run_within_its_plan_holds() -> None:
             [*rows(), {"event": "out_of_memory", "step": 2, "counts": rows()[0]["counts"]}],
             '{"event": "out_of_memory", "step": 2}',
         ),
+        ([*rows(), problem("TRN-03")], '{"event": "problem", "code": "TRN-03", "step": 2}'),
     ],
 )
 def test_each_fault_is_named(seen: list[dict[str, Any]], fault: str) -> None:
@@ -77,6 +86,7 @@ def test_a_base_has_its_true_size_and_takes_no_room(family: str, tmp_path: Path)
     assert sizes == {part: each.parameters for part, each in known.parts.items()}
     assert known.release.architecture.items() <= facts.release.architecture.items()
     assert sum(file.stat().st_blocks * 512 for file in base.rglob("*")) < 4e6
+    assert max(file.stat().st_size for file in base.rglob("*")) < 6e9, "in shards, as the release"
 
 
 @pytest.mark.skipif(
