@@ -27,6 +27,8 @@ SETTINGS = (
 QUIET_STEP = 4
 """The step whose launches, copies and waits are counted: a step is reported while the second after it is under way."""
 LIMIT_S = 1800
+CACHE = "cache"
+"""The folder of a cell's caches: with those of another cell no text would be encoded, and less memory planned."""
 BY_NO_KERNEL = ONE_COLOUR
 """The code of a problem that each run there has: no kernel computes."""
 
@@ -84,7 +86,8 @@ def rehearse(cell: Cell, *, base: Path, dataset: Path, work: Path, libraries: Pa
     """Train, then resume in a new process, and judge what the driver counted."""
     work.mkdir(parents=True, exist_ok=True)
     run = work / "run"
-    shutil.rmtree(run, ignore_errors=True)
+    for folder in (run, work / CACHE):
+        shutil.rmtree(folder, ignore_errors=True)
     settings = [word for value in (*SETTINGS, *cell.settings) for word in ("--set", value)]
     first = [str(dataset), "--base", str(base), "--output", str(work), "--name", run.name]
     first += ["--priority", cell.priority, "--steps", str(STEPS), *settings]
@@ -153,6 +156,7 @@ def _run(cell: Cell, words: Sequence[str], *, counts: Path, libraries: Path) -> 
         "PYTHONWARNINGS": "ignore",
         COUNTS_VARIABLE: str(counts),
         MEMORY_VARIABLE: str(cell.ram_gib),
+        "XDG_CACHE_HOME": str(counts.parent / CACHE),
     }
     command = [sys.executable, "-m", "scripts.rehearse.program", *words]
     try:

@@ -19,6 +19,7 @@ COUNTS_VARIABLE, MEMORY_VARIABLE = "PRETENDED_COUNTS", "PRETENDED_RAM_GIB"
 _NO_NUMBERS = 0.5
 _IN_USE_BYTES = 4 << 30
 _RESERVED_ELEMENTS = 1 << 20
+_HASHED_BYTES = 1 << 28
 _WHOLE = ("problem", "change", "out_of_memory")
 """Kinds of events of which every field is written."""
 _ENCODERS = "lora_trainer.families."
@@ -136,6 +137,8 @@ def give_numbers() -> None:
 def pretend_host_memory(ram_gib: float) -> None:
     """Let the machine have this much memory; the weights of networks reserve theirs without filling it.
 
+    Large files of zeros are told apart by their names: reading 60 GB for their hashes takes minutes.
+
     A base of zeros is as large in memory as a real one once it was copied: Qwen-Image's text encoder has 15 GiB, its
     denoiser in int8 20 GB. The codes of quantised layers come from the card, and what comes from it takes no memory.
     """
@@ -143,6 +146,8 @@ def pretend_host_memory(ram_gib: float) -> None:
     import torch
     from transformers import core_model_loading
 
+    from lora_trainer.common.files import sha256_bytes
+    from lora_trainer.common.memo import HashMemo
     from lora_trainer.families.files.weight_files import TensorReader
     from lora_trainer.network.block_swap import PackedBlock
     from lora_trainer.network.pinned_memory import whole_pages
@@ -179,6 +184,15 @@ def pretend_host_memory(ram_gib: float) -> None:
         return torch.empty(shape, dtype=self.dtype_of(name))
 
     TensorReader.read = reserved_by_name  # type: ignore[method-assign]  # the files hold zeros
+    hashed = HashMemo.sha256
+
+    def sha256(self: Any, path: Path | str) -> str:
+        size_bytes = Path(path).stat().st_size
+        if size_bytes < _HASHED_BYTES:
+            return hashed(self, path)
+        return sha256_bytes(f"{path} {size_bytes}".encode())
+
+    HashMemo.sha256 = sha256  # type: ignore[method-assign]  # the files hold zeros
 
 
 def count_events(file: Path) -> None:
