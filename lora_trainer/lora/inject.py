@@ -33,7 +33,7 @@ from lora_trainer.lora.adapter_size import (
 )
 from lora_trainer.lora.dropout import SampleMasks, gated, gates
 from lora_trainer.lora.tensors import ModuleTensors, split_key
-from lora_trainer.network.quantize import described, frozen_weight
+from lora_trainer.network.quantize import described, frozen_weight, weight_shape
 
 _NAME = "default"
 
@@ -223,7 +223,7 @@ def _peft_layer(
 
 
 def _rotate(network: nn.Module, key: str, layer: nn.Module, rank: int) -> AdaptedLayer:
-    out = frozen_weight(layer).shape[0]
+    out = weight_shape(layer)[0]
     size = block_size(out, rank=rank)
     rotated = RotatedLayer(layer, out=out, size=size)
     network.set_submodule(split_key(key)[1], rotated)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.low_rank import fits, kind_name
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key, update
-from lora_trainer.network.quantize import frozen_weight
+from lora_trainer.network.quantize import frozen_weight, weight_shape
 
 Layer = nn.Linear | nn.Conv2d
 # Returns the adapter's part of a layer's output for the layer's input.
@@ -85,8 +86,8 @@ def layer_of(networks: Mapping[str, nn.Module], key: str, module: ModuleTensors)
             fix="merge it into its base, and draw samples with that",
         )
     if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
-        weight = frozen_weight(layer)
-        if fits(module, out=weight.shape[0], fan_in=weight[0].numel()):
+        out, *inner = weight_shape(layer)
+        if fits(module, out=out, fan_in=prod(inner)):
             return layer
     raise InputError(
         f"the LoRA changes {key}, which this base does not have in that size",
@@ -115,7 +116,7 @@ def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
         else:  # made in every pass: stored for all layers it would take as much as the base
             change = _applied(layer, inputs[0], change_of(layer, module).to(inputs[0]))
         if bias is not None:
-            change = change + bias.reshape(-1, *(1,) * (layer.weight.dim() - 2)).to(output)
+            change = change + bias.reshape(-1, *(1,) * (len(weight_shape(layer)) - 2)).to(output)
         return torch.add(output, change, alpha=dial.strength)
 
     return add
@@ -126,7 +127,7 @@ def _is_plain(module: ModuleTensors) -> bool:
 
 
 def _low_rank(layer: Layer, module: ModuleTensors) -> Apply:
-    shape = tuple(frozen_weight(layer).shape)
+    shape = weight_shape(layer)
     rank = module.tensors["down"].shape[0]
     down = module.tensors["down"].reshape(rank, *shape[1:])
     up = module.tensors["up"].reshape(shape[0], rank, *(1,) * (len(shape) - 2))

@@ -91,6 +91,14 @@ def frozen_weight(layer: nn.Module) -> Tensor:
     return weight.detach()
 
 
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """Return the shape of a layer's weight; one that is quantised is not dequantised for it."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.out_features, layer.in_features
+    assert isinstance(layer.weight, Tensor)
+    return tuple(layer.weight.shape)
+
+
 def frozen_parts(layer: nn.Linear) -> tuple[Sequence[Tensor], Restore]:
     """Return the stored tensors of a linear layer's weight, and the function that restores it."""
     if isinstance(layer, QuantizedLinear):

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora.lora_hooks import attach_assistant, attach_lora
 from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.network.quantize import QuantizedLinear
 from tests.fakes.adapters import adapter_for, draw_module
 from tests.fakes.small_network import MODULES, Network, adapted, images, network
 
@@ -100,3 +101,15 @@ def test_half_precision_factors_run_in_the_dtype_of_their_input() -> None:
     tensors = {key: replace(each, tensors=half(each.tensors)) for key, each in file().items()}
     with attach_lora({"denoiser": base}, tensors).at(1.0):
         assert base(images().bfloat16()).dtype == torch.bfloat16
+
+
+def test_no_quantised_layer_is_dequantised_to_learn_its_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the blocks of a large base lie in the machine's memory that takes a minute, as often as it is asked."""
+    base, tensors = network(), file(kind="lora")
+    for name, layer in [*base.named_modules()]:
+        if type(layer) is nn.Linear:
+            base.set_submodule(name, QuantizedLinear(layer, "int8", device=torch.device("cpu")))
+    monkeypatch.setattr(QuantizedLinear, "restored", lambda *_: pytest.fail("dequantised"))
+    attach_lora({"denoiser": base}, tensors)
