@@ -113,34 +113,49 @@ def test_one_code_serves_all_sizes_and_texts_and_keeps_what_the_level_keeps() ->
     assert backward[0] < 3 * forward[0], "its kept products are not done again"
 
 
-@pytest.mark.parametrize("tries", [20])
-def test_a_stop_at_any_moment_ends_compiling_before_the_next_graph(tries: int) -> None:
-    """Each try is stopped as another graph is about to be compiled; what has been made stays in use."""
+def test_a_stop_at_any_moment_ends_compiling_before_the_next_graph() -> None:
+    """Ten blocks, a forward and a backward graph each: every try makes one graph more and is stopped before the next.
+
+    What the tries before it made stays in use, so it is asked about no graph but these two.
+    """
 
     class Blocks(nn.Module):
         _repeated_blocks = ("Block",)
 
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Block(size) for size in range(2, 3 + tries // 2))
+            self.blocks = nn.ModuleList(Block(size) for size in range(2, 12))
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.stack([block(x[:, : len(block.weight)]).sum() for block in self.blocks])
 
-    for moment in range(1, tries + 1):
-        torch.compiler.reset()
-        network, asked, graphs = Blocks(), list[int](), list[tuple[int, int]]()
+    torch.compiler.reset()
+    network, graphs = Blocks(), list[tuple[int, int]]()
+    blocks = CompiledBlocks(network, shapes=(), backend=counting(graphs))
 
-        def stop(moment: int = moment, asked: list[int] = asked) -> int | None:
+    def computed(before_a_stop: int) -> tuple[int, int | None]:
+        """Compute gradients, with a stop once so many graphs are made; return how often it was asked, and the code."""
+        asked, code = [], None
+
+        def stop() -> int | None:
             asked.append(1)
-            return int(signal.SIGTERM) if len(asked) >= moment else None
+            return int(signal.SIGTERM) if len(asked) > before_a_stop else None
 
-        blocks = CompiledBlocks(network, shapes=(), backend=counting(graphs))
-        with pytest.raises(StoppedBySignal) as stopped, blocks.used(stop):
-            network(torch.ones(2, 16, requires_grad=True)).sum().backward()
-        assert stopped.value.exit_code == 128 + signal.SIGTERM
-        assert len(asked) == moment and len(graphs) <= moment, "nothing is compiled after it"
+        try:
+            with blocks.used(stop):
+                network(torch.ones(2, 16, requires_grad=True)).sum().backward()
+        except StoppedBySignal as stopped:
+            code = stopped.exit_code
         assert all("forward" not in vars(block) for block in network.blocks), "off again"
+        return len(asked), code
+
+    terminated = 128 + signal.SIGTERM
+    assert computed(before_a_stop=0) == (1, terminated) and not graphs
+    for _ in range(19):
+        made = len(graphs)
+        assert computed(before_a_stop=1) == (2, terminated), "what has been made stays in use"
+        assert len(graphs) <= made + 1, "nothing is compiled after it"
+    assert computed(before_a_stop=1) == (1, None) and len(graphs) == 20
 
 
 class Network(nn.Module):
