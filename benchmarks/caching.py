@@ -15,8 +15,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer.cache.encode import fill  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 from lora_trainer.common.processes import made_to_stay  # noqa: E402 - after sys.path
-from lora_trainer.families.base.latents import Latents  # noqa: E402 - after sys.path
+from lora_trainer.families.base.facts import Conditioning  # noqa: E402 - after sys.path
+from lora_trainer.families.base.latents import ImageEncoder, Latents  # noqa: E402 - after sys.path
+from lora_trainer.families.base.texts import TextEncoder  # noqa: E402 - after sys.path
 from lora_trainer.run.build import open_cache, plan_cache, texts_as  # noqa: E402 - after sys.path
 from lora_trainer.run.prepare import Prepared, Request, prepare  # noqa: E402 - after sys.path
 
@@ -49,15 +51,14 @@ SETTINGS: Mapping[str, Any] = {
 
 
 @dataclass(kw_only=True)
-class Clocked:
-    """A random encoder that says how long it worked; `build_s` is what making it took."""
+class Clock:
+    """How long an encoder took to be made, and how long it worked."""
 
     build_s: float = 0.0
     inside_s: float = 0.0
     calls: int = 0
-    network: Any = field(default=None, repr=False)
 
-    def timed(self, work: Any) -> Any:
+    def timed(self, work: Callable[[], Tensor]) -> Tensor:
         """Return what `work` makes, without gradients."""
         began = time.perf_counter()
         with torch.no_grad():
@@ -67,51 +68,63 @@ class Clocked:
         return made
 
 
-@dataclass(kw_only=True)
-class Pictures(Clocked):
+@dataclass(frozen=True, kw_only=True)
+class Pictures(ImageEncoder):
     """A VAE: [1, 3, H, W] to the mean and deviation of latents."""
 
-    def built(self, _device: torch.device) -> Any:
-        began = time.perf_counter()
-        torch.manual_seed(1)
-        self.network = AutoencoderKL(
-            block_out_channels=CHANNELS,
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            layers_per_block=2,
-            latent_channels=4,
-        )
-        self.build_s = time.perf_counter() - began
-        return self
+    clock: Clock
 
     def encode_images(self, pixels: Tensor) -> list[Latents]:
-        found = self.timed(lambda: self.network.encode(pixels).latent_dist)
-        return [Latents(mean=found.mean[0], std=found.std[0])]
+        moments = self.clock.timed(lambda: self.vae.encode(pixels).latent_dist.parameters)
+        mean, log_variance = moments.chunk(2, dim=1)
+        return [Latents(mean=mean[0], std=(0.5 * log_variance[0]).exp())]
 
 
-@dataclass(kw_only=True)
-class Texts(Clocked):
+@dataclass(kw_only=True, eq=False)
+class Texts(TextEncoder):
     """A CLIP text encoder; its tokens are bytes."""
 
-    def built(self, _device: torch.device) -> Any:
-        began = time.perf_counter()
-        torch.manual_seed(2)
-        self.network = CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072))
-        self.build_s = time.perf_counter() - began
-        return self
+    clock: Clock
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         (prompt,) = prompts
         return {"text": torch.tensor([list(prompt.encode()[:TOKENS].ljust(TOKENS, b"\0"))])}
 
-    def encode_tokens(self, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {"text": self.timed(lambda: self.network(tokens["text"])[0])}
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        network = self.networks["text_encoder"]
+        return {"text": self.clock.timed(lambda: network(tokens["text"])[0])}
 
     def count_tokens(self, prompt: str) -> int:
         return len(prompt)
 
     def prompt_room(self) -> int:
         return 10 * TOKENS
+
+
+def random_pictures(prepared: Prepared, clock: Clock) -> Pictures:
+    """Return a random VAE of the structure of Stable Diffusion's."""
+    began = time.perf_counter()
+    torch.manual_seed(1)
+    vae = AutoencoderKL(
+        block_out_channels=CHANNELS,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=4,
+    )
+    clock.build_s = time.perf_counter() - began
+    return Pictures(vae=vae, latents=prepared.family.latents, clock=clock)
+
+
+def random_texts(prepared: Prepared, clock: Clock) -> Texts:
+    """Return a random CLIP of true size."""
+    began = time.perf_counter()
+    torch.manual_seed(2)
+    network = CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072))
+    clock.build_s = time.perf_counter() - began
+    return Texts(
+        networks={"text_encoder": network}, tokenizers={}, facts=prepared.facts, clock=clock
+    )
 
 
 def main() -> None:
@@ -130,8 +143,8 @@ def main() -> None:
         }
         prepared = prepare(Request(dataset=folder / "dataset", overrides=overrides))
         found = {
-            "pictures": _measured(prepared, Pictures(), texts=False),
-            "captions": _measured(prepared, Texts(), texts=True),
+            "pictures": _measured(prepared, texts=False),
+            "captions": _measured(prepared, texts=True),
         }
     for kind, row in found.items():
         print(
@@ -156,8 +169,8 @@ def _make_dataset(folder: Path, *, count: int) -> None:
         (folder / f"{index:03d}.txt").write_text(f"image number {index}\n")
 
 
-def _measured(prepared: Prepared, encoder: Pictures | Texts, *, texts: bool) -> dict[str, float]:
-    events = EventStream()
+def _measured(prepared: Prepared, *, texts: bool) -> dict[str, float]:
+    clock, events = Clock(), EventStream()
     more = [f"prompt number {index}" for index in range(2 * len(prepared.trained))]
     wanted = plan_cache(prepared, prompts=more)
     wanted = replace(wanted, images={}) if texts else replace(wanted, texts={})
@@ -166,19 +179,19 @@ def _measured(prepared: Prepared, encoder: Pictures | Texts, *, texts: bool) -> 
         wanted,
         open_cache(prepared, events),
         settings=prepared.config.data,
-        load_image_encoder=encoder.built,
-        load_text_encoder=encoder.built,
+        load_image_encoder=lambda _: random_pictures(prepared, clock),
+        load_text_encoder=lambda _: random_texts(prepared, clock),
         devices=(torch.device("cpu"),),
         texts_as=texts_as(prepared),
         events=events,
     )
-    total_s = time.perf_counter() - began - encoder.build_s
+    total_s = time.perf_counter() - began - clock.build_s
     return {
-        "calls": encoder.calls,
-        "inside_s": encoder.inside_s,
+        "calls": clock.calls,
+        "inside_s": clock.inside_s,
         "total_s": total_s,
-        "build_s": encoder.build_s,
-        "share": encoder.inside_s / total_s,
+        "build_s": clock.build_s,
+        "share": clock.inside_s / total_s,
     }
 
 

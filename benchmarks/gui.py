@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from PIL import Image
@@ -41,6 +42,9 @@ from lora_trainer.reporting.history import read_history  # noqa: E402 - after sy
 from lora_trainer.reporting.status import read_status  # noqa: E402 - after sys.path
 from tests.fakes.live_runs import until, write_status  # noqa: E402 - after sys.path
 from tests.fakes.run_folder import FakeRun, fake_run  # noqa: E402 - after sys.path
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Request
 
 NAME = "live"
 CARDS = """() => {
@@ -192,6 +196,10 @@ def browser_ms(*, steps: int, samples: int, images: int, rounds: int) -> dict[st
             server.stop()
 
 
+def _note_address(sent: list[str], request: Request) -> None:
+    sent.append(request.url)
+
+
 def start_ms(*, rounds: int) -> dict[str, float]:
     """Return the median milliseconds from the command to Home, and of plans."""
     from lora_trainer.gui import command_lines
@@ -223,7 +231,7 @@ def start_ms(*, rounds: int) -> dict[str, float]:
             page.wait_for_function(PAINTED)
             page.wait_for_timeout(2_000)  # what the page is made of comes
             sent: list[str] = []
-            page.on("request", lambda request, sent=sent: sent.append(request.url))
+            page.on("request", partial(_note_address, sent))
             page.wait_for_timeout(10_000)
             requests = max(requests, len(sent))
             context.close()

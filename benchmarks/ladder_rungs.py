@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
-from trainee import Batch, Case, training
 
+from benchmarks.trainee import Case, training
 from lora_trainer.common.event_kinds import Change, Event, Step
 from lora_trainer.common.events import EventStream, JsonlWriter
 from lora_trainer.families.base.layout import DENOISER
@@ -29,7 +29,7 @@ from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.training.actions import Progress
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import train_steps
-from lora_trainer.training.loss import add_noise, sample_losses, target
+from lora_trainer.training.loss import Batch, add_noise, sample_losses, target
 from lora_trainer.training.optimizers import build_optimizer
 from lora_trainer.training.step import Training
 
@@ -134,7 +134,8 @@ class Bare:
                 self.network, noisy, given.timesteps, given.conditioning
             )
         losses = sample_losses(predicted.float(), wanted)
-        return (losses * weights).mean()
+        loss: Tensor = (losses * weights).mean()
+        return loss
 
 
 def bytes_of(network: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -234,7 +235,7 @@ class Ours:
 
     def __call__(self, progress: Progress) -> None: ...
 
-    what = "the turns"
+    what: ClassVar[str] = "the turns"
 
     def _run(self, inputs: Training) -> None:
         torch.set_num_threads(self._threads)  # each thread of the program has a number of its own

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -28,9 +28,13 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from plots import bars  # noqa: E402 - after sys.path
-
+from benchmarks.plots import bars  # noqa: E402 - after sys.path
 from lora_trainer.common.memo import MEMO_FILE  # noqa: E402 - after sys.path
+
+if TYPE_CHECKING:  # what importing them takes is measured
+    from lora_trainer.cache.cache_plan import Needs
+    from lora_trainer.cache.store import Cache
+    from lora_trainer.run.prepare import Prepared
 
 SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
 WORDS = ("red", "old", "small", "stone", "garden", "window", "river", "cat", "house", "lamp")
@@ -108,16 +112,26 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
     with part("imports"):
         import torch
 
+        from benchmarks.stand_in_encoders import Pictures, Texts
         from lora_trainer.cache.encode import fill
         from lora_trainer.common.events import EventStream
         from lora_trainer.run.build import open_cache, plan_cache, refuse_small_cache, texts_as
         from lora_trainer.run.prepare import Request, prepare
     with part("scan and plan"):
         cache_dir = {"data.cache_dir": str(folder / "cache")}
-        prepared = prepare(Request(dataset=folder / "dataset", overrides=SETTINGS | cache_dir))
+        prepared = prepare(Request(dataset=folder / "dataset", overrides={**SETTINGS, **cache_dir}))
     with part("names of entries"):
         wanted = plan_cache(prepared, prompts=("",))
     cache = open_cache(prepared, EventStream())
+
+    def pictures(_: torch.device) -> Pictures:
+        _refuse_unless(may_encode)
+        return Pictures(vae=None, latents=prepared.family.latents, facts=prepared.facts)
+
+    def texts(_: torch.device) -> Texts:
+        _refuse_unless(may_encode)
+        return Texts(networks={}, tokenizers={}, facts=prepared.facts)
+
     with part("room in the cache"):
         refuse_small_cache(prepared, wanted)
     with part("verify every entry"):
@@ -125,8 +139,8 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
             wanted,
             cache,
             settings=prepared.config.data,
-            load_image_encoder=lambda _: _Encoder(prepared, may_encode=may_encode),
-            load_text_encoder=lambda _: _Encoder(prepared, may_encode=may_encode),
+            load_image_encoder=pictures,
+            load_text_encoder=texts,
             devices=(torch.device("cpu"),),
             texts_as=texts_as(prepared),
             events=EventStream(),
@@ -147,7 +161,12 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
     }
 
 
-def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
+def _refuse_unless(may_encode: bool) -> None:
+    if not may_encode:
+        raise SystemExit("the cache is not warm")
+
+
+def _epoch(prepared: Prepared, wanted: Needs, cache: Cache) -> int:
     """Find which samples each step of an epoch takes and in what micro-batches; return the steps."""
     from lora_trainer.cache.cache_plan import Entries
     from lora_trainer.families.base.noise_levels import table_levels
@@ -162,6 +181,7 @@ def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
         entries=Entries(cache=cache),
         levels=table_levels(prepared.facts.release.alphas_cumprod().tolist(), config.objective),
         prediction=prepared.facts.release.prediction,
+        draws_latents=prepared.family.latents.are_drawn,
         shared_conditioning={},
         data=config.data,
         objective=config.objective,
@@ -172,40 +192,6 @@ def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
     seen = {sample for step in range(steps) for _, sample in feeder.share(step)}
     assert len(seen) == steps * config.train.batch_size
     return steps
-
-
-class _Encoder:
-    """Stands where the encoders would be: its answers have their shapes, and only the first time it may."""
-
-    def __init__(self, prepared: Any, *, may_encode: bool) -> None:
-        if not may_encode:
-            raise SystemExit("the cache is not warm")
-        self.facts = prepared.facts
-
-    def encode_images(self, pixels: Any) -> Any:
-        import torch
-
-        from lora_trainer.families.base.latents import Latents
-
-        factor, channels = self.facts.vae_factor, self.facts.latent_channels
-        size = (pixels.shape[-2] // factor, pixels.shape[-1] // factor)
-        mean = torch.zeros(channels, *size) + pixels.mean()
-        return [Latents(mean=mean, std=torch.ones_like(mean))]
-
-    def tokenize(self, prompts: list[str]) -> Any:
-        return {"text": prompts}
-
-    def encode_tokens(self, tokens: Any) -> Any:
-        import torch
-
-        (prompt,) = tokens["text"]
-        return {"text": torch.zeros(1, 77, 256) + len(prompt)}
-
-    def count_tokens(self, prompt: str) -> int:
-        return 0
-
-    def prompt_room(self) -> int:
-        return 75
 
 
 def _arguments() -> argparse.Namespace:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_bases import replace_part
 
+from benchmarks.random_bases import replace_part
 from tests.fakes.tiny_base import write_base
 
 _CHANNELS = {"sample_size": 32, "block_out_channels": [64, 128, 256], "norm_num_groups": 32}

@@ -84,7 +84,8 @@ class Judge:
         image = Image.open(picture).convert("RGB").resize((side, side))
         pixels = torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)[None]
         encoder = self.family.latents.encoder(self.facts, device=torch.device("cpu"))
-        return encoder.encode_images(pixels / 127.5 - 1)[0].mean[None]
+        latents: Tensor = encoder.encode_images(pixels / 127.5 - 1)[0].mean[None]
+        return latents
 
     def predictions(self, latents: Tensor, text: str, *, seed: int) -> Iterator[tuple[Tensor, ...]]:
         """Yield what is wanted, what the base says and what the adapter says, at each level."""

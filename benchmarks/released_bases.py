@@ -13,14 +13,16 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_bases import CLIP_G, CLIP_L, ROOT, VAE, random_network
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from benchmarks.random_bases import CLIP_G, CLIP_L, ROOT, VAE, random_network
 
 sys.path.insert(0, str(ROOT))
 
@@ -148,7 +150,7 @@ def write_folder(base: ReleasedBase, folder: Path) -> Path:
         (architecture,) = config["architectures"]
         kind = getattr(transformers, architecture)
         made = kind.config_class.from_dict(dict(config))
-        network = random_network(lambda kind=kind, made=made: kind(made), _CPU, torch.float32)
+        network = random_network(partial(kind, made), _CPU, torch.float32)
         _save(dict(_text_tensors(network)), folder / name / "model.safetensors")
     vae = random_network(lambda: diffusers.AutoencoderKL.from_config(base.vae), _CPU, torch.float32)
     tensors = vae.state_dict()

@@ -112,7 +112,8 @@ def measure(folder: Path, state: TrainingState, *, rounds: int) -> Rounds:
 
     with writer:
         background(0)  # the first save maps its memory
-        found.blocked.clear(), found.slowed.clear(), found.background.clear()
+        for measured in (found.blocked, found.slowed, found.background):
+            measured.clear()
         for number in range(1, rounds + 1):
             turns = (synchronous, background) if number % 2 else (background, synchronous)
             for turn in turns:

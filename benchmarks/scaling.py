@@ -25,17 +25,16 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ladder_rungs import our_adapter  # noqa: E402 - after sys.path
-from mid_size_base import NAMES  # noqa: E402 - after sys.path
-from trainee import Case, feeder, frozen_network, training  # noqa: E402 - after sys.path
-
+from benchmarks.ladder_rungs import our_adapter  # noqa: E402 - after sys.path
+from benchmarks.mid_size_base import NAMES  # noqa: E402 - after sys.path
+from benchmarks.trainee import Case, feeder, frozen_network, training  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 from lora_trainer.common.processes import DistEnv
 from lora_trainer.planning.scaling import ring_all_reduce_s
@@ -65,7 +64,7 @@ class TimedRanks(ProcessGroup):
 
     seconds: list[float] = field(default_factory=list)
 
-    def reduce(self, *args: object, **options: object) -> torch.Tensor:
+    def reduce(self, *args: Any, **options: Any) -> torch.Tensor:
         began = time.perf_counter()
         found = super().reduce(*args, **options)
         self.seconds.append(time.perf_counter() - began)
@@ -231,8 +230,9 @@ def place_of(name: str, *, port: int) -> DistEnv:
     if name not in SIDES["together"]:
         return DistEnv()
     rank = SIDES["together"].index(name)
-    where = {"address": "127.0.0.1", "port": port}
-    return DistEnv(rank=rank, count=2, local_rank=rank, local_count=2, **where)
+    return DistEnv(
+        rank=rank, count=2, local_rank=rank, local_count=2, address="127.0.0.1", port=port
+    )
 
 
 def free_port() -> int:

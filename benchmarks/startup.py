@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 BATCH = 2
 RANK = 16
 DEADLINE_S = 600.0
@@ -42,14 +43,14 @@ def main() -> None:
     if asked.bare:
         _bare(asked.bare)
         return
-    from mid_size_base import NAMES
+    from benchmarks.mid_size_base import NAMES
 
     rows = [_measured(name, rounds=asked.rounds) for name in asked.model or NAMES]
     _show(rows)
     if asked.json:
         asked.json.write_text(json.dumps(rows, indent=1) + "\n")
     if asked.plot:
-        from plots import bars
+        from benchmarks.plots import bars
 
         times = {
             f"{row['model']}, to the end of the first step": {
@@ -96,7 +97,7 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from mid_size_base import write_mid_size
+from benchmarks.mid_size_base import write_mid_size
 name, folder, batch = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 write_mid_size(name, folder / "base")
 import json
@@ -202,8 +203,7 @@ def _bare(folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    here = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:

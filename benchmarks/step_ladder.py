@@ -32,12 +32,11 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402 - after sys.path
-from mid_size_base import NAMES  # noqa: E402 - after sys.path
-from plots import bars  # noqa: E402 - after sys.path
-from trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa: E402 - after sys.path
-
 from benchmarks.gpu_day.cases import LADDER  # noqa: E402 - after sys.path
+from benchmarks.ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402 - after sys.path
+from benchmarks.mid_size_base import NAMES  # noqa: E402 - after sys.path
+from benchmarks.plots import bars  # noqa: E402 - after sys.path
+from benchmarks.trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa: E402 - after sys.path
 from lora_trainer.common.errors import first_line  # noqa: E402 - after sys.path
 from lora_trainer.lora.adapter import Adapter  # noqa: E402 - after sys.path
 from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402 - after sys.path

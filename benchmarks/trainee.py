@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from mid_size_base import MID_SIZE, TINY
-from random_bases import RELEASES, random_network
 from torch import nn
 
+from benchmarks.mid_size_base import MID_SIZE, TINY
+from benchmarks.random_bases import RELEASES, random_network
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, SampleSource, SampleView
 from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
-from lora_trainer.config.declare import Checkpointing
+from lora_trainer.config.declare import CHECKPOINTING, Checkpointing
 from lora_trainer.config.running import Config
 from lora_trainer.families.base.facts import BaseFacts, Geometry
 from lora_trainer.families.base.family import Family
@@ -65,6 +65,7 @@ class Case:
     def from_words(cls, words: str, *, device: torch.device, size: Size) -> Case:
         """Read NAME:PX:BATCH:DTYPE[:RECOMPUTING]; raises ValueError and KeyError."""
         name, side, batch, dtype, *kind = words.split(":")
+        levels: Mapping[str, Checkpointing] = {level: level for level in CHECKPOINTING}
         return cls(
             name=name,
             side_px=int(side),
@@ -72,7 +73,7 @@ class Case:
             precision=DTYPES[dtype],
             device=device,
             size=size,
-            checkpointing=kind[0] if kind else "none",
+            checkpointing=levels[kind[0] if kind else "none"],
         )
 
     @cached_property

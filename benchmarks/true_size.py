@@ -29,14 +29,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from host_watch import HostWatch
 from PIL import Image
-from random_bases import ROOT
-from released_bases import BASES, remove_base, tiny, write_file, write_folder
 from safetensors.numpy import load_file
 
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.host_watch import HostWatch  # noqa: E402 - after sys.path
+from benchmarks.released_bases import (  # noqa: E402 - after sys.path
+    BASES,
+    remove_base,
+    tiny,
+    write_file,
+    write_folder,
+)
 from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
 from lora_trainer.common.files import read_json_object  # noqa: E402 - after sys.path
 from lora_trainer.reporting.run_record import RUN_FILE, read  # noqa: E402 - after sys.path
@@ -253,7 +259,8 @@ class _Work:
         run = self.runs / ("broken" if self.short else "whole")
         if not (run / RUN_FILE).is_file() or not all(name in done["parts"] for name in names):
             return []
-        predicted, rows = read(run).plan.memory.phases, []
+        predicted = read(run).plan.memory.phases
+        rows: list[dict[str, Any]] = []
         for name, peak in _highest([done["parts"][name]["peaks"] for name in names]).items():
             size = predicted.get(PREDICTED_BY.get(name, ""))
             measured = peak["resident_bytes"]

@@ -71,9 +71,12 @@ def train_here(runs: Path) -> None:
         started_s = time.time()
         code = command_line.run(list(item.argv))
         name = json.loads(next(w for w in item.argv if w.startswith("output.name="))[12:])
+        state: commands.State = "finished"
+        if code != 0:
+            state = "stopped" if read_status(runs / name).state == "stopped" else "failed"
         ended = replace(
             item,
-            state="finished" if code == 0 else read_status(runs / name).state,
+            state=state,
             run=name,
             started_s=started_s,
             ended_s=time.time(),

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from random_bases import ROOT, write_true_size
 
 from benchmarks.gpu_day.device import Here
+from benchmarks.random_bases import ROOT, write_true_size
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.records import as_json
 from lora_trainer.reporting.run_record import read

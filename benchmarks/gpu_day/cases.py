@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lora_trainer.config.declare import Checkpointing
+
 REFERENCE = "as it is"
 """All weights on the device, nothing recomputed, adapters fused with their layers, kernels one by one."""
 Promise = Literal["bits", "bound"]
@@ -30,7 +32,7 @@ class Way:
     against: str = REFERENCE
     loss_bound: float = 0.02
     update_bound: float = 0.05
-    checkpointing: str = "none"
+    checkpointing: Checkpointing = "none"
     streamed: float = 0.0
     beside: bool = True
     adapter: Literal["fused", "peft"] = "fused"
@@ -38,8 +40,6 @@ class Way:
     base: Literal["whole", "int8"] = "whole"
 
 
-ROUNDED_WEIGHTS: Mapping[str, float] = {"loss_bound": 0.05, "update_bound": 0.25}
-"""Random networks magnify what 8 bits round more than trained ones."""
 WAYS: Mapping[str, Way] = {
     REFERENCE: Way(),
     "the same again": Way(),
@@ -52,8 +52,14 @@ WAYS: Mapping[str, Way] = {
     "full, streamed in turn": Way(checkpointing="full", streamed=1.0, beside=False),
     "peft's adapters": Way(promise="bound", adapter="peft"),
     "compiled": Way(promise="bound", compiled=True),
+    # Random networks magnify what 8 bits round more than trained ones.
     "int8": Way(
-        promise="bound", checkpointing="full", base="int8", against="full", **ROUNDED_WEIGHTS
+        promise="bound",
+        checkpointing="full",
+        base="int8",
+        against="full",
+        loss_bound=0.05,
+        update_bound=0.25,
     ),
     "int8, compiled": Way(
         promise="bound", checkpointing="full", base="int8", compiled=True, against="int8"

@@ -43,7 +43,7 @@ class Order:
 def main() -> int:
     """Measure; return the exit code."""
     order = Order(**json.loads(sys.argv[1]))
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    sys.path[:0] = [str(ROOT)]
     import torch
 
     from benchmarks.gpu_day.cases import SLICES

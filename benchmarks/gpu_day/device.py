@@ -45,4 +45,4 @@ def median_s(work: Callable[[], Any], *, device: torch.device) -> float:
     marks[-1].record()
     synchronize(device)
     pairs = zip(marks, marks[1:], strict=False)
-    return statistics.median(first.elapsed_time(second) for first, second in pairs) / 1000
+    return statistics.median(float(first.elapsed_time(second)) for first, second in pairs) / 1000

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import step_ladder
-from trainee import Case, Size
-
+from benchmarks import step_ladder
 from benchmarks.gpu_day.device import Here
+from benchmarks.trainee import Case, Size
 
 STEPS, BLOCK = 20, 5
 TINY_STEPS, TINY_BLOCK = 4, 2
@@ -18,4 +17,5 @@ def measure(values: dict[str, Any], here: Here) -> dict[str, Any]:
     size: Size = "tiny" if here.tiny else "true size"
     case = Case.from_words(values["size"], device=here.device, size=size)
     steps, block = (TINY_STEPS, TINY_BLOCK) if here.tiny else (STEPS, BLOCK)
-    return step_ladder.measure(case, steps=steps, block=block)
+    found: dict[str, Any] = step_ladder.measure(case, steps=steps, block=block)
+    return found

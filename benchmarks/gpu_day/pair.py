@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_bases import ROOT
 from safetensors.torch import load_file
 
 from benchmarks.gpu_day.capped import NotTrained, base_folder, dataset, trained
 from benchmarks.gpu_day.device import Here
+from benchmarks.random_bases import ROOT
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.reporting.run_record import read
 

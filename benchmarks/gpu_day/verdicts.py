@@ -146,7 +146,7 @@ def described(verdict: Verdict) -> str:
         return f": not the same training in {'; '.join(verdict.wrong)}"
     words = []
     for kind in ("time", "memory"):
-        best = verdict.best(kind)  # type: ignore[arg-type]  # one of the two literals
+        best = verdict.best(kind)
         if best is not None:
             words.append(f"{getattr(best, kind):+.1%} {kind} ({best.case})")
     return f": saves at best {', '.join(words)}" if words else ""

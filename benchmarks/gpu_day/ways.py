@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from ladder_rungs import our_adapter, peft_adapter
 from torch import Tensor, nn
-from trainee import Case, frozen_network, sharing, training
 
 from benchmarks.gpu_day.cases import WAYS, Way
 from benchmarks.gpu_day.device import Here
+from benchmarks.ladder_rungs import our_adapter, peft_adapter
+from benchmarks.trainee import Case, frozen_network, sharing, training
 from lora_trainer.common.errors import first_line
 from lora_trainer.common.event_kinds import Change, Event, Step
 from lora_trainer.common.events import EventStream

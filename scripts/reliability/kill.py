@@ -323,7 +323,7 @@ def chain(
             )
     going_on = [*line, "--resume"] if run.is_dir() else line
     codes = wait(start(going_on, log, processes=processes))
-    wrong = (f"exit codes {codes}: {log.read_text()[-500:]}",)
+    wrong: tuple[str, ...] = (f"exit codes {codes}: {log.read_text()[-500:]}",)
     if not any(codes):
         wrong = differences(run, expected)
     return Chain(scenario=scenario, kills=tuple(kills), differences=wrong)

@@ -73,11 +73,8 @@ def test_step_ladder(tmp_path: Path) -> None:
     assert "way" in (tmp_path / "out.svg").read_text()
 
 
-def test_compiled_blocks_get_the_shape_that_a_case_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    trainee = importlib.import_module("trainee")
+def test_compiled_blocks_get_the_shape_that_a_case_trains(tmp_path: Path) -> None:
+    trainee = importlib.import_module("benchmarks.trainee")
     device = trainee.torch.device("cpu")
     case = trainee.Case.from_words("sd15:64:2:bf16", device=device, size="tiny")
     (batch,) = trainee.batches(case, tmp_path, steps=1)
@@ -98,12 +95,9 @@ def test_calibrate_orders_the_prepared_datasets(tmp_path: Path) -> None:
     assert all(scores["good"] >= score + 0.1 for name, score in scores.items() if name != "good")
 
 
-def test_released_bases_are_of_their_families_as_folder_and_as_single_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_released_bases_are_of_their_families_as_folder_and_as_single_file(tmp_path: Path) -> None:
     """With tiny networks; what true_size.py measures needs the true ones."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    bases = importlib.import_module("released_bases")
+    bases = importlib.import_module("benchmarks.released_bases")
     for name, base in bases.BASES.items():
         tiny = bases.tiny(base)
         assert families.detect(bases.write_folder(tiny, tmp_path / name)).name == name

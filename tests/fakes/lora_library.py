@@ -28,7 +28,7 @@ def lora(path: Path, *, rank: int = 8, width: int = 320, **metadata: str) -> Pat
     return path
 
 
-def finished_run(folder: Path, *, saves: tuple[int, ...] = (10, 20), **metadata: str) -> Path:
+def finished_run(folder: Path, *, saves: tuple[int, ...] = (10, 20), **metadata: Any) -> Path:
     """Write a run of 30 steps named zorble, with its result and some of its saves."""
     fake_run(folder, steps=30, sample_px=16).write()
     write_status(folder, state="finished", step=30, steps=30, exit_code=0)

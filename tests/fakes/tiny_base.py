@@ -99,7 +99,7 @@ def make_part(entries: Mapping[str, Any]) -> Any:
         entries = {**PARTS[own.pop("like")], **own}
     # TOML has no null: "none" stands for it.
     values = {key: None if value == "none" else value for key, value in entries.items()}
-    name = values.pop("class")
+    name = str(values.pop("class"))
     if hasattr(diffusers, name):
         return getattr(diffusers, name)(**values)
     kind = getattr(transformers, name)
