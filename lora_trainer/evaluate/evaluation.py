@@ -245,7 +245,7 @@ def build_evaluation(
         vectors.copy_(torch.from_numpy(trained[prepared.family.text.new_token_keys[component]]))
     inside = networks.by_component
     tensors = build.adapter_in(subject.file, prepared, networks.text)
-    weights = weight_figures(inside, tensors)
+    weights = weight_figures(inside, tensors, device=planned_device(prepared))
     dial = attach_lora(inside, tensors)
     build.arrange(prepared, networks)
     model = replace(

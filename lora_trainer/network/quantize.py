@@ -99,11 +99,18 @@ def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     return tuple(layer.weight.shape)
 
 
-def frozen_parts(layer: nn.Linear) -> tuple[Sequence[Tensor], Restore]:
-    """Return the stored tensors of a linear layer's weight, and the function that restores it."""
+def frozen_parts(layer: nn.Module) -> tuple[Sequence[Tensor], Restore]:
+    """Return the stored tensors of a linear layer's or convolution's weight, and the function that restores it."""
     if isinstance(layer, QuantizedLinear):
         return layer.stored(), layer.restored
+    assert isinstance(layer.weight, Tensor)
     return (layer.weight,), lambda stored: stored[0]
+
+
+def weight_on(layer: nn.Module, device: torch.device) -> Tensor:
+    """Return the weight of a linear layer or convolution on `device`, detached; it is dequantised there."""
+    stored, restore = frozen_parts(layer)
+    return restore([tensor.detach().to(device) for tensor in stored])
 
 
 class QuantizedLinear(nn.Linear):

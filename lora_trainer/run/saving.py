@@ -43,7 +43,7 @@ from lora_trainer.lora_file.write import (
     step_export_name,
     write_export,
 )
-from lora_trainer.network.quantize import frozen_weight
+from lora_trainer.network.quantize import weight_on
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.sample_files import last_samples
@@ -61,6 +61,7 @@ from lora_trainer.reporting.score import (
     weights_part,
 )
 from lora_trainer.run.build import Networks, TrainComponents
+from lora_trainer.run.device import planned_device
 from lora_trainer.run.run_folder import BEST_RECORD, TrainingJob
 from lora_trainer.training.actions import Progress, SaveAction
 
@@ -308,8 +309,13 @@ class WeightFigures:
 
 
 @torch.no_grad()
-def weight_figures(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -> WeightFigures:
-    """Measure every module; raises InputError where the adapter does not fit the networks."""
+def weight_figures(
+    networks: Mapping[str, nn.Module], tensors: AdapterTensors, *, device: torch.device
+) -> WeightFigures:
+    """Measure every module; raises InputError where the adapter does not fit the networks.
+
+    A weight is measured on `device`: of a streamed base it lies in the machine's memory, where that takes minutes.
+    """
     norms: dict[str, float] = {}
     used: dict[str, float] = {}
     why_not = ""
@@ -327,7 +333,7 @@ def weight_figures(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -
         except NotLowRank as error:
             norm = float(torch.linalg.vector_norm(change_of(layer, module)))
             why_not = str(error)
-        weight = float(torch.linalg.vector_norm(frozen_weight(layer), dtype=torch.float32))
+        weight = float(torch.linalg.vector_norm(weight_on(layer, device), dtype=torch.float32))
         norms[key] = norm / weight if weight > 0 else (math.inf if norm > 0 else 0.0)
     return WeightFigures(relative_norms=norms, ranks_used=used, why_not=why_not)
 
@@ -361,7 +367,10 @@ def validate_at_the_end(
     """Write the parts that need no pass to validation.json; a failure is an event, never the end of a run."""
     try:
         result = Validation(file=file.name)
-        measure_weights(weight_figures(networks.by_component, adapter.tensors()), result)
+        figures = weight_figures(
+            networks.by_component, adapter.tensors(), device=planned_device(job.prepared)
+        )
+        measure_weights(figures, result)
         history = read_history(job.folder)
         base, last = history.base_validation, history.last_validation
         if (

@@ -22,6 +22,8 @@ from lora_trainer.reporting import score as s
 from lora_trainer.run.saving import weight_figures
 from tests.fakes.adapters import draw_module, with_magnitude
 
+CPU = torch.device("cpu")
+
 
 def test_one_broken_part_sinks_the_score() -> None:
     good = dict.fromkeys(s.WEIGHTS, 0.9)
@@ -101,10 +103,17 @@ def layer(shape: tuple[int, ...]) -> nn.Module:
 def test_norms_are_those_of_the_whole_matrices(kind: str, shape: tuple[int, ...]) -> None:
     base, module = layer(shape), draw_module(shape, kind=kind)
     weight = base[0].weight  # type: ignore[index]  # a Sequential
-    found = weight_figures({"denoiser": base}, {"denoiser.0": module})
+    found = weight_figures({"denoiser": base}, {"denoiser.0": module}, device=CPU)
     expected = float(update(module, weight).norm() / weight.norm())
     assert found.relative_norms == {"denoiser.0": pytest.approx(expected, rel=1e-5)}
     assert found.finite
+
+
+def test_a_weight_is_measured_on_the_device_that_is_named() -> None:
+    """Of a streamed base it lies in the machine's memory, and is a few million codes of four bits."""
+    base, module = layer((8, 6)), draw_module((8, 6))
+    with pytest.raises(RuntimeError, match="meta"):  # which has no values to measure
+        weight_figures({"denoiser": base}, {"denoiser.0": module}, device=torch.device("meta"))
 
 
 def test_the_rank_used_is_that_of_the_update_or_why_it_has_none() -> None:
@@ -112,11 +121,11 @@ def test_the_rank_used_is_that_of_the_update_or_why_it_has_none() -> None:
     one = {**module.tensors, "up": module.tensors["up"].clone()}
     one["up"][:, 1:] = 0
     for each, low, high in ((replace(module, tensors=one), 0.2499, 0.2501), (module, 0.5, 1)):
-        figures = weight_figures({"denoiser": base}, {"denoiser.0": each})
+        figures = weight_figures({"denoiser": base}, {"denoiser.0": each}, device=CPU)
         assert low < figures.ranks_used["denoiser.0"] <= high
     weight = base[0].weight  # type: ignore[index]  # a Sequential
     dora = with_magnitude(module, weight)
-    figures = weight_figures({"denoiser": base}, {"denoiser.0": dora})
+    figures = weight_figures({"denoiser": base}, {"denoiser.0": dora}, device=CPU)
     assert figures.ranks_used == {} and "DoRA" in figures.why_not
 
 
@@ -125,7 +134,9 @@ def test_what_is_dead_exploded_or_no_number_is_named() -> None:
 
     def figures(factor: float) -> list[list[str]]:
         tensors = {**module.tensors, "up": module.tensors["up"] * factor}
-        found = weight_figures({"denoiser": base}, {"denoiser.0": replace(module, tensors=tensors)})
+        found = weight_figures(
+            {"denoiser": base}, {"denoiser.0": replace(module, tensors=tensors)}, device=CPU
+        )
         return [found.dead, found.exploded, [] if found.finite else ["not finite"]]
 
     assert figures(0.0) == [["denoiser.0"], [], []]
