@@ -16,12 +16,12 @@ from scripts.rehearse.card import Card
 from scripts.rehearse.program import COUNTS_VARIABLE, MEMORY_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-STEPS, STEPS_RESUMED = 8, 9
+STEPS, STEPS_RESUMED = 6, 7
 SETTINGS = (
-    "sampling.every_steps=8",
+    "sampling.every_steps=6",
     "sampling.steps=1",
-    "output.save_every_steps=8",
-    "train.validate_every_steps=8",
+    "output.save_every_steps=6",
+    "train.validate_every_steps=6",
 )
 """Saving, sampling and validation come at the end."""
 QUIET_STEP = 4
