@@ -63,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("XDG_CACHE_HOME", f"{home.name}/.cache")
     patch.setenv("HF_HOME", f"{home.name}/huggingface")
     patch.setenv("HF_HUB_OFFLINE", "1")
-    set_hypothesis_home_dir(f"{home.name}/hypothesis")  # else `.hypothesis/` in the checkout
+    # Not in the home of this run: what it reads out of our sources takes each test process 2 s and is the same in all.
+    set_hypothesis_home_dir(config.rootpath / ".pytest_cache" / "hypothesis")
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # else a warning in every forked child
     if "PYTEST_XDIST_WORKER" in os.environ:  # two torch pools on the same cores stop each other
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -25,6 +25,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -87,10 +88,16 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
+def skip_without_gradio() -> None:
+    """Skip what needs the extra `gui`; gradio is not imported for it, which takes 4 s of each test process."""
+    if find_spec("gradio") is None:
+        pytest.skip("gradio is not installed (extra `gui`)", allow_module_level=True)
+
+
 @pytest.fixture(scope="module")
 def gui_server(request: pytest.FixtureRequest) -> Iterator[StartGui]:
     """Return a function that starts the interface on a runs folder; all are stopped at the end."""
-    pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+    skip_without_gradio()
     started = request.config.stash.setdefault(_SERVERS, [])
 
     def start(runs: Path, *options: str, **more: Any) -> GuiServer:

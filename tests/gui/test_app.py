@@ -40,7 +40,7 @@ from scripts import gui_texts
 from tests.fakes.live_runs import write_status
 from tests.fakes.nvml import GIB
 from tests.fakes.run_folder import fake_run
-from tests.gui.conftest import PORT, answered
+from tests.gui.conftest import PORT, answered, skip_without_gradio
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = b"page"
@@ -119,7 +119,7 @@ print(json.dumps({
 
 def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_path: Path) -> None:
     """In a new interpreter."""
-    pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+    skip_without_gradio()
     runs = tmp_path / "runs"
     command = [sys.executable, "-c", PROGRAM, str(runs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -438,7 +438,7 @@ def test_no_cookie_of_another_program_locks_out(
 
 
 def test_nobody_else_can_listen_on_the_other_loopback_address(tmp_path: Path) -> None:
-    pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+    skip_without_gradio()
     from lora_trainer.gui.server import serve as server
 
     addresses = ("127.0.0.1", "127.0.0.1", "127.0.0.2")  # not each machine has ::1

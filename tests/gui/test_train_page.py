@@ -35,8 +35,9 @@ from lora_trainer.config.config import parse_assignment
 from lora_trainer.queue import commands
 from lora_trainer.reporting.plan_record import PlanRecord
 from tests.fakes.runs import write_dataset
+from tests.gui.conftest import skip_without_gradio
 
-gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
+skip_without_gradio()
 SAID = words(ENGLISH)
 
 
