@@ -23,7 +23,7 @@ from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.run.image_losses import _with_other_captions
 from scripts.reliability.kill import free_port
-from tests.fakes.family_bases import base_of, copy_of, edit_json
+from tests.fakes.family_bases import base_of, copy_of, edit_json, unet_that_edits
 from tests.fakes.runs import (
     BETWEEN_SAVES,
     ROOT,
@@ -396,8 +396,31 @@ def test_captions_change_places_though_the_images_of_one_folder_are_mirrored() -
     assert [one.views[0].seeing for one in swapped] == [seeing[1], seeing[0]]
 
 
+def test_a_unet_that_edits_is_trained_killed_and_resumed(tmp_path: Path) -> None:
+    """A reference of another shape is cut as its image is, and left out at times; samples are drawn with it."""
+    place = Place(folder=toy(tmp_path, images=3).folder, name="sd15")
+    for index, size in enumerate(((64, 64), (96, 64), (64, 96))):
+        write(place.dataset / "references", index, size)
+    base = unet_that_edits("sd15", tmp_path / "base").located.folder
+
+    def command(run: str, *more: str) -> list[str]:
+        line = place.command(run, *more, data__reference_resolution=None, data__resolution=64)
+        line[line.index("--base") + 1] = str(base)
+        return line
+
+    assert run_cli(command("whole")) == 0
+    (cached,) = events(place.runs / "whole", "cached")
+    assert cached["latents"] == 6
+    assert events(place.runs / "whole", "sample")[-1]["images"]
+    run_killed([(command("killed"), BETWEEN_SAVES)])
+    assert run_cli(command("killed", "--resume")) == 0
+    assert_same_run(place.runs / "killed", place.runs / "whole")
+    other = [*command("other"), "--set", "data.reference_resolution=64"]
+    assert run_cli(other) == 2
+
+
 def test_families_that_edit_are_said() -> None:
-    assert families.editing()[:1] and "sdxl" not in families.editing()
+    assert "flux2" in families.editing() and "zimage" not in families.editing()
 
 
 def test_mirrored_images_other_sizes_and_validate_have_their_references(

@@ -143,6 +143,9 @@ class BaseCosts:
 
         def cost_of(workload: Workload) -> SampleCost:
             cost = None
+            reads = self.facts.references
+            if reads is not None and reads.as_channels:  # which only the first convolution reads
+                workload = replace(workload, references_px=())
             if self._release is not None:
                 cost = tabled(
                     self._release, self._as_seen(workload), text_tokens=self.facts.text_tokens

@@ -83,6 +83,9 @@ def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
     if rows is None:
         return None
     config = {**rows["defaults"], **facts.release.network_numbers()}
+    if facts.references is not None and facts.references.as_channels:
+        # A few thousand weights that are not trained: everything else is the network without references.
+        config["in_channels"] = facts.latent_channels
     for release in rows["releases"]:
         release_traces: Mapping[str, Any] = release
         if config == {**rows["defaults"], **release_traces["config"]} and (

@@ -153,14 +153,25 @@ def placing(data: DataSettings, *, resolution_px: int, step_px: int) -> Place:
     )
 
 
-def placing_references(data: DataSettings, *, facts: BaseFacts) -> Place:
+# Returns the placements of a reference of (width, height) pixels beside an image's: one for each of these.
+PlaceReference = Callable[[int, int, tuple[Placement, ...]], tuple[Placement, ...]]
+
+
+def placing_references(data: DataSettings, *, facts: BaseFacts) -> PlaceReference:
     """Return the function that places reference images beside images at each of their resolutions.
 
     A reference keeps its own shape and is as large as an image of that resolution at most, or as
-    `data.reference_resolution` says. Without a base that reads references it has no place.
+    `data.reference_resolution` says. One that is read as channels of the image has the image's size, cut like it.
+    Without a base that reads references it has no place.
     """
     if facts.references is None:
-        return lambda width_px, height_px: ()
+        return lambda width_px, height_px, beside: ()
+    if facts.references.as_channels:
+        return cache(
+            lambda width_px, height_px, beside: tuple(
+                place(width_px, height_px, buckets=[each.bucket]) for each in beside
+            )
+        )
     rule, own = facts.references, data.reference_resolution
     side_px = facts.resolution_px if data.resolution == "auto" else data.resolution
     sides_px = [each if own is None else own for each in (side_px, *data.more_resolutions)]
@@ -171,7 +182,9 @@ def placing_references(data: DataSettings, *, facts: BaseFacts) -> Place:
         return place(width_px, height_px, buckets=[Bucket(*size)])
 
     return cache(
-        lambda width_px, height_px: tuple(place_at(width_px, height_px, side) for side in sides_px)
+        lambda width_px, height_px, _: tuple(
+            place_at(width_px, height_px, side) for side in sides_px
+        )
     )
 
 

@@ -38,7 +38,13 @@ from lora_trainer.common.files import (
 from lora_trainer.common.memo import HashMemo, MemoTable
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.buckets import Place, Placement, placing, placing_references
+from lora_trainer.dataset.buckets import (
+    Place,
+    Placement,
+    PlaceReference,
+    placing,
+    placing_references,
+)
 from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, plain_text
 from lora_trainer.dataset.captions import (
     IMAGE_TEXT,
@@ -143,7 +149,7 @@ class Inspector:
     settings: DataSettings
     memo: DatasetMemo
     place_image: Place
-    place_reference: Place
+    place_reference: PlaceReference
 
     def inspect(self, image: ImageFile) -> Inspected:
         """Hash and, unless these bytes are known, decode one image; read its caption file."""
@@ -154,10 +160,11 @@ class Inspector:
             inside = self._caption_inside(image, content_hash)
             kind, name = BAD_MASK, image.mask_name or image.name
             mask = self._mask(image, facts, content_hash)
+            placements = self.place_image(facts.width_px, facts.height_px)
             references, notes = [], []
             for file in image.references:
                 kind, name = "unusable", file.name
-                reference, about_it = self._reference(file)
+                reference, about_it = self._reference(file, beside=placements)
                 references.append(reference)
                 notes += about_it
         except ImageDecodeError as error:
@@ -190,7 +197,7 @@ class Inspector:
             measures=facts.measures,
             mask=mask,
             references=tuple(references),
-            placements=self.place_image(facts.width_px, facts.height_px),
+            placements=placements,
         )
         findings = [
             finding(kind, image.name, what=what)
@@ -206,7 +213,9 @@ class Inspector:
             findings.append(finding("two-captions.table", image.name, **words))
         return record, findings
 
-    def _reference(self, file: ReferenceFile) -> tuple[Reference, list[Finding]]:
+    def _reference(
+        self, file: ReferenceFile, *, beside: tuple[Placement, ...]
+    ) -> tuple[Reference, list[Finding]]:
         """Hash and decode a reference image; raises OSError and ImageDecodeError for one that cannot be used."""
         content_hash = self.memo.hashes.sha256(file.file)
         facts = self._facts(Path(file.file), content_hash)
@@ -218,7 +227,7 @@ class Inspector:
             height_px=facts.height_px,
             transparent=bool(facts.background),
             recoloured=_is_recoloured(facts),
-            placements=self.place_reference(facts.width_px, facts.height_px),
+            placements=self.place_reference(facts.width_px, facts.height_px, beside),
         )
         parts = (note.partition(": ") for note in facts.notes)
         return reference, [finding(kind, file.name, what=what) for kind, _, what in parts]
@@ -302,7 +311,9 @@ def _is_recoloured(facts: VerifiedImage) -> bool:
     return any(note.startswith(("icc: ", "depth: 12 ")) for note in facts.notes)
 
 
-def _nowhere(_width_px: int, _height_px: int) -> tuple[Placement, ...]:
+def _nowhere(
+    _width_px: int, _height_px: int, _beside: tuple[Placement, ...] = ()
+) -> tuple[Placement, ...]:
     """Return no place: no base is known."""
     return ()
 
@@ -313,7 +324,7 @@ def scan(
     settings: DataSettings,
     memo: DatasetMemo | None = None,
     place_image: Place = _nowhere,
-    place_reference: Place = _nowhere,
+    place_reference: PlaceReference = _nowhere,
 ) -> Dataset:
     """Read and check the dataset in `folder`; the caller saves `memo`.
 
@@ -382,7 +393,7 @@ def _scan_folder(
     settings: DataSettings,
     memo: DatasetMemo,
     place_image: Place,
-    place_reference: Place = _nowhere,
+    place_reference: PlaceReference = _nowhere,
 ) -> tuple[tuple[ImageRecord, ...], list[Finding], str]:
     """Return the records of one folder, the findings about it and its fingerprint."""
     background_rgb(settings)

@@ -34,10 +34,8 @@ def known_base(source: str) -> BaseFacts | None:
 
 
 def editing() -> list[str]:
-    """Return the names of the families with a release that reads reference images."""
-    return [
-        name for name in NAMES if any(each.references for each in family(name).releases.values())
-    ]
+    """Return the names of the families with bases that read reference images."""
+    return [name for name in NAMES if family(name).edits]
 
 
 def detect(folder: Path) -> Family:

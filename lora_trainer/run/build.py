@@ -364,6 +364,7 @@ def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
         prediction=facts.release.prediction,
         shared_conditioning=facts.guidance.conditioning(objective.guidance_scale),
         draws_latents=prepared.family.latents.are_drawn,
+        reference_scale=1.0 if facts.references is None else facts.references.scale,
         data=config.data,
         objective=objective,
         batch_size=config.train.batch_size,

@@ -402,17 +402,16 @@ def _placed(
     data = data.model_copy(update={"resolution": side_px})
     place = placing(data, resolution_px=side_px, step_px=facts.bucket_step_px)
     place_reference = placing_references(data, facts=facts)
-    return tuple(
-        replace(
-            record,
-            placements=place(record.width_px, record.height_px),
-            references=tuple(
-                replace(one, placements=place_reference(one.width_px, one.height_px))
-                for one in record.references
-            ),
+
+    def placed(record: ImageRecord) -> ImageRecord:
+        placements = place(record.width_px, record.height_px)
+        references = tuple(
+            replace(one, placements=place_reference(one.width_px, one.height_px, placements))
+            for one in record.references
         )
-        for record in records
-    )
+        return replace(record, placements=placements, references=references)
+
+    return tuple(map(placed, records))
 
 
 def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> Prepared:
@@ -710,7 +709,14 @@ def _refuse_references(settings: Config, dataset: Dataset, basis: Basis) -> None
             + named(alone),
             fix="give each a file of its name in references/",
         )
-    if data.reference_dropout and reads.least:
+    if data.reference_resolution is not None and reads.as_channels:
+        raise RequestError(
+            f"data.reference_resolution={data.reference_resolution}, but {facts.source} reads a reference as large "
+            "as the image",
+            fix="leave data.reference_resolution out",
+        )
+    # Left out of a U-Net, a reference is zeros, which it learns for the guidance by the image.
+    if data.reference_dropout and reads.least and not reads.as_channels:
         raise RequestError(
             f"data.reference_dropout={data.reference_dropout:g}, but {facts.source} draws nothing "
             "without a reference image",

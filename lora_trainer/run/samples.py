@@ -355,8 +355,8 @@ class LoadedAdapter:
         """The pipeline that draws with references, with the networks of the other."""
         return editing_pipeline(self.family, self.facts, self.pipeline)
 
-    def fitted(self, references: Sequence[Image]) -> list[Image]:
-        """Return reference images as large as they are trained with; raises RequestError for some not read."""
+    def refuse_references(self, references: Sequence[Image]) -> None:
+        """Raise RequestError for reference images that are not read, and for none where the base needs one."""
         reads = self.facts.references
         if len(references) > (0 if reads is None else reads.most):
             most = "none" if reads is None else f"at most {reads.most}"
@@ -364,11 +364,21 @@ class LoadedAdapter:
                 f"{len(references)} reference images are given, and {self.facts.source} reads {most}",
                 fix="give fewer, or a LoRA of a base that edits",
             )
-        token_px = self.facts.vae_factor * self.facts.patch
+        if reads is not None and len(references) < reads.least:
+            raise RequestError(
+                f"{self.facts.source} draws nothing without a reference image",
+                fix="give the image to edit with --reference",
+            )
+
+    def fitted(self, references: Sequence[Image], size_px: tuple[int, int]) -> list[Image]:
+        """Return reference images of an image of (width, height), as large as they are trained with."""
+        reads, token_px = self.facts.references, self.facts.vae_factor * self.facts.patch
         images = []
         for image in references:
             assert reads is not None
-            size = reads.size_px(*image.size, side_px=self.references_px, token_px=token_px)
+            size = size_px
+            if not reads.as_channels:
+                size = reads.size_px(*image.size, side_px=self.references_px, token_px=token_px)
             images.append(cut(image, place(*image.size, buckets=[Bucket(*size)]), flip=False))
         return images
 
@@ -393,7 +403,8 @@ class LoadedAdapter:
             strength = wanted.strength
         pipeline.set_adapters(pipeline.get_active_adapters(), adapter_weights=strength)
         steps = wanted.steps or self.drawing.steps
-        images = self.fitted(references)
+        self.refuse_references(references)
+        images = self.fitted(references, (width_px, height_px))
         arguments = pipeline_arguments(
             self.family,
             pipeline,
@@ -658,7 +669,7 @@ def make_images(
     wanted = [read_prompt(prompt) for prompt in prompts]
     images = [decode(path, settings=DataSettings()).image for path in references]
     adapter = (bench or Bench()).load(run, base=base)
-    adapter.fitted(images)  # refused before a folder is made
+    adapter.refuse_references(images)  # refused before a folder is made
     check_sizes(wanted, step_px=adapter.facts.bucket_step_px)
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ class TrainingDataLoader:
 
     Of several processes each prepares its share of a step, `dist_env` says which. `regularisation` are the
     samples of which an epoch takes only so many. `draws_latents`: an epoch draws latents from the cached posterior,
-    else it takes the mean.
+    else it takes the mean. `reference_scale` multiplies the latents of references.
     """
 
     sources: Mapping[str, SampleSource]
@@ -145,6 +145,7 @@ class TrainingDataLoader:
     batch_size: int
     seed: int
     draws_latents: bool
+    reference_scale: float = 1.0
     regularisation: Sequence[str] = ()
     regularisation_per_epoch: int = 0
     dist_env: DistEnv = field(default_factory=DistEnv)
@@ -344,7 +345,7 @@ class TrainingDataLoader:
             **self.entries.read(text),
             **view.geometry,
             **self.shared_conditioning,
-            **with_references([] if drops_references else references),
+            **with_references([] if drops_references else references, scale=self.reference_scale),
         }
 
     def _drops_references(self, source: SampleSource, epoch: int, sample: str) -> bool:

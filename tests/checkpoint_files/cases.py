@@ -62,6 +62,9 @@ def unets() -> Iterator[Case]:
     for title, marks in {"v-pred": ("v_pred",), "v-pred 1.0": ("v_pred", "ztsnr")}.items():
         shapes = xl | dict.fromkeys(marks, ())
         yield Case(f"NoobAI-XL {title}", shapes, "sdxl", "", NOTHING, "v_prediction")
+    for family in ("sd15", "sd2", "sdxl"):
+        wide = network(family) | {"input_blocks.0.0.weight": (320, 8, 3, 3)}
+        yield Case(f"instruct-pix2pix {family}", wide, family, "", BOTH, "epsilon")
     yield Case("averaged copy", xl | {"model_ema.decay": ()}, "sdxl", "", NOTHING, "epsilon")
     yield Case("scaled fp8 SDXL", xl, "sdxl", "", NOTHING, "epsilon", scales="scale_weight", **FP8)
     yield Case("city96 SDXL", network("sdxl"), "sdxl", "", BOTH, "epsilon", **gguf("Q8_0", "sdxl"))
@@ -180,7 +183,6 @@ def refused() -> Iterator[Case]:
         ("sd-v1-5-inpainting", prefixed(UNET, sd15 | {first: (320, 9, 3, 3)}), "Diffusion 1 inpainting"),
         ("512-inpainting-ema", prefixed(UNET, sd2 | {first: (320, 9, 3, 3)}), "Diffusion 2 inpainting"),
         ("diffusers sdxl-inpainting", xl_named | {"conv_in.weight": (320, 9, 3, 3)}, "SDXL inpainting"),
-        ("instruct-pix2pix", sd15 | {first: (320, 8, 3, 3)}, "InstructPix2Pix"),
         ("sd21-unclip-h", sd2 | {"label_emb.0.0.weight": (1280, 2048)}, "Stable unCLIP"),
         ("cosxl", prefixed(UNET, xl) | {"edm_vpred.sigma_max": ()}, "EDM's noise levels"),
         ("Kolors", prefixed(UNET, xl | {"label_emb.0.0.weight": (1280, 5632)}), "Kolors"),

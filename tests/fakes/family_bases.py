@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_trainer import families
@@ -58,6 +59,18 @@ def edit_json(file: Path, **changes: Any) -> None:
 def denoiser_of(name: str) -> nn.Module:
     """Load the denoiser of a family's tiny base in float32."""
     return network_of(facts_of(name))
+
+
+def unet_that_edits(name: str, folder: Path) -> BaseFacts:
+    """Return the facts of a U-Net family's tiny base with four more input channels, for a reference."""
+    base = copy_of(name, folder)
+    edit_json(base / "unet" / "config.json", in_channels=8)
+    file = next((base / "unet").glob("*.safetensors"))
+    weights = load_file(file)
+    own = weights["conv_in.weight"]
+    weights["conv_in.weight"] = torch.cat([own, draw(*own.shape, seed=1) * own.std()], dim=1)
+    save_file(weights, file)
+    return facts_at(base, family=name)
 
 
 def network_of(facts: BaseFacts, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -131,6 +131,11 @@ class Family(ABC):
             system_prompt=system_prompt,
         )
 
+    @property
+    def edits(self) -> bool:
+        """Whether the family has bases that read reference images."""
+        return any(each.references for each in self.releases.values())
+
     def references_of(self, release: BaseRelease) -> References | None:
         """Return how a release reads reference images; None: it reads none."""
         return None

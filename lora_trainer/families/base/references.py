@@ -1,8 +1,9 @@
 """How a base reads reference images: how many, at which size, their names in the conditioning. Torch-free to import.
 
 A base that edits reads the noisy image and, behind it in one sequence, the latents of one or more references, which
-get no noise. Its family states a `References`; `predict` finds the latents among the conditioning (`references_in`)
-and returns the prediction of the noisy image alone.
+get no noise. A U-Net has no sequence: it reads one reference as more channels of the image. Its family states a
+`References`; `predict` finds the latents among the conditioning (`references_in`) and returns the prediction of the
+noisy image alone.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class References:
     """Its arguments to draw an image of (width, height) with references as large as they are given."""
     seen_tokens: Callable[[tuple[int, int]], int] | None = None
     """Tokens that a reference of (width, height) adds to the text, where text encoders see it; None: they do not."""
+    as_channels: bool = False
+    """Its latents are more channels of the image's: it is as large as the image, and adds no tokens."""
+    scale: float = 1.0
+    """What the VAE's normalised latents of a reference are multiplied by, for a base that reads them otherwise."""
     appended: Callable[[Any, Sequence[Tensor]], AbstractContextManager[None]] | None = None
     """Lets a denoiser read latents [1, C, h, w] behind every image, while the block runs; for bases that draw with
     references in the pipeline without them, as theirs would scale references to another size."""
@@ -72,12 +77,18 @@ class References:
 
     def drawing(self, images: Sequence[Any], size_px: tuple[int, int]) -> Mapping[str, Any]:
         """Return the pipeline's arguments to draw with these images as references."""
+        from PIL import ImageOps
+
         given = list(images) if self.most > 1 else images[0]
+        if self.as_channels:  # its pipeline draws an image as large as the reference
+            given = ImageOps.fit(images[0], size_px)
         return {"image": given, **self.arguments(size_px)}
 
 
-def with_references(latents: Sequence[Tensor]) -> Mapping[str, Tensor]:
-    """Return the conditioning of references: latents [C, h, w], by name, batch 1."""
+def with_references(latents: Sequence[Tensor], *, scale: float = 1.0) -> Mapping[str, Tensor]:
+    """Return the conditioning of references: normalised latents [C, h, w], by name, batch 1."""
+    if scale != 1.0:
+        latents = [latent * scale for latent in latents]
     return {f"{_NAME}{place}": latent.unsqueeze(0) for place, latent in enumerate(latents)}
 
 

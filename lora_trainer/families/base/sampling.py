@@ -4,6 +4,7 @@ import.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -191,7 +192,17 @@ def editing_pipeline(
     if traits.pipeline:
         import diffusers
 
-        editing = getattr(diffusers, traits.pipeline)(**pipeline.components)
+        kind = getattr(diffusers, traits.pipeline)
+        # Also what the family's pipelines are made without, as far as this one asks for it.
+        asked = inspect.signature(kind).parameters
+        parts = {**family.pipeline.absent, **pipeline.components}
+        editing = kind(**{name: each for name, each in parts.items() if name in asked})
+    if traits.as_channels:
+        # The VAE's latents are in its own float32, and stand beside the image's in the denoiser's dtype.
+        prepared = editing.prepare_image_latents
+        editing.prepare_image_latents = lambda *args, **named: prepared(*args, **named).to(
+            editing.unet.dtype
+        )
     if latents_of is not None:
         editing.vae, editing.vae_scale_factor = latents_of, pipeline.vae_scale_factor
     return editing
@@ -384,9 +395,10 @@ def plain_pipeline(
     processed = family.pipeline.processor or (lambda tokenizer: tokenizer)
     tokenizers = {folder_of(name): processed(each) for name, each in text.tokenizers.items()}
     vae = load_base_vae(facts.located)
-    decode = vae.decode
-    # Pipelines pass latents in the dtype of the networks.
+    decode, encode = vae.decode, vae.encode
+    # Pipelines pass latents, and the pixels of references, in the dtype of the networks.
     vae.decode = lambda latents, *args, **options: decode(latents.float(), *args, **options)
+    vae.encode = lambda pixels, *args, **options: encode(pixels.float(), *args, **options)
     pipeline: DiffusionPipeline = _pipeline(
         family,
         facts,

@@ -7,6 +7,9 @@ A family states its pipeline and its CLIP encoders, and overrides the members th
 diffusers folder with `unet`, `vae`, `scheduler` and CLIP text encoders, each part replaceable by a file
 (`Layout`). Prediction type and noise levels come from the facts, so an override of the facts reaches
 training, samples and plain pipelines.
+
+A U-Net with twice the input channels edits: the others are the latents of one reference, as in InstructPix2Pix
+(Brooks et al. 2023, arXiv 2211.09800), whose pipeline takes them as the VAE makes them, without its scaling factor.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from lora_trainer.families.base.facts import (
 )
 from lora_trainer.families.base.family import AdapterTargets, Family
 from lora_trainer.families.base.layout import Header, Layout, WeightPlace
+from lora_trainer.families.base.references import References, references_in
 from lora_trainer.families.base.releases import text_layers
 from lora_trainer.families.base.stated import V_MARKER, Stated
 from lora_trainer.families.base.text import clip
@@ -87,7 +91,26 @@ class UNetFamily(Family):
         },
     )
 
+    editor = "StableDiffusionInstructPix2PixPipeline"
+    """diffusers' pipeline of a U-Net that edits."""
+
     # ---- facts
+
+    @property
+    def edits(self) -> bool:
+        return True  # bases of users, made from any of its releases
+
+    def references_of(self, release: BaseRelease) -> References | None:
+        channels = base_parts.config_value(release.vae, "latent_channels", int)
+        if release.architecture.get("in_channels") != 2 * channels:
+            return None
+        return References(
+            most=1,
+            least=1,
+            as_channels=True,
+            scale=1 / float(release.vae.get("scaling_factor", unet_file.DEFAULT_SCALE)),
+            pipeline=self.editor,
+        )
 
     def detect(self, folder: Path) -> bool:
         classes = base_parts.components(folder)
@@ -119,6 +142,9 @@ class UNetFamily(Family):
     def _described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         single, scheduler = layout.part_file("denoiser"), plain.scheduler
         if single is not None:
+            # A file that edits has a companion that does not, or the reverse.
+            channels = unet_file.input_channels(single)
+            plain = replace(plain, architecture={**plain.architecture, "in_channels": channels})
             unet_file.check_unet_file(single, plain, self.published, folder=layout.folder)
         unet_file.check_vae(layout, plain.vae)
         text = base_parts.read_json(layout.folder / "text_encoder" / "config.json")
@@ -230,6 +256,13 @@ class UNetFamily(Family):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
+        import torch
+
+        # Left out, a reference is black in InstructPix2Pix's training and guidance: zeros.
+        wide = cast(Any, denoiser).config.in_channels == 2 * noisy.shape[1]
+        if wide:
+            references = references_in(conditioning) or [torch.zeros_like(noisy)]
+            noisy = torch.cat([noisy, references[0].to(noisy.dtype)], dim=1)
         added = None
         # SDXL reads the pooled text and the sizes of the image too; its pipeline fills in a sample's own size.
         if "time_ids" in conditioning:
@@ -278,4 +311,10 @@ def _kind(architecture: Mapping[str, Any]) -> tuple[Any, ...]:
     # Beside a vector of sizes the projections are SDXL's, which some folders do not state.
     linear = bool(config["use_linear_projection"] or added)
     are_whole = isinstance(width, int) and isinstance(added, int)
-    return config["in_channels"], linear, bool(added), are_whole
+    # Twice as many edit.
+    return (
+        4 if config["in_channels"] == 8 else config["in_channels"],
+        linear,
+        bool(added),
+        are_whole,
+    )

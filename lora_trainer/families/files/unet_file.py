@@ -40,6 +40,8 @@ UNET_MODULES = (
     *("down_blocks.", "mid_block.", "up_blocks.", "conv_in.", "conv_norm_out.", "conv_out."),
     *("time_embedding.", "add_embedding."),
 )
+# The first convolution in the checkpoints' names and in diffusers'.
+FIRST_CONVOLUTIONS = ("input_blocks.0.0", "conv_in")
 _NUMBERS: Mapping[str, str] = {"F16": "<e", "BF16": "<f", "F32": "<f", "F64": "<d"}
 
 
@@ -72,6 +74,14 @@ def read_numbers(file: Path, name: str) -> tuple[float, ...]:
 # diffusers' default scaling_factor, which the oldest VAE configurations leave out.
 DEFAULT_SCALE = 0.18215
 _OTHER_VAE = "use a VAE made for this base model"
+
+
+def input_channels(single: Path) -> int:
+    """Return the channels that the first convolution of a checkpoint's U-Net reads."""
+    header = read_header(single)
+    names = unet_names(header)
+    first = next(name for name in FIRST_CONVOLUTIONS if f"{name}.weight" in names)
+    return header[names[f"{first}.weight"]].shape[1]
 
 
 def check_unet_file(

@@ -38,6 +38,7 @@ class StableDiffusionXL(UNetFamily):
         # It counts only without a negative prompt, and ours pass one; stated, so that no folder decides.
         states=lambda facts: {"force_zeros_for_empty_prompt": True},
     )
+    editor = "StableDiffusionXLInstructPix2PixPipeline"
     formats = replace(
         UNetFamily.formats,
         names=AdapterNames(
