@@ -70,7 +70,7 @@ def _training(work: Workplace, run: runs.RunEntry, followed: Followed) -> LiveTr
 
 def _drawn(machine: Cockpit, _: Words) -> dict[str, Any]:
     return {
-        "figures": [[_(name), value] for name, value in machine.figures],
+        "figures": [[_(name), _.message(value)] for name, value in machine.figures],
         "memory": machine.memory_share,
         "warning": _(machine.warning) if machine.warning else "",
     }

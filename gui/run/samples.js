@@ -251,7 +251,7 @@ export function samples(place, markBest) {
     ),
     stage,
     slider,
-    make("div", { class: "bar sides" }, sides[0].form, sides[1].form),
+    make("div", { class: "actions sides" }, sides[0].form, sides[1].form),
     make(
       "p",
       { class: "quiet keys" },

@@ -83,7 +83,7 @@ function mountRun(main, leaving) {
     shown.done = () => { shown.node.close(); asked({}); };
   }
 
-  tabs(page.querySelector(".tabs"));
+  tabs(page.querySelector("#records"));
   shares(page);
   deletes(main);
 }

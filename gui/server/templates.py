@@ -6,8 +6,10 @@ text is escaped. In a template `_("Put back {}", name)` says a text in the langu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -19,9 +21,18 @@ from .translation import Words
 _FOLDER = Path(__file__).parents[1]
 
 
+class _EntriesFirst(Environment):
+    """In `each.keys` the entry "keys" of a mapping is meant, and not the method of the same name."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if isinstance(obj, Mapping) and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 @cache
 def _environment() -> Environment:
-    environment = Environment(
+    environment = _EntriesFirst(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
         finalize=text,  # and what turns the direction of others is replaced

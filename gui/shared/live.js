@@ -48,7 +48,7 @@ function show(now) {
     if (ended) tell(run, ended);
   }
   const first = now.training[0];
-  drawCockpit(first?.cockpit);
+  drawCockpit(first);
   const title = first ? `${first.percent} % \u00b7 ${first.name}` : document.querySelector(".bar").dataset.page;
   document.title = `${title} \u2013 lora-train`;
   const newer = first ? [first.name, `${first.percent} %`, first.left].filter(Boolean).join(" \u00b7 ") : "";
@@ -57,10 +57,16 @@ function show(now) {
   document.querySelector(".live").replaceChildren(...(first ? chip(first) : []));
 }
 
-/** Show what the machine does while something trains, below the bar of every page. */
-function drawCockpit(now) {
+/** Show what the machine does while something trains, below the bar of every page, and offer to tell when it ends. */
+function drawCockpit(run) {
   const place = document.querySelector(".cockpit");
-  place.hidden = !now;
+  const now = run?.cockpit;
+  const asked = place.querySelector("button");
+  const offered = Boolean(run) && "Notification" in window && Notification.permission === "default";
+  if (offered && !asked) place.append(bell());
+  if (!offered) asked?.remove();
+  place.hidden = !now && !offered;
+  place.querySelector("p").hidden = !now;
   if (!now) return;
   const figures = now.figures.map(([name, value]) => make("span", {}, `${name} `, make("b", { textContent: value })));
   const bar = now.memory === null ? [] : [make("i", { className: now.memory > 1 ? "more" : "" })];
@@ -71,9 +77,8 @@ function drawCockpit(now) {
 }
 
 function chip(run) {
-  const left = make("small", {}, run.left ? ` \u00b7 ${run.left}` : "");
-  const link = make("a", { href: run.url }, make("i"), make("span", {}, nameOf(run), ` \u00b7 ${run.percent} %`, left));
-  return "Notification" in window && Notification.permission === "default" ? [link, bell()] : [link];
+  const left = make("small", {}, run.left);
+  return [make("a", { href: run.url }, make("i"), nameOf(run), make("b", {}, `${run.percent} %`), left)];
 }
 
 function nameOf(run) {
@@ -85,7 +90,7 @@ function bell() {
   icon.setAttribute("class", "icon");
   icon.append(document.createElementNS("http://www.w3.org/2000/svg", "use"));
   icon.firstChild.setAttribute("href", "/ui/icons.svg#bell");
-  const button = make("button", { type: "button", className: "bare tool", title: say("Tell me when it ends") }, icon, make("span", { textContent: say("Notify me") }));
+  const button = make("button", { type: "button", className: "bare", title: say("Tell me when it ends") }, icon, say("Notify me"));
   button.onclick = async () => { await Notification.requestPermission(); button.remove(); };
   return button;
 }

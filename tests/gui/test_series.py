@@ -200,7 +200,9 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     assert answer["goes"] is False
     again = page.post("/series/look", json={**look, "stamp": answer["stamp"]}).json()
     assert again == {"goes": False}, "of what has not changed nothing is sent"
-    assert draft.dataset and series.label in page.get("/series").text
+    shelf = page.get("/series").text
+    assert draft.dataset and series.label in shelf
+    assert "2 trainings: Rank" in shelf
 
 
 def test_the_trials_of_a_study_have_the_same_page(work: Workplace, page: TestClient) -> None:
