@@ -33,7 +33,7 @@ CARDS: Mapping[int, Card] = {
     24: Card(vram_gib=24, capability="8.9", name="NVIDIA GeForce RTX 4090", multiprocessors=128),
 }
 """The cards of docs/plans.md by GiB."""
-SIZES_PX = ((1024, 1024), (1216, 832), (832, 1216), (1024, 1024))
+SIZES_PX = ((1024, 1024), (1216, 832), (832, 1216), (1024, 1024), (1024, 1024))
 GIB = 1 << 30
 
 
@@ -109,7 +109,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def _dataset(folder: Path, caption: str) -> Path:
-    """Write four images of noise with captions, the first with `caption` unless it is empty."""
+    """Write five images of noise with captions, two with `caption` unless it is empty, as one image is held out."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = np.random.default_rng(0)
     for index, (width, height) in enumerate(SIZES_PX):
@@ -117,7 +117,7 @@ def _dataset(folder: Path, caption: str) -> Path:
         if not file.is_file():
             Image.fromarray(numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
         usual = f"a photo of thing {index} on a table"
-        file.with_suffix(".txt").write_text((index == 0 and caption) or usual)
+        file.with_suffix(".txt").write_text((index < 2 and caption) or usual)
     return folder
 
 

@@ -22,6 +22,7 @@ SETTINGS = (
     "sampling.steps=1",
     "output.save_every_steps=6",
     "train.validate_every_steps=6",
+    "data.validation_fraction=0.2",
 )
 """Saving, sampling and validation come at the end."""
 QUIET_STEP = 4
