@@ -234,6 +234,8 @@ def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     sets = 1 + load.averaged + load.keeps_best + (load.optimizer == SCHEDULE_FREE)
     note = f"{sets} x {parameters:,} parameters, fp32 masters"
     yield MemoryItem("adapter weights", sets * parameters * MASTER_BYTES, note)
+    # Between steps there are none: while samples are drawn, this is the room of the exact weights, which
+    # `Adapter.rounded` keeps beside those that it has rounded.
     yield MemoryItem("adapter gradients", parameters * GRADIENT_BYTES, "fp32")
     # Without memory of its own the device would page into the same memory.
     size = states if own_memory else states + paged

@@ -22,7 +22,7 @@ from lora_trainer import families
 from lora_trainer.config import PRIORITIES, Priority
 from scripts.plan_tables import CARDS as PLANNED_CARDS
 from scripts.plan_tables import planned, ram_gib_of
-from scripts.rehearse.base import longest_caption, write_true_size
+from scripts.rehearse.base import as_caption, longest_caption, write_true_size
 from scripts.rehearse.card import Card, NoCudaTorch, build
 from scripts.rehearse.cell import Cell, Outcome, rehearse
 
@@ -84,7 +84,7 @@ def main() -> int:
                     outcome = rehearse(
                         cell,
                         base=base,
-                        dataset=_dataset(work / "images", longest_caption(base)),
+                        dataset=_dataset(work / "images", base),
                         work=work / "cell",
                         libraries=libraries,
                     )
@@ -108,16 +108,17 @@ def _line(outcome: Outcome) -> str:
     return f"{outcome.key}: {'; '.join(outcome.faults) or 'holds'} | {sizes} | {launches} launches a step | {plan}"
 
 
-def _dataset(folder: Path, caption: str) -> Path:
-    """Write five images of noise with captions, two with `caption` unless it is empty, as one image is held out."""
+def _dataset(folder: Path, base: Path) -> Path:
+    """Write five images of noise with captions for a base, two of them as long as it reads: one image is held out."""
     folder.mkdir(parents=True, exist_ok=True)
+    longest = longest_caption(base)
     numbers = np.random.default_rng(0)
     for index, (width, height) in enumerate(SIZES_PX):
         file = folder / f"image-{index}.png"
         if not file.is_file():
             Image.fromarray(numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
-        usual = f"a photo of thing {index} on a table"
-        file.with_suffix(".txt").write_text((index < 2 and caption) or usual)
+        usual = as_caption(f"a photo of thing {index} on a table", base)
+        file.with_suffix(".txt").write_text((index < 2 and longest) or usual)
     return folder
 
 

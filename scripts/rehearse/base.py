@@ -56,11 +56,11 @@ def write_true_size(source: str, folder: Path) -> Path:
 def longest_caption(folder: Path) -> str:
     """Return a caption of about as many tokens as the base in `folder` reads, for which a plan has memory.
 
-    "" where all texts have one length, and where captions are JSON.
+    "" where all texts have one length.
     """
     family = families.detect(folder)
     text = family.text
-    if not text.masked or text.json_captions is not None:
+    if not text.masked:
         return ""
     tokenizers = {
         component: load_tokenizer(tokenizer_folder(folder, component, text), kind=network.kind)
@@ -70,7 +70,17 @@ def longest_caption(folder: Path) -> str:
     unused: dict[str, Any] = {name: SimpleNamespace() for name in tokenizers}
     encoder = text.encoder(networks=unused, tokenizers=tokenizers, facts=facts)
     room = encoder.prompt_room()
-    return " ".join(["thing"] * (room * room // encoder.count_tokens(" ".join(["thing"] * room))))
+    words = " ".join(["thing"] * room)
+    free = room - encoder.count_tokens(as_caption("", folder))
+    return as_caption(" ".join(["thing"] * (free * room // encoder.count_tokens(words))), folder)
+
+
+def as_caption(words: str, folder: Path) -> str:
+    """Return a caption of these words in the form that the base in `folder` was trained with, words or JSON."""
+    if families.detect(folder).text.json_captions is None:
+        return words
+    rest = {"background": "a table", "elements": []}
+    return json.dumps({"high_level_description": words, "compositional_deconstruction": rest})
 
 
 def _replace(folder: Path, network: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -67,11 +68,13 @@ def test_each_fault_is_named(seen: list[dict[str, Any]], fault: str) -> None:
     assert judged("a", seen, plan=PLAN, chosen={}).faults == [fault]
 
 
-@pytest.mark.parametrize("family", ["zimage", "lumina2", "qwen"])
+@pytest.mark.parametrize("family", ["zimage", "lumina2", "qwen", "ideogram4"])
 def test_a_caption_has_about_as_many_tokens_as_a_plan_has_memory_for(family: str) -> None:
     encoder = encoder_of(facts_of(family))
     tokens = encoder.count_tokens(longest_caption(base_of(family)))
     assert 0.9 * encoder.prompt_room() < tokens <= encoder.prompt_room()
+    if form := families.family(family).text.json_captions:
+        assert [*form.faults(json.loads(longest_caption(base_of(family))))] == []
     assert longest_caption(base_of("sdxl")) == "", "its texts have one length"
 
 
