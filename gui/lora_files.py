@@ -20,7 +20,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.event_kinds import Validation, event_of_row
 from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.records import of_json
-from lora_trainer.common.wording import against_base, one_line, public_source
+from lora_trainer.common.wording import one_line, public_source
 from lora_trainer.lora_file.base_layers import recognise
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
@@ -31,7 +31,7 @@ from lora_trainer.reporting.status import read_status
 from . import runs
 from .bases import EMBEDDED
 from .lora_names import BestPicture, name_now, read_names, write_names
-from .run_best import read_best, recommended
+from .run_best import read_best, recommended, standing
 from .workplace import Workplace
 
 SUFFIX = ".safetensors"
@@ -313,17 +313,18 @@ def _result_among(files: Sequence[LoraFile], folder: Path) -> Entry | None:
     if not trained:
         return None
     losses = dict(_validations(folder))
+    base_loss = losses.pop(0, math.nan)
     losses[_AFTER_ALL_STEPS] = losses[max(losses)] if losses else math.nan
     trained.sort(key=lambda file: -(file.step or _AFTER_ALL_STEPS))
     by_step = {file.step or _AFTER_ALL_STEPS: file.path.name for file in trained if not file.best}
     take = recommended(by_step, losses, read_best(folder))
     file = next((file for file in trained if take and file.path.name == take.file), trained[0])
-    loss = losses.get(file.step or _AFTER_ALL_STEPS, math.nan)
+    good = standing(take, losses, base_loss=base_loss)
     return Entry(
         file=file,
         header=read_header(file),
         saves=tuple(other for other in trained if other is not file),
-        validation=against_base(loss, losses[0]) if math.isfinite(loss) and 0 in losses else "",
+        validation="" if good is None else good.said,
         is_best=take is not None and take.is_found,
     )
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.event_kinds import Finished
 from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
     disk_error,
@@ -25,7 +24,9 @@ from lora_trainer.common.files import (
     retry_while_open,
     write_atomic,
 )
+from lora_trainer.common.wording import better_than_base
 from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.reporting import best_step
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.run.run_folder import BEST_RECORD
 
@@ -51,16 +52,13 @@ def best_name(folder: Path) -> str:
 
 def exports(folder: Path, history: RunHistory) -> Mapping[int, str]:
     """Return the exported files that are still there, by step."""
-    named = [(saved.step, saved.export) for saved in history.saves]
-    if isinstance(history.end, Finished):
-        named.append((history.end.step, history.end.export))
     names = read_names(folder)
-    now = [
-        (step, name_now(folder, names, name))
-        for step, name in named
-        if name is not None and name != best_name(folder) and "\0" not in name
-    ]
-    return {step: name for step, name in now if _is_export(folder, name)}
+    now = {
+        step: name_now(folder, names, name)
+        for step, name in best_step.exported(history).items()
+        if name != best_name(folder) and "\0" not in name
+    }
+    return {step: name for step, name in now.items() if _is_export(folder, name)}
 
 
 def _is_export(folder: Path, name: str) -> bool:
@@ -79,15 +77,53 @@ def recommended(
     """
     if marked is not None or not files:
         return marked
-    kept = [step for step in files if step in losses]
-    step = min(kept, key=lambda step: losses[step]) if kept else max(files)
-    return Best(step=step, file=files[step], is_found=bool(kept) and len(files) > 1)
+    lowest = best_step.lowest_of(files, losses)
+    step = max(files) if lowest is None else lowest
+    return Best(step=step, file=files[step], is_found=lowest is not None and len(files) > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How good a LoRA is: its loss on the held-out images, and the base's."""
+
+    step: int
+    loss: float
+    base_loss: float
+
+    @property
+    def gain(self) -> float:
+        """How far the loss is below the base's, as a fraction; NaN where the base has none."""
+        return 1 - self.loss / self.base_loss if self.base_loss > 0 else math.nan
+
+    @property
+    def said(self) -> str:
+        """The one figure that all pages show: `69 % better than the base`."""
+        return better_than_base(self.loss, self.base_loss)
+
+
+def standing(
+    take: Best | None, losses: Mapping[int, float], *, base_loss: float
+) -> Standing | None:
+    """Return how good the LoRA to take of a run is, None where that was not measured.
+
+    Of a run that has no file yet it is the lowest loss so far. `take` is what `recommended` returns.
+    """
+    step = best_step.lowest_of(losses, losses) if take is None else take.step
+    if step is None or step not in losses or not math.isfinite(base_loss):
+        return None
+    return Standing(step=step, loss=losses[step], base_loss=base_loss)
 
 
 def losses(history: RunHistory) -> Mapping[int, float]:
     """Return the losses on the held-out images by step, without the base's."""
-    rows = [row for row in history.validations if math.isfinite(row.loss)]
-    return {row.step: row.loss for row in rows if row.step}
+    return best_step.held_out_losses(history)
+
+
+def standing_of(folder: Path, history: RunHistory) -> Standing | None:
+    """Return how good the LoRA to take of a run is, from its records."""
+    measured, base = losses(history), history.base_validation
+    take = recommended(exports(folder, history), measured, read_best(folder))
+    return standing(take, measured, base_loss=math.nan if base is None else base.loss)
 
 
 def read_best(folder: Path) -> Best | None:

@@ -27,7 +27,7 @@ from lora_trainer.reporting.status import RunStatus
 from ..bases import EMBEDDED
 from ..markup import inline
 from ..media import run_url
-from ..run_best import exports, losses, read_best, recommended
+from ..run_best import Standing, exports, losses, read_best, recommended, standing_of
 from ..run_mend import mend_of
 from ..run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
 from ..server.templates import render
@@ -157,7 +157,7 @@ def take(seen: Look, history: RunHistory) -> Take | None:
         step=f"{best.step:,}",
         is_best=best.is_found,
         file=run_url(run, best.file),
-        learned=judgement(history, measured[best.step]) if best.step in measured else "",
+        learned=judgement(standing_of(seen.folder, history)) if best.step in measured else "",
         best_step=_best_step(history, files),
         others=tuple((f"{step:,}", run_url(run, files[step])) for step in others),
         is_try_out=history.run.base.source == EMBEDDED,
@@ -167,20 +167,18 @@ def take(seen: Look, history: RunHistory) -> Take | None:
     )
 
 
-def judgement(history: RunHistory, loss: float) -> str:
-    """Return in a plain sentence how well a run learned, from the loss of its best step on the held-out images."""
-    base = history.base_validation
-    if base is None or not base.loss > 0:
+def judgement(good: Standing | None) -> str:
+    """Return in a plain sentence how well a run learned."""
+    if good is None or math.isnan(good.gain):
         return "Nothing was kept aside to measure how well it learned: look at the samples."
-    gain, error = 1 - loss / base.loss, against_base(loss, base.loss)
-    if gain >= _LEARNED_WELL:
-        return f"It learned well: on images it never saw, its error is {error}."
-    if gain >= _LEARNED:
-        return f"It learned: on images it never saw, its error is {error}."
-    if gain > -_LEARNED:
-        return "It changed little: on images it never saw, its error is about the base's."
+    if good.gain >= _LEARNED_WELL:
+        return f"It learned well: on images it never saw, it is {good.said}."
+    if good.gain >= _LEARNED:
+        return f"It learned: on images it never saw, it is {good.said}."
+    if good.gain > -_LEARNED:
+        return "It changed little: on images it never saw, it is about as good as the base."
     return (
-        f"It learned its images by heart: on images it never saw, its error is {error}. "
+        f"It learned its images by heart: on images it never saw, it is {good.said}. "
         "Train it shorter, or with more images."
     )
 

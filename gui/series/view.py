@@ -1,12 +1,14 @@
 """What the page of a series shows: its trainings with what they differ by, their curves, and their pictures by prompt.
 
 Input: a series (variants.py) or the folder of a study of `lora-train tune`, and the runs of both. Output: what
-members.html shows. Which training did best is decided as `tune` decides it: by its gain on held-out images.
+members.html shows. How good each is, is said as on its own page (run_best.py), and of a series that decides which did
+best. Of a study `tune` has decided it by the gain (docs/scores.md), which is shown beside.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +28,7 @@ from lora_trainer.tuning.tune import gains_of
 from .. import runs, variants
 from ..markup import setting_label
 from ..media import run_url
+from ..run_best import Standing, losses, standing_of
 from ..server.templates import render
 from ..server.translation import Words
 from ..variants import MAX_TRAININGS
@@ -48,13 +51,17 @@ class Named:
     label: str
     keys: tuple[str, ...]
     runs: tuple[tuple[str, Mapping[str, Any]], ...]
+    is_study: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What the records of a run say that the page shows; `gains` by step."""
+    """What the records of a run say that the page shows; losses on held-out images and gains by step."""
 
     settings: Mapping[str, Any]
+    good: Standing | None
+    base_loss: float
+    losses: Mapping[int, float]
     gains: Mapping[int, float]
     images: Sequence[SampleImage]
 
@@ -70,14 +77,20 @@ class Trained:
 
     @property
     def best(self) -> int | None:
-        """The step of the largest gain, None before the first validation."""
-        gains = self.recorded.gains
-        return max(gains, key=lambda step: gains[step], default=None)
+        """The step to take, None before the first validation."""
+        return None if self.recorded.good is None else self.recorded.good.step
 
     @property
     def gain(self) -> float | None:
-        """The largest gain."""
-        return None if self.best is None else self.recorded.gains[self.best]
+        """The largest gain, as `tune` compares trials."""
+        return max(self.recorded.gains.values(), default=None)
+
+    def rank(self, *, is_study: bool) -> float | None:
+        """Return by what the best is found, the more the better; None before the first validation."""
+        good = self.recorded.good
+        if is_study:
+            return self.gain
+        return None if good is None or math.isnan(good.gain) else good.gain
 
     @property
     def shown_step(self) -> int | None:
@@ -87,7 +100,7 @@ class Trained:
         return min(steps, key=lambda step: abs(step - wanted), default=None)
 
 
-_NOTHING = Recorded(settings={}, gains={}, images=())
+_NOTHING = Recorded(settings={}, good=None, base_loss=math.nan, losses={}, gains={}, images=())
 
 
 def page_url(series: str) -> str:
@@ -119,7 +132,9 @@ def _of_study(work: Workplace, name: str) -> Named:
     trials = [path.name for path in work.runs.glob(f"*{_TRIAL}*")]
     own = [trial for trial in trials if trial.rpartition(_TRIAL)[0] == record.name]
     own.sort(key=lambda trial: (len(trial), trial))  # trial-2 before trial-10
-    return Named(label=record.name, keys=keys, runs=tuple((trial, {}) for trial in own))
+    return Named(
+        label=record.name, keys=keys, runs=tuple((trial, {}) for trial in own), is_study=True
+    )
 
 
 def studies(work: Workplace) -> list[str]:
@@ -146,8 +161,10 @@ def shelf(work: Workplace, _: Words) -> Mapping[str, Any]:
 def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
     """Return the trainings as markup, and whether any of them still changes."""
     trained = [_trained(work, name, values, found.keys, _) for name, values in found.runs]
-    gains = [each.gain for each in trained if each.gain is not None]
-    top = max(gains, default=None)
+    ranks = [each.rank(is_study=found.is_study) for each in trained]
+    measured = [rank for rank in ranks if rank is not None]
+    # One alone is not the best of anything.
+    top = max(measured) if len(measured) > 1 else None
     rows = [
         {
             "name": each.name,
@@ -155,13 +172,13 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
             "state": each.state,
             "url": runs.page_url(each.name) if each.state not in ("waiting", "gone") else "",
             "again": "/train?" + urlencode({"again": each.name}),
-            "gain": "" if each.gain is None else f"{abs(each.gain):.1%}",
-            "worse": each.gain is not None and each.gain < 0,
+            "said": "" if each.recorded.good is None else each.recorded.good.said,
+            "gain": "" if each.gain is None else f"{each.gain:.2%}",
             "step": "" if each.best is None else f"{each.best:,}",
-            "best": top is not None and each.gain == top,
+            "best": top is not None and rank == top,
             "css": f"s{index % _COLOURS}",
         }
-        for index, each in enumerate(trained)
+        for index, (each, rank) in enumerate(zip(trained, ranks, strict=True))
     ]
     html = render(
         "series/members.html",
@@ -175,6 +192,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         ],
         pictures=list(_pictures(trained)),
         varies_seed=SEED in found.keys,
+        is_study=found.is_study,
     )
     return html, any(each.state in ("waiting", "running") for each in trained)
 
@@ -189,7 +207,9 @@ def _trained(
         state, recorded = "waiting" if waits else "gone", _NOTHING
     else:
         state = read_status(folder).state
-        recorded = _recorded(folder, tuple(runs.file_stamp(folder / file) for file in runs.RECORDS))
+        # The folder's own stamp: the step to take depends on which files are there.
+        stamps = [runs.file_stamp(folder / file) for file in runs.RECORDS]
+        recorded = _recorded(folder, (*stamps, runs.file_stamp(folder)))
     label = _label({**recorded.settings, **values}, keys, _)
     return Trained(name=name, label=label, state=state, recorded=recorded)
 
@@ -201,7 +221,15 @@ def _recorded(folder: Path, stamp: runs.Stamp) -> Recorded:
         history = read_history(folder)
     except (RequestError, OSError):  # damaged, or removed meanwhile
         return _NOTHING
-    return Recorded(settings=history.run.settings, gains=gains_of(history), images=history.samples)
+    base = history.base_validation
+    return Recorded(
+        settings=history.run.settings,
+        good=standing_of(folder, history),
+        base_loss=math.nan if base is None else base.loss,
+        losses=losses(history),
+        gains=gains_of(history),
+        images=history.samples,
+    )
 
 
 def _label(values: Mapping[str, Any], keys: Sequence[str], _: Words) -> str:
@@ -219,10 +247,13 @@ def _chart(trained: Sequence[Trained], _: Words) -> Html | None:
         ChartLine(
             label=each.label,
             css=f"s{index % _COLOURS}",
-            points=[(step, 100 * gain) for step, gain in sorted(each.recorded.gains.items())],
+            points=[
+                (step, 100 * (1 - loss / each.recorded.base_loss))
+                for step, loss in sorted(each.recorded.losses.items())
+            ],
         )
         for index, each in enumerate(trained)
-        if each.recorded.gains
+        if each.recorded.losses and each.recorded.base_loss > 0
     ]
     if not lines:
         return None

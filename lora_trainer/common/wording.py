@@ -84,10 +84,29 @@ def against_base(loss: float, base_loss: float) -> str:
     change = loss / base_loss - 1 if base_loss > 0 else math.nan
     if not math.isfinite(change):
         return "not comparable with the base's"
-    percent = f"{abs(change) * 100:.0f}" if abs(change) >= 0.0995 else f"{abs(change) * 100:.1f}"
+    percent = _percent(change)
     if float(percent) == 0:
         return "the same as the base's"
     return f"{percent} % below the base's" if change < 0 else f"{percent} % above the base's"
+
+
+def better_than_base(loss: float, base_loss: float) -> str:
+    """Return `41 % better than the base`, `3 % worse than the base` or `as good as the base`.
+
+    The figure is that of `against_base`; these are the words for who does not know what a loss is.
+    """
+    change = loss / base_loss - 1 if base_loss > 0 else math.nan
+    if not math.isfinite(change):
+        return "not comparable with the base"
+    percent = _percent(change)
+    if float(percent) == 0:
+        return "as good as the base"
+    return f"{percent} % {'better' if change < 0 else 'worse'} than the base"
+
+
+def _percent(change: float) -> str:
+    """Return the size of a change as `41`, below ten as `3.4`."""
+    return f"{abs(change) * 100:.0f}" if abs(change) >= 0.0995 else f"{abs(change) * 100:.1f}"
 
 
 def one_line(message: str) -> str:

@@ -40,7 +40,9 @@ from lora_trainer.common.wording import (
 from lora_trainer.config.config import all_settings
 from lora_trainer.config.prompt_line import STRENGTH, parted
 from lora_trainer.planning.timesteps import shares_sentence
+from lora_trainer.reporting.best_step import best_saved
 from lora_trainer.reporting.charts import (
+    WHOLE,
     Html,
     loss_curve,
     rate_curve,
@@ -120,7 +122,7 @@ def report_view(history: RunHistory) -> ReportView:
         grid=sample_grid(history),
         strip=strip_of(history),
         reach=_reach(history.folder),
-        loss_curve=loss_curve(history),
+        loss_curve=loss_curve(history, replace(WHOLE, best=best_saved(history) or 0)),
         rate_curve=rate_curve(history),
         timesteps=timestep_bars(history.run.plan.timesteps),
         timesteps_sentence=shares_sentence(history.run.plan.timesteps),
@@ -147,6 +149,7 @@ def document(history: RunHistory) -> Html:
         REPORT_FILE,
         **vars(report_view(history)),
         against_base=against_base,
+        best_step=best_saved(history),
         duration_text=duration_text,
         interrupted=INTERRUPTED_EXIT_CODES,
         severities=SEVERITIES,

@@ -79,7 +79,7 @@ def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) 
     assert entry.file.ref == "a/zorble.safetensors"
     assert [save.step for save in entry.saves] == [20, 10]
     assert (entry.header.rank, entry.header.trigger) == (8, "blip")
-    assert "below the base's" in entry.validation and not entry.training
+    assert "better than the base" in entry.validation and not entry.training
     (run / "samples" / "step-00000030" / "00.png").write_bytes(b"torn")
     assert try_prompts.example_prompt(entry.file, entry.header) == "blip", "else that of the sample"
     lora(run / "a-best.safetensors")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import command_lines, drafts, variants
+from lora_trainer.gui import command_lines, drafts, run_state, variants
+from lora_trainer.gui.lora_files import result_of
+from lora_trainer.gui.run.head import take
 from lora_trainer.gui.series import routes, view
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.train import fields
@@ -21,6 +23,8 @@ from starlette.testclient import TestClient
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import json_bytes
 from lora_trainer.queue import commands, worker
+from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import write_status
 from tests.fakes.run_folder import PROMPTS, fake_run
 from tests.fakes.runs import write_dataset
@@ -161,12 +165,15 @@ def page(work: Workplace) -> TestClient:
 
 
 def trained(work: Workplace, name: str, *, gain: float, state: str = "finished") -> None:
-    """Write a run of 30 steps whose last validation is so much below the base's, the others less."""
+    """Write a run of 30 steps whose last validation has so much gain, the others less."""
     run = fake_run(work.runs / name, steps=30, sample_px=16)
+    base_loss = next(row["loss"] for row in run.events if row["event"] == "validation")
     for row in run.events:
         if row["event"] == "validation" and row["step"]:
             share = 1 - gain * row["step"] / 30
             row["by_timestep"] = [[at, share * 40 / at] for at, _ in row["by_timestep"]]
+            # The ratio of the means is not the mean of the ratios.
+            row["loss"] = (2 * share - 1) * base_loss
     run.write()
     write_status(run.folder, state=state, step=30, steps=30, exit_code=0)
 
@@ -182,17 +189,27 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     waits = page.get(address).text
     assert waits.count("waiting") == 2 and "So far the best" not in waits
     trained(work, names[0], gain=0.2)
+    alone = page.get(address).text
+    assert "40 % better than the base" in alone and "So far the best" not in alone
     trained(work, names[1], gain=-0.1)
     for item in commands.items(work.runs):
         commands.remove(work.runs, item.id)  # as somebody clears the queue
     shown = page.get(address).text
     assert "So far the best on held-out images: Rank 16." in shown
-    assert "20.0% below the base" in shown
-    # The other one was never better than after its first validation.
-    assert "1.0% above the base" in shown
+    # What is said of a training is what its own page and the list of LoRAs say of it.
+    for name, said in (
+        (names[0], "40 % better than the base"),
+        (names[1], "20 % worse than the base"),
+    ):
+        assert said in shown
+        folder = work.runs / name
+        taken = take(run_state.look(folder, read_status(folder), now_s=0.0), read_history(folder))
+        assert taken is not None and said in taken.learned
+        entry = result_of(folder)
+        assert entry is not None and entry.validation == said
     assert shown.count('<th scope="row" translate="no">') == len(PROMPTS)
     assert f"/media/run/{names[0]}/samples/step-00000030/00.png" in shown
-    assert f"/media/run/{names[1]}/samples/step-00000010/00.png" in shown, "nearest to its best"
+    assert f"/media/run/{names[1]}/samples/step-00000030/00.png" in shown, "of the step to take"
     assert f"/train?again={names[0]}" in shown
     assert "<script>alert" not in shown
     look = {"id": series.id, "study": "", "stamp": ""}
@@ -223,6 +240,7 @@ def test_the_trials_of_a_study_have_the_same_page(work: Workplace, page: TestCli
     trained(work, "other-cats-tune-trial-1", gain=0.9)
     shown = page.get(view.study_url("cats-tune")).text
     assert "So far the best on held-out images: Learning rate 0.0003." in shown
+    assert "gain, as tune compares" in shown and "<td>30.00%</td>" in shown
     assert shown.index("trial-0") < shown.index("trial-2") < shown.index("trial-10")
     assert "other-cats-tune" not in shown
     assert "cats-tune" in page.get("/series").text

@@ -209,7 +209,22 @@ def test_validations_are_told_of_as_they_were(tmp_path: Path) -> None:
     losses = [event for event in run.events if event["event"] == "validation"]
     losses[4]["loss"], losses[5]["loss"] = 0.04, 7.0
     page = page_of(run)
-    assert "base 0.1337; best 0.0400 at step 40" in page.texts
+    lowest = "lowest 0.0400 at step 40, of which no file was kept"
+    assert f"base 0.1337; {lowest}" in page.texts
+    # A step whose file is there is the one to take, as on the page of the run.
+    (run.folder / "zorble-step00000090.safetensors").touch()
+    losses[9]["loss"] = 0.05
+    saved = run.events[-2] | {
+        "event": "saved",
+        "step": 90,
+        "export": "zorble-step00000090.safetensors",
+    }
+    run.events.insert(-1, saved)
+    page = page_of(run)
+    below = "the validation loss is 63 % below the base's at step 90, the best of the saved steps"
+    assert f"Finished: {below}." in page.texts
+    assert f"base 0.1337; best saved 0.0500 at step 90; {lowest}" in page.texts
+    assert "step 90, the best of the saved steps" in page.text
     assert "Steps whose loss lies above" not in page.text
     assert {"6", "8"} <= set(page.texts), "the axis shows every validation"
 
