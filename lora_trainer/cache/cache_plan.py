@@ -408,6 +408,7 @@ def _image_keys(
             mask=record.mask.content_hash,
             channel=record.mask.channel,
             factor=facts.vae_factor,
+            **_part(record),
             **_place(placement, flip),
         )
 
@@ -427,8 +428,14 @@ def _latents_key(
         background=settings.alpha_background if image.transparent else "",
         **({"reading": reading} if (reading := facts.readings["vae"]) else {}),
         **({"colours": "sRGB"} if image.recoloured else {}),
+        **_part(image),
         **_place(placement, flip),
     )
+
+
+def _part(image: ImageRecord | Reference) -> dict[str, str]:
+    """Return what names the part of an image that is trained; nothing for a whole one, which keeps its entries."""
+    return {} if image.crop is None else {"part": image.crop.name}
 
 
 def _place(placement: Placement, flip: bool) -> dict[str, str | int]:

@@ -212,7 +212,9 @@ def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArra
                     fix="crop the image and its mask around the subject, or raise data.max_aspect",
                 )
         return tuple(masks)
-    image = decode(record.path, settings=settings, content_hash=record.content_hash).image
+    image = decode(
+        record.path, settings=settings, content_hash=record.content_hash, crop=record.crop
+    ).image
     cuts = (cut(image, job.placement, flip=job.flip) for job in jobs)
     return tuple(np.asarray(part, dtype=np.float32) / 127.5 - 1.0 for part in cuts)
 

@@ -180,7 +180,7 @@ class _Work:
             return None
         settings = DataSettings()
         try:
-            image = decode(target.picture, settings=settings).image
+            image = decode(target.picture, settings=settings, crop=target.crop).image
             references = (decode(path, settings=settings).image for path in target.references)
             return Shown(image=image, references=tuple(references))
         except ImageDecodeError as fault:

@@ -31,6 +31,7 @@ from lora_trainer.common.files import (
 )
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import is_json, read_caption_file, split_name
+from lora_trainer.dataset.crops import Crop
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 
 EXTENSION = ".txt"
@@ -41,6 +42,8 @@ class Target:
     """An image to be captioned, the file for its caption, and that file's bytes now (None: no file)."""
 
     picture: Path
+    crop: Crop | None = None
+    """The part of it that is trained; None: the whole image."""
     references: tuple[Path, ...] = ()
     """Of an editing pair: its reference images, the first one first."""
     name: str
@@ -91,6 +94,7 @@ def choose(
         else:
             target = Target(
                 picture=picture.path,
+                crop=picture.crop,
                 references=tuple(Path(one.file) for one in picture.references),
                 name=picture.name,
                 file=file,

@@ -38,6 +38,7 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import NAMES, CaptionText, caption_of, clean, decoded
 from lora_trainer.dataset.colour_tags import note_stated_colours
 from lora_trainer.dataset.colours import Recolour, recolouring
+from lora_trainer.dataset.crops import CROPS_FILE, Crop
 
 _MEASURED_SIDE_PX = 1024
 _LEAST_MEASURED_SIDE_PX = 48
@@ -331,9 +332,15 @@ def max_pixels(settings: DataSettings) -> int:
     return int(settings.max_megapixels * 1_000_000)
 
 
-def decode(path: Path, *, settings: DataSettings, content_hash: str | None = None) -> DecodedImage:
+def decode(
+    path: Path,
+    *,
+    settings: DataSettings,
+    content_hash: str | None = None,
+    crop: Crop | None = None,
+) -> DecodedImage:
     """Decode a file to RGB as it is displayed: EXIF orientation applied, transparency put on
-    `data.alpha_background`, first frame of an animation (see `pixels` for the formats).
+    `data.alpha_background`, first frame of an animation (see `pixels` for the formats). Of a `crop` only that part.
 
     Raises ImageDecodeError (an InputError) naming file and reason; also when `content_hash` is given and
     the file's bytes no longer have that SHA-256.
@@ -352,6 +359,15 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
         turn = upright_turn(image, settings, notes)
         if turn is not None:
             rgb, alpha = rgb.transpose(turn), alpha and alpha.transpose(turn)
+    if crop is not None:
+        if not crop.fits(*rgb.size) or min(crop.size_px) < MIN_SIDE_PX:
+            reason = (
+                f"is {rgb.width}x{rgb.height}, and its crop {list(crop)} is not a part of it "
+                f"with sides of {MIN_SIDE_PX} px or more"
+            )
+            fix = f"choose its crop again, or remove its line from {CROPS_FILE}"
+            raise ImageDecodeError(path, reason, code="IMG-07", fix=fix)
+        rgb, alpha = rgb.crop(crop), alpha and alpha.crop(crop)
     return DecodedImage(image=rgb, notes=tuple(notes), alpha=alpha)
 
 
@@ -460,10 +476,28 @@ def read_image_text(path: Path, *, settings: DataSettings, content_hash: str) ->
     """
     # PNG may have its text behind the pixels, so the image is loaded first.
     with loaded(path, settings, content_hash, []) as (image, _):
-        # Of the text of a generator its prompt; JSON is none.
-        texts = (clean(_GENERATOR_TAIL.sub("", text)) for text in _texts(image))
-        prompts = (text for text in texts if text and not text.startswith(("{", "[{")))
-        return caption_of([next(prompts, "")])
+        return caption_of([_caption_in(image)])
+
+
+def head_text(path: Path) -> str:
+    """Return the caption inside an image file as far as it is there without decoding, "" for none and for no image.
+
+    PNG may have its text behind the pixels, which `read_image_text` finds.
+    """
+    try:
+        with path.open("rb") as file:
+            formats = _formats(file.read(16))
+            file.seek(0)
+            with Image.open(file, formats=formats) as image:
+                return _caption_in(image)
+    except Exception:  # noqa: BLE001 - damaged bytes make Pillow raise anything; the check names them
+        return ""
+
+
+def _caption_in(image: Image.Image) -> str:
+    """Return the first text of an image that describes it: of a generator its prompt; JSON is none."""
+    texts = (clean(_GENERATOR_TAIL.sub("", text)) for text in _texts(image))
+    return next((text for text in texts if text and not text.startswith(("{", "[{"))), "")
 
 
 def _texts(image: Image.Image) -> Iterator[str]:
@@ -473,7 +507,7 @@ def _texts(image: Image.Image) -> Iterator[str]:
         yield _plain_text(fields.get(key))
     try:
         exif = image.getexif()
-        yield _plain_text(exif.get(ExifTags.Base.ImageDescription))
+        yield _description(exif.get(ExifTags.Base.ImageDescription))
         details = exif.get_ifd(ExifTags.IFD.Exif)
         yield _user_comment(details.get(ExifTags.Base.UserComment))
     except Exception:  # noqa: BLE001 - damaged EXIF is named by the check of the image itself
@@ -482,6 +516,14 @@ def _texts(image: Image.Image) -> Iterator[str]:
 
 def _plain_text(value: object) -> str:
     return decoded(value)[0] if isinstance(value, bytes) else str(value or "")
+
+
+def _description(value: object) -> str:
+    """Return the text of an ImageDescription, which Pillow reads byte by byte and most programs write as UTF-8."""
+    try:
+        return _plain_text(value.encode("latin-1") if isinstance(value, str) else value)
+    except UnicodeEncodeError:
+        return _plain_text(value)
 
 
 def _user_comment(value: object) -> str:

@@ -37,6 +37,7 @@ from lora_trainer.dataset.captions import (
     same_name,
     split_name,
 )
+from lora_trainer.dataset.crops import CROPS_FILE, Crop, read_crops
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 from lora_trainer.dataset.mask_names import MASK_SUFFIX, by_name, key_of_mask, masked_folder
 from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
@@ -149,6 +150,8 @@ class ImageFile:
     mask_name: str | None = None
     references: tuple[ReferenceFile, ...] = ()
     """Its reference images, the first one first."""
+    crop: Crop | None = None
+    """The part of it that is trained; None: the whole image."""
 
     @property
     def path(self) -> Path:
@@ -217,7 +220,11 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
             fix=f"put in files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}",
         )
     pictures = sorted(walk.with_references(), key=lambda picture: picture.name)
-    findings += [*walk.findings_about_captions(), *walk.unused_masks()]
+    findings += [
+        *walk.findings_about_captions(),
+        *walk.unused_masks(),
+        *walk.findings_about_crops(),
+    ]
     return Listing(pictures=tuple(pictures), findings=tuple(findings))
 
 
@@ -272,6 +279,8 @@ class _Walk:
     unused_references: list[str] = field(default_factory=list)
     lost_references: list[str] = field(default_factory=list)
     """References that a table names and that are not there."""
+    crops: dict[str, Crop] = field(default_factory=dict)
+    """The parts of images that are trained, by the names of the images."""
 
     def _say(self, name: str, file: str, /, **words: object) -> None:
         self.findings.append(finding(name, file, **words))
@@ -442,6 +451,7 @@ class _Walk:
             new = self.tables.add(table, source=file.name, folder=folder.path, prefix=folder.prefix)
             self.users.update((key, []) for key in new)
             self._find_references_of_rows(table, frozenset(new), file, folder)
+        self._take_crops(folder, groups, stems)
         captions = [file for file in groups["metadata"] if file not in tables]
         for file in groups["caption"]:
             # Many tools leave JSON files in a folder; only one named as an image can be its caption.
@@ -463,6 +473,33 @@ class _Walk:
                 own = captions_of(file._replace(stem=roots[file.name]))
             self._add_picture(file, folder, own, masks)
         return groups["folder"], inner_masks, mask_folders
+
+    def _take_crops(self, folder: _Folder, groups: Groups, stems: set[str]) -> None:
+        """Read the file of crops in the dataset folder itself; raises InputError for one that cannot be read."""
+        for file in [*groups["caption"], *groups["other"]]:
+            # The caption file of an image that happens to be called `crops.png` is not one of crops.
+            if file.name != CROPS_FILE or folder.name != OWN_FOLDER or file.stem in stems:
+                continue
+            try:
+                self.crops = read_crops(Path(file.entry.path).read_bytes())
+            except (OSError, ValueError) as error:
+                raise InputError(
+                    f"{shown(file.entry.path)} cannot be read: {error}",
+                    fix="mend it, or remove it to train whole images",
+                ) from None
+            for kind in ("caption", "other"):
+                groups[kind] = [one for one in groups[kind] if one is not file]
+
+    def findings_about_crops(self) -> Iterator[Finding]:
+        """Yield how many images are trained in part, and crops of images that are not there."""
+        names = {picture.name for picture in self.pictures}
+        yield from finding_of_all("crops", sorted(names & self.crops.keys()))
+        unused = (
+            name
+            for name in self.crops.keys() - names
+            if same_name(split_name(name)[0]) not in self.taken_out
+        )
+        yield from finding_of_all("crops.unused", sorted(unused))
 
     def _find_references_of_rows(
         self, table: Table, keys: frozenset[str], file: _File, folder: _Folder
@@ -696,6 +733,7 @@ class _Walk:
                 stand_ins=tuple(stand_ins),
                 mask=Path(mask.entry.path) if mask else None,
                 mask_name=mask.name if mask else None,
+                crop=self.crops.get(file.name),
             )
         )
 

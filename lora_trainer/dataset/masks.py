@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.crops import Crop
 from lora_trainer.dataset.images import decode, loaded, to_rgb, upright_turn
 
 # How the pixels of a mask are read. `brightness`: as they are, the only reading before 2026-12.
@@ -57,6 +58,10 @@ class Mask:
     """The largest value as it is read, of 255."""
     is_framed: bool = False
     """Whether its edges count and its middle does not."""
+    crop: Crop | None = None
+    """The part of its image that is trained, None for the whole image."""
+    image_px: tuple[int, int] = (0, 0)
+    """Width and height of the whole image."""
 
     @property
     def channel(self) -> str:
@@ -75,12 +80,18 @@ class MaskFacts(NamedTuple):
 
 
 def decode_mask(mask: Mask, *, settings: DataSettings) -> Image.Image:
-    """Return a mask upright, mode L; raises ImageDecodeError, also for a file that has changed."""
+    """Return a mask upright, mode L, of the part that is trained.
+
+    Raises ImageDecodeError, also for a file that has changed.
+    """
     if mask.of_alpha:
-        alpha = decode(mask.path, settings=settings, content_hash=mask.content_hash).alpha
+        alpha = decode(
+            mask.path, settings=settings, content_hash=mask.content_hash, crop=mask.crop
+        ).alpha
         assert alpha is not None, "only transparent images have such a mask"
         return alpha
-    return read_mask(mask.path, settings=settings, content_hash=mask.content_hash)[0]
+    pixels, _ = read_mask(mask.path, settings=settings, content_hash=mask.content_hash)
+    return pixels if mask.crop is None else mask.crop.of_mask(pixels, image_px=mask.image_px)
 
 
 def facts_of(mask: Mask, *, settings: DataSettings) -> MaskFacts:
@@ -90,6 +101,8 @@ def facts_of(mask: Mask, *, settings: DataSettings) -> MaskFacts:
         pixels = decode_mask(mask, settings=settings)
     else:
         pixels, meaning = read_mask(mask.path, settings=settings, content_hash=mask.content_hash)
+        if mask.crop is not None:
+            pixels = mask.crop.of_mask(pixels, image_px=mask.image_px)
     values = np.asarray(pixels)
     is_framed = not mask.of_alpha and _is_framed(values)
     return MaskFacts(*pixels.size, int(values.max()), meaning, is_framed)

@@ -209,17 +209,25 @@ def _in_plain_values(record: ImageRecord, parts: Mapping[str, float]) -> dict[st
     """Return an image in plain values.
 
     Of them, `score` is the mean of the parts of its score, weighted alike, and `kept` is left, top, right,
-    bottom of the crop as fractions of the image.
+    bottom of what is trained as fractions of the whole image, whose size is said.
     """
     placed, bucket = record.placement, record.placement.bucket
     score = sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items())
     left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
     right = left + bucket.width_px / placed.scaled_width_px
     bottom = top + bucket.height_px / placed.scaled_height_px
+    width_px, height_px = record.whole_px or (record.width_px, record.height_px)
+    if record.crop is not None:
+        left, right = (
+            (record.crop.left_px + edge * record.width_px) / width_px for edge in (left, right)
+        )
+        top, bottom = (
+            (record.crop.top_px + edge * record.height_px) / height_px for edge in (top, bottom)
+        )
     return {
         "file": record.name,
-        "width_px": record.width_px,
-        "height_px": record.height_px,
+        "width_px": width_px,
+        "height_px": height_px,
         "score": round(score / sum(PICTURE_WEIGHTS.values()), 4),
         "bucket": str(bucket),
         "kept": [round(edge, 5) for edge in (left, top, right, bottom)],

@@ -23,6 +23,7 @@ from lora_trainer.common.events import Finding, named
 from lora_trainer.common.randomness import Stream, shuffled
 from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
+from lora_trainer.dataset.crops import Crop
 from lora_trainer.dataset.images import Measures
 from lora_trainer.dataset.masks import Mask
 from lora_trainer.dataset.slider_file import Direction
@@ -47,6 +48,7 @@ class Reference:
     placements: tuple[Placement, ...] = ()
     """Its size beside the image at each of the image's resolutions; empty if no base is known."""
     mask: None = None
+    crop: None = None
 
     @property
     def path(self) -> Path:
@@ -66,6 +68,7 @@ class ImageRecord:
     content_hash: str
     width_px: int
     height_px: int
+    """Of the part that is trained, as `height_px` is."""
     measures: Measures
     written: tuple[str, ...]
     """Its captions as they are written."""
@@ -81,6 +84,10 @@ class ImageRecord:
     """Whether its pixels depend on `data.alpha_background`."""
     recoloured: bool = False
     """Whether its pixels were converted from its colour profile to sRGB."""
+    crop: Crop | None = None
+    """The part of it that is trained, None for the whole image."""
+    whole_px: tuple[int, int] | None = None
+    """Width and height of the whole image where a part of it is trained."""
     mask: Mask | None = None
     references: tuple[Reference, ...] = ()
     regularisation: bool = False

@@ -54,6 +54,7 @@ from lora_trainer.dataset.captions import (
     is_json,
     read_caption_file,
 )
+from lora_trainer.dataset.crops import Crop
 from lora_trainer.dataset.images import (
     ImageDecodeError,
     Measures,
@@ -136,7 +137,7 @@ class DatasetMemo:
 # Kind of the findings about masks that cannot be used, which nobody wants to train without.
 BAD_MASK = "bad-mask"
 # Ends the memo's key of a caption inside an image, after the hash of the image's bytes.
-_OF_IMAGE = " image"
+_OF_IMAGE = " image text"
 
 # The record of an image that can be used, and the findings about it; None and an error for others.
 Inspected = tuple[ImageRecord | None, list[Finding]]
@@ -156,10 +157,11 @@ class Inspector:
         kind, name = "unusable", image.name
         try:
             content_hash = self.memo.hashes.sha256(image.file)
-            facts = self._facts(image.path, content_hash)
+            whole = self._facts(image.path, content_hash)
+            facts = self._facts(image.path, content_hash, image.crop) if image.crop else whole
             inside = self._caption_inside(image, content_hash)
             kind, name = BAD_MASK, image.mask_name or image.name
-            mask = self._mask(image, facts, content_hash)
+            mask = self._mask(image, whole, content_hash)
             placements = self.place_image(facts.width_px, facts.height_px)
             references, notes = [], []
             for file in image.references:
@@ -194,6 +196,8 @@ class Inspector:
             repeats=image.repeats,
             transparent=bool(facts.background),
             recoloured=_is_recoloured(facts),
+            crop=image.crop,
+            whole_px=(whole.width_px, whole.height_px) if image.crop else None,
             measures=facts.measures,
             mask=mask,
             references=tuple(references),
@@ -232,17 +236,18 @@ class Inspector:
         parts = (note.partition(": ") for note in facts.notes)
         return reference, [finding(kind, file.name, what=what) for kind, _, what in parts]
 
-    def _facts(self, path: Path, content_hash: str) -> VerifiedImage:
-        facts = self.memo.images.get(content_hash)
+    def _facts(self, path: Path, content_hash: str, crop: Crop | None = None) -> VerifiedImage:
+        key = content_hash if crop is None else f"{content_hash} {crop.name}"
+        facts = self.memo.images.get(key)
         backgrounds, most = ("", self.settings.alpha_background), max_pixels(self.settings)
         if facts and facts.background in backgrounds and facts.width_px * facts.height_px <= most:
             return facts
-        decoded = decode(path, settings=self.settings, content_hash=content_hash)
+        decoded = decode(path, settings=self.settings, content_hash=content_hash, crop=crop)
         background = "" if decoded.alpha is None else self.settings.alpha_background
         facts = VerifiedImage(
             *decoded.image.size, decoded.notes, measure(decoded.image), background
         )
-        self.memo.images.put(content_hash, facts)
+        self.memo.images.put(key, facts)
         return facts
 
     def _caption_inside(self, image: ImageFile, content_hash: str) -> CaptionText:
@@ -264,12 +269,11 @@ class Inspector:
             mask = Mask(path=image.path, content_hash=content_hash, of_alpha=True)
         else:
             return None
-        key = content_hash + " alpha" if mask.of_alpha else mask.content_hash
-        facts_of_mask = self.memo.masks.get(key)
-        if facts_of_mask is None:
-            facts_of_mask = facts_of(mask, settings=self.settings)
-            self.memo.masks.put(key, facts_of_mask)
-        width_px, height_px, brightest, meaning, is_framed = facts_of_mask
+        of_whole = self._facts_of_mask(mask)
+        width_px, height_px = of_whole.width_px, of_whole.height_px
+        mask = replace(mask, crop=image.crop, image_px=(facts.width_px, facts.height_px))
+        of_part = self._facts_of_mask(mask) if image.crop else of_whole
+        _, _, brightest, meaning, is_framed = of_part
         allowed = MASK_ASPECT_TOLERANCE + 1 / min(width_px, height_px)
         if brightest == 0:
             reason = (
@@ -285,6 +289,16 @@ class Inspector:
         else:
             return replace(mask, meaning=meaning, brightest=brightest, is_framed=is_framed)
         raise ImageDecodeError(mask.path, reason, code="IMG-04", fix=fix)
+
+    def _facts_of_mask(self, mask: Mask) -> MaskFacts:
+        key = mask.content_hash + " alpha" if mask.of_alpha else mask.content_hash
+        if mask.crop is not None:
+            key = f"{key} {mask.crop.name} of {mask.image_px}"
+        facts = self.memo.masks.get(key)
+        if facts is None:
+            facts = facts_of(mask, settings=self.settings)
+            self.memo.masks.put(key, facts)
+        return facts
 
     def _sidecar(self, image: ImageFile) -> CaptionText:
         """Return the text of an image's caption file, an empty one without; its source is the file's name."""
@@ -455,6 +469,7 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
             # A caption's text beyond the plain one: other lines, other alternatives, marks.
             *record.written,
             *(_name_of_mask(record.mask) if record.mask else ()),
+            *([f"crop {record.crop.name}"] if record.crop else []),
             *(f"reference {one.content_hash}" for one in record.references),
         )
         for record in records

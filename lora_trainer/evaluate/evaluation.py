@@ -179,7 +179,9 @@ class Evaluation:
         data = self.prepared.config.data
         return [
             cut(
-                decode(record.path, settings=data, content_hash=record.content_hash).image,
+                decode(
+                    record.path, settings=data, content_hash=record.content_hash, crop=record.crop
+                ).image,
                 record.placement,
                 flip=False,
             )
