@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.images import ImageDecodeError, decode, measure
+from lora_trainer.dataset.images import ImageDecodeError, decode, head_text, measure
 
 from .upload_names import VIDEO_EXTENSIONS, numbered
 
@@ -77,7 +77,7 @@ def _heic(path: Path) -> int:
     if importlib.util.find_spec("pillow_heif") is None:
         what = 'is HEIC, which needs a package: pip install "lora-train[phone]" where it trains'
         raise InputError(what, fix="")
-    _save(decode(path, settings=DataSettings()).image, path.with_suffix(".jpg"))
+    _save(decode(path, settings=DataSettings()).image, path.with_suffix(".jpg"), head_text(path))
     return 1
 
 
@@ -124,10 +124,14 @@ def _frames(content: Any) -> Iterator[tuple[int, Image.Image]]:
         yield part, frame.to_image().rotate(frame.rotation, expand=True)
 
 
-def _save(image: Image.Image, target: Path) -> None:
-    """Write a JPEG of all its colours under a name that nothing has."""
+def _save(image: Image.Image, target: Path, description: str = "") -> None:
+    """Write a JPEG of all its colours under a name that nothing has; the description is in its EXIF data."""
     free = next(name for name in numbered(target.stem) if not target.with_stem(name).exists())
-    image.convert("RGB").save(target.with_stem(free), quality=97, subsampling=0)
+    exif = Image.Exif()
+    if description:
+        exif[ExifTags.Base.ImageDescription] = description.encode()
+    data = exif.tobytes() if description else b""
+    image.convert("RGB").save(target.with_stem(free), quality=97, subsampling=0, exif=data)
 
 
 def sentence(found: Converted, images: int) -> str:

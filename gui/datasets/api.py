@@ -22,7 +22,7 @@ from . import caption_job, check, exclusion, mask_edit, notes, requests
 from .caption_edit import Edit
 from .edit_many import EditMany
 from .journal import History, Journal, Outcome
-from .name_captions import caption_from_names
+from .name_captions import caption_without_model
 from .open_dataset import Counters, OpenDataset, open_dataset
 from .view import summary
 
@@ -119,8 +119,13 @@ class DatasetApi:
             outcome = journal.perform(edit.title(), changes) if changes else None
         return self._told(root, outcome, left)
 
-    def undo(self, asked: requests.Folder) -> Json:
-        """Take the last step back."""
+    def undo(self, asked: requests.Undo) -> Json:
+        """Take the last step back; raises RequestError where it is another one than was asked for."""
+        _, journal = self._place(asked)
+        if asked.step and _steps(journal.history())["undo"] != asked.step:
+            raise RequestError(
+                "something else was changed since", fix="take it back on the page Datasets"
+            )
         return self._turned(asked, lambda journal: journal.undo())
 
     def redo(self, asked: requests.Folder) -> Json:
@@ -194,9 +199,11 @@ class DatasetApi:
         return self._told(root, outcome)
 
     def caption(self, asked: requests.Caption) -> Json:
-        """Have a model write captions."""
+        """Have a model write captions; where it cannot come, images without one get what they say of themselves."""
         opened = self._open(asked)
         files = [opened.picture(name).name for name in asked.files]
+        if not files and caption_job.is_out_of_reach(asked.model):
+            return self._captions_without_model(asked)
         job = caption_job.start(
             self.work,
             opened.root,
@@ -209,26 +216,44 @@ class DatasetApi:
         return caption_job.state(job)
 
     def caption_names(self, asked: requests.Folder) -> Json:
-        """Write captions from the names of files and folders, of images that have none: without a model."""
+        """Write captions without a model, from descriptions and names, of images that have none."""
+        told, written, _ = self._write_without_model(asked)
+        if not written:
+            raise RequestError(
+                "the names of these files and folders say nothing in words",
+                fix="type what is in the images, or go on: each is trained with the trigger word",
+            )
+        return told
+
+    def _captions_without_model(self, asked: requests.Caption) -> Json:
+        told, written, left = self._write_without_model(asked)
+        why = f"{asked.model} is not on this machine yet, and huggingface.co cannot be reached."
+        done = f"{written} captions were taken from the images' own descriptions and from names."
+        if written == 1:
+            done = "1 caption was taken from the image's own description or from names."
+        rest = f"{left} images have none: type what is in them, or go on, and they are trained with the trigger word."
+        if left == 1:
+            rest = "1 image has none: type what is in it, or go on, and it is trained with the trigger word."
+        said = [why, *([done] if written else ()), *([rest] if left else ())]
+        return {**told, "instead": said, "written": written}
+
+    def _write_without_model(self, asked: requests.Folder) -> tuple[Json, int, int]:
+        """Write them; return what to show, how many were written and how many images still have none."""
         root, journal = self._place(asked)
         with journal.locked():
             opened = self._opened(root)
-            edits = []
+            edits, left, outcome = [], 0, None
             for picture in opened.pictures:
                 caption = opened.reader.caption(picture)
-                text = caption_from_names(picture.name, root=root)
-                if text and not (
-                    caption.text.strip() or caption.locked or opened.reader.is_unreadable(picture)
-                ):
+                if caption.text.strip() or caption.locked or opened.reader.is_unreadable(picture):
+                    continue
+                text = caption_without_model(picture, root=root)
+                if text:
                     edits.append(Edit(picture=picture, caption=caption, text=text))
-            changes = opened.changes(edits)
-            if not changes:
-                raise RequestError(
-                    "the names of these files and folders say nothing in words",
-                    fix="type what is in the images, or go on: each is trained with the trigger word",
-                )
-            outcome = journal.perform("captions from names", changes)
-        return self._told(root, outcome)
+                left += not text
+            if changes := opened.changes(edits):
+                outcome = journal.perform("captions from names", changes)
+        return self._told(root, outcome), len(edits), left
 
     def caption_state(self, asked: requests.Folder) -> Json:
         """Return how far the newest captioning of the folder is."""

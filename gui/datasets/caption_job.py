@@ -7,7 +7,6 @@ read from the JSON lines that the command prints. The command keeps what it repl
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from lora_trainer.common.event_kinds import (
 )
 from lora_trainer.common.events import json_row
 from lora_trainer.common.wording import bytes_text, one_line
+from lora_trainer.families.base.tables import is_trained_on_tags
 
 from .. import command_lines, jobs
 from ..jobs import Job
@@ -40,8 +40,6 @@ from ..workplace import Workplace
 KIND = "caption"
 MODELS = tuple(KNOWN)
 _SMALL = "florence2-base"
-# What names of checkpoints that are trained on tags have in common.
-_ANIME = re.compile(r"illustrious|pony|noob|anim[ae]|hassaku|autismmix", re.IGNORECASE)
 _LINES_READ = 400
 _REACHED_WITHIN_S = 4.0
 
@@ -68,11 +66,11 @@ def taggers() -> list[str]:
 
 
 def suggested(base: str) -> str:
-    """Return the model whose captions read as those that a base was trained with: tags for one of anime.
+    """Return the model whose captions read as those that a base was trained with: tags where its family says so.
 
     A base whose name says nothing has sentences, from the smallest model on a machine without a GPU.
     """
-    if _ANIME.search(base) and (tags := taggers()):
+    if is_trained_on_tags(base) and (tags := taggers()):
         return tags[0]
     return DEFAULT if command_lines.has_gpu() else _SMALL
 
@@ -91,7 +89,11 @@ def start(
     running = of_folder(work, root)
     if running is not None and running.state == "running":
         raise RequestError("captions are being written already", fix="wait for them, or stop them")
-    refuse_unreachable(model)
+    if is_out_of_reach(model):
+        raise RequestError(
+            f"{model} is not on this machine yet, and huggingface.co cannot be reached",
+            fix="connect this machine to the internet and press Start again, or write the captions here",
+        )
     argv = [*command_lines.TRAINER, "caption", str(root), f"--model={model}", "--json"]
     argv += ["--overwrite"] if replace else []
     argv += [f"--trigger={trigger}"] if trigger else []
@@ -100,14 +102,9 @@ def start(
     return jobs.start(work, kind=KIND, argv=argv, about={"folder": str(root)})
 
 
-def refuse_unreachable(model: str) -> None:
-    """Raise RequestError at once for a model that is not on this machine while the Hub cannot be reached."""
-    if captioners.find(model).folder is not None or _reaches_hub():
-        return
-    raise RequestError(
-        f"{model} is not on this machine yet, and huggingface.co cannot be reached",
-        fix="connect this machine to the internet and press Start again, or write the captions here",
-    )
+def is_out_of_reach(model: str) -> bool:
+    """Whether a model is not on this machine while the Hub cannot be reached."""
+    return captioners.find(model).folder is None and not _reaches_hub()
 
 
 def _reaches_hub() -> bool:
@@ -129,6 +126,17 @@ def of_folder(work: Workplace, root: Path) -> Job | None:
     """Return the newest job about a folder."""
     found = (job for job in jobs.find(work, kind=KIND) if job.about.get("folder") == str(root))
     return next(found, None)
+
+
+def is_writing(job: Job | None) -> bool:
+    """Whether more captions are to come; a process whose last one is written takes a moment to end."""
+    if job is None or job.state != "running":
+        return False
+    last = next(
+        (event for event in reversed([*_events(job)]) if not isinstance(event, Problem)), None
+    )
+    is_last = isinstance(last, Caption) and last.index == last.count
+    return not (is_last or isinstance(last, Captioned))
 
 
 def take_back(root: Path) -> str:

@@ -100,10 +100,23 @@ export class Captioner {
     const files = mode === "missing" ? [] : [...this.editor.chosen];
     if (mode !== "missing" && !files.length) { this.said.textContent = say("Select images first."); return; }
     this.done = -1;
-    await this.ask("caption", {
+    const answer = await this.editor.ask("caption", {
       files, model: this.models.input.value, mode: mode === "replace" ? "replace" : "missing",
       prompt: this.prompt.node.hidden ? "" : this.prompt.input.value,
     });
+    if (answer.instead) this.showInstead(answer); else this.show(answer);
+  }
+
+  /** No model can come: captions were taken from the images' descriptions and names, which is said. */
+  showInstead(answer) {
+    this.names.hidden = true;
+    this.said.classList.remove("ds-error");
+    this.said.replaceChildren(answer.instead.join(" "), ...(answer.written ? [" ", button(say("Undo"), async () => {
+      this.said.replaceChildren();
+      const now = await this.editor.ask("undo", { step: answer.undo });
+      this.editor.changed(now, now.step);
+    })] : []));
+    this.editor.changed(answer, answer.step);
   }
 
   /** Write captions from the names of files and folders, which needs no model and no network. */

@@ -1,14 +1,16 @@
-"""Captions without a model and without a network: words of the names that somebody gave, and of the image's own data.
+"""Captions without a model and without a network: an image's own description, else words of names that somebody gave.
 
-Input: the name of a picture in its dataset. Output: a caption of what its file and folder are called, "" where these
-are only what a camera counts, such as IMG_1234. What an image's own data says of it is its caption already
-(dataset/images.py).
+Input: a picture of a dataset. Output: the description inside its file, as phones and photo programs write it; else
+what its file and folder are called; "" where these are only what a camera writes, such as IMG_1234 or SONY DSC.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from lora_trainer.dataset.images import head_text
+from lora_trainer.dataset.listing import ImageFile
 
 # What cameras, phones, messengers and screens put in front of their numbers, and what only says that it is a picture.
 _COUNTED = re.compile(
@@ -17,9 +19,23 @@ _COUNTED = re.compile(
     r"|wa|gopr|scan|files?|heic|jpe?g|png|raw|set",
     re.IGNORECASE,
 )
+# What cameras and screens write as the description of each image.
+_OF_CAMERAS = re.compile(
+    r"(olympus|(konica )?minolta|samsung|sony|kodak|nikon|canon)? ?(digital )?(cameras?|dsc)|exif_jpeg_picture|default"
+    r"|screenshot|dcim\W.*|charset=.*|\W*",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _CODE = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b|\b\w*[^\W\d]\d+[^\W\d]\w*\b|\d+", re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
+def caption_without_model(picture: ImageFile, *, root: Path) -> str:
+    """Return what an image says of itself, else what its names say, "" where neither says anything."""
+    description = " ".join(head_text(picture.path).split())
+    if _OF_CAMERAS.fullmatch(description):
+        return caption_from_names(picture.name, root=root)
+    return description
 
 
 def caption_from_names(name: str, *, root: Path) -> str:

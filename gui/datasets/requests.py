@@ -43,6 +43,12 @@ class Folder(Body):
     folder: Name
 
 
+class Undo(Folder):
+    """The last step, only if it is called so where a step is named."""
+
+    step: Annotated[str, StringConstraints(max_length=200)] = ""
+
+
 class Look(Folder):
     """All cards; a trigger word and a size to judge the images for are remembered."""
 

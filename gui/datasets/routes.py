@@ -28,7 +28,7 @@ def routes(work: Workplace) -> list[Route]:
         _route("save", requests.Save, api.save),
         _route("preview", requests.Preview, api.preview),
         _route("apply", requests.Apply, api.apply),
-        _route("undo", requests.Folder, api.undo),
+        _route("undo", requests.Undo, api.undo),
         _route("redo", requests.Folder, api.redo),
         _route("exclude", requests.Pictures, api.exclude),
         _route("put_back", requests.Pictures, api.put_back),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
@@ -18,7 +19,7 @@ from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
 
 from .. import bases, command_lines, drafts, run_actions, uploads, variants
-from ..datasets import check
+from ..datasets import caption_job, check
 from ..drafts import Draft
 from ..markup import button, join, note_html, plain, tag
 from ..server.translation import Words
@@ -138,6 +139,7 @@ def start(work: Workplace, draft_id: str) -> Draft:
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if not draft.started_as:
+            _refuse_while_captioned(work, work.folder(draft.dataset))
             if any(draft.also.values()):
                 series = variants.start(work, draft)
                 draft = replace(draft, started_as=series.members[0].item, series=series.id)
@@ -149,6 +151,16 @@ def start(work: Workplace, draft_id: str) -> Draft:
             drafts.save(work, draft)
     worker.ensure_worker(work.runs)
     return draft
+
+
+def _refuse_while_captioned(work: Workplace, folder: Path) -> None:
+    """Raise RequestError while captions of the images are written: those that come later would not be trained."""
+    job = caption_job.of_folder(work, folder)
+    if caption_job.is_writing(job):
+        raise RequestError(
+            f"captions of these images are being written: {caption_job.state(job)['said']}",
+            fix="wait until they are written, or stop that on the page Images",
+        )
 
 
 def draft_part(_work: Workplace, draft: Draft, _said: Words) -> DraftPart:

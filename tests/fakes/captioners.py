@@ -63,14 +63,19 @@ _WIDTH: dict[str, Any] = {
 }
 
 
-def tiny_captioner(kind: str, folder: Path) -> Path:
-    """Save a tiny model of the kind of Qwen3-VL, JoyCaption, Florence-2 or BLIP; return its folder."""
+def tiny_captioner(kind: str, folder: Path, *, is_brief: bool = False) -> Path:
+    """Save a tiny model of the kind of Qwen3-VL, JoyCaption, Florence-2 or BLIP; return its folder.
+
+    One that is brief ends after a few tokens, where others go on until they are cut.
+    """
     torch.manual_seed(3)
     kinds = {"qwen3-vl": _chat, "joycaption": _words, "florence2": _tasks, "blip": _unasked}
     model, *parts = kinds[kind]()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # larger than usual, so that the image shows in the words
             torch.nn.init.normal_(parameter, std=0.4)
+    if is_brief:
+        model.generation_config.exponential_decay_length_penalty = (4, 8.0)
     for part in (model, *parts):
         part.save_pretrained(folder)
     return folder

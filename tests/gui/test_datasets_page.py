@@ -17,12 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts
-from lora_trainer.gui.datasets import requests
+from lora_trainer.gui.datasets import caption_job, requests
 from lora_trainer.gui.datasets.api import DatasetApi
 from lora_trainer.gui.datasets.name_captions import caption_from_names
 from lora_trainer.gui.datasets.routes import routes
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
+from lora_trainer.gui.train import view as train_view
 from lora_trainer.gui.train.report import report as report_on
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
@@ -39,6 +40,7 @@ from tests.gui.conftest import answered as answered_by
 from tests.gui.conftest import tree
 
 BODIES = {
+    "undo": requests.Undo,
     "look": requests.Look,
     "save": requests.Save,
     "preview": requests.Preview,
@@ -591,11 +593,15 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
     captioning(api, folder, [])
     with pytest.raises(RequestError, match="already"):
         ask(api, "caption", folder, **asked)
+    with pytest.raises(RequestError, match="are being written"):
+        train_view.start(api.work, drafts.new(api.work, dataset=str(folder)).id)
     assert len(lines) == 1
     ninth = {"event": "caption", "index": 9, "count": 9}
     ended = {"event": "captioned", "written": 8, "failed": 1, "had_one": 0}
     problem = {"event": "problem", "file": "a.png", "what": "is damaged", "fix": "remove it"}
     download = {"event": "downloading", "model": "a/b", "gigabytes": 1.6}
+    captioning(api, folder, [ninth])
+    assert not caption_job.is_writing(caption_job.of_folder(api.work, folder)), "the last is there"
     third = [{**ninth, "index": 3}, problem, "a word of a library", '{"event": "capt']
     for rows, code, state, said, done in (
         ([], None, "running", "loading the model", 0),
@@ -607,6 +613,8 @@ def test_a_model_writes_captions_of_what_is_asked_for_and_says_how_far_it_is(
         shown = captioning(api, folder, rows, code)
         assert (shown["state"], shown["said"], shown["done"]) == (state, said, done)
         assert bool(shown["written"] or shown["done"]) == bool(done), "else nothing to take back"
+        is_writing = caption_job.is_writing(caption_job.of_folder(api.work, folder))
+        assert is_writing == (state == "running")
         assert shown["problems"] == (["a.png is damaged. remove it"] if problem in rows else [])
     values = {"event": "undone", "removed": ["a", "b"], "restored": ["c"], "kept": []}
     undone = SimpleNamespace(values=values)
@@ -634,8 +642,14 @@ def test_a_download_of_a_model_is_counted_in_bytes(
 
 @pytest.mark.parametrize(
     ("base", "writes"),
-    [("OnomaAIResearch/Illustrious-xl", "tags"), ("/m/ponyV6.safetensors", "tags"), ("auto", "sentences")],
-)  # fmt: skip
+    [
+        ("OnomaAIResearch/Illustrious-xl", "tags"),
+        ("/m/ponyV6.safetensors", "tags"),
+        ("/m/AnythingV5.safetensors", "tags"),
+        ("purplesmartai/pony-v7-base", "sentences"),
+        ("auto", "sentences"),
+    ],
+)
 def test_the_captioner_that_is_suggested_writes_as_the_base_was_trained(
     api: DatasetApi, folder: Path, base: str, writes: str
 ) -> None:
@@ -676,6 +690,34 @@ def test_captions_from_names_need_no_model_keep_what_is_there_and_are_undone(
         ask(api, "caption_names", root)
     ask(api, "undo", root)
     assert not (root / "red cat.txt").exists()
+
+
+def test_without_a_model_the_images_say_it_themselves_and_that_is_undone_unless_more_was_changed(
+    api: DatasetApi, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    described = {"IMG_1.jpg": "H\u00fcndin am See", "IMG_2.jpg": "SONY DSC", "red cat.jpg": ""}
+    for name, text in described.items():
+        exif = Image.Exif()
+        exif[0x010E] = text.encode()
+        Image.new("RGB", (64, 64)).save(root / name, exif=exif)
+    asked = {"model": "blip", "mode": "missing", "files": [], "prompt": ""}
+    answer = ask(api, "caption", root, **asked)
+    assert {path.name: path.read_text().strip() for path in root.glob("*.txt")} == {
+        "IMG_1.txt": "H\u00fcndin am See",
+        "red cat.txt": "red cat",
+    }
+    why, done, rest = answer["instead"]
+    assert why.startswith("blip is not on this machine yet")
+    assert done.startswith("2 captions were taken") and rest.startswith("1 image has none")
+    _, told_in_german = told(api.work, "caption", {**asked, "folder": str(root)})
+    assert told_in_german["instead"][1].startswith("1 Bild hat keine"), "nothing more to take"
+    ask(api, "save", root, file="IMG_2.jpg", text="mine", seen="", group="g")
+    with pytest.raises(RequestError, match="something else was changed"):
+        ask(api, "undo", root, step=answer["undo"])
+    ask(api, "undo", root)
+    ask(api, "undo", root, step=answer["undo"])
+    assert not [*root.glob("*.txt")]
 
 
 def captioning(api: DatasetApi, folder: Path, rows: list[Any], code: int | None = None) -> Any:

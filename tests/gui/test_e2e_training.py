@@ -6,6 +6,7 @@ draft that the page keeps.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -15,22 +16,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from PIL import ExifTags, Image
 
 from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from lora_trainer.queue import commands
 from lora_trainer.reporting.status import read_status
+from tests.fakes.captioners import tiny_captioner
 from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
 from tests.fakes.queues import until
-from tests.gui.conftest import NO_SERVER, StartGui, page_script, tree
+from tests.gui.conftest import NO_SERVER, NewPage, StartGui, page_script, tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 DRAFTS = tomllib.loads(Path(__file__).with_name("drafts.toml").read_text(encoding="utf-8"))
 SHORT, LONG = DRAFTS["short"], DRAFTS["long"]
+SMALL_CAPTIONER = "florence-community/Florence-2-base"
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 TABS_AT_MOST = 80
 
@@ -167,6 +172,67 @@ def press(page: Any, tag: str, name: str) -> None:
             return
         passed.append(focused["name"])
     raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
+
+
+@pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])
+def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
+    new_page: NewPage,
+    place: Place,
+    gui_server: StartGui,
+    tmp_path_factory: pytest.TempPathFactory,
+    is_online: bool,
+) -> None:
+    """Online a model comes from the Hub and writes the captions, offline they are what the photographs say."""
+    runs, server = place.runs, place.server
+    captioner = tiny_captioner("florence2", tmp_path_factory.mktemp("captioner"), is_brief=True)
+    place.hub.folders[SMALL_CAPTIONER] = captioner
+    if not is_online:
+        runs = tmp_path_factory.mktemp("offline") / "runs"
+        env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(runs.with_name("hub"))}
+        server = gui_server(runs, env=env)
+    page = new_page()
+    page.add_init_script(page_script("count_clicks"))
+    server.open(page, "/", "h1")
+    page.evaluate(page_script("dropped_files"), photographs(tmp_path_factory.mktemp("photos")))
+    page.get_by_role("button", name="Write captions").click()
+    if is_online:
+        page.get_by_text(re.compile("^20 captions written")).wait_for()
+    else:
+        page.get_by_text("10 captions were taken from the images' own descriptions").wait_for()
+    captions = page.locator(".ds-card textarea")
+    captions.last.wait_for()
+    written = [caption.input_value() for caption in captions.all()]
+    assert len(written) == 20 and sum(map(bool, written)) == (20 if is_online else 10)
+    page.get_by_role("button", name=ON).click()
+    page.locator(".plan-line", has_text="Fits:").wait_for()
+    newest = max((runs / ".gui" / "drafts").glob("*.json"))
+    newest.write_text(json.dumps(json.loads(newest.read_text()) | {"settings": SHORT}))
+    page.get_by_label("Trigger word").click()
+    page.keyboard.type("zwx")
+    page.get_by_role("button", name="Train a try-out").click()
+    page.wait_for_url("**/run?run=*")
+    assert page.evaluate("Number(sessionStorage.clicks)") <= 4
+    page.get_by_text("Finished after 4 steps").first.wait_for()
+    item = commands.items(runs)[-1]
+    assert item.state == "finished" and '--set=data.trigger="zwx"' in item.argv
+    assert len([*Path(item.argv[0]).glob("*.txt")]) == len(list(filter(None, written)))
+
+
+def photographs(folder: Path) -> list[tuple[str, str]]:
+    """Return 20 files of a phone, each as its name and its bytes in base64: half HEIC, half described in its data."""
+    heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed (extra `phone`)")
+    files = []
+    for number in range(20):
+        noise = np.random.default_rng(number).integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        image = Image.fromarray(noise).resize((320, 240))
+        path = folder / f"IMG_{1000 + number}.{'HEIC' if number % 2 else 'JPG'}"
+        exif = Image.Exif()
+        if number % 4 in (0, 1):
+            exif[ExifTags.Base.ImageDescription] = f"a dog at the lake, {number}"
+        save = heif.from_pillow(image).save if number % 2 else image.save
+        save(path, exif=exif.tobytes())
+        files.append((path.name, base64.b64encode(path.read_bytes()).decode()))
+    return files
 
 
 def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_real_one(

@@ -11,6 +11,7 @@ from lora_trainer.gui import photos
 from lora_trainer.gui.server.translation import words
 from PIL import Image
 
+from lora_trainer.dataset.images import head_text
 from tests.gui.conftest import tree
 
 heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed (extra `phone`)")
@@ -18,12 +19,14 @@ av = pytest.importorskip("av", reason="PyAV is not installed (extra `phone`)")
 SIZE = (96, 64)
 
 
-def photograph(file: Path, *, turned: bool = False) -> None:
+def photograph(file: Path, *, turned: bool = False, description: str = "") -> None:
     """Write a HEIC file whose left half is red; `turned` says that it is to be shown a quarter turn clockwise."""
     image = Image.new("RGB", SIZE, "blue")
     image.paste((255, 0, 0), (0, 0, SIZE[0] // 2, SIZE[1]))
     exif = Image.Exif()
     exif[0x0112] = 6 if turned else 1
+    if description:
+        exif[0x010E] = description.encode()
     heif.from_pillow(image).save(file, quality=95, exif=exif.tobytes())
 
 
@@ -42,7 +45,7 @@ def video(file: Path, *, seconds: int = 6, rate: int = 8) -> None:
 
 def test_a_phone_s_files_become_images_and_others_stay(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
-    photograph(tmp_path / "IMG_1.HEIC", turned=True)
+    photograph(tmp_path / "IMG_1.HEIC", turned=True, description="H\u00fcndin")
     photograph(tmp_path / "below/IMG_2.heic")
     (tmp_path / "IMG_1.txt").write_text("a cat")
     (tmp_path / "plain.png").write_bytes(b"as it is")
@@ -53,8 +56,9 @@ def test_a_phone_s_files_become_images_and_others_stay(tmp_path: Path) -> None:
     assert files - frames == {"IMG_1.jpg", "IMG_1.txt", "below/IMG_2.jpg", "plain.png"}
     assert (found.heic, found.videos, found.frames) == (2, 1, len(frames)) and len(frames) == 12
     with Image.open(tmp_path / "IMG_1.jpg") as upright:
-        assert upright.size == (SIZE[1], SIZE[0])
+        assert upright.size == (SIZE[1], SIZE[0]) and 0x0112 not in upright.getexif()
         top, bottom = upright.getpixel((32, 10)), upright.getpixel((32, 86))
+    assert head_text(tmp_path / "IMG_1.jpg") == "H\u00fcndin", "its own words come along"
     assert top[0] > 200 > top[2] and bottom[2] > 200 > bottom[0]
     with Image.open(tmp_path / min(frames)) as frame:
         assert frame.size == SIZE and min(frame.convert("L").tobytes()) < 60, "the crisp ones"

@@ -6,6 +6,7 @@ The registry is the listing of the folders. Torch-free.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -34,6 +35,12 @@ def family_table(family: str) -> Mapping[str, Any]:
     """Return the contents of a family's family.toml."""
     table: Mapping[str, Any] = tomllib.loads(_text(family))
     return table
+
+
+def is_trained_on_tags(source: str) -> bool:
+    """Return whether a folder, file or Hub id has the name of a release or fine-tune whose captions were tags."""
+    patterns = (family_table(family)["stated"].get("tags") for family in family_names())
+    return any(re.search(pattern, Path(source).name) for pattern in patterns if pattern)
 
 
 def _text(family: str) -> str:
