@@ -29,7 +29,7 @@ from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
 from tests.fakes.queues import until
-from tests.gui.conftest import NO_SERVER, NewPage, StartGui, page_script, tree
+from tests.gui.conftest import NO_SERVER, WITHIN_MS, NewPage, StartGui, page_script, tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -196,7 +196,7 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     page.evaluate(page_script("dropped_files"), photographs(tmp_path_factory.mktemp("photos")))
     page.get_by_role("button", name="Write captions").click()
     if is_online:
-        page.get_by_text(re.compile("^20 captions written")).wait_for()
+        page.get_by_text(re.compile("^20 captions written")).wait_for(timeout=2 * WITHIN_MS)
     else:
         page.get_by_text("10 captions were taken from the images' own descriptions").wait_for()
     captions = page.locator(".ds-card textarea")
@@ -213,8 +213,9 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     page.wait_for_url("**/run?run=*")
     assert page.evaluate("Number(sessionStorage.clicks)") <= 4
     page.get_by_text("Finished after 4 steps").first.wait_for()
+    until(lambda: commands.items(runs)[-1].state == "finished", what="the queue sees the end")
     item = commands.items(runs)[-1]
-    assert item.state == "finished" and '--set=data.trigger="zwx"' in item.argv
+    assert '--set=data.trigger="zwx"' in item.argv
     assert len([*Path(item.argv[0]).glob("*.txt")]) == len(list(filter(None, written)))
 
 
