@@ -18,7 +18,7 @@ from lora_trainer.dataset.listing import ImageFile, list_dataset
 from .. import jobs
 from ..trash import store as trash
 from ..workplace import Workplace
-from . import caption_job, check, exclusion, mask_edit, notes, requests
+from . import caption_job, check, crop_edit, exclusion, mask_edit, notes, requests
 from .caption_edit import Edit
 from .edit_many import EditMany
 from .journal import History, Journal, Outcome
@@ -174,6 +174,18 @@ class DatasetApi:
             changes = _mask_edit(opened, picture.name).changes(asked.mask)
             outcome = journal.perform(f"the mask of {picture.name}", changes) if changes else None
         self._follow_masks(root)
+        return self._told(root, outcome)
+
+    def crop(self, asked: requests.Crop) -> Json:
+        """Write which part of an image is trained."""
+        root, journal = self._place(asked)
+        with journal.locked():
+            opened = self._opened(root)
+            picture = opened.picture(asked.file)
+            changes = crop_edit.changes(
+                root, picture, box=asked.box, settings=opened.settings, every=opened.pictures
+            )
+            outcome = journal.perform(f"the crop of {picture.name}", changes) if changes else None
         return self._told(root, outcome)
 
     def _follow_masks(self, root: Path) -> None:

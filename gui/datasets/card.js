@@ -2,7 +2,6 @@
 // could not be saved stays in the field and says so.
 import { say } from "/ui/shared/words.js";
 import { afterPause, button, make } from "/ui/shared/elements.js";
-import { paint } from "/ui/datasets/mask.js";
 import { openWorkbench, remember } from "/ui/datasets/workbench.js";
 
 const SAVE_PAUSE_MS = 800;
@@ -77,7 +76,7 @@ export class Card {
         "aria-label": say("Exclude {}", name), title: say("Moves it into the folder _excluded; nothing is deleted"),
       });
     this.closerButton = this.excluded ? null
-      : button(say("Mask"), () => this.closer(), { "aria-label": say("Mask and crop of {}", name) });
+      : button(say("Mask"), () => openWorkbench(this.editor, name, "mask"), { "aria-label": say("Mask and crop of {}", name) });
     this.foot = make("div", { class: "ds-foot" }, this.state, this.closerButton, act);
     this.node = make("li", { class: "ds-card" }, this.box,
       make("div", { class: "ds-name", title: name, dir: "auto", translate: "no" }, name),
@@ -129,19 +128,6 @@ export class Card {
     const [wide, high] = [width_px / long, height_px / long];
     place(this.frame, (1 - wide) / 2, (1 - high) / 2, wide, high);
     place(this.kept, kept[0], kept[1], kept[2] - kept[0], kept[3] - kept[1]);
-  }
-
-  /** Open the painting of its mask, and what training sees of it. */
-  async closer() {
-    const file = this.picture.file;
-    const answer = await this.ask("closer", { file });
-    if (answer.error) { this.say(answer.error, "error"); return; }
-    const src = "/media/thumb?" + new URLSearchParams({ folder: this.folder, file, size: 768 });
-    paint(file, src, answer, async (mask) => {
-      const done = await this.ask("mask", { file, mask });
-      if (!done.error) this.editor.changed(done, done.step);
-      return done;
-    });
   }
 
   /** Save what is typed; one save at a time, and once more if more was typed meanwhile. */

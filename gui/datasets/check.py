@@ -85,6 +85,8 @@ def stamp_of(pictures: Iterable[ImageFile], words: Words) -> str:
         with suppress(OSError):  # removed meanwhile: another stamp, as it should be
             found = picture.path.stat()
             row = (picture.name, found.st_size, found.st_mtime_ns)
+        if picture.crop is not None:
+            row = (*row, picture.crop)
         digest.update(repr(row).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 

@@ -1,44 +1,27 @@
 // Painting the mask of an image: bright is what the training learns, dark what counts little. Below it the
 // crops that the trainer makes of the image. Arrow keys move the brush, Space paints, E erases.
-import { dialog, make } from "/ui/dialog.js";
 import { say } from "/ui/shared/words.js";
+import { button, make } from "/ui/shared/elements.js";
 
 const STEPS_KEPT = 20;
 
-export function paint(file, src, { width_px, height_px, mask, seen }, save) {
-  const canvas = make("canvas", { width: width_px, height: height_px, tabIndex: 0 });
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", say("Mask of {}: arrow keys move the brush, Space paints, E erases", file));
+/** Return the parts of the painting: {canvas, tools, crops, painted()}; `painted` is the mask as a data URL. */
+export function maskPane(file, { width_px, height_px, mask, seen }) {
+  const canvas = make("canvas", {
+    width: width_px, height: height_px, tabindex: 0, role: "img",
+    "aria-label": say("Mask of {}: arrow keys move the brush, Space paints, E erases", file),
+  });
   const brush = new Brush(canvas, mask);
   const size = make("input", { type: "range", min: 2, max: 50, value: 12, oninput: () => { brush.share = size.value / 100; } });
-  const tool = (label, value) => {
-    const button = make("button", { type: "button", textContent: label, onclick: () => { brush.erases = value; mark(); } });
-    return Object.assign(button, { value: String(value) });
-  };
-  const tools = [tool(say("Paint"), false), tool(say("Erase"), true)];
-  const mark = () => tools.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
+  const tool = (label, value) => button(label, () => { brush.erases = value; mark(); }, { value: String(value) });
+  const kinds = [tool(say("Paint"), false), tool(say("Erase"), true)];
+  const mark = () => kinds.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
   mark();
-  const act = (label, does) => make("button", { type: "button", textContent: label, onclick: does });
-  const crops = (seen ?? []).map((one) => make("figure", {}, make("img", { src: one.src, alt: one.said }), make("figcaption", { textContent: one.said })));
-  const shown = dialog(say("What counts in {}", file), {
-    fields: [
-      make("div", { className: "paint", style: `aspect-ratio: ${width_px} / ${height_px}; max-width: calc(40vh * ${width_px / height_px})` }, make("img", { src, alt: "" }), canvas),
-      make("p", { className: "actions" }, ...tools, make("label", { className: "switch" }, say("Size"), size),
-        act(say("All of it"), () => brush.fill(255)), act(say("Nothing"), () => brush.fill(0)), act(say("Undo"), () => brush.undo())),
-      crops.length ? make("div", { className: "crops" }, make("h3", { textContent: say("What the training sees") }), ...crops) : "",
-    ].map((field) => field || make("span")),
-    note: say("Paint what is to be learned; the dark part counts little. Saved as a file beside {}; Undo on the page takes it back.", file),
-    act: say("Save the mask"),
-    submit: () => save(canvas.toDataURL("image/png")),
-  });
-  shown.node.classList.add("wide");
-  if (mask) {
-    shown.node.querySelector(".actions:last-child").append(act(say("Remove the mask"), async () => {
-      const answer = await save("");
-      if (answer?.error) shown.refuse(answer.error); else shown.node.close();
-    }));
-  }
-  canvas.focus();
+  const tools = make("p", { class: "actions" }, ...kinds, make("label", { class: "switch" }, say("Size"), size),
+    button(say("All of it"), () => brush.fill(255)), button(say("Nothing"), () => brush.fill(0)), button(say("Undo"), () => brush.undo()));
+  const pictures = (seen ?? []).map((one) => make("figure", {}, make("img", { src: one.src, alt: one.said }), make("figcaption", {}, one.said)));
+  const crops = pictures.length ? make("div", { class: "crops" }, make("h4", {}, say("What the training sees")), ...pictures) : "";
+  return { canvas, tools, crops, painted: () => canvas.toDataURL("image/png"), show: (image) => brush.take(image) };
 }
 
 /** Draws on a canvas of greys, white on black; the page dims what is dark. */
@@ -47,11 +30,7 @@ class Brush {
     Object.assign(this, { canvas, share: 0.12, erases: false, before: [], at: null });
     this.context = canvas.getContext("2d", { willReadFrequently: true });
     this.flat(0);
-    if (mask) {
-      const image = new Image();
-      image.onload = () => this.context.drawImage(image, 0, 0, canvas.width, canvas.height);
-      image.src = mask;
-    }
+    if (mask) this.load(mask);
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
       this.keep();
@@ -68,6 +47,15 @@ class Brush {
     this.cursor = { x: canvas.width / 2, y: canvas.height / 2 };
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
+
+  load(mask) {
+    const image = new Image();
+    image.onload = () => this.context.drawImage(image, 0, 0, this.canvas.width, this.canvas.height);
+    image.src = mask;
+  }
+
+  /** Take a mask that was made elsewhere, as a step that can be undone. */
+  take(mask) { this.keep(); this.load(mask); }
 
   get width() { return this.share * Math.max(this.canvas.width, this.canvas.height); }
 
@@ -90,6 +78,7 @@ class Brush {
       this.erases = erased;
     } else return;
     event.preventDefault();
+    event.stopPropagation(); // the workbench turns over by the same keys
   }
 
   line(from, to) {

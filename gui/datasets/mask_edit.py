@@ -28,6 +28,7 @@ from lora_trainer.dataset.mask_names import MASK_SUFFIX
 from lora_trainer.dataset.masks import read_mask
 
 from .changes import Change, FileChange, inside, read_content
+from .crop_edit import in_shares
 
 # Of a mask: the trainer takes means over the pixels of a latent, so more would change nothing.
 MAX_SIDE_PX = 1024
@@ -51,11 +52,15 @@ class MaskEdit:
         """
         image = decode(self.picture.path, settings=self.settings).image
         width_px, height_px = _size(image)
+        crop = self.picture.crop
+        has_crop = crop is not None and crop.fits(*image.size)
         return {
+            "image_px": list(image.size),
+            "crop": in_shares(crop, *image.size) if crop and has_crop else None,
             "width_px": width_px,
             "height_px": height_px,
             "mask": self._mask_url((width_px, height_px)),
-            "seen": list(self._seen(image, bucket)),
+            "seen": list(self._seen(image.crop(crop) if crop and has_crop else image, bucket)),
         }
 
     def changes(self, painted: str) -> list[Change]:

@@ -82,6 +82,15 @@ class Mask(Picture):
     mask: Annotated[str, StringConstraints(max_length=MAX_PNG_BYTES * 2)]
 
 
+Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6)]
+
+
+class Crop(Picture):
+    """The part of an image that is trained: left, top, right, bottom as shares of its sides; None for the whole."""
+
+    box: tuple[Share, Share, Share, Share] | None
+
+
 class Edit(Folder):
     """One edit of many captions."""
 

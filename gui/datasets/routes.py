@@ -34,6 +34,7 @@ def routes(work: Workplace) -> list[Route]:
         _route("put_back", requests.Pictures, api.put_back),
         _route("closer", requests.Picture, api.closer),
         _route("mask", requests.Mask, api.mask),
+        _route("crop", requests.Crop, api.crop),
         _route("caption", requests.Caption, api.caption),
         _route("caption_names", requests.Folder, api.caption_names),
         _route("caption_state", requests.Folder, api.caption_state),

@@ -113,8 +113,12 @@ class Reader:
         if picture.mask is not None:
             title = f"{picture.mask_name} says what of it counts"
             badges.append(Badge(kind="mask", text="has a mask", title=title, severity="note"))
+        if picture.crop is not None:
+            title = "a part of it is trained, as you chose it"
+            badges.append(Badge(kind="crop", text="cropped", title=title, severity="note"))
         return {
             "file": picture.name,
+            "crop": picture.crop and list(picture.crop),
             "repeats": picture.repeats,
             # Those in the folder: what lies elsewhere is not served as a picture of it.
             "references": [

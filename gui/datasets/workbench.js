@@ -1,9 +1,11 @@
 // One image, large, with its caption beside it: Enter saves and goes to the next, Page Up and Page Down turn over,
-// Escape closes. The field, the remarks and what is said are those of the card, lent while they are here, so that what
+// Escape closes. The part of it that is trained is chosen on the image, and so is its mask painted. The field, the remarks and what is said are those of the card, lent while they are here, so that what
 // is typed is saved, refused and warned of as it is there. Below are the tags of all captions, to add or take away.
 import { dialog } from "/ui/dialog.js";
 import { say } from "/ui/shared/words.js";
-import { button, make } from "/ui/shared/elements.js";
+import { button, choice, make } from "/ui/shared/elements.js";
+import { CropBox } from "/ui/datasets/crop_box.js";
+import { maskPane } from "/ui/datasets/mask.js";
 import { tagsOf } from "/ui/datasets/tags.js";
 
 const LARGE_PX = 1536;
@@ -17,15 +19,20 @@ export function remember(folder, { file, caption }) {
   if (!before.has(key)) before.set(key, caption);
 }
 
-/** Open it on an image; `editor` has `order()`, the names in the order on the page, and `cardOf(name)`. */
-export function openWorkbench(editor, name) {
-  new Workbench(editor).show(name);
+/** Open it on an image; `editor` has `order()`, the names in the order on the page, and `cardOf(name)`. With `work`
+ *  "crop" or "mask" that is begun. */
+export function openWorkbench(editor, name, work = "") {
+  const bench = new Workbench(editor);
+  bench.show(name);
+  if (work) bench.begin(work);
 }
 
 class Workbench {
   constructor(editor) {
-    Object.assign(this, { editor, card: null });
-    this.picture = make("img", { alt: "", class: "wb-image" });
+    Object.assign(this, { editor, card: null, sizes: new Map() });
+    this.picture = make("img", { alt: "", onload: () => this.fit() });
+    this.stage = make("div", { class: "wb-stage" }, this.picture);
+    this.bar = make("div", { class: "wb-bar" });
     this.before = make("div", { class: "wb-before" });
     this.name = make("h3", { dir: "auto", translate: "no" });
     this.counter = make("p", { class: "ds-quiet", role: "status" });
@@ -34,12 +41,13 @@ class Workbench {
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Tags of all captions") });
     this.back = button(say("Previous"), () => this.turn(-1), { "aria-keyshortcuts": "PageUp" });
     this.next = button(say("Next"), () => this.turn(1), { "aria-keyshortcuts": "PageDown" });
-    this.mask = button(say("Mask"), () => this.card.closer());
+    this.crop = button(say("Crop"), () => this.begin("crop"));
+    this.mask = button(say("Mask"), () => this.begin("mask"));
     this.exclude = button(say("Exclude"), () => this.leaveOut());
     this.shown = dialog(say("Image and caption"), {
-      fields: [make("div", { class: "workbench" }, make("div", { class: "wb-pair" }, this.before, this.picture),
+      fields: [make("div", { class: "workbench" }, make("div", {}, make("div", { class: "wb-pair" }, this.before, make("div", { class: "wb-image" }, this.stage)), this.bar),
         make("div", {}, this.name, this.counter, this.caption, this.was, this.tags,
-          make("p", { class: "actions" }, this.back, this.next, this.mask, this.exclude)))],
+          make("p", { class: "actions" }, this.back, this.next, this.crop, this.mask, this.exclude)))],
       note: say("Enter saves and goes to the next image, Shift and Enter begins a line."),
       act: say("Save and next"),
       submit: async () => { await this.card.save(); return this.card.failed ? { error: say("The caption is not saved.") } : {}; },
@@ -72,10 +80,96 @@ class Workbench {
     this.caption.replaceChildren(...this.card.lend());
     this.back.disabled = at < 1;
     this.next.disabled = at + 1 >= order.length;
-    this.mask.hidden = Boolean(picture.unreadable);
+    this.crop.hidden = this.mask.hidden = Boolean(picture.unreadable);
+    this.end();
     this.drawWas();
     this.drawTags();
     this.card.area.focus();
+  }
+
+  /** Give the picture the largest place of its shape. */
+  fit() {
+    const { naturalWidth, naturalHeight } = this.picture;
+    if (naturalHeight) this.stage.style.setProperty("--shape", naturalWidth / naturalHeight);
+  }
+
+  /** Begin to choose the crop or to paint the mask, on the picture. */
+  async begin(work) {
+    const { card } = this;
+    this.end();
+    const answer = await card.ask("closer", { file: card.picture.file });
+    if (this.card !== card) return; // turned over meanwhile
+    if (answer.error) { card.say(answer.error, "error"); return; }
+    this.sizes.set(card.picture.file, answer.image_px);
+    if (work === "crop") this.beginCrop(answer); else this.beginMask(answer);
+  }
+
+  beginCrop({ image_px: [width, height], crop }) {
+    const { file, bucket } = this.card.picture;
+    const shown = make("span", { class: "ds-quiet", role: "status" });
+    const box = new CropBox(file, crop ?? [0, 0, 1, 1], () => tell());
+    const tell = () => {
+      const [left, top, right, bottom] = box.box;
+      shown.textContent = say("{#} \u00d7 {#} px", Math.round((right - left) * width), Math.round((bottom - top) * height));
+    };
+    const sizes = /^\d+x\d+$/.test(bucket ?? "") ? [bucket, bucket.split("x").reverse().join("x")] : [];
+    const shapes = [["", say("any shape")], ["1x1", say("square")],
+      ...[...new Set(sizes)].filter((size) => new Set(size.split("x")).size > 1).map((size) => [size, say("as {} px", size.replace("x", " \u00d7 "))])];
+    const shape = choice(say("Shape"), shapes, () => {
+      const [wide, high] = shape.input.value.split("x").map(Number);
+      box.keepShape(high ? wide / high * height / width : 0);
+    });
+    tell();
+    this.work(box.node, [shape.node, shown], {
+      save: say("Save the crop"), act: () => this.change("crop", { box: box.box }),
+      remove: crop ? [say("The whole image"), () => this.change("crop", { box: null })] : null,
+    });
+    box.part.focus();
+  }
+
+  beginMask(answer) {
+    const pane = maskPane(this.card.picture.file, answer);
+    this.work(make("div", { class: "paint" }, pane.canvas), [pane.tools], {
+      save: say("Save the mask"), act: () => this.change("mask", { mask: pane.painted() }),
+      remove: answer.mask ? [say("Remove the mask"), () => this.change("mask", { mask: "" })] : null,
+      note: say("Paint what is to be learned; the dark part counts little. Saved as a file beside {}; Undo on the page takes it back.", this.card.picture.file),
+      more: pane.crops,
+    });
+    pane.canvas.focus();
+  }
+
+  /** Put what is done on the picture there, and below it its tools and the buttons that end it. */
+  work(node, tools, { save, act, remove, note = "", more = "" }) {
+    this.refused = make("p", { class: "ds-error", role: "alert" });
+    this.stage.replaceChildren(this.picture, node);
+    this.bar.replaceChildren(make("div", { class: "ds-line" }, ...tools), make("p", { class: "actions" },
+      button(save, act, { class: "primary" }), ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })),
+    this.refused, ...(note ? [make("p", { class: "ds-quiet" }, note)] : []), more);
+  }
+
+  /** Save a crop or a mask; what is refused is said, and what was drawn stays. */
+  async change(name, values) {
+    const { card } = this;
+    const answer = await card.ask(name, { file: card.picture.file, ...values });
+    if (this.card !== card) return;
+    if (answer.error) { this.refused.textContent = answer.error; return; }
+    this.editor.changed(answer, answer.step);
+    this.end();
+    card.say(say("Done: {}", answer.step), "good");
+    card.area.focus();
+  }
+
+  /** End what is done on the picture; show the crop that was chosen. */
+  end() {
+    const { file, crop, width_px, height_px } = this.card.picture;
+    const size = this.sizes.get(file) ?? [width_px, height_px]; // the check may not have come yet
+    this.bar.replaceChildren();
+    const kept = crop && size[0] ? make("i") : null;
+    if (kept) {
+      const [left, top, right, bottom] = crop.map((edge, at) => `${(100 * edge / size[at % 2]).toFixed(3)}%`);
+      Object.assign(kept.style, { left, top, width: `calc(${right} - ${left})`, height: `calc(${bottom} - ${top})` });
+    }
+    this.stage.replaceChildren(this.picture, ...(kept ? [make("div", { class: "ds-frame wb-kept", "aria-hidden": "true" }, kept)] : []));
   }
 
   giveBack() {

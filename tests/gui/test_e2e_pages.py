@@ -615,42 +615,68 @@ def scroll_to(page: Any, share: float) -> None:
     page.evaluate("share => scrollTo(0, share * document.documentElement.scrollHeight)", share)
 
 
-def test_a_mask_is_painted_saved_and_undone(page: Any, server: GuiServer, folder: Path) -> None:
+def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undone(
+    page: Any, server: GuiServer, folder: Path
+) -> None:
     open_folder(page, server, folder)
-    mask = folder / "a-masklabel.png"
-    page.get_by_role("button", name="Mask and crop of a.png").dblclick()
+    mask, crops = folder / "a-masklabel.png", folder / "crops.json"
+    page.get_by_role("button", name="Mask and crop of a.png").click()
     dialog = page.get_by_role("dialog")
     canvas = dialog.get_by_role("img", name="Mask of a.png")
     canvas.focus()
     dialog.get_by_role("button", name="Save the mask").click()
     dialog.get_by_text("nothing is painted").wait_for()
-    box = canvas.bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.5)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.5, steps=4)
-    page.mouse.up()
+    drag(page, canvas, (0.2, 0.5), (0.4, 0.5))
     dialog.get_by_role("button", name="Save the mask").click()
-    dialog.wait_for(state="detached")
+    canvas.wait_for(state="detached")
     said(page, "the mask of a.png")
     with Image.open(mask) as drawn:
         assert drawn.size == (96, 64)
         assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((80, 32)) == 0
     written = mask.read_bytes()
-    press(page, "Mask and crop of a.png")
+    dialog.get_by_role("button", name="Mask", exact=True).click()
     canvas.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Space")
     page.keyboard.press("Tab")
     dialog.get_by_role("button", name="Save the mask").click()
-    dialog.wait_for(state="detached")
-    page.wait_for_function(
-        "document.querySelector('.ds-badges').textContent.includes('has a mask')"
-    )
+    canvas.wait_for(state="detached")
     with Image.open(mask) as drawn:
         assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((53, 32)) == 255
+    dialog.get_by_role("button", name="Crop", exact=True).click()
+    box = dialog.get_by_role("img", name="Crop of a.png")
+    drag(page, box, (0.995, 0.99), (0.5, 0.75))  # the handle at the lower right
+    dialog.get_by_text(re.compile("^4[789] \u00d7 4[789] px$")).wait_for()
+    page.keyboard.press("ArrowRight")  # by a hundredth of the width
+    dialog.get_by_role("button", name="Save the crop").click()
+    box.wait_for(state="detached")
+    said(page, "the crop of a.png")
+    left, top, right, bottom = json.loads(crops.read_text())["a.png"]
+    assert (left, top) == (1, 0) and abs(right - 49) <= 2 and abs(bottom - 48) <= 2
+    dialog.locator(".wb-kept").wait_for()  # what is trained is seen on the picture
+    dialog.get_by_role("button", name="Crop", exact=True).click()
+    dialog.get_by_label("Shape").select_option("square")
+    page.keyboard.press("Tab")
+    dialog.get_by_role("button", name="The whole image").click()
+    box.wait_for(state="detached")
+    assert not crops.exists()
+    page.keyboard.press("Escape")
     press(page, "Undo")
-    said(page, "mask of a.png")
-    assert mask.read_bytes() == written
+    until(crops.exists, what="the crop is back")
+    press(page, "Undo")
+    until(lambda: not crops.exists(), what="the crop is gone")
+    press(page, "Undo")
+    until(lambda: mask.read_bytes() == written, what="the mask is as it was")
+
+
+def drag(page: Any, node: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """Drag with the mouse from one place of an element to another, both as shares of its sides."""
+    box = node.bounding_box()
+    places = [(box["x"] + box["width"] * x, box["y"] + box["height"] * y) for x, y in (start, end)]
+    page.mouse.move(*places[0])
+    page.mouse.down()
+    page.mouse.move(*places[1], steps=4)
+    page.mouse.up()
 
 
 # ---- all settings
