@@ -250,14 +250,17 @@ class Plans:
         self._lock = threading.Lock()
         self._answers: OrderedDict[tuple[Words, int], _Aged] = OrderedDict()
 
-    def of(self, draft: Draft) -> Answer:
-        """Return the plan of a draft; raises RequestError or InputError for what cannot be asked."""
+    def of(self, draft: Draft, *, anew: bool = False) -> Answer:
+        """Return the plan of a draft; raises RequestError or InputError for what cannot be asked.
+
+        One that is asked for `anew` is kept for the others: captions may have changed, which the key does not know.
+        """
         words = plan_words(draft, self._work)
         key = (words, self._work.folder(draft.dataset).stat().st_mtime_ns)
         with self._lock:
             kept = self._answers.pop(key, None)
             now_s = self._clock_s()
-            if kept is None or now_s - kept.at_s > _PLAN_FRESH_S:
+            if anew or kept is None or now_s - kept.at_s > _PLAN_FRESH_S:
                 kept = _Aged(answer=self._ask(words), at_s=now_s)
             self._answers[key] = kept
             while len(self._answers) > _KEPT_PLANS:

@@ -1,6 +1,6 @@
-"""What a plan says of memory, in words and in the parts of a bar, for the pages that show a plan.
+"""What a plan says of time and memory, in words and in the parts of a bar, for all pages that show a plan.
 
-Input: the memory of a plan. Outputs: texts in English and sizes.
+Input: the time and the memory of a plan. Outputs: texts and sizes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.plan_record import MemoryItemRecord, MemoryRecord
 
+from .server.translation import Words
+
+_DAY_S = 24 * 3600.0
 _PARTS = (
     ("program", "program {size}", ("runtime", "library workspaces")),
     ("base", "base model {size}", ("base weights", "VAE weights", "text encoder weights")),
@@ -43,6 +46,23 @@ class MemoryPart:
     def text(self) -> str:
         """What it is and its size."""
         return self.label.format(size=bytes_text(self.size_bytes))
+
+
+def span(ends_s: tuple[float, float], said: Words, *, begins: bool = False) -> str:
+    """Return how long something takes, from its shortest and longest time; `begins` a sentence or goes on in one."""
+    low, high = map(_coarse, ends_s)
+    if low == high:
+        return said("About {#}", low) if begins else said("about {#}", low)
+    return said("About {#} to {#}", low, high) if begins else said("about {#} to {#}", low, high)
+
+
+def _coarse(seconds: float) -> str:
+    """Return a duration as somebody says it who does not know it better."""
+    if seconds < 90:
+        return f"{max(10, 10 * round(seconds / 10))} s"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 2 * _DAY_S else f"{seconds / _DAY_S:.0f} days"
 
 
 def memory_parts(items: Sequence[MemoryItemRecord]) -> Iterator[MemoryPart]:

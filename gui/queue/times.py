@@ -21,7 +21,7 @@ from lora_trainer.queue.rules import read_rules
 from lora_trainer.reporting.status import read_status
 
 from .. import command_lines
-from ..run_state import left_text
+from ..plan_view import span
 from ..server.translation import Words
 from ..workplace import Workplace
 
@@ -33,33 +33,49 @@ _SHORT = {"--steps": "train.steps", "--seed": "train.seed"}
 _SWITCHES = frozenset({"--strict"})
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """What a plan said of the time, and when."""
+
+    at_s: float
+    range_s: tuple[float, float] | None
+
+
 @dataclass(kw_only=True)
 class Times:
-    """The predicted seconds of the trainings that were asked for last, by their commands."""
+    """The predicted seconds of the trainings that were asked for last, by their commands.
+
+    Each that ends corrects the times of the others, so they are asked for anew.
+    """
 
     work: Workplace
     devices: Callable[[], int]
     """How many trainings this machine takes at the same time."""
     ask: Callable[[command_lines.Words], command_lines.Answer] = command_lines.ask
     clock_s: Callable[[], float] = time.time
-    _known: OrderedDict[tuple[str, ...], tuple[float, float]] = field(default_factory=OrderedDict)
+    _known: OrderedDict[tuple[str, ...], _Planned] = field(default_factory=OrderedDict)
+    _ended: frozenset[str] = frozenset()
 
     def of_waiting(self, said: Words) -> Mapping[str, str]:
         """Return what there is to say of each waiting item's time, by its id; raises MachineError."""
         items = commands.items(self.work.runs)
+        ended = frozenset(item.id for item in items if item.has_ended)
+        if ended != self._ended:
+            self._ended = ended
+            self._known.clear()
         rules = read_rules(self.work.runs)
         starts_at_once = not rules.paused and rules.when == "always"
         now_s = self.clock_s()
         free_s = self._free_s(items, now_s)
         found = {}
         for item in commands.in_order(items):
-            takes_s = self._seconds(item)
+            pair = self._range_s(item)
             begins_s = heapq.heappop(free_s)
-            heapq.heappush(free_s, begins_s + takes_s)
-            if not math.isfinite(takes_s):
+            ends_s = begins_s + (math.inf if pair is None else middle(pair))
+            heapq.heappush(free_s, ends_s)
+            if pair is None:
                 continue
-            takes = said.message(left_text(takes_s))
-            ends_s = begins_s + takes_s
+            takes = span(pair, said)
             if starts_at_once and math.isfinite(ends_s):
                 ends = clock_text(ends_s, now_s=now_s)
                 found[item.id] = said("takes {text}, finishes at about {}", takes, ends)
@@ -79,20 +95,21 @@ class Times:
         heapq.heapify(free)
         return free
 
-    def _seconds(self, item: Item) -> float:
-        """Return the predicted seconds of a training, infinity where it could not be planned."""
+    def _range_s(self, item: Item) -> tuple[float, float] | None:
+        """Return the shortest and the longest predicted seconds of a training, None where it could not be planned."""
         words = planned_words(item)
         if words is None:
-            return math.inf
-        at_s, seconds = self._known.pop(words, (-math.inf, math.inf))
-        if self.clock_s() - at_s > _FRESH_S:
+            return None
+        found = self._known.pop(words, None)
+        if found is None or self.clock_s() - found.at_s > _FRESH_S:
             plan = self.ask(words).plan
-            pair = None if plan is None else plan.time.range_s
-            at_s, seconds = self.clock_s(), math.inf if pair is None else middle(pair)
-        self._known[words] = (at_s, seconds)
+            found = _Planned(
+                at_s=self.clock_s(), range_s=None if plan is None else plan.time.range_s
+            )
+        self._known[words] = found
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
-        return seconds
+        return found.range_s
 
 
 def planned_words(item: Item) -> tuple[str, ...] | None:

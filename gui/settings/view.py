@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
-from lora_trainer.common.wording import duration_text
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import SettingInfo, all_settings, flatten
 from lora_trainer.config.layers import CONCEPT, AskedFor, Resolved, resolve
@@ -26,7 +25,7 @@ from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, Setting
 from ..command_lines import Answer
 from ..drafts import Draft
 from ..markup import named, worded
-from ..plan_view import fit_sentence, memory_parts
+from ..plan_view import fit_sentence, memory_parts, span
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
 from ..setting_edit import FOLDER, as_json, given
@@ -214,8 +213,8 @@ def _sentences(plan: PlanRecord, said: Words) -> Iterator[str]:
     """Yield what is trained, for how long, and what the plan warns of."""
     what = (plan.base, plan.preset, plan.priority, plan.time.steps)
     if plan.time.range_s is not None:
-        low, high = map(duration_text, plan.time.range_s)
-        yield said("{}, preset {}, {}: {} steps, about {} to {}.", *what, low, high)
+        time = span(plan.time.range_s, said)
+        yield said("{}, preset {}, {}: {} steps, {text}.", *what, time)
     else:
         yield said("{}, preset {}, {}: {} steps.", *what)
     for remark in plan.remarks:

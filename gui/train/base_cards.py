@@ -106,6 +106,11 @@ def verdict(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[st
         answer = plans.of(draft)
     except (LoraTrainError, OSError) as problem:
         return {"fits": "", "said": said("Not known"), "why": said.message(plain(str(problem)))}
+    return verdict_of(answer, said)
+
+
+def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
+    """Return the verdict that an answer of `lora-train plan` has."""
     found = answer.plan
     if found is None:
         why = said.message(plain(answer.error.partition(" Fix: ")[0]))

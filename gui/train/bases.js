@@ -29,7 +29,7 @@ const FILTERS = [
 /** The cards in `place`, with the field for other models after them; `pick` hears which source was chosen. */
 export class Bases {
   constructor(place, { draft, leaving, pick }) {
-    Object.assign(this, { place, draft, leaving, pick, chosen: "auto", cards: new Map(), found: new Map(), isOpen: false });
+    Object.assign(this, { place, draft, leaving, pick, chosen: "auto", cards: new Map(), found: new Map(), isOpen: false, turn: 0 });
     this.others = place.parentElement.querySelector(".other-base"); // the field for other models
     this.lacks = make("div", { className: "gate notice warning", hidden: true });
     this.all = make("button", { type: "button", className: "all-bases", textContent: say("Show all base models"), onclick: () => this.unfold() });
@@ -54,7 +54,7 @@ export class Bases {
 
   /** Draw the cards, once; then look for models of other programs. */
   async open() {
-    if (this.isOpen) return;
+    if (this.isOpen) { await this.plan(); return; }
     this.isOpen = true;
     const answer = await ask("/train/bases", { draft: this.draft });
     this.isOpen = !answer.isAway;
@@ -157,11 +157,26 @@ export class Bases {
 
   /** Ask for the verdict on a card; null where the page is left or the server away. */
   async verdict(each) {
+    const turn = this.turn;
     const fit = await ask("/train/fits", { draft: this.draft, source: each.row.source });
     if (fit.isAway || this.leaving.aborted) return null;
+    if (turn === this.turn) { each.fit = fit; each.tell(fit); } else this.isAskedAgain = true;
+    return fit;
+  }
+
+  /** Take what the plan of the draft says of the chosen base: its card and the plan say the same. */
+  planned(fit) {
+    const each = this.cards.get(this.chosen) ?? this.found.get(this.chosen);
+    if (!fit || !each?.row.source) return;
     each.fit = fit;
     each.tell(fit);
-    return fit;
+    if (each.row === AUTO && fit.picks) this.sayWhatIsPicked(each, fit);
+  }
+
+  /** What the cards say is of settings or images that have changed: they are asked for anew. */
+  forget() {
+    this.turn += 1;
+    for (const each of [...this.cards.values(), ...this.found.values()]) each.fit = null;
   }
 
   sayWhatIsPicked({ button }, { picks, picked }) {

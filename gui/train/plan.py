@@ -30,7 +30,6 @@ Light = Literal["good", "slow", "bad", ""]
 CACHE = "cache"
 # A training that may take longer than a night is called slow.
 SLOW_S = 8 * 3600.0
-DAY_S = 24 * 3600.0
 # How much longer the bar is than the larger of peak and limit.
 _ROOM = 1.04
 # What the size that a base is trained in makes of the images, said where the base is chosen.
@@ -123,7 +122,7 @@ def together(plans: Sequence[PlanRecord], said: Words) -> str:
     if len(known) < len(pairs):
         return said("{#} trainings, one after another: {#} on the disk.", len(plans), disk)
     low_s, high_s = (math.fsum(pair[end] for pair in known) for end in (0, 1))
-    time = _span(low_s, high_s, one="about {#}", two="about {#} to {#}", said=said)
+    time = plan_view.span((low_s, high_s), said)
     return said(
         "{#} trainings, one after another: {text} together, {#} on the disk.",
         len(plans),
@@ -178,7 +177,7 @@ def duration(found: PlanRecord, said: Words) -> Time:
         return Time(text=note, is_slow=False, steps=None, hint="", source="")
     parts = ", ".join(said.message(part) for part in time.parts_s)
     return Time(
-        text=_span(*pair, one="About {#}", two="About {#} to {#}", said=said),
+        text=plan_view.span(pair, said, begins=True),
         is_slow=is_slow(pair),
         steps=time.steps,
         hint=said("{}; counted are {}", note, parts) if parts else "",
@@ -193,7 +192,7 @@ def pace(found: PlanRecord, said: Words) -> Pace:
     pair = found.time.range_s
     if pair is None:
         return Pace(light="good", word=said("Fits"), time="")
-    time = _span(*pair, one="about {#}", two="about {#} to {#}", said=said)
+    time = plan_view.span(pair, said)
     if is_slow(pair):
         return Pace(light="slow", word=said("Fits, but slow"), time=time)
     return Pace(light="good", word=said("Fits"), time=time)
@@ -207,20 +206,6 @@ def fit(found: PlanRecord, said: Words) -> str:
 def is_slow(run_s: Sequence[float]) -> bool:
     """Return whether a training of this range of seconds may take longer than a night."""
     return max(run_s) > SLOW_S
-
-
-def _span(low_s: float, high_s: float, *, one: str, two: str, said: Words) -> str:
-    low, high = _coarse(low_s), _coarse(high_s)
-    return said(two, low, high) if low != high else said(one, low)
-
-
-def _coarse(seconds: float) -> str:
-    """Return a duration as somebody says it who does not know it better."""
-    if seconds < 90:
-        return f"{max(10, 10 * round(seconds / 10))} s"
-    if seconds < 5400:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 2 * DAY_S else f"{seconds / DAY_S:.0f} days"
 
 
 def _chosen(found: PlanRecord) -> dict[str, Any]:

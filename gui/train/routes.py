@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, StringConstraints
 from starlette.requests import Request
@@ -32,11 +33,7 @@ Id = Annotated[str, StringConstraints(max_length=40)]
 Text = Annotated[str, StringConstraints(max_length=20_000)]
 Source = Annotated[str, StringConstraints(max_length=300)]
 
-_PARTS: Mapping[Part, Callable[[Workplace, Draft, Words], Any]] = {
-    "draft": view.draft_part,
-    "images": view.images_part,
-    "plan": view.plan_part,
-}
+_PARTS = get_args(Part)
 
 
 class Look(Body):
@@ -86,7 +83,7 @@ def routes(work: Workplace) -> list[Route]:
         return shown(work, request.query_params, said)
 
     def look(asked: Look, said: Words) -> Mapping[str, Any]:
-        return looked(work, asked, said)
+        return looked(work, asked, said, plans)
 
     def start(asked: Start, said: Words) -> Mapping[str, Any]:
         return started(work, asked, said)
@@ -139,11 +136,18 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
     }
 
 
-def looked(work: Workplace, asked: Look, said: Words) -> Mapping[str, Any]:
+def looked(
+    work: Workplace, asked: Look, said: Words, plans: command_lines.Plans
+) -> Mapping[str, Any]:
     """Keep what was typed; return what was refused of it, and the parts that are others than the page shows."""
+    parts: Mapping[Part, Callable[[Workplace, Draft, Words], Any]] = {
+        "draft": view.draft_part,
+        "images": view.images_part,
+        "plan": partial(view.plan_part, plans=plans),
+    }
     kept = view.keep(work, asked.draft, asked.typed, step=asked.step)
     found: dict[str, Any] = {"refused": _refused(kept, said)}
-    for name, part in _PARTS.items():
+    for name, part in parts.items():
         if name in asked.show:
             now = stamped(part(work, drafts.read(work, asked.draft), said))
             if now["stamp"] != asked.seen.get(name):

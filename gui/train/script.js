@@ -115,7 +115,8 @@ export function mount(main, leaving) {
     images.open(folder);
   }
 
-  function drawPlan({ html, beside, filled, length: facts, button, works }) {
+  function drawPlan({ html, beside, filled, length: facts, button, works, verdict }) {
+    bases.planned(verdict);
     one("#plan").innerHTML = html;
     one(".beside-train").innerHTML = beside;
     one("#train").textContent = button;
@@ -151,7 +152,15 @@ export function mount(main, leaving) {
   /** Keep a field, and plan anew unless it does not count for the plan. */
   function changed(key) {
     keep();
-    if (step === 2 && key !== "output.name") plan();
+    if (key === "output.name") return;
+    if (key !== "base.model") bases.forget();
+    if (step === 2) planAll();
+  }
+
+  /** Plan the draft, then what the other bases make of it. */
+  async function planAll() {
+    await plan();
+    if (!leaving.aborted) await bases.open();
   }
 
   page.addEventListener("change", ({ target }) => {
@@ -185,7 +194,9 @@ export function mount(main, leaving) {
     if (document.hidden) return;
     const before = seen.draft;
     await keep();
-    if (seen.draft !== before && step === 2) plan();
+    if (seen.draft === before) return;
+    bases.forget();
+    if (step === 2) planAll();
   }
   document.addEventListener("visibilitychange", back, { signal: leaving });
   window.addEventListener("focus", back, { signal: leaving });

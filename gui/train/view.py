@@ -25,6 +25,7 @@ from ..markup import button, join, note_html, plain, tag
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import fields, plan
+from .base_cards import verdict_of
 from .messages import capital, error, message
 from .report import report
 
@@ -59,6 +60,8 @@ class PlanPart:
     length: plan.Length | None
     button: str
     works: bool
+    verdict: Mapping[str, Any] | None = None
+    """What the card of the chosen base says, None where it could not be asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +206,16 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     return ImagesPart(html=shown, folder=str(folder), next=said(on))
 
 
-def plan_part(work: Workplace, draft: Draft, said: Words) -> PlanPart:
+def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.Plans) -> PlanPart:
     """Return the plan; takes as long as `lora-train plan`."""
     try:
-        answer = command_lines.ask(command_lines.plan_words(draft, work))
-    except LoraTrainError as problem:
+        answer = plans.of(draft, anew=True)
+    except (LoraTrainError, OSError) as problem:
         return _no_plan(draft, str(problem), said)
-    found = answer.plan
+    found, verdict = answer.plan, verdict_of(answer, said)
     if found is None:
-        return _no_plan(draft, answer.error.removeprefix("error: "), said)
+        nothing = _no_plan(draft, answer.error.removeprefix("error: "), said)
+        return replace(nothing, verdict=verdict)
     single = PlanPart(
         html=plan.plan(found, said),
         beside=plan.beside(found, said),
@@ -219,12 +223,15 @@ def plan_part(work: Workplace, draft: Draft, said: Words) -> PlanPart:
         length=plan.length(found),
         button=said(_train_label(work, found)),
         works=True,
+        verdict=verdict,
     )
-    return _of_all(work, draft, single, found, said) if any(draft.also.values()) else single
+    if not any(draft.also.values()):
+        return single
+    return _of_all(draft, single, found, said, plans)
 
 
 def _of_all(
-    work: Workplace, draft: Draft, single: PlanPart, found: PlanRecord, said: Words
+    draft: Draft, single: PlanPart, found: PlanRecord, said: Words, asked: command_lines.Plans
 ) -> PlanPart:
     """Return the plan of a draft's own training, and beside the button what all of its trainings take."""
     plans = [found]
@@ -239,7 +246,7 @@ def _of_all(
             )
             return replace(single, beside=note_html(line), works=False)
     for variant in variants.variants(draft)[1:]:
-        answer = command_lines.ask(command_lines.plan_words(variant.draft, work))
+        answer = asked.of(variant.draft, anew=True)
         if answer.plan is None:
             why = said.message(plain(answer.error.removeprefix("error: ").partition(" Fix: ")[0]))
             line = said("One of the trainings cannot be: {}", capital(why))

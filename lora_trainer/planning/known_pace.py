@@ -1,11 +1,13 @@
-"""How fast this machine has trained so far, and how busy it is: both correct the predicted time of a run. No torch.
+"""How fast this machine has trained so far, which corrects the predicted time of a run; and how busy it is. No torch.
 
-A prediction from arithmetic knows neither a machine's cooling nor its slow memory, and other programs take their
-share of the device. So each finished run of enough steps leaves, for each part of its time, how much longer that part
-took than predicted, in a table of the memo in the cache folder: an entry for each device, family and version of
-torch. The runs that are most like the planned one count. Outputs: a `Pace` that corrects ranges of seconds, and says
-where the figures come from. What is decided by time, such as which load is fastest, is not corrected: the same
-request gives the same settings on a busy machine.
+A prediction from arithmetic knows neither a machine's cooling nor its slow memory. So each finished run of enough steps
+leaves, for each part of its time, how much longer that part took than predicted, in a table of the memo in the cache
+folder: an entry for each device, family and version of torch. The runs that are most like the planned one count.
+Outputs: a `Pace` that corrects ranges of seconds, and says where the figures come from. What is decided by time, such
+as which load is fastest, is not corrected.
+
+Other programs take their share of the device, but for as long as they run, which nobody knows: so they are said beside
+the time and not counted in it. The same training has the same time in two places and in two minutes.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from lora_trainer.common.memo import MemoTable
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 
-# Version 1 knew only the steps of a run, and not which kind of run it was.
-_TABLE, _VERSION = "pace", "2"
+# Version 1 knew only the steps of a run, and not which kind of run it was; version 2 not how large its base was.
+_TABLE, _VERSION = "pace", "3"
 # Of each kind the last few runs are kept: a driver, a cooler or a library may have changed since.
 _KEPT = 5
 # Fewer steps than this tell nothing: the first ones compile, allocate and read.
@@ -38,10 +40,15 @@ STEPS = "steps"
 
 @dataclass(frozen=True, kw_only=True)
 class RunKind:
-    """What makes runs of one family on one device alike."""
+    """What makes runs of one family on one device alike; `parameters` are those of the denoiser."""
 
     priority: str
     resolution_px: int
+    parameters: int
+
+    def tells_of(self, other: RunKind) -> bool:
+        """Whether its time says anything of the other's: a small network waits for what a large one does not notice."""
+        return self.parameters == other.parameters
 
     def distance(self, other: RunKind) -> int:
         """Return 0 for the same kind, more for less alike; the size of the images weighs most."""
@@ -67,7 +74,10 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Corrects ranges of seconds by the finished runs that are most like the planned one, and by the load now."""
+    """Corrects ranges of seconds by the finished runs that are most like the planned one.
+
+    `load` is how much longer a training takes beside the programs that run now; it corrects nothing.
+    """
 
     past: tuple[PastRun, ...] = ()
     is_same_kind: bool = True
@@ -76,7 +86,7 @@ class Pace:
     """What other programs use now, in words."""
 
     def of(self, part: str, seconds: tuple[float, float]) -> tuple[float, float]:
-        """Return the range of seconds of a part as this machine takes them, beside the programs that run now.
+        """Return the range of seconds of a part as this machine takes them without other programs.
 
         With finished runs its middle is the median of what they took, and it spans all of them.
         """
@@ -87,7 +97,7 @@ class Pace:
             spread = max(_SPREAD, max(factors) / usual, usual / min(factors))
             middle_s = usual * math.sqrt(low_s * high_s)
             low_s, high_s = middle_s / spread, middle_s * spread
-        return low_s * self.load, high_s * self.load
+        return low_s, high_s
 
     def of_parts(self, parts: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         """Return the ranges of all parts of a run as this machine takes them."""
@@ -108,7 +118,7 @@ class Pace:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where the predicted time comes from, and what else it counts, each in a few words."""
+        """Where the predicted time comes from, and what it does not count, each in a few words."""
         return (self.source, self.busy) if self.load > 1 else (self.source,)
 
 
@@ -127,12 +137,13 @@ def load_factor(hardware: Hardware, gpu: Gpu | None) -> float:
 
 
 def busy_text(hardware: Hardware, gpu: Gpu | None) -> str:
-    """Return what other programs use of the device that trains, in a few words."""
-    if load_factor(hardware, gpu) == 1:
+    """Return whether other programs use the device that trains, and what that makes of a training, in words."""
+    factor = load_factor(hardware, gpu)
+    if factor == 1:
         return "other programs do not slow it now"
     if gpu is None:
-        return f"other programs use {hardware.busy_processors:.1f} processors now"
-    return f"other programs use {gpu.busy_fraction:.0%} of the GPU now"
+        return f"other programs use the processor now; beside them it takes about {factor:.1f} times as long"
+    return f"other programs use the GPU now; beside them it takes about {factor:.1f} times as long"
 
 
 def load_beside(*, taken: float, processors: int, threads: int) -> float:
@@ -144,10 +155,11 @@ def load_beside(*, taken: float, processors: int, threads: int) -> float:
 def pace_here(
     hardware: Hardware, *, gpu: Gpu | None, past: Sequence[PastRun], kind: RunKind
 ) -> Pace:
-    """Return what corrects a prediction for this machine: the runs of the nearest kind, and what else runs now."""
-    nearest = min((run.kind.distance(kind) for run in past), default=0)
+    """Return what corrects a prediction for this machine, the runs of the nearest kind; and what else runs now."""
+    of_base = [run for run in past if run.kind.tells_of(kind)]
+    nearest = min((run.kind.distance(kind) for run in of_base), default=0)
     return Pace(
-        past=tuple(run for run in past if run.kind.distance(kind) == nearest)[-_KEPT:],
+        past=tuple(run for run in of_base if run.kind.distance(kind) == nearest)[-_KEPT:],
         is_same_kind=nearest == 0,
         load=load_factor(hardware, gpu),
         busy=busy_text(hardware, gpu),
@@ -195,6 +207,7 @@ def _as_row(run: PastRun) -> dict[str, Any]:
     return {
         "priority": run.kind.priority,
         "resolution_px": run.kind.resolution_px,
+        "parameters": run.kind.parameters,
         "slower": {part: round(factor, 4) for part, factor in run.slower.items()},
         "load": round(run.load, 3),
     }
@@ -203,7 +216,11 @@ def _as_row(run: PastRun) -> dict[str, Any]:
 def _of_row(row: Mapping[str, Any]) -> PastRun:
     """Return a row of the table as a run; raises ValueError, TypeError, KeyError or AttributeError for damage."""
     return PastRun(
-        kind=RunKind(priority=str(row["priority"]), resolution_px=int(row["resolution_px"])),
+        kind=RunKind(
+            priority=str(row["priority"]),
+            resolution_px=int(row["resolution_px"]),
+            parameters=int(row["parameters"]),
+        ),
         slower={str(part): float(factor) for part, factor in row["slower"].items()},
         load=float(row["load"]),
     )

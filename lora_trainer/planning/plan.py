@@ -116,12 +116,12 @@ def plan(inputs: PlanInput) -> Plan:
 
 
 def _idle_hours(inputs: PlanInput) -> float:
-    """Return the predicted hours of a run on an idle machine."""
+    """Return the predicted hours of a run on a machine of which nothing is known."""
     made = _plan(inputs)
-    busy = math.sqrt(math.prod(made.seconds_per_step)) / made.idle_step_s
+    here = math.sqrt(math.prod(made.seconds_per_step)) / made.idle_step_s
     # The size of the images is not chosen by whether somebody looks on, or looks back at the end.
     looks_s = middle(made.run_time.parts["previews"]) + middle(made.run_time.images)
-    return (made.run_time.seconds - looks_s) / busy / 3600
+    return (made.run_time.seconds - looks_s) / here / 3600
 
 
 def _plan(inputs: PlanInput) -> Plan:
@@ -137,6 +137,15 @@ def _plan(inputs: PlanInput) -> Plan:
     planner.decide_length()
     planner.decide_drawing()
     return planner.finish(planner.decide_memory())
+
+
+def run_kind(inputs: PlanInput, config: RunConfig) -> RunKind:
+    """Return what kind of run this is among those whose times are known."""
+    return RunKind(
+        priority=inputs.resolved.priority,
+        resolution_px=config.data.resolution,
+        parameters=inputs.facts.parts["denoiser"].parameters,
+    )
 
 
 def device_of(config: Config | RunConfig, hardware: Hardware, *, sharing: int = 1) -> Gpu | None:
@@ -531,7 +540,7 @@ class _Planner:
             inputs.hardware,
             gpu=self.gpu,
             past=inputs.past_runs,
-            kind=RunKind(priority=inputs.resolved.priority, resolution_px=config.data.resolution),
+            kind=run_kind(inputs, config),
         )
         return Plan(
             memory_choice=memory_choice,

@@ -166,7 +166,7 @@ def _processor_and_memory(hardware: Hardware) -> Iterator[MachineCheck]:
 
 
 def clock(hardware: Hardware, cache: Path) -> MachineCheck:
-    """Return what corrects the predicted time of a training here: what other programs take, and finished runs."""
+    """Return where the predicted time of a training here comes from, and what other programs make of it."""
     gpu, _ = hardware.accelerator()
     counts = known_counts(cache, hardware, gpu=gpu, families=families.NAMES)
     known = ", ".join(f"{family}: {count}" for family, count in counts.items())
@@ -177,11 +177,10 @@ def clock(hardware: Hardware, cache: Path) -> MachineCheck:
     predicted = (
         f"The time of a training is predicted from finished runs on this machine ({known}); {busy}."
     )
-    load = load_factor(hardware, gpu)
     return _judged(
         predicted if known else estimated,
-        is_bad=load > 1,
-        fix=f"a training takes about {load:.1f} times as long beside them, which plans count; close them if you can",
+        is_bad=load_factor(hardware, gpu) > 1,
+        fix="close them if you can: a predicted time is without them",
     )
 
 

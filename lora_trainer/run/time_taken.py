@@ -31,12 +31,11 @@ from lora_trainer.planning.known_pace import (
     LEAST_STEPS,
     STEPS,
     PastRun,
-    RunKind,
     load_beside,
     load_factor,
     remember_run,
 )
-from lora_trainer.planning.plan import Plan, device_of
+from lora_trainer.planning.plan import Plan, device_of, run_kind
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.cores import CpuTimes, cores_taken, cpu_times
 
@@ -89,7 +88,7 @@ def pace_memo(prepared: Prepared, events: EventStream) -> Listener:
     """Return a listener that records how long the parts of a run took that finishes, see known_pace.py."""
     hardware, config = prepared.hardware, prepared.config
     gpu = device_of(config, hardware, sharing=prepared.inputs.sharing)
-    kind = RunKind(priority=prepared.resolved.priority, resolution_px=config.data.resolution)
+    kind = run_kind(prepared.inputs, config)
     processors = usable_processors()
     before = _cpu_times(processors) if gpu is None else None
     taken = _PartsTaken(began_s=time.time())

@@ -414,18 +414,21 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     found = times.Times(work=work, devices=lambda: 2, ask=answer, clock_s=lambda: noon_s)
     said = found.of_waiting(ENGLISH)
     assert said == {
-        ids["a"]: "takes about 10 min 00 s, finishes at about 12:10",
-        ids["b"]: "takes about 2 h 00 min, finishes at about 14:10",
+        ids["a"]: "takes about 10 min, finishes at about 12:10",
+        ids["b"]: "takes about 2.0 h, finishes at about 14:10",
         # The other device takes c, of which nobody knows how long it takes, so d may begin with b's end.
-        ids["d"]: "takes about 1 min 00 s, finishes at about 14:11",
+        ids["d"]: "takes about 60 s, finishes at about 14:11",
     }
     assert resumed not in said
     assert ("plan", "/a", "--json") in asked_for
     before = len(asked_for)
     assert found.of_waiting(ENGLISH) == said
     assert len(asked_for) == before, "plans are kept for a while"
+    place.become(busy, state="finished", run="busy")
+    found.of_waiting(ENGLISH)
+    assert len(asked_for) == before + 4, "what a training took corrects the times of the others"
     rules.pause(place.runs, stop=False)
-    assert found.of_waiting(ENGLISH)[ids["a"]] == "takes about 10 min 00 s"
+    assert found.of_waiting(ENGLISH)[ids["a"]] == "takes about 10 min"
     assert times.clock_text(noon_s + 86_400, now_s=noon_s) == "2026-12-01 12:00"
 
 

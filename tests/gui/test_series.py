@@ -105,19 +105,16 @@ def test_all_combinations_are_trained_the_drafts_own_first(draft: drafts.Draft) 
 
 
 def test_the_time_and_the_disk_of_all_of_them_stand_beside_the_button(
-    work: Workplace, draft: drafts.Draft, monkeypatch: pytest.MonkeyPatch
+    work: Workplace, draft: drafts.Draft
 ) -> None:
-    monkeypatch.setattr(command_lines, "ask", planned())
-    shown = train.plan_part(work, draft, SAID)
+    shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=planned()))
     assert shown.button == "Queue 6 trainings" and shown.works
     # Six times 10 to 20 minutes; the cache is made once, six times 1 GiB of states and exports.
     assert "6 trainings, one after another: about 60 min to 2.0 h together, 7.0 GiB" in shown.beside
-    monkeypatch.setattr(command_lines, "ask", planned(rank=8))
-    shown = train.plan_part(work, draft, SAID)
+    shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=planned(rank=8)))
     assert not shown.works and "8 is what it has already" in shown.beside
     refuses = planned(answer=lambda line: "error: no room. Fix: x." if "rank=8" in line else "")
-    monkeypatch.setattr(command_lines, "ask", refuses)
-    shown = train.plan_part(work, draft, SAID)
+    shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=refuses))
     assert not shown.works and "One of the trainings cannot be: No room" in shown.beside
 
 

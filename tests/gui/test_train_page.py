@@ -23,7 +23,7 @@ from lora_trainer.gui.run import routes as run_routes
 from lora_trainer.gui.run import starting
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
-from lora_trainer.gui.train import fields, plan, routes, view
+from lora_trainer.gui.train import base_cards, fields, plan, routes, view
 from lora_trainer.gui.workplace import Workplace
 from starlette.routing import Router
 from starlette.testclient import TestClient
@@ -200,15 +200,15 @@ def test_each_field_is_drawn_sent_kept_shown_again_and_in_the_command_line(
 
 
 def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_of_another_base(
-    work: Workplace, root: Path, monkeypatch: pytest.MonkeyPatch
+    work: Workplace, root: Path
 ) -> None:
     draft = replace(drafts.new(work, dataset=str(root)), base="black-forest-labs/FLUX.1-dev")
     draft = replace(draft, settings={"adapter.rank": 8, "sampling.prompts": ["a", "b"]})
     refused = command_lines.Answer(
         values=None, error="error: this run needs at least 53.72 GiB. Fix: x."
     )
-    monkeypatch.setattr(command_lines, "ask", lambda _: refused)
-    shown = view.plan_part(work, draft, SAID)
+    plans = command_lines.Plans(work, ask=lambda _: refused)
+    shown = view.plan_part(work, draft, SAID, plans)
     assert (shown.filled, shown.length, shown.works) == ({}, None, False)
     texts = fields.texts(draft)
     assert {row.key: texts.get(row.key) for row in fields.planned()} == {
@@ -221,6 +221,9 @@ def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_
     }
     assert "This run needs at least 53.72 GiB" in shown.html and "53.72 GiB" in shown.beside
     assert 'data-base="auto"' in shown.html
+    # The card of that base says so too, without another plan.
+    assert shown.verdict == base_cards.verdict(plans, draft, SAID)
+    assert shown.verdict and shown.verdict["said"] == "Does not fit"
 
 
 def plan_of(values: dict[str, Any]) -> PlanRecord:

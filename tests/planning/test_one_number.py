@@ -39,10 +39,12 @@ from lora_trainer.run.prepare import Prepared
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import FLUX, QWEN, SDXL, WITHOUT_CARD, machine, mini_facts, request
 
+ANY_BASE = 0  # `prepared` puts the size of its base here
+
 
 def past_run(factor: float, side_px: int) -> PastRun:
     """Return a finished run that took so many times as long as predicted."""
-    kind = RunKind(priority="balanced", resolution_px=side_px)
+    kind = RunKind(priority="balanced", resolution_px=side_px, parameters=ANY_BASE)
     return PastRun(kind=kind, slower={"steps": factor, "start": factor / 2}, load=1.0)
 
 
@@ -79,8 +81,10 @@ def prepared(
         latents=images,
         texts=images,
         held_out_count=held_out,
-        past_runs=past,
     )
+    parameters = inputs.facts.parts["denoiser"].parameters
+    of_base = (replace(run, kind=replace(run.kind, parameters=parameters)) for run in past)
+    inputs = inputs.changed(past_runs=tuple(of_base))
     record: Any = SimpleNamespace(caption="a cat", references=())
     return Prepared(
         inputs=inputs,
