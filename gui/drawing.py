@@ -3,7 +3,7 @@
 Inputs: jobs (jobs.py) with what is to be drawn. Outputs in `<runs>/.gui/drawing/`: `asked/ID`, an empty file for each
 job that waits; `process.json`, the process and the base that it has loaded. Like trainings it outlives these pages, so
 everything goes through files. It is started when something is to be drawn and none runs, and ends by itself when
-nothing was drawn for `KEPT_S`, or while a training runs; a training that starts ends it first
+nothing was drawn for `KEPT_S`, or while a training runs; a training that starts ends it first where it needs the memory
 (hardware/kept_memory.py).
 """
 

@@ -115,7 +115,7 @@ class Drawer:
             quiet_libraries()
             from lora_trainer.run.samples import Bench
 
-            self._bench = Bench(before_pass=self._refuse_stopped)
+            self._bench = Bench(before_pass=self._before_pass)
             gpu = detect().accelerator()[0]
             self._gpu_uuid = "" if gpu is None else gpu.uuid
         from lora_trainer.run.samples import make_images
@@ -133,6 +133,11 @@ class Drawer:
             ):
                 self._tell()
                 self._refuse_stopped()
+
+    def _before_pass(self) -> None:
+        if self._bench.base != self._record.get("base"):
+            self._tell()
+        self._refuse_stopped()
 
     def _refuse_stopped(self) -> None:
         if self._job is not None and (self._job.folder / STOP_FILE).exists():

@@ -204,6 +204,27 @@ def test_a_training_gets_a_base_in_few_bits_and_the_planned_micro_batches(
     }
 
 
+def test_a_run_on_the_processor_asks_for_the_room_of_its_plan_and_one_on_a_card_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(run_device, "make_room", lambda **room: asked.append(room))
+    monkeypatch.setattr(run_device, "take_back", lambda: asked.append("all"))
+    monkeypatch.setattr(run_device, "name_of", str)
+    settings = {"train.precision": "fp32", "hardware.threads": torch.get_num_threads()}
+    prepared = SimpleNamespace(
+        config=build_config(settings),
+        hardware=SimpleNamespace(gpus=(), usable_ram_bytes=9, cpu_name="cpu"),
+        inputs=SimpleNamespace(processes=2, sharing=2),
+        plan=SimpleNamespace(memory=SimpleNamespace(peak_bytes=3)),
+    )
+    for device in (torch.device("cpu"), torch.device("meta")):
+        monkeypatch.setattr(run_device, "planned_device", lambda _, device=device: device)
+        monkeypatch.setattr(run_device, "training_gpu", lambda _: None)
+        run_device.setup_torch(cast(prepare.Prepared, prepared))
+    assert asked == [{"needed_bytes": 6, "free_bytes": 9}, "all"]
+
+
 def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, Any]] = []
     monkeypatch.setattr(run_device, "cap_allocator", lambda **limits: seen.append(limits))

@@ -7,6 +7,7 @@ import { keepOpen } from "/ui/shared/keep_open.js";
 import { mount as mountShare } from "/ui/share/script.js";
 import { tabs } from "/ui/shared/tabs.js";
 import { tell } from "/ui/shared/tell.js";
+import { say } from "/ui/shared/words.js";
 
 export function mountFile(page, leaving) {
   const { file } = page.dataset;
@@ -26,8 +27,10 @@ function mountTry(panel, head, file, leaving) {
   const stop = panel.querySelector("[data-stop]");
   const place = panel.querySelector(".tries");
   const openAgain = keepOpen(place);
+  countSince(place, leaving);
   const asked = follow(place, "/library/tries", leaving, ({ goes }) => {
     openAgain();
+    countSince(place, leaving);
     if (!goes && document.activeElement === stop) form.querySelector("[type=submit]").focus();
     stop.hidden = !goes;
   }, { file });
@@ -52,6 +55,19 @@ function mountTry(panel, head, file, leaving) {
     place.querySelector(`[data-mark="${CSS.escape(mark)}"]`)?.focus(); // the grid was drawn anew
   });
   stop.addEventListener("click", async () => tell(said, await asked({ stop: true })));
+}
+
+/** Count on, each second, for how long a picture has been waited for; `data-since` says for how long when it was drawn. */
+function countSince(place, leaving) {
+  const began_ms = performance.now();
+  for (const clock of place.querySelectorAll("[data-since]")) {
+    const show = () => {
+      const seconds = Math.floor(Number(clock.dataset.since) + (performance.now() - began_ms) / 1000);
+      clock.textContent = say("For {#} min {#} s so far.", Math.floor(seconds / 60), seconds % 60);
+    };
+    const timer = setInterval(() => (clock.isConnected && !leaving.aborted ? show() : clearInterval(timer)), 1000);
+    show();
+  }
 }
 
 function mountTools(panel, file, leaving) {

@@ -208,9 +208,7 @@ def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
     return {
         "saves": [(save.ref, view.step(save, _)) for save in saves],
         "more": [(each.ref, each.ref.removesuffix(lora_files.SUFFIX)) for each in more],
-        "first_prompt": try_prompts.example_prompt(file, header),
-        "strengths": " ".join(f"{value:g}" for value in try_prompts.STRENGTHS),
-        "seed": try_prompts.SEED,
+        **try_prompts.form(file, header, drawn),
         "warning": _(try_prompts.warning(work)),
         "tries": _tries_now(work, drawn, _),
         "jobs": _jobs_now(work, made, _),

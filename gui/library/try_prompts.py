@@ -150,6 +150,8 @@ def start(work: Workplace, file: LoraFile, asked: Wish) -> jobs.Job:
         "prompts": list(asked.prompts),
         "strengths": list(asked.strengths),
         "seed": asked.seed,
+        "typed_base": asked.base,
+        "began_s": time.time(),
     }
     job = jobs.hand_over(work, kind=KIND, about=about)
     drawing.ask(work, job)
@@ -172,7 +174,7 @@ def kept(work: Workplace, _: Words) -> str:
     base, keeper = loaded
     size = bytes_text(keeper.gpu_bytes or keeper.ram_bytes)
     return _(
-        "{} stays loaded ({#}) until {#} minutes after the last picture, or until a training starts.",
+        "{} stays loaded ({#}) until {#} minutes after the last picture, or until a training needs its memory.",
         title(base),
         size,
         f"{drawing.KEPT_S / 60:.0f}",
@@ -186,6 +188,30 @@ def warning(work: Workplace) -> str:
             "A training runs here: drawing shares the machine with it, and may run out of memory."
         )
     return ""
+
+
+def form(file: LoraFile, header: Header, tries: Sequence[jobs.Job]) -> Mapping[str, Any]:
+    """Return what the form begins with: what was drawn last with the file, else an example."""
+    if not tries:
+        return {
+            "first_prompt": example_prompt(file, header),
+            "strengths": _typed(STRENGTHS),
+            "seed": SEED,
+            "typed_base": "",
+            "beside": (),
+        }
+    last = tries[0]
+    return {
+        "first_prompt": "\n".join(_prompts(last)),
+        "strengths": _typed(_numbers(last)),
+        "seed": _seed(last),
+        "typed_base": str(last.about.get("typed_base") or ""),
+        "beside": [each.ref for each in _files(last)[1:]],
+    }
+
+
+def _typed(strengths: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in strengths)
 
 
 def example_prompt(file: LoraFile, header: Header) -> str:
@@ -313,11 +339,18 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
         "said": _said(work, job, len(found), len(columns) * len(prompts), _),
         "error": _error(job, _),
         "draws": job.state == "running",
+        "since_s": _since_s(job),
         "columns": [
             (files[index].stem if len(files) > 1 else "", f"{value:g}") for index, value in columns
         ],
         "rows": rows,
     }
+
+
+def _since_s(job: jobs.Job) -> int:
+    """Return for how many seconds a job has been drawing, the loading of its base with it."""
+    began_s = job.about.get("began_s")
+    return max(0, int(time.time() - began_s)) if isinstance(began_s, int | float) else 0
 
 
 def _error(job: jobs.Job, _: Words) -> str:

@@ -1,8 +1,9 @@
 """Memory that one process keeps for the next picture of a LoRA, and gives back as soon as a training needs it.
 
 The process that draws for the pages keeps its base model loaded. It says so in a file of the user's cache folder, where
-every program of this user finds it: plans count that memory as free, and whoever needs the device ends the process
-first. Inputs: that file, the processes of this machine. Output: who keeps how much. Torch-free.
+every program of this user finds it: plans count that memory as free, and whoever needs it ends the process first. On a
+GPU that is every training; in the machine's memory a training that fits beside it lets it be. Inputs: that file, the
+processes of this machine. Output: who keeps how much. Torch-free.
 """
 
 from __future__ import annotations
@@ -63,6 +64,23 @@ def keep(*, gpu_uuid: str, gpu_bytes: int) -> None:
     told = Keeper(pid=me.pid, started_s=me.create_time(), gpu_uuid=gpu_uuid, gpu_bytes=gpu_bytes)
     _file().parent.mkdir(parents=True, exist_ok=True)
     write_atomic(_file(), json_bytes(asdict(told)), durable=False)
+
+
+def take_back_gpu() -> None:
+    """End the process that keeps memory where it keeps that of a GPU: what is free there is measured next."""
+    found = keeper()
+    if found is not None and found.gpu_uuid:
+        take_back()
+
+
+def make_room(*, needed_bytes: int, free_bytes: int) -> None:
+    """End the process that keeps memory unless what is needed of the machine's memory fits beside it.
+
+    `free_bytes` is what a plan may use, which counts what the process keeps as free.
+    """
+    found = keeper()
+    if found is not None and needed_bytes > free_bytes - found.ram_bytes:
+        take_back()
 
 
 def take_back() -> None:

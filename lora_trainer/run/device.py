@@ -35,7 +35,7 @@ from lora_trainer.hardware.device_calls import (
     set_memory_share,
     total_bytes,
 )
-from lora_trainer.hardware.kept_memory import take_back
+from lora_trainer.hardware.kept_memory import make_room, take_back
 from lora_trainer.hardware.machine import (
     GIB,
     detect,
@@ -62,8 +62,13 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
 
     Raises MachineError when this torch cannot use the planned device.
     """
-    take_back()
     config = prepared.config
+    device, gpu = planned_device(prepared), training_gpu(prepared)
+    if device.type == CPU.type:
+        needed_bytes = prepared.plan.memory.peak_bytes * prepared.inputs.sharing
+        make_room(needed_bytes=needed_bytes, free_bytes=prepared.hardware.usable_ram_bytes)
+    else:
+        take_back()
     # The number of threads decides the order in which the CPU adds, and with it the last bits of sums.
     torch.set_num_threads(config.hardware.threads)
     compiled = config.hardware.compile == "blocks"
@@ -74,7 +79,6 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     if config.train.deterministic:  # CUDA reads the variable at its start, in the next lines
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device, gpu = planned_device(prepared), training_gpu(prepared)
     if gpu is not None:
         if kind_of(device).own_memory:  # torch.mps has a single device and no set_device
             torch.get_device_module(device).set_device(device)

@@ -36,7 +36,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.families.files.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
-from lora_trainer.hardware.kept_memory import take_back
+from lora_trainer.hardware.kept_memory import take_back_gpu
 from lora_trainer.planning.run_time import middle
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
@@ -95,7 +95,7 @@ def lead(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
     Raises LoraTrainError; once there is a run folder, its events, status and report record the error too.
     """
     isolate_accelerate()
-    take_back()  # before the free memory is measured
+    take_back_gpu()  # before the free memory is measured
     here = read_dist_env()
     request = replace(request, processes=here.count, sharing=here.local_count)
     # Processes need the setting to connect before one of them plans.

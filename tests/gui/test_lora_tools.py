@@ -186,6 +186,33 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
     assert "4 images, seed 5" in try_prompts.shown(work, [done], ENGLISH)
 
 
+def test_the_form_begins_with_what_was_drawn_last_and_a_clock_says_for_how_long(
+    work: Workplace, file: lora_files.LoraFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = lora_files.read_header(file)
+    assert try_prompts.form(file, header, [])["strengths"] == "0.4 0.6 0.8 1 1.2"
+    wish = try_prompts.wish(
+        prompts="one\ntwo",
+        strengths="0.5 -1",
+        seed=7,
+        base="me/model",
+        others=["b/zorble.safetensors"],
+    )
+    monkeypatch.setattr(try_prompts.time, "time", lambda: 1000.0)
+    job = try_prompts.start(work, file, wish)
+    assert try_prompts.form(file, header, [job]) == {
+        "first_prompt": "one\ntwo",
+        "strengths": "-1 0.5",
+        "seed": 7,
+        "typed_base": "me/model",
+        "beside": ["b/zorble.safetensors"],
+    }
+    monkeypatch.setattr(try_prompts.time, "time", lambda: 1075.5)
+    assert 'data-since="75"' in try_prompts.shown(work, [job], ENGLISH)
+    ended = replace(job, state="failed", exit_code=drawing.GAVE_WAY)
+    assert "data-since" not in try_prompts.shown(work, [ended], ENGLISH)
+
+
 def test_a_refusal_is_one_line_a_stop_is_no_error_and_a_changed_record_leads_nowhere(
     work: Workplace, file: lora_files.LoraFile
 ) -> None:

@@ -11,7 +11,14 @@ import psutil
 import pytest
 
 from lora_trainer.common.files import json_bytes, user_cache_folder
-from lora_trainer.hardware.kept_memory import KEPT_MEMORY_FILE, keep, keeper, take_back
+from lora_trainer.hardware.kept_memory import (
+    KEPT_MEMORY_FILE,
+    keep,
+    keeper,
+    make_room,
+    take_back,
+    take_back_gpu,
+)
 from lora_trainer.hardware.machine import GIB, detect
 from tests.fakes.nvml import FakeCard, FakeNvml
 
@@ -52,6 +59,27 @@ def test_memory_that_is_kept_counts_as_free_on_its_gpu_and_in_the_machine(
     # More than a GPU has is a mistake of whoever wrote it.
     told(pid=process.pid, started_s=started_s, gpu_uuid="GPU-bbbb", gpu_bytes=99 * GIB)
     assert detect(nvml=FakeNvml(cards=cards), environment={}).gpus[1].free_bytes == 12 * GIB
+
+
+@pytest.mark.parametrize("kept_on", ["", "GPU-bbbb"])
+def test_a_training_that_fits_beside_it_lets_the_process_be_but_not_on_a_gpu(
+    process: subprocess.Popen[bytes], kept_on: str
+) -> None:
+    take_back_gpu()  # nobody keeps anything
+    make_room(needed_bytes=GIB, free_bytes=0)
+    started_s = psutil.Process(process.pid).create_time()
+    told(pid=process.pid, started_s=started_s, gpu_uuid=kept_on, gpu_bytes=1)
+    take_back_gpu()
+    assert (process.poll() is None) == (not kept_on)
+    if kept_on:
+        return
+    kept = keeper()
+    assert kept is not None
+    # It counts as free in what a plan may use.
+    make_room(needed_bytes=3 * GIB, free_bytes=4 * GIB + kept.ram_bytes)
+    assert process.poll() is None
+    make_room(needed_bytes=3 * GIB, free_bytes=3 * GIB)
+    assert process.poll() is not None
 
 
 def test_the_process_is_ended_before_its_memory_is_needed_and_no_other_that_has_its_number(
