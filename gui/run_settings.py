@@ -27,7 +27,8 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.report import value_text
 from lora_trainer.reporting.run_record import RunRecord
 
-from .markup import inline, join, table, tag
+from .markup import inline, join, named, table, tag
+from .server.translation import Words
 
 # What a draft has fields of its own for, or a new run must not share.
 _NOT_CLONED = ("base.model", "output.folder", "output.name")
@@ -38,7 +39,7 @@ _HEAD = ("setting", "value", "the preset has", "decided by", "why")
 _ALL_HEAD = ("setting", "value", "decided by", "why", "what it does")
 
 
-def settings_html(run: RunRecord) -> Html:
+def settings_html(run: RunRecord, said: Words) -> Html:
     """Return what differs from the preset, what was typed first, and all settings folded away."""
     values, plan = run.settings, run.plan
     if not values:
@@ -48,6 +49,7 @@ def settings_html(run: RunRecord) -> Html:
         origins=run.origins,
         preset=preset_values(plan),
         known={info.key: info for info in all_settings()},
+        said=said,
     )
     changed = [key for key in values if shown.preset.get(key) != values[key]]
     typed = [key for key in changed if shown.layer(key).startswith(_BY_YOU)]
@@ -141,6 +143,7 @@ class _Settings:
     origins: Mapping[str, Origin]
     preset: Mapping[str, Any]
     known: Mapping[str, SettingInfo]
+    said: Words
 
     def layer(self, key: str) -> str:
         return self._origin(key).layer
@@ -154,9 +157,8 @@ class _Settings:
         return self._name(key), value, before, self._decider(key), self._reason(key)
 
     def whole(self, key: str) -> tuple[str, ...]:
-        doc = self.known[key].doc if key in self.known else ""
         value = self._text(key, self.values[key])
-        return self._name(key), value, self._decider(key), self._reason(key), inline(doc)
+        return self._name(key), value, self._decider(key), self._reason(key), self._doc(key)
 
     def _name(self, key: str) -> Html:
         return tag("code", key, title=self.known[key].doc if key in self.known else None)
@@ -169,7 +171,15 @@ class _Settings:
         layer = self.layer(key)
         if layer.startswith("config "):
             return f"your file {layer.removeprefix('config ')}"
+        if layer.startswith("preset "):
+            return f"preset {layer.removeprefix('preset ')}"
         return _DECIDERS.get(layer, layer)
 
+    def _doc(self, key: str) -> Html:
+        """Return the help of a setting in the language of the reader, which knows it as a whole."""
+        return inline(self.said.message(named(self.known[key].doc)) if key in self.known else "")
+
     def _reason(self, key: str) -> Html:
-        return inline(self._origin(key).reason)
+        """Return the reason that the planner has written down, which is English in every language."""
+        reason = self._origin(key).reason
+        return tag("span", inline(reason), lang="en") if reason else Html("")

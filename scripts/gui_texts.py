@@ -18,7 +18,11 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_trainer.gui.markup import named
 from lora_trainer.gui.server.language import families_words
+
+from lora_trainer.config.config import Config, all_settings
+from lora_trainer.hardware.machine import PURPOSES
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ROOT / "gui" / "languages"
@@ -28,6 +32,7 @@ _SCRIPT_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\(.)")
 _EXPRESSION = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _TEMPLATE_STRING = re.compile(r'"([^"]*)"')
 _FIELD = re.compile(r"\{[a-z_]+\}")
+_NUMBER = re.compile(r"\d[\d,.]*")
 _MARKUP = re.compile(r">([^<>{}]+)<")
 
 
@@ -53,6 +58,20 @@ def literals(path: Path) -> Iterator[str]:
         yield normal(literal)
         for between in _MARKUP.findall(literal):
             yield normal(between)
+
+
+def of_settings() -> Iterator[str]:
+    """Yield what the pages say of the settings: labels, units, helps, allowed values, sections."""
+    for name, section in Config.model_fields.items():
+        yield from (name.capitalize(), section.description or "")
+    for info in all_settings():
+        allowed = "" if info.form.kind == "text" and info.form.words else info.form.allowed
+        yield from (info.label, info.unit, named(info.doc), _NUMBER.sub("{#}", allowed))
+
+
+def of_packages() -> Iterator[str]:
+    """Yield what the page Machine says that packages are for."""
+    yield from PURPOSES.values()
 
 
 def normal(text: str) -> str:
@@ -130,6 +149,7 @@ def lacking(code: str) -> Iterator[tuple[Path, str]]:
 def dead(code: str) -> list[str]:
     """Return the entries of a language whose English text no source has any more."""
     there = {text for path in sources() for text in literals(path)}
+    there |= {normal(text) for text in (*of_settings(), *of_packages())}
     return [english for english in known(code) if normal(english) not in there]
 
 

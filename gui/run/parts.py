@@ -72,7 +72,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
             draw=lambda _: sample_sheet(folder, history, exported=exported, best=best, _=_),
         ),
         "log": Part(key=list(records.recent), draw=lambda _: _.markup(log(records.recent))),
-        "settings": Part(key=history.run, draw=lambda _: _.markup(settings_html(history.run))),
+        "settings": Part(key=history.run, draw=lambda _: _.markup(settings_html(history.run, _))),
         "files": Part(
             key=files, draw=lambda _: files_html(folder, _, exported=exported, best=best)
         ),

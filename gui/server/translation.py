@@ -87,7 +87,7 @@ class Words:
     def markup(self, html: str) -> Html:
         """Return markup of ours, in which no text has a bare angle bracket, with its texts as `message` says them.
 
-        What is code or of the user (`translate="no"`) stays.
+        What is code, of the user (`translate="no"`) or English in every language (`lang="en"`) stays.
         """
         if not self.texts:
             return Html(html)
@@ -155,7 +155,7 @@ class _Pattern:
 
 def _stays(element: str, tag: str) -> bool:
     """Whether the texts of an element are not said in another language."""
-    return element in _KEPT or ' translate="no"' in tag
+    return element in _KEPT or ' translate="no"' in tag or ' lang="en"' in tag
 
 
 @cache

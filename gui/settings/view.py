@@ -101,7 +101,7 @@ def _field(info: SettingInfo, said: Words) -> Field:
         doc=said(doc),
         kind=info.form.kind,
         words=tuple(_word(info, word, said) for word in info.form.words),
-        allowed=said(info.form.allowed),
+        allowed=said.message(info.form.allowed),
         also=" ".join([*words_of_settings().get(info.key, ()), *english]),
         default=text_of(info, info.default),
         is_fixed=info.key == FOLDER,

@@ -101,7 +101,7 @@ def better_than_base(loss: float, base_loss: float) -> str:
     percent = _percent(change)
     if float(percent) == 0:
         return "as good as the base"
-    return f"{percent} % {'better' if change < 0 else 'worse'} than the base"
+    return f"{percent} % better than the base" if change < 0 else f"{percent} % worse than the base"
 
 
 def _percent(change: float) -> str:
