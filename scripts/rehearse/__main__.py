@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,13 +111,13 @@ def _line(outcome: Outcome) -> str:
 
 def _dataset(folder: Path, base: Path) -> Path:
     """Write five images of noise with captions for a base, two of them as long as it reads: one image is held out."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     longest = longest_caption(base)
     numbers = np.random.default_rng(0)
     for index, (width, height) in enumerate(SIZES_PX):
         file = folder / f"image-{index}.png"
-        if not file.is_file():
-            Image.fromarray(numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
+        Image.fromarray(numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
         usual = as_caption(f"a photo of thing {index} on a table", base)
         file.with_suffix(".txt").write_text((index < 2 and longest) or usual)
     return folder
