@@ -61,6 +61,7 @@ class Place(Toy):
             "logging__trackers": [],
             "optimizer__learning_rate": 0.03,
             "optimizer__schedule": "constant",
+            "output__measure": run == case,
             "output__precision": "fp32",
             "output__save_every_steps": 2,
             "sampling__every_steps": 5,

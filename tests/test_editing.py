@@ -94,7 +94,7 @@ def write(folder: Path, index: int, size: tuple[int, int], *, seed: int = 50) ->
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Pairs with an uninterrupted run `whole`, and a killed one beside it."""
     place = pairs(tmp_path_factory.mktemp("editing"), "flux2")
-    assert run_cli(place.command("whole")) == 0
+    assert run_cli(place.command("whole", output__measure=True)) == 0
     run_killed([(place.command("killed"), BETWEEN_SAVES)])
     return place
 
@@ -245,7 +245,7 @@ def test_layers_that_only_references_go_through_are_trained(
         plan: int = json.loads(capsys.readouterr().out)["memory"]["phases"]["training"]
         return plan
 
-    with_pairs = run("pairs", data__validation_fraction=0)
+    with_pairs = run("pairs", data__validation_fraction=0, output__measure=True)
     plain = {"data__references": "none", "data__reference_dropout": 0.0}
     alone = run("alone", data__validation_fraction=0, sampling__every_steps=0, **plain)
     layers = [
@@ -272,7 +272,7 @@ def test_layers_that_only_references_go_through_are_trained(
 def test_two_processes_with_pairs_are_one_training(tmp_path: Path) -> None:
     """A step may give references to one of them only: the layers of references get their gradient from it alone."""
     place = pairs(tmp_path, "flux3")
-    few = {"sampling__every_steps": 5}
+    few = {"sampling__every_steps": 5, "output__measure": True}
     one, two = (place.command(name, data__reference_dropout=0.3, **few) for name in ("one", "two"))
     assert run_cli(one) == 0
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
@@ -323,7 +323,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Place:
     edit_json(base / "model_index.json", _class_name="QwenImageEditPlusPipeline")
     edit_json(base / "transformer" / "config.json", zero_cond_t=True)
     place = SeenPlace(folder=place.folder, name="qwen")
-    assert run_cli(place.command("whole")) == 0
+    assert run_cli(place.command("whole", output__measure=True)) == 0
     return place
 
 

@@ -71,7 +71,8 @@ def command(place: Toy, name: str, *more: str, **changes: Any) -> list[str]:
     priors = json.loads((place.folder / "priors.json").read_text())
     if name == "caching":
         changes["data__cache_dir"] = str(place.folder / "cache of its own")
-    shown = {"sampling__prompts": ["a zwx toy"], "train__validate_every_steps": 2}
+    shown: dict[str, Any] = {"sampling__prompts": ["a zwx toy"], "train__validate_every_steps": 2}
+    shown["output__measure"] = name == "toy"
     named = ("--name", name, "--config", EVERYTHING)
     return place.arguments(*named, *more, **{**shown, **priors, **changes})
 

@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """One run of six steps; tests that go on with it take a copy."""
     place = toy(tmp_path_factory.mktemp("run")).with_base()
     before = listing(place.dataset)
-    assert place.train("--strict", output__keep_last=1) == 0
+    assert place.train("--strict", output__keep_last=1, output__measure=True) == 0
     assert listing(place.dataset) == before, "a training only reads its dataset"
     return place
 

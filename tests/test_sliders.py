@@ -83,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """The words with an uninterrupted run `whole`, and a killed one beside it."""
     place = words(tmp_path_factory.mktemp("slider"), "sd15")
     drawn = {"sampling__every_steps": 4, "train__batch_size": 2}
-    assert run_cli(place.command("whole", **drawn)) == 0
+    assert run_cli(place.command("whole", **drawn, output__measure=True)) == 0
     run_killed([(place.command("killed", **drawn), BETWEEN_SAVES)])
     return place
 

@@ -34,6 +34,7 @@ SPOILT = 2
 SETTINGS: Mapping[str, Any] = {
     "sampling__every_steps": 10,
     "train__validate_every_steps": 5,
+    "output__measure": True,
     "output__save_every_steps": 4,
 }
 CONFIG = ("--config", str(Path(__file__).with_name("many.toml")))

@@ -38,6 +38,9 @@ SETTINGS: Mapping[str, Any] = {
     "data.resolution": 16,
     "data.validation_fraction": 0.2,  # one of six
     "hardware.threads": 1,
+    # A third of a run of six steps. Whole runs that are looked at from all sides have it on: of each family, each
+    # adapter, all options, several processes, pairs.
+    "output.measure": False,
     "output.save_every_steps": 2,
     "sampling.every_steps": 3,
     "sampling.prompts": ["a toy"],

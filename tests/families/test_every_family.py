@@ -50,6 +50,7 @@ SETTINGS: Mapping[str, Any] = {
     "memory__micro_batch": 2,
     "optimizer__learning_rate": 0.02,
     "optimizer__schedule": "constant",
+    "output__measure": True,
     "output__precision": "fp32",
     "output__save_every_steps": 2,
     "sampling__every_steps": 3,

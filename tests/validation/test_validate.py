@@ -28,6 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """A run of twelve steps, two images of eight held out."""
     place = toy(tmp_path_factory.mktemp("validate"), images=8).with_base()
     more = {"data__validation_fraction": 0.25, "optimizer__learning_rate": 1e-2}
+    more["output__measure"] = True
     assert place.train(**QUIET, **more, steps=12) == 0
     return place
 
