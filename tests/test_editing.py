@@ -404,7 +404,8 @@ def test_a_unet_that_edits_is_trained_killed_and_resumed(tmp_path: Path) -> None
     base = unet_that_edits("sd15", tmp_path / "base").located.folder
 
     def command(run: str, *more: str) -> list[str]:
-        line = place.command(run, *more, data__reference_resolution=None, data__resolution=64)
+        own = {"data__reference_resolution": None, "output__measure": run == "whole"}
+        line = place.command(run, *more, data__resolution=64, **own)
         line[line.index("--base") + 1] = str(base)
         return line
 
