@@ -20,7 +20,7 @@ export function maskPane(file, { width_px, height_px, mask, seen }) {
   const tools = make("p", { class: "actions" }, ...kinds, make("label", { class: "switch" }, say("Size"), size),
     button(say("All of it"), () => brush.fill(255)), button(say("Nothing"), () => brush.fill(0)), button(say("Undo"), () => brush.undo()));
   const pictures = (seen ?? []).map((one) => make("figure", {}, make("img", { src: one.src, alt: one.said }), make("figcaption", {}, one.said)));
-  const crops = pictures.length ? make("div", { class: "crops" }, make("h4", {}, say("What the training sees")), ...pictures) : "";
+  const crops = pictures.length ? make("div", { class: "crops" }, make("h3", {}, say("What the training sees")), ...pictures) : "";
   return { canvas, tools, crops, painted: () => canvas.toDataURL("image/png"), show: (image) => brush.take(image) };
 }
 

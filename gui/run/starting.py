@@ -112,15 +112,7 @@ def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
 
 def _crop(picture: Mapping[str, Any]) -> str:
     """Return what is cut off on top, on the right, at the bottom and on the left, in percent of the image."""
-    width_px, height_px = picture.get("width_px"), picture.get("height_px")
-    if not width_px or not height_px:  # it was not checked
+    if "kept" not in picture:  # it was not checked
         return "0"
-    wide, high = width_px / max(width_px, height_px), height_px / max(width_px, height_px)
-    left, top, right, bottom = picture["kept"]  # parts of the square that the image fits in
-    cut = (
-        (top - (1 - high) / 2) / high,
-        ((1 + wide) / 2 - right) / wide,
-        ((1 + high) / 2 - bottom) / high,
-        (left - (1 - wide) / 2) / wide,
-    )
-    return " ".join(f"{100 * max(0.0, share):.1f}%" for share in cut)
+    left, top, right, bottom = picture["kept"]
+    return " ".join(f"{100 * share:.1f}%" for share in (top, 1 - right, 1 - bottom, left))

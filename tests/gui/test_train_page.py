@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts, variants
 from lora_trainer.gui.datasets import check
+from lora_trainer.gui.datasets.view import placed
 from lora_trainer.gui.run import routes as run_routes
 from lora_trainer.gui.run import starting
 from lora_trainer.gui.server.language import ENGLISH
@@ -295,6 +296,13 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
     assert len(asked) == 69
 
 
+def test_a_photo_goes_into_what_is_trained_of_it() -> None:
+    """`check` says what is kept in shares of the image, also of one that was cropped by hand."""
+    picture = placed({"width_px": 300, "height_px": 200, "kept": [0.1, 0.2, 0.9, 0.7]})
+    assert starting._crop(picture) == "20.0% 10.0% 30.0% 10.0%"
+    assert starting._crop(placed({})) == "0"
+
+
 def test_a_started_or_damaged_draft_makes_place_and_one_taken_off_the_queue_is_a_draft_again(
     work: Workplace, tmp_path: Path
 ) -> None:
@@ -344,7 +352,7 @@ def test_the_page_of_a_start_shows_the_images_and_what_it_waits_for_and_leads_to
 
     shown = page.get(address).text
     assert "Waiting: 1 before it." in shown
-    assert re.findall(r"--crop: (.*?);", shown) == ["0.0% 10.0% 0.0% 10.0%", "0"]
+    assert re.findall(r"--crop: (.*?);", shown) == ["25.0% 10.0% 25.0% 10.0%", "0"]
     assert "file=p0.png" in shown and "file=p1.png" in shown
     commands.remove(work.runs, first.id)
     commands.write(work.runs, replace(item, state="running"))
