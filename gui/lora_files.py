@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -301,6 +302,12 @@ def _entries_of(folder: Path, run: runs.RunEntry) -> Iterator[Entry]:
     for file in files:
         if not file.trained:
             yield Entry(file=file, header=read_header(file))
+
+
+def day_of(file: LoraFile) -> str:
+    """Return the day a file was written, in this machine's time zone."""
+    written = datetime.fromtimestamp(file.changed_ns / 1e9, UTC).astimezone()
+    return written.strftime("%Y-%m-%d")
 
 
 def result_of(folder: Path) -> Entry | None:

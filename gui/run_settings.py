@@ -27,7 +27,8 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.report import value_text
 from lora_trainer.reporting.run_record import RunRecord
 
-from .markup import inline, join, named, table, tag
+from .bases import EMBEDDED
+from .markup import inline, join, named, setting_label, table, tag
 from .server.translation import Words
 
 # What a draft has fields of its own for, or a new run must not share.
@@ -61,6 +62,9 @@ def settings_html(run: RunRecord, said: Words) -> Html:
     return join(
         (
             tag("p", f"Preset {name}: {len(changed)} of {len(values)} settings differ from it."),
+            tag("p", "The miniature is a small model of this family.", class_="quiet")
+            if run.base.source == EMBEDDED and plan.preset
+            else None,
             tag(
                 "p",
                 f"Of an earlier version: {', '.join(gone)}. A new training is without it.",
@@ -161,7 +165,9 @@ class _Settings:
         return self._name(key), value, self._decider(key), self._reason(key), self._doc(key)
 
     def _name(self, key: str) -> Html:
-        return tag("code", key, title=self.known[key].doc if key in self.known else None)
+        label = setting_label(key)
+        title = f"{key}: {self.known[key].doc}" if key in self.known else None
+        return tag("code", key) if label == key else tag("span", label, title=title)
 
     def _text(self, key: str, value: Any) -> Html:
         unit = self.known[key].unit if key in self.known else ""

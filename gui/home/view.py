@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from lora_trainer.common.errors import LoraTrainError, TrainingStopped
 from lora_trainer.common.wording import bytes_text
@@ -16,7 +17,9 @@ from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.charts import Html
 
 from .. import runs
+from ..bases import title
 from ..live import LiveTraining, running, waiting
+from ..lora_files import day_of, result_of
 from ..markup import inline
 from ..media import run_url
 from ..runs import Followed, RunEntry, page_url
@@ -24,6 +27,7 @@ from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.translation import Words
 from ..workplace import Workplace
 
+LIBRARY = "/library"
 MAX_CARDS = 60
 _NOW_SAMPLES = 3
 _ATTENTION = frozenset({"failed", "interrupted"})
@@ -65,6 +69,19 @@ class Ended(Card):
     step: str
     steps: str
     resumes: bool
+    lora: Result | None
+    """What a finished run made, None without a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The LoRA to take of a run: its page and its file, its base and its day, how good it is."""
+
+    page: str
+    file: str
+    base: str
+    written: str
+    good: str
 
 
 def stamp(work: Workplace) -> str:
@@ -145,6 +162,20 @@ def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
         step=f"{status.step:,}",
         steps=f"{status.steps:,}" if status.steps else "",
         resumes=status.state != "finished" and status.exit_code != TrainingStopped.exit_code,
+        lora=_result(work, run) if status.state == "finished" else None,
+    )
+
+
+def _result(work: Workplace, run: RunEntry) -> Result | None:
+    found = result_of(work.runs / run.name)
+    if found is None:
+        return None
+    return Result(
+        page=LIBRARY + "?" + urlencode({"file": found.file.ref}),
+        file=run_url(run.name, found.file.path.name),
+        base=title(found.header.base),
+        written=day_of(found.file),
+        good=found.validation,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -153,7 +152,7 @@ def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
         if picture is None
         else _("{} at strength {#}", picture.prompt, f"{picture.strength:g}"),
         "size": bytes_text(entry.file.size_bytes),
-        "written": day(entry.file),
+        "written": lora_files.day_of(entry.file),
     }
     for name, value in facts.items():
         if value not in ("", None) or name == "trigger word":
@@ -199,12 +198,6 @@ def _download(file: LoraFile, _: Words, *, is_best: bool, is_last: bool) -> str:
 def step(file: LoraFile, _: Words) -> str:
     """Return after how many steps a training wrote a file."""
     return _("the last step") if file.step is None else _("step {#}", f"{file.step:,}")
-
-
-def day(file: LoraFile) -> str:
-    """Return the day a file was written, in this machine's time zone."""
-    written = datetime.fromtimestamp(file.changed_ns / 1e9, UTC).astimezone()
-    return written.strftime("%Y-%m-%d")
 
 
 def inside(inspection: Inspection, said: Words) -> Html:

@@ -8,7 +8,7 @@ const PLAY_MS = 160; // from one picture to the next
 /** Show the film in `place`, first as data-film has it. Return what draws it as it is by now. */
 export function film(place, run, leaving) {
   let shown = JSON.parse(place.dataset.film);
-  let at = -1; // of the picture on the right; -1: the newest, also when another comes
+  let at = shown.opens_at; // of the picture on the right; -1: the newest, also when another comes
   let playing = 0;
 
   const base = make("img", { alt: say("base") });
@@ -26,9 +26,9 @@ export function film(place, run, leaving) {
     make("div", { class: "pair" },
       make("figure", {}, base, make("figcaption", {}, say("base"))),
       make("figure", {}, now, make("figcaption", {}, name))),
-    make("div", { class: "scrub" }, play, slider),
+    make("div", { class: "scrub" }, play, slider, gif, mp4),
     how,
-    make("p", { class: "actions" }, gif, mp4, why),
+    why,
   );
   leaving.addEventListener("abort", stop);
 
@@ -78,5 +78,9 @@ export function film(place, run, leaving) {
   }
 
   draw();
-  return (newer) => { shown = newer; draw(); };
+  return (newer) => {
+    if (newer.opens_at !== shown.opens_at) at = newer.opens_at; // it has ended meanwhile
+    shown = newer;
+    draw();
+  };
 }

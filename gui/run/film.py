@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
-from lora_trainer.common.event_kinds import Preview
+from lora_trainer.common.event_kinds import Finished, Preview
 from lora_trainer.reporting.film import FilmKind, Frame, film, frames, why_no_mp4
 from lora_trainer.reporting.history import RunHistory, read_history
 
@@ -27,30 +27,79 @@ _PICTURE = re.compile(r"(previews/step-\d{8,}\.jpg|samples/step-\d{8,}/\d{2,}\.p
 _TYPES: Mapping[FilmKind, str] = {"gif": "image/gif", "mp4": "video/mp4"}
 
 
-def film_of(folder: Path, history: RunHistory, _: Words) -> dict[str, Any]:
-    """Return the pictures of the film, the first one that of the base where there is one."""
-    drawn = {each.file: each for each in history.previews}
-    shown = [
+def film_of(folder: Path, history: RunHistory, _: Words, *, best_step: int = 0) -> dict[str, Any]:
+    """Return the pictures of the film, the first one that of the base where there is one.
+
+    The film of a run that has finished opens at the finished sample of the best step, beside that of the base.
+    """
+    quick = {each.file: each for each in history.previews}
+    shown: list[dict[str, Any]] = [
         {
             "step": frame.step,
             "name": _("step {#}", f"{frame.step:,}") if frame.step else _("base"),
             "src": src,
-            "how": _how(drawn.get(frame.file), _),
+            "how": _how(quick.get(frame.file), _),
         }
-        for frame in frames(history)
+        for frame in _frames(history, best_step)
         if (src := _address(folder, frame))
     ]
+    opens = _opens_at(history, best_step)
+    name = "" if opens is None else f"/{opens.file}?"
+    opens_at = next((at for at, frame in enumerate(shown) if name and name in frame["src"]), -1)
+    return {
+        "frames": shown,
+        "prompt": _prompt(history),
+        "no_mp4": _.message(why_no_mp4()),
+        "opens_at": opens_at,
+    }
+
+
+def film_key(history: RunHistory, best_step: int) -> object:
+    """Return what is another value when the film is another."""
+    drawn = (len(history.samples), history.sessions, [each.time_s for each in history.previews])
+    return (*drawn, _opens_at(history, best_step))
+
+
+def _prompt(history: RunHistory) -> str:
     prompts = (
         *(each.prompt for each in history.previews),
         *(each.prompt for each in history.samples),
     )
-    prompt = next(iter(prompts), "")
-    return {"frames": shown, "prompt": prompt, "no_mp4": _.message(why_no_mp4())}
+    return next(iter(prompts), "")
 
 
-def film_key(history: RunHistory) -> object:
-    """Return what is another value when the film is another."""
-    return (len(history.samples), history.sessions, [each.time_s for each in history.previews])
+def _samples(history: RunHistory) -> dict[int, Frame]:
+    """Return the finished samples of the film's prompt by step."""
+    prompt = _prompt(history)
+    seed = next((each.seed for each in history.samples if each.prompt == prompt), "")
+    return {
+        each.step: Frame(step=each.step, file=each.file)
+        for each in history.samples
+        if (each.prompt, each.seed) == (prompt, seed)
+    }
+
+
+def _opens_at(history: RunHistory, best_step: int) -> Frame | None:
+    """Return the finished sample nearest to the best step of a run that has finished, to its end without one."""
+    drawn = _samples(history)
+    steps = [step for step in drawn if step]
+    if not isinstance(history.end, Finished) or not steps:
+        return None
+    wanted = best_step or history.end.step
+    return drawn[min(steps, key=lambda step: abs(step - wanted))]
+
+
+def _frames(history: RunHistory, best_step: int) -> list[Frame]:
+    """Return the pictures of the film; quick ones of the base and the best step are replaced by samples."""
+    found, opens = frames(history), _opens_at(history, best_step)
+    if opens is None:
+        return found
+    base = _samples(history).get(0)
+    finished = [opens] if base is None else [base, opens]
+    steps = {each.step for each in finished}
+    return sorted(
+        [*finished, *(each for each in found if each.step not in steps)], key=lambda each: each.step
+    )
 
 
 def _how(preview: Preview | None, _: Words) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lora_trainer.common.event_kinds import (
+    BaseLosses,
     Cached,
     Change,
     Cores,
@@ -144,15 +145,17 @@ def _words(event: Event) -> str:
             others = f"Other programs use {event.taken:.1f} processors"
             gives_way = event.waiting == "asleep"
             return f"{others}: the training {'gives way to them' if gives_way else 'has its cores back'}"
+        case BaseLosses():
+            return "Measured the base on the images, to compare the LoRA with it"
         case Learned():
-            change = f"{100 * event.change:.2g} %"
-            return f"{_where(event.step)}: losses of trained pictures will have moved by {change}"
+            change = f"{100 * event.change:,.0f} %"
+            return f"{_where(event.step)}: at this pace, the losses on its own images change by {change} in all"
         case Uploaded():
             return f"Uploaded to {event.address}"
         case Measured():
             named = event.parts.items()
             parts = ", ".join(f"{_PARTS.get(name, name)} {value:.2f}" for name, value in named)
-            return f"How good the file is, of 1 each: {parts}"
+            return f"Measured the file, from 0 (bad) to 1 (good): {parts}"
         case ImageLosses():
             return f"Measured what was learned of {len(event.images)} images"
         case Finished():

@@ -66,7 +66,10 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
         "chart": Part(
             key=(*_chart_key(history), best_step), draw=lambda _: _chart(history, best_step, _)
         ),
-        "film": Part(key=film_key(history), draw=lambda _: film_of(folder, history, _)),
+        "film": Part(
+            key=film_key(history, best_step),
+            draw=lambda _: film_of(folder, history, _, best_step=best_step),
+        ),
         "samples": Part(
             key=(len(history.samples), history.sessions, *files),
             draw=lambda _: sample_sheet(folder, history, exported=exported, best=best, _=_),

@@ -15,6 +15,7 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import Control
 from tests.fakes.live_runs import until, write_status
+from tests.fakes.lora_library import finished_run
 from tests.fakes.run_folder import fake_run
 
 
@@ -46,6 +47,19 @@ def test_a_run_that_trains_fails_or_ends_says_so_with_the_buttons_of_its_state(
     assert "<code>odd</code>" in html and "&lt;b&gt;add" in html and "train.seed" not in html
     assert "Läuft gerade" in german and "fehlgeschlagen" in german and "Needs your" not in german
     assert 'data-trash="run" data-ref="done" data-next="/"' in html and view.goes(work)
+
+
+def test_a_finished_run_offers_its_lora_and_says_how_good_it_is(work: Workplace) -> None:
+    finished_run(work.runs / "done")
+    html, german = cards(work), cards(work, "de")
+    assert "/library?file=done%2Fzorble.safetensors" in html and "Try it" in html
+    assert 'href="/media/run/done/zorble.safetensors" download' in html
+    assert "58 % better than the base" in html and "30 of 30 steps" not in html
+    assert "58 % besser als das Basismodell" in german
+    (work.runs / "done" / "zorble.safetensors").unlink()
+    for save in (work.runs / "done").glob("*.safetensors"):
+        save.unlink()
+    assert "Try it" not in cards(work) and "30 of 30 steps" in cards(work)
 
 
 def test_the_buttons_ask_the_run_that_they_name_and_a_refusal_is_said(

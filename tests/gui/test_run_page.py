@@ -24,6 +24,7 @@ from lora_trainer.gui.run import film as run_film
 from lora_trainer.gui.run import parts as run_parts
 from lora_trainer.gui.run import routes
 from lora_trainer.gui.run import view as run_view
+from lora_trainer.gui.run.log import line_of
 from lora_trainer.gui.run_state import look
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words as words_of
@@ -31,6 +32,7 @@ from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.common.event_kinds import BaseLosses, Learned, Measured
 from lora_trainer.config.config import setting_keys
 from lora_trainer.hardware.nvml import CardState
 from lora_trainer.lora_file.embedding import embedding_path
@@ -38,6 +40,7 @@ from lora_trainer.lora_file.write import prune_exports
 from lora_trainer.queue import commands
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.film import why_no_mp4
+from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.status import end_process, read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.lora_library import finished_run
@@ -709,6 +712,28 @@ def texts(part: str) -> list[str]:
     return [re.sub("<[^>]*>", "", each) for each in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", part)]
 
 
+def test_the_film_of_a_finished_run_opens_at_the_sample_of_the_best_step(finished: Path) -> None:
+    add_previews(finished, [0, 10, 20, 25, 30])
+    history = read_history(finished)
+    shown = run_film.film_of(finished, history, words_of("en"), best_step=20)
+    steps = [frame["step"] for frame in shown["frames"]]
+    assert steps == [0, 10, 20, 25, 30]
+    opened = shown["frames"][shown["opens_at"]]
+    assert opened["step"] == 20 and opened["how"] == "A sample image, drawn in full."
+    assert "/samples/step-00000000/" in shown["frames"][0]["src"], "beside the base, drawn in full"
+    assert "quick preview" in shown["frames"][1]["how"]
+    assert run_film.film_key(history, 20) != run_film.film_key(history, 10)
+
+
+def test_each_kind_of_record_has_words_in_the_log() -> None:
+    for event, said in (
+        (BaseLosses(step=0, seconds=1.0, losses=[1.0]), "Measured the base on the images"),
+        (Learned(step=60, seconds=1.0, change=1.8), "change by 180 % in all"),
+        (Measured(step=60, parts={"gain": 0.5}), "from 0 (bad) to 1 (good): what it learned 0.50"),
+    ):
+        assert said in line_of(event).words
+
+
 def test_settings_are_a_difference_from_the_preset_those_that_were_typed_first(
     finished: Path,
 ) -> None:
@@ -727,14 +752,14 @@ def test_settings_are_a_difference_from_the_preset_those_that_were_typed_first(
     shown = page(finished)["settings"]
     top = shown[: shown.index("<details>")]
     mine, decided = top.split("Decided for this machine")
-    rank = texts(mine).index("adapter.rank")
-    assert texts(mine)[rank : rank + 4] == ["adapter.rank", "4", "16", "you"]
+    rank = texts(mine).index("Rank")
+    assert texts(mine)[rank : rank + 4] == ["Rank", "4", "16", "you"]
     assert "your file my.toml" in texts(mine)
-    why = texts(decided).index("train.precision")
+    why = texts(decided).index("Train: Precision")
     said = ["fp32", "auto", "the planner", "16 bits save &lt;no&gt; time"]
     assert texts(decided)[why + 1 : why + 5] == said
-    rate = "optimizer.learning_rate"
-    assert "train.seed" not in texts(top) and rate not in texts(top), "as the preset has them"
+    rate = "Learning rate"
+    assert "Seed" not in texts(top) and rate not in texts(top), "as the preset has them"
     assert len(re.findall("<tr>", shown[shown.index("<details>") :])) == 1 + len(setting_keys())
     for plan in ({"family": "of tomorrow"}, {"tier": "9-11", "priority": []}):
         change_record(finished, lambda record, plan=plan: record["plan"].update(plan))
