@@ -147,7 +147,7 @@ def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
         "trigger word": header.trigger,
         "rank": header.rank,
         "steps": f"{steps:,}" if steps and not entry.is_best else None,
-        "unseen images": _.message(entry.validation),
+        "new images": _.message(entry.validation),
         "best picture": ""
         if picture is None
         else _("{} at strength {#}", picture.prompt, f"{picture.strength:g}"),
@@ -156,7 +156,7 @@ def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
     }
     for name, value in facts.items():
         if value not in ("", None) or name == "trigger word":
-            yield Fact(name=name, value=str(value), is_name=name != "unseen images")
+            yield Fact(name=name, value=str(value), is_name=name != "new images")
 
 
 def _name(entry: Entry) -> str:
