@@ -283,7 +283,7 @@ def take(browser: Any, server: GuiServer, pictures: Sequence[Picture], images: P
                 mixed = images.with_name("mixed")
                 page.goto(server.url(picture.path.format(images=images, mixed=mixed)))
                 page.locator(picture.ready).first.wait_for()
-                page.wait_for_function("!document.querySelector('p.loading')")
+                page.wait_for_function("() => !document.querySelector('p.loading')")
                 page.wait_for_function(SHOWN)
                 if picture.click:
                     page.locator(picture.click).click()

@@ -12,6 +12,9 @@ had a JavaScript error, wrote an error into the console, asked anything of anoth
 websocket, or was stopped by the content security policy. Who ends a server or cuts the connection adds to the list
 `expected` a part of the message that this brings about.
 
+`page.wait_for_function` gets a function, `() => ...`. The text of an expression is evaluated again at each later look,
+which the content security policy refuses: such a wait passes only where what it waits for is there already.
+
 `LATE_ANSWERS=SEED python -m pytest ...` holds back each answer of the server up to 0.7 s (fakes/late_answers.py).
 
 The browser is the system's `chromium`, one for each module: playwright's event loop keeps a thread busy, so a module

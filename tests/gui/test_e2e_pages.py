@@ -206,7 +206,7 @@ def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
     assert german.get_by_role("heading", level=1).inner_text() == TYPED
     server.open(german, "/").get_by_label("Sprache").select_option("English")
     german.get_by_role("heading", name="Your trainings").wait_for()
-    german.wait_for_function("document.documentElement.lang === 'en'")
+    german.wait_for_function("() => document.documentElement.lang === 'en'")
     assert german.locator("script[src*=language]").count() == 0
     server.open(german, "/queue").get_by_label("Language").select_option("Deutsch")
     german.get_by_role("link", name="Warteschlange").wait_for()

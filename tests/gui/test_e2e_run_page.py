@@ -438,7 +438,8 @@ def test_a_lora_is_found_tried_described_exported_and_converted(page: Any, place
     images = page.locator(".try-grid img")
     assert images.count() == 4
     page.wait_for_function(
-        "[...document.querySelectorAll('.try-grid img')].every(i => i.complete && i.naturalWidth)"
+        "() => [...document.querySelectorAll('.try-grid img')]"
+        ".every(image => image.complete && image.naturalWidth)"
     )
     best = page.locator("[data-mark]").nth(1)
     best.click()
