@@ -250,6 +250,11 @@ class Plans:
         self._lock = threading.Lock()
         self._answers: OrderedDict[tuple[Words, int], _Aged] = OrderedDict()
 
+    def releases(self) -> Sequence[Mapping[str, Any]]:
+        """Return the public releases, see bases.py; none where they cannot be asked for."""
+        values = self._ask(BASES).values
+        return () if values is None else values["releases"]
+
     def of(self, draft: Draft, *, anew: bool = False) -> Answer:
         """Return the plan of a draft; raises RequestError or InputError for what cannot be asked.
 

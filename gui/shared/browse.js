@@ -22,13 +22,16 @@ export async function browse(kind, pick) {
   let folder = "";
   let asked = 0; // an answer that comes after a newer question is not shown
   let opening = null;
+  const isFile = () => chosen !== "" && chosen !== folder;
   const shown = dialog(WORDS[kind].title, {
     fields: [make("div", { className: "browse-path" }, above, path), rows, here],
     ...WORDS[kind],
     submit: async () => {
       await opening; // else its answer would take away what is said here
-      const fileChosen = chosen !== "" && chosen !== folder;
-      if (path.value.trim() !== folder && !fileChosen) { await open(path.value); return { stay: true }; }
+      if (path.value.trim() !== folder && !isFile()) {
+        await open(path.value);
+        return isFile() ? { path: chosen } : { stay: true }; // the whole path of a file was typed
+      }
       return chosen ? { path: chosen } : { error: say("Choose one of the model files, or open a folder that holds a whole model.") };
     },
   });
@@ -71,7 +74,7 @@ export async function browse(kind, pick) {
       path.value = folder;
       if (!typed && document.activeElement === path) path.select(); // who is about to type a path means a whole one
     }
-    chosen = answer.can ? answer.folder : "";
+    chosen = answer.chosen || (answer.can ? answer.folder : "");
     above.disabled = !answer.above;
     above.onclick = () => open(answer.above);
     rows.replaceChildren(...answer.rows.map(row));

@@ -58,12 +58,14 @@ def routes(work: Workplace) -> list[Route]:
 def listing(work: Workplace, kind: Kind, text: str) -> dict[str, Any]:
     """Return a folder's subfolders, for a base also its model files, and what choosing the folder means.
 
+    The path of a model file is that file, `chosen`, in its folder.
     An empty text is the folder of the last choice, else the first one that may be named. Raises InputError
     for a path that is not a folder, cannot be read or may not be named.
     """
     folder = work.path(text, what="a folder") if text.strip() else _begin(work, kind)
+    chosen = ""
     if folder.is_file() and kind == "base":
-        folder = folder.parent
+        chosen, folder = str(folder) if folder.suffix in SUFFIXES else "", folder.parent
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name.casefold())
     except OSError as error:
@@ -75,6 +77,7 @@ def listing(work: Workplace, kind: Kind, text: str) -> dict[str, Any]:
     above = folder.parent
     return {
         "folder": str(folder),
+        "chosen": chosen,
         "above": str(above) if above != folder and work.allows(above) else "",
         "rows": sorted(rows, key=lambda row: row["file"])[:MAX_ROWS],
         "more": max(0, len(rows) - MAX_ROWS),

@@ -43,10 +43,11 @@ function pressed(row, onclick, head, foot) {
     make("img", { src: row.picture, alt: "", loading: "lazy", className: row.isSample || row.own ? "sample" : "" }),
     ...[...head, verdict, line(row.good_for, "quiet"), ...foot, small].filter(Boolean));
   button.dataset.source = row.source;
-  const tell = ({ fits = "", said = "", time = "", images = [] }) => {
+  const tell = ({ fits = "", said = "", time = "", images = [], download = row.download }) => {
     verdict.className = `verdict fits ${fits}`;
-    words.textContent = [time, said, row.download].filter(Boolean).join(" \u00b7 ");
-    small.textContent = images.join(" ");
+    words.textContent = [time, said, download].filter(Boolean).join(" \u00b7 ");
+    small.replaceChildren(...images.map((textContent) => make("span", { textContent })));
+    for (const badge of button.querySelectorAll(".badge")) badge.hidden = fits === "bad"; // none is recommended here
     small.hidden = !images.length;
   };
   return { button, tell };

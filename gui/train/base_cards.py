@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -57,7 +58,7 @@ def cards(
             "folded": row["source"] not in here and row["offered"] > _IN_SIGHT,
             "download": said("on this machine")
             if row["source"] in here
-            else said.figure(bytes_text(row["download_bytes"])),
+            else said("{#} to download", bytes_text(row["download_bytes"])),
             "here": row["source"] in here,
             "size": said("Images of {} px", row["resolution_px"]),
             "companies": row["companies"],
@@ -107,6 +108,18 @@ def verdict(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[st
     except (LoraTrainError, OSError) as problem:
         return {"fits": "", "said": said("Not known"), "why": said.message(plain(str(problem)))}
     return verdict_of(answer, said)
+
+
+def that_fits(plans: command_lines.Plans, draft: Draft) -> str:
+    """Return the base for other programs that this draft fits on, the one that is offered first; empty without one."""
+    releases = plans.releases()
+    for row in sorted(releases, key=lambda release: release["offered"])[:_IN_SIGHT]:
+        source = str(row["source"])
+        with suppress(LoraTrainError):
+            found = plans.of(replace(draft, base=source)).plan
+            if found is not None and found.memory.fits is not False:
+                return source
+    return ""
 
 
 def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:

@@ -86,7 +86,7 @@ export class Bases {
     for (const { button } of [...this.cards.values(), ...this.found.values()]) {
       button.setAttribute("aria-pressed", String(button.dataset.source === shown));
     }
-    this.cards.get("").tell({ said: shown ? "" : source });
+    this.cards.get("").tell(shown ? {} : { said: source.split(/[\\/]/).pop(), download: "" });
     this.sayWhatIsLacking();
   }
 

@@ -14,11 +14,18 @@ def message(text: str, said: Words) -> Html:
     return inline(text if told == plain(text) else told)
 
 
+def sentence(text: str, said: Words) -> Html:
+    """Return a message as a sentence of its own, without its full stop."""
+    return Html(capital(message(text, said)))
+
+
 def error(line: str, said: Words) -> Html:
     """Return a refusal."""
     return tag("p", message(line, said), class_="error notice")
 
 
 def capital(line: str) -> str:
-    """Return a line that begins with a capital, as one that stands for itself."""
-    return line[:1].upper() + line[1:]
+    """Return a line that begins with a capital, as one that stands for itself; a name in front stays as it is."""
+    first = line.partition(" ")[0]
+    is_name = any(sign in first.rstrip(".,:;") for sign in "./_=\\")
+    return line if is_name else line[:1].upper() + line[1:]

@@ -18,12 +18,12 @@ from lora_trainer.reporting.charts import Html, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
-from ..bases import EMBEDDED, RECOMMENDED, title
+from ..bases import EMBEDDED, title
 from ..markup import setting_label
 from ..server.templates import render
 from ..server.translation import Words
 from . import fields
-from .messages import message
+from .messages import message, sentence
 
 Light = Literal["good", "slow", "bad", ""]
 # Of what a plan puts on the disk: what all trainings on the same images read.
@@ -35,10 +35,12 @@ _ROOM = 1.04
 # What the size that a base is trained in makes of the images, said where the base is chosen.
 _OF_BASE = {
     "low-resolution": (
+        "1 of {#} images is smaller than this base is trained at and would be enlarged",
         "{#} of {#} images are smaller than this base is trained at and would be enlarged",
         "What is learned from them is soft: give larger ones, or choose a smaller size.",
     ),
     "blurred": (
+        "1 of {#} images looks blurred at this size",
         "{#} of {#} images look blurred at this size",
         "Leave them out, or choose a smaller size.",
     ),
@@ -131,11 +133,11 @@ def together(plans: Sequence[PlanRecord], said: Words) -> str:
     )
 
 
-def beside(found: PlanRecord, said: Words, *, of_all: str = "") -> Html:
+def beside(found: PlanRecord, said: Words, *, leads_to: str = "", of_all: str = "") -> Html:
     """Return what Train starts, in the words beside it: how long, how much, how large, on what.
 
-    `of_all` is what several trainings take together. A try-out comes with the one press that leads to a base of other
-    programs.
+    `of_all` is what several trainings take together. A try-out comes with the one press that leads to the base
+    `leads_to`, which is for other programs and fits here; empty where none does.
     """
     return render(
         "train/beside.html",
@@ -144,8 +146,8 @@ def beside(found: PlanRecord, said: Words, *, of_all: str = "") -> Html:
         base=found.base,
         is_try_out=found.base == EMBEDDED,
         of_all=of_all,
-        recommended=RECOMMENDED,
-        recommended_name=title(RECOMMENDED),
+        leads_to=leads_to,
+        leads_to_name=title(leads_to),
         **_chosen(found),
     )
 
@@ -257,9 +259,11 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
 
 def of_images(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
     """Yield of how many images the planned size makes something that harms the training."""
-    for kind, (what, advice) in _OF_BASE.items():
-        if kind in found.images:
-            told = said(what, f"{found.images[kind]:,}", f"{found.images.get('all', 0):,}")
+    of_all = f"{found.images.get('all', 0):,}"
+    for kind, (of_one, of_several, advice) in _OF_BASE.items():
+        count = found.images.get(kind, 0)
+        if count:
+            told = said(of_one, of_all) if count == 1 else said(of_several, f"{count:,}", of_all)
             yield {"what": told, "advice": said(advice), "severity": "warning"}
 
 
@@ -267,7 +271,7 @@ def _remarks(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
     """Yield what the plan warns of, each with its advice."""
     for remark in found.remarks:
         yield {
-            "what": message(remark.what, said),
-            "advice": message(remark.advice, said),
+            "what": sentence(remark.what, said),
+            "advice": sentence(remark.advice, said),
             "severity": "note",
         }

@@ -18,7 +18,7 @@ from lora_trainer.reporting.history import mapping, number, sequence
 from ..datasets.view import badge_kind
 from ..server.templates import render
 from ..server.translation import Words
-from .messages import message
+from .messages import sentence
 
 _NAMED = 4
 _GOOD, _FAIR = 0.8, 0.6
@@ -155,10 +155,10 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
         severity=severity,
         text=said(named.one) if count == 1 else said(named.some, f"{count:,}"),
         names=", ".join(names[:_NAMED]),
-        about="" if names else message(what, said),
+        about="" if names else sentence(what, said),
         more=max(0, len(names) - _NAMED),
-        found=message(what[:1].upper() + what[1:], said) if of_reading else "",
-        advice=message(str(first.get("advice", "")), said) if of_reading else "",
+        found=sentence(what, said) if of_reading else "",
+        advice=sentence(str(first.get("advice", "")), said) if of_reading else "",
         why=said(named.why),
         label=said(named.button),
         address=address,
@@ -174,8 +174,8 @@ def _own_words(
     name = f"{first['file']} " if first.get("file") else ""
     return Remark(
         severity=severity,
-        text=message(f"{name}{first.get('what', '')}", said),
-        about=message(str(first.get("advice", "")), said),
+        text=sentence(f"{name}{first.get('what', '')}", said),
+        about=sentence(str(first.get("advice", "")), said),
         why=said("And {} more like it.", f"{len(rows) - 1:,}") if len(rows) > 1 else "",
         label=said("Show"),
         address=address,

@@ -25,7 +25,7 @@ from ..markup import button, join, note_html, plain, tag
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import fields, plan
-from .base_cards import verdict_of
+from .base_cards import that_fits, verdict_of
 from .messages import capital, error, message
 from .report import report
 
@@ -218,7 +218,7 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
         return replace(nothing, verdict=verdict)
     single = PlanPart(
         html=plan.plan(found, said),
-        beside=plan.beside(found, said),
+        beside=plan.beside(found, said, leads_to=_leads_to(plans, draft, found)),
         filled=plan.filled(found),
         length=plan.length(found),
         button=said(_train_label(work, found)),
@@ -228,6 +228,11 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
     if not any(draft.also.values()):
         return single
     return _of_all(draft, single, found, said, plans)
+
+
+def _leads_to(plans: command_lines.Plans, draft: Draft, found: PlanRecord) -> str:
+    """Return the base that a try-out leads to, empty where the plan is of one for other programs already."""
+    return that_fits(plans, draft) if found.base == bases.EMBEDDED else ""
 
 
 def _of_all(
@@ -254,7 +259,9 @@ def _of_all(
         plans.append(answer.plan)
     return replace(
         single,
-        beside=plan.beside(found, said, of_all=plan.together(plans, said)),
+        beside=plan.beside(
+            found, said, leads_to=_leads_to(asked, draft, found), of_all=plan.together(plans, said)
+        ),
         button=said("Queue {#} trainings", len(plans)),
     )
 

@@ -44,7 +44,9 @@ def test_a_card_has_the_best_sample_of_the_own_run_and_else_an_emblem(work: Work
     cards = {card["source"]: card for card in base_cards.cards(work, bases.releases(), SAID)}
     card = cards[bases.RECOMMENDED]
     assert card["own"] and card["picture"].startswith("/media/run/mine/samples/step-00000300/")
-    assert card["licence_word"] == "Free for companies" and card["download"] == "12.9 GiB"
+    assert (
+        card["licence_word"] == "Free for companies" and card["download"] == "12.9 GiB to download"
+    )
     others = [each for each in cards.values() if each is not card]
     assert all(each["picture"].startswith("/train/emblem.svg?family=") for each in others)
     (work.runs / "mine/mine-best.safetensors").write_bytes(b"best")
@@ -86,8 +88,34 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
     assert good["images"] == [
         "2 of 2 images are smaller than this base is trained at and would be enlarged"
     ]
+    one = verdict(images={"all": 2, "blurred": 1})
+    assert one["images"] == ["1 of 2 images looks blurred at this size"]
     assert verdict(memory={**plan["memory"], "fits": False})["fits"] == "bad"
     assert verdict(base="embedded")["said"] == "A try-out, not for ComfyUI or Forge"
+
+
+def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does(
+    work: Workplace, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "set", images=2)
+    draft = drafts.Draft(id="0" * 12, dataset=str(tmp_path / "set"))
+    releases = [
+        {"source": source, "offered": place}
+        for place, source in enumerate(("of/a", "of/b", "of/c", "of/d"))
+    ]
+    too_large = {"of/a"}
+
+    def ask(words: command_lines.Words) -> command_lines.Answer:
+        if words == command_lines.BASES:
+            return command_lines.Answer(values={"releases": releases})
+        (base,) = (word.removeprefix("--base=") for word in words if word.startswith("--base="))
+        return command_lines.Answer(values={"memory": {"fits": base not in too_large}})
+
+    assert base_cards.that_fits(command_lines.Plans(work, ask=ask), draft) == "of/b"
+    too_large |= {"of/b", "of/c"}
+    assert base_cards.that_fits(command_lines.Plans(work, ask=ask), draft) == "", (
+        "of/d is seldom used"
+    )
 
 
 def test_found_models_are_those_that_may_be_named_and_a_folder_is_remembered(

@@ -250,7 +250,8 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
     assert "About 60 s to 2 min" in html
     assert "not for ComfyUI" in plan.beside(found, SAID)
-    assert 'data-base="stabilityai/' in plan.beside(found, SAID)
+    assert 'data-base="of/b"' in plan.beside(found, SAID, leads_to="of/b")
+    assert "data-base" not in plan.beside(found, SAID), "none fits"
     for shown in (plan.beside, plan.plan):
         assert "not for ComfyUI" not in shown(replace(found, base="owner/name"), SAID)
     assert "&lt;n&gt;" in html and "Train: Steps" in html and "Seed" not in html

@@ -362,7 +362,9 @@ def test_folders_and_models_are_listed_from_where_the_last_choice_was(tmp_path: 
     assert [row["said"] for row in answer["rows"] if row["file"]] == ["1 B", "2.0 KiB"]
     assert (answer["can"], answer["above"]) == (False, str(models.parent))
     assert browse.listing(work, "base", str(models / "whole"))["can"], "a whole model"
-    assert browse.listing(work, "base", str(models / "flux.gguf"))["folder"] == str(models)
+    typed = browse.listing(work, "base", str(models / "flux.gguf"))
+    assert (typed["folder"], typed["chosen"]) == (str(models), str(models / "flux.gguf"))
+    assert browse.listing(work, "base", str(models))["chosen"] == ""
     answer = browse.listing(work, "dataset", str(models))
     assert (names(answer), answer["said"]) == (["out", "whole"], "1 image here") and answer["can"]
     browse.remember(work, "base", str(models / "Pony.safetensors"))
