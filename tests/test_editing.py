@@ -233,9 +233,10 @@ def test_layers_that_only_references_go_through_are_trained(
 ) -> None:
     place = pairs(tmp_path, "flux3")
 
-    def run(name: str, **settings: Any) -> Path:
-        every = {"sampling__every_steps": 5, "train__validate_every_steps": 0, **settings}
-        assert run_cli(place.command(name, **every)) == 0
+    every = {"sampling__every_steps": 5, "train__validate_every_steps": 0}
+
+    def run(name: str, *more: str, **settings: Any) -> Path:
+        assert run_cli(place.command(name, *more, **{**every, **settings})) == 0
         return place.runs / name
 
     def planned(**settings: Any) -> int:
@@ -245,7 +246,10 @@ def test_layers_that_only_references_go_through_are_trained(
         plan: int = json.loads(capsys.readouterr().out)["memory"]["phases"]["training"]
         return plan
 
-    with_pairs = run("pairs", data__validation_fraction=0, output__measure=True)
+    trained = {"data__validation_fraction": 0, "output__measure": True}
+    with_pairs = run("pairs", **trained)
+    run_killed([(place.command("killed", **trained, **every), BETWEEN_SAVES)])
+    assert_same_run(run("killed", "--resume", **trained), with_pairs)
     plain = {"data__references": "none", "data__reference_dropout": 0.0}
     alone = run("alone", data__validation_fraction=0, sampling__every_steps=0, **plain)
     layers = [
@@ -332,6 +336,12 @@ class SeenPlace(Place):
     @property
     def base(self) -> Path:
         return self.folder / "base"
+
+
+def test_a_killed_run_goes_on_to_the_same_bits_where_texts_see_the_references(seen: Place) -> None:
+    run_killed([(seen.command("killed"), BETWEEN_SAVES)])
+    assert run_cli(seen.command("killed", "--resume")) == 0
+    assert_same_run(seen.runs / "killed", seen.runs / "whole")
 
 
 def test_texts_are_read_with_the_references_that_are_seen(seen: Place) -> None:

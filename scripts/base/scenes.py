@@ -44,12 +44,16 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """An image of `width_px` x `height_px`, its caption, and what was drawn (None in clutter)."""
+    """An image of `width_px` x `height_px`, its caption, and what was drawn (None in clutter).
+
+    `extra` is what the object wears: "face", "white dots", or nothing.
+    """
 
     image: Image.Image
     caption: str
     object_colour: str | None = None
     background_colour: str | None = None
+    extra: str | None = None
 
 
 def scene(seed: int, index: int, width_px: int = 64, height_px: int = 64) -> Scene:
@@ -59,13 +63,29 @@ def scene(seed: int, index: int, width_px: int = 64, height_px: int = 64) -> Sce
     canvas = _Canvas(width_px, height_px, _jitter(rng, COLOURS[background]))
     first, second, *_ = rng.sample([name for name in COLOURS if name != background], 2)
     alone = rng.random() < 0.7
-    caption = _single(rng, canvas, first) if alone else _pair(rng, canvas, first, second)
+    caption = _single(rng, canvas, first)[0] if alone else _pair(rng, canvas, first, second)
     article = "an" if background == "orange" else "a"
     caption = f"{caption} on {article} {background} background"
     if rng.random() < 0.1:  # words without a meaning, so that an unknown word does no harm
         caption = f"{rng.choice(NAMELESS)}, {caption}"
     return Scene(
         image=canvas.finish(), caption=caption, object_colour=first, background_colour=background
+    )
+
+
+def scene_of(
+    key: str, colour: str, background: str, width_px: int, height_px: int, *, plain: bool = False
+) -> Scene:
+    """Draw one object of these colours; with the same `key` shape, size and place are the same. `plain`: no extra."""
+    rng = random.Random(key)
+    canvas = _Canvas(width_px, height_px, _jitter(rng, COLOURS[background]))
+    words, extra = _single(rng, canvas, colour, plain=plain)
+    return Scene(
+        image=canvas.finish(),
+        caption=f"{words} on {'an' if background == 'orange' else 'a'} {background} background",
+        object_colour=colour,
+        background_colour=background,
+        extra=extra,
     )
 
 
@@ -91,21 +111,27 @@ def clutter(seed: int, index: int, width_px: int = 64, height_px: int = 64) -> S
     return Scene(image=canvas.finish(), caption="")
 
 
-def _single(rng: random.Random, canvas: _Canvas, colour: str) -> str:
+def _single(
+    rng: random.Random, canvas: _Canvas, colour: str, *, plain: bool = False
+) -> tuple[str, str | None]:
+    """Draw one object; return the words for it, and its extra, which `plain` leaves out."""
     size, shape = rng.choice(list(SIZES)), rng.choice(SHAPES)
     radius = rng.uniform(*SIZES[size])
     at = (rng.uniform(0.42, 0.58), rng.uniform(0.42, 0.58))
     canvas.shape(shape, at, radius, _jitter(rng, COLOURS[colour]), rng.gauss(0, 0.12))
-    extra = ""
-    if shape in {"circle", "square", "egg", "heart", "diamond", "star"} and size != "small":
+    extra = None
+    can_wear = shape in {"circle", "square", "egg", "heart", "diamond", "star"}
+    if can_wear and size != "small" and not plain:
         kind = rng.random()
         if kind < 0.22:
             canvas.face(at, radius * 0.8, rng)
-            extra = " with a face"
+            extra = "face"
         elif kind < 0.32:
             canvas.dots(at, radius * 0.6, rng, _jitter(rng, COLOURS["white"]))
-            extra = " with white dots"
-    return f"a {size} {colour} {shape}{extra}".replace("a  ", "a ").replace("a orange", "an orange")
+            extra = "white dots"
+    worn = {None: "", "face": " with a face", "white dots": " with white dots"}[extra]
+    words = f"a {size} {colour} {shape}{worn}".replace("a  ", "a ").replace("a orange", "an orange")
+    return words, extra
 
 
 def _pair(rng: random.Random, canvas: _Canvas, first: str, second: str) -> str:

@@ -20,8 +20,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-SAVE_EVERY_STEPS = 250
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -35,6 +33,8 @@ class Stage:
     seed: int
     ema_decay: float = 0.999
     weight_decay: float = 1e-2
+    warmup_steps: int = 200
+    save_every_steps: int = 250
 
 
 def train(stage: Stage, folder: Path) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def train(stage: Stage, folder: Path) -> dict[str, Tensor]:
         for step in range(first, stage.steps):
             torch.manual_seed(stage.seed * 1_000_003 + step)
             for group in optimizer.param_groups:
-                group["lr"] = stage.learning_rate * _schedule(step, stage.steps)
+                group["lr"] = stage.learning_rate * _schedule(step, stage.steps, stage.warmup_steps)
             loss = stage.loss(step)
             loss.backward()
             nn.utils.clip_grad_norm_(parameters.values(), 1.0)
@@ -78,12 +78,12 @@ def train(stage: Stage, folder: Path) -> dict[str, Tensor]:
                 row = {"step": step + 1, "loss": smooth, "seconds": time.monotonic() - started}
                 log.write(json.dumps(row) + "\n")
                 log.flush()
-            if (step + 1) % SAVE_EVERY_STEPS == 0 or step + 1 == stage.steps:
+            if (step + 1) % stage.save_every_steps == 0 or step + 1 == stage.steps:
                 _save(file, step + 1, parameters, ema, optimizer)
     return ema
 
 
-def _schedule(step: int, steps: int, warmup_steps: int = 200) -> float:
+def _schedule(step: int, steps: int, warmup_steps: int) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.02 + 0.98 * 0.5 * (
