@@ -75,7 +75,7 @@ def main() -> int:
                     card=CARDS[gib],
                     priority=priority,
                     ram_gib=ram_gib_of(source),
-                    settings=[_side(source, gib, priority), *asked.set],
+                    settings=[side_setting(source, gib, priority), *asked.set],
                 )
                 outcome = outcomes.get(cell.key)
                 if outcome is None:
@@ -85,7 +85,7 @@ def main() -> int:
                     outcome = rehearse(
                         cell,
                         base=base,
-                        dataset=_dataset(work / "images", base),
+                        dataset=dataset_for(work / "images", base),
                         work=work / "cell",
                         libraries=libraries,
                     )
@@ -96,7 +96,7 @@ def main() -> int:
     return 1 if faulty else 0
 
 
-def _side(source: str, gib: int, priority: Priority) -> str:
+def side_setting(source: str, gib: int, priority: Priority) -> str:
     """Return the setting for the size of images that docs/plans.md has."""
     (card,) = (name for name, size in PLANNED_CARDS.items() if size == gib)
     return f"data.resolution={planned(source, card, priority).config.data.resolution}"
@@ -109,7 +109,7 @@ def _line(outcome: Outcome) -> str:
     return f"{outcome.key}: {'; '.join(outcome.faults) or 'holds'} | {sizes} | {launches} launches a step | {plan}"
 
 
-def _dataset(folder: Path, base: Path) -> Path:
+def dataset_for(folder: Path, base: Path) -> Path:
     """Write five images of noise with captions for a base, two of them as long as it reads: one image is held out."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_trainer.run.samples import ONE_COLOUR
 from scripts.rehearse.card import Card
-from scripts.rehearse.program import COUNTS_VARIABLE, MEMORY_VARIABLE
+from scripts.rehearse.program import COUNTS_VARIABLE, FAULT_VARIABLE, MEMORY_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 STEPS, STEPS_RESUMED = 6, 7
@@ -36,13 +36,14 @@ BY_NO_KERNEL = ONE_COLOUR
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A base, a card, a priority; `ram_gib` is what the machine is said to have."""
+    """A base, a card, a priority; `ram_gib` is what the machine is said to have, `planted` a fault (planted.py)."""
 
     source: str
     card: Card
     priority: str
     ram_gib: float
     settings: Sequence[str] = ()
+    planted: str = ""
 
     @property
     def key(self) -> str:
@@ -130,13 +131,19 @@ def judged(
     peak = max((row["counts"]["peak_used"] for row in rows), default=0)
     if peak > planned:
         found.append("the peak is above the plan")
+    elif _peak_of_steps(rows) > plan["memory"]["phases"]["training"]:
+        found.append("the peak of the steps is above what is planned for them")
     if peak < LEAST_SHARE * planned:
         found.append(f"the peak is below {LEAST_SHARE:.0%} of the plan")
+    if _grows(rows):
+        found.append("tensors on the card grow from step to step")
     quiet = _between(rows, QUIET_STEP - 1, QUIET_STEP)
     if not quiet:
         found.append(f"step {QUIET_STEP} was not reported")
     elif quiet["h2d_pageable"] or quiet["d2h_pageable"]:
         found.append("a step copies memory that is not pinned")
+    if quiet and (quiet["mallocs"] or quiet["frees"]):
+        found.append("a step takes memory from the driver or gives it back")
     if quiet and (quiet["stream_sync"] or quiet["dev_sync"] or quiet["sync_copies"]):
         found.append("the host waits within a step")
     return Outcome(
@@ -157,6 +164,7 @@ def _run(cell: Cell, words: Sequence[str], *, counts: Path, libraries: Path) -> 
         "PYTHONWARNINGS": "ignore",
         COUNTS_VARIABLE: str(counts),
         MEMORY_VARIABLE: str(cell.ram_gib),
+        FAULT_VARIABLE: cell.planted,
         "XDG_CACHE_HOME": str(counts.parent / CACHE),
     }
     command = [sys.executable, "-m", "scripts.rehearse.program", *words]
@@ -185,6 +193,25 @@ def _between(rows: Sequence[Mapping[str, Any]], first: int, last: int) -> dict[s
     if first not in steps or last not in steps:
         return {}
     return {name: steps[last][name] - steps[first][name] for name in steps[last]}
+
+
+def _peak_of_steps(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the bytes of tensors at the peak of the steps and of the driver, without what torch keeps for reuse."""
+    peaks = [
+        row["tensors"]["peak_bytes"] for row in rows if row["event"] == "step" and "tensors" in row
+    ]
+    return rows[0]["counts"]["used"] + max(peaks) if peaks else 0
+
+
+def _grows(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether each of three steps left more in tensors than the one before; later ones are told at one moment."""
+    sizes = {
+        row["step"]: row["tensors"]["bytes"]
+        for row in rows
+        if row["event"] == "step" and "tensors" in row
+    }
+    steps = range(QUIET_STEP - 2, QUIET_STEP + 1)
+    return sizes.keys() >= set(steps) and all(sizes[n] < sizes[n + 1] for n in steps[:-1])
 
 
 def _record(run: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 COUNTS_VARIABLE, MEMORY_VARIABLE = "PRETENDED_COUNTS", "PRETENDED_RAM_GIB"
+FAULT_VARIABLE = "PRETENDED_FAULT"
 _NO_NUMBERS = 0.5
 _IN_USE_BYTES = 4 << 30
 _RESERVED_ELEMENTS = 1 << 20
@@ -234,6 +235,10 @@ def main() -> None:
         pretend_host_memory(float(os.environ[MEMORY_VARIABLE]))
     if COUNTS_VARIABLE in os.environ:
         count_events(Path(os.environ[COUNTS_VARIABLE]))
+    if fault := os.environ.get(FAULT_VARIABLE):
+        from scripts.rehearse.planted import plant
+
+        plant(fault)
     from lora_trainer.cli.main import main as command
 
     assert kept is not None

@@ -47,9 +47,32 @@ def test_a_run_within_its_plan_holds() -> None:
     assert outcome.quiet_step["launches"] == 900
 
 
+def growing(*sizes_mib: int, peak_bytes: int = GIB) -> list[dict[str, Any]]:
+    """Return the lines of a run whose tensors have these sizes after its steps, and this peak in each."""
+    return [
+        {**row, "tensors": {"bytes": size << 20, "peak_bytes": peak_bytes}}
+        for row, size in zip(rows(), sizes_mib, strict=True)
+    ]
+
+
+def test_tensors_that_grow_once_are_the_state_of_the_optimizer() -> None:
+    assert judged("a", growing(1, 9, 9, 9), plan=PLAN, chosen={}).faults == []
+
+
+def test_steps_may_take_what_is_planned_for_them_where_another_phase_takes_more() -> None:
+    plan = {"memory": {"phases": {"images": int(4.1 * GIB), "training": 3 * GIB}}}
+    seen = growing(9, 9, 9, 9, peak_bytes=int(2.9 * GIB))
+    assert judged("a", seen, plan=plan, chosen={}).faults == []
+    seen = growing(9, 9, 9, 9, peak_bytes=int(3.1 * GIB))
+    said = judged("a", seen, plan=plan, chosen={}).faults
+    assert said == ["the peak of the steps is above what is planned for them"]
+
+
 @pytest.mark.parametrize(
     ("seen", "fault"),
     [
+        (growing(1, 2, 3, 4), "tensors on the card grow from step to step"),
+        (rows(mallocs=1), "a step takes memory from the driver or gives it back"),
         (rows(peak_bytes=5 * GIB), "the peak is above the plan"),
         (rows(peak_bytes=3 * GIB), "the peak is below 90% of the plan"),
         (rows(h2d_pageable=1), "a step copies memory that is not pinned"),
