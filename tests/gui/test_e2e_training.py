@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,10 +67,16 @@ def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Ite
         env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
         env["HF_HOME"] = str(folder / "hub")
         yield Place(runs=runs, images=images, hub=hub, env=env, server=gui_server(runs, env=env))
-    # A test that failed half-way leaves a training of many hours, which outlives the interface.
-    status = read_status(runs / "one")
-    if status is not None and status.pid and status.state == "running":
-        psutil.Process(status.pid).kill()
+    end_trainings(runs)
+
+
+def end_trainings(runs: Path) -> None:
+    """Kill what still trains: a test that failed half-way leaves a training of hours, which outlives the pages."""
+    for folder in runs.iterdir() if runs.is_dir() else ():
+        status = read_status(folder)
+        if status.state == "running" and status.pid not in (None, os.getpid()):
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(status.pid).kill()
 
 
 def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> None:
@@ -181,6 +189,7 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     gui_server: StartGui,
     tmp_path_factory: pytest.TempPathFactory,
     is_online: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Online a model comes from the Hub and writes the captions, offline they are what the photographs say."""
     runs, server = place.runs, place.server
@@ -188,6 +197,7 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     place.hub.folders[SMALL_CAPTIONER] = captioner
     if not is_online:
         runs = tmp_path_factory.mktemp("offline") / "runs"
+        request.addfinalizer(lambda: end_trainings(runs))
         env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(runs.with_name("hub"))}
         server = gui_server(runs, env=env)
     page = new_page()
@@ -205,10 +215,17 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     assert len(written) == 20 and sum(map(bool, written)) == (20 if is_online else 10)
     page.get_by_role("button", name=ON).click()
     page.locator(".plan-line", has_text="Fits:").wait_for()
-    newest = max((runs / ".gui" / "drafts").glob("*.json"))
-    newest.write_text(json.dumps(json.loads(newest.read_text()) | {"settings": SHORT}))
     page.get_by_label("Trigger word").click()
     page.keyboard.type("zwx")
+    page.keyboard.press("Tab")
+    # Whatever the page writes of the draft is written before the steps are.
+    newest = max((runs / ".gui" / "drafts").glob("*.json"))
+    until(
+        lambda: "data.trigger" in json.loads(newest.read_text())["settings"],
+        what="the trigger is kept",
+    )
+    draft = json.loads(newest.read_text())
+    newest.write_text(json.dumps(draft | {"settings": draft["settings"] | SHORT}))
     page.get_by_role("button", name="Train a try-out").click()
     page.wait_for_url("**/run?run=*")
     assert page.evaluate("Number(sessionStorage.clicks)") <= 4
