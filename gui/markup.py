@@ -147,6 +147,12 @@ def setting_label(key: str) -> str:
     return _labels().get(key, key)
 
 
+def setting_said(key: str, said: Words) -> str:
+    """Return the label of a setting in the language of the reader."""
+    section, colon, label = setting_label(key).partition(": ")
+    return f"{said(section)}: {said(label)}" if colon else said(section)
+
+
 @cache
 def _labels() -> Mapping[str, str]:
     infos = all_settings()

@@ -28,7 +28,7 @@ from lora_trainer.reporting.report import value_text
 from lora_trainer.reporting.run_record import RunRecord
 
 from .bases import EMBEDDED
-from .markup import inline, join, named, setting_label, table, tag
+from .markup import inline, join, named, setting_said, table, tag
 from .server.translation import Words
 
 # What a draft has fields of its own for, or a new run must not share.
@@ -165,9 +165,10 @@ class _Settings:
         return self._name(key), value, self._decider(key), self._reason(key), self._doc(key)
 
     def _name(self, key: str) -> Html:
-        label = setting_label(key)
-        title = f"{key}: {self.known[key].doc}" if key in self.known else None
-        return tag("code", key) if label == key else tag("span", label, title=title)
+        if key not in self.known:
+            return tag("code", key)
+        help_text = self.said.message(named(self.known[key].doc)).replace("`", "")
+        return tag("span", setting_said(key, self.said), title=help_text)
 
     def _text(self, key: str, value: Any) -> Html:
         unit = self.known[key].unit if key in self.known else ""

@@ -155,7 +155,8 @@ def test_going_on_for_longer_says_what_changed_and_keeps_the_run_s_own_settings(
     assert rows[7][2] > 0.001
     settings = settings_of(copied.run)
     assert (settings["train.steps"], settings["optimizer.learning_rate"]) == (8, 0.5)
-    assert {key: settings[key] for key in SETTINGS} == SETTINGS
+    began_with = {**SETTINGS, "output.measure": True}
+    assert {key: settings[key] for key in SETTINGS} == began_with
     assert events(copied.run, "finished")[-1]["step"] == 8
     assert last_state(copied.run).name == "step-00000008"
     # Fewer steps than there are: nothing is trained, and it is said.

@@ -26,7 +26,7 @@ from lora_trainer.tuning.study import STUDY_FILE, read_record
 from lora_trainer.tuning.tune import gains_of
 
 from .. import runs, variants
-from ..markup import setting_label
+from ..markup import setting_said
 from ..media import run_url
 from ..run_best import Standing, losses, standing_of
 from ..server.templates import render
@@ -149,7 +149,7 @@ def shelf(work: Workplace, _: Words) -> Mapping[str, Any]:
         {
             "url": page_url(each.id),
             "name": each.label,
-            "keys": ", ".join(_(setting_label(key)) for key in each.keys),
+            "keys": ", ".join(setting_said(key, _) for key in each.keys),
             "count": len(each.members),
         }
         for each in variants.find(work)
@@ -238,7 +238,7 @@ def _label(values: Mapping[str, Any], keys: Sequence[str], _: Words) -> str:
     for key in keys:
         value = values.get(key, _("as planned"))
         shown = value if isinstance(value, str) else json.dumps(value)
-        parts.append(f"{_(setting_label(key))} {shown}")
+        parts.append(f"{setting_said(key, _)} {shown}")
     return ", ".join(parts)
 
 

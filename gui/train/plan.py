@@ -19,7 +19,7 @@ from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
 from ..bases import EMBEDDED, title
-from ..markup import setting_label
+from ..markup import setting_said
 from ..server.templates import render
 from ..server.translation import Words
 from . import fields
@@ -250,7 +250,7 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
             value = setting.value
             yield {
                 "key": key,
-                "label": said.message(setting_label(key)),
+                "label": setting_said(key, said),
                 "value": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
                 "origin": said.message(setting.origin),
                 "reason": message(setting.reason, said),

@@ -417,7 +417,7 @@ def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:
     except ImportError:
         raise InputError(
             f"{name} needs the package pyarrow, which is not installed",
-            fix="pip install pyarrow, or save the captions as metadata.csv",
+            fix="`pip install pyarrow`, or save the captions as metadata.csv",
         ) from None
     file = parquet.ParquetFile(BufferReader(data))
     # Only the columns with names and texts: files of the Hub can hold the images themselves too.

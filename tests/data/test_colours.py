@@ -177,7 +177,7 @@ def test_heic_is_named_with_the_cure_where_it_is_not(brand: str, tmp_path: Path)
     with pytest.raises(ImageDecodeError) as caught:
         decode(file, settings=DataSettings())
     assert "is a HEIC image" in caught.value.reason
-    assert caught.value.fix == "pip install pillow-heif, or convert it to PNG or JPEG"
+    assert caught.value.fix == "`pip install pillow-heif`, or convert it to PNG or JPEG"
 
 
 def test_avif_is_named_where_pillow_lacks_it(

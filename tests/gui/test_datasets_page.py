@@ -339,7 +339,7 @@ def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
     api: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heic = {"severity": "warning", "kind": "unusable", "file": "p1.png"}
-    heic |= {"what": "is a HEIC image", "advice": "pip install pillow-heif, or convert it"}
+    heic |= {"what": "is a HEIC image", "advice": "`pip install pillow-heif`, or convert it"}
     broken = {**heic, "file": "p2.png", "what": "is cut off", "advice": "replace it"}
     answer = check_answer(findings=[heic, broken], images=1)
     answered(monkeypatch, answer)
@@ -352,7 +352,7 @@ def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
     report, is_good = report_on(folder, answer, words(ENGLISH))
     text = " ".join(re.sub("<[^>]*>", " ", report).split())
     assert not is_good and "1 image, 2 more files that cannot be read" in text
-    assert "Is a HEIC image. What to do: pip install pillow-heif, or convert it." in text
+    assert "Is a HEIC image. What to do: pip install pillow-heif , or convert it." in text
     assert "Is cut off. What to do: replace it." in text and "2 files cannot be read" not in text
 
 

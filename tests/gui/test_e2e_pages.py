@@ -302,7 +302,7 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     dialog.get_by_role("button", name="mine.safetensors").click()
     dialog.get_by_role("button", name="Choose", exact=True).click()
     dialog.wait_for(state="detached")
-    page.locator(".base-card[aria-pressed=true]", has_text=str(model)).wait_for()
+    page.locator(".base-card[aria-pressed=true]", has_text=model.name).wait_for()
     page.get_by_role("button", name="Show all base models").click()
     expect(page.get_by_label("Or another one")).to_have_value(str(model))
 
