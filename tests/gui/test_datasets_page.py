@@ -353,7 +353,7 @@ def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
     text = " ".join(re.sub("<[^>]*>", " ", report).split())
     assert not is_good and "1 image, 2 more files that cannot be read" in text
     assert "Is a HEIC image. What to do: pip install pillow-heif , or convert it." in text
-    assert "Is cut off. What to do: replace it." in text and "2 files cannot be read" not in text
+    assert "Is cut off. What to do: Replace it." in text and "2 files cannot be read" not in text
 
 
 def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
