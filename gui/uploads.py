@@ -61,6 +61,7 @@ MAX_LEFT_OUT_NAMED = 5
 _NAME_MAX_BYTES = 150
 _BATCH = re.compile(r"[0-9a-f]{16}")
 _NUMBER = re.compile(r"[0-9]{1,5}")
+_UNNAMED = "dataset"
 _RECEIVING: dict[str, threading.Lock] = {}
 
 
@@ -264,13 +265,18 @@ def upload_folder(work: Workplace, name: str) -> Path:
     parent = work.own / FOLDER
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for free in numbered(safe_name(name) or "dataset"):
+        for free in numbered(safe_name(name) or _UNNAMED):
             with suppress(FileExistsError):
                 (parent / free).mkdir()
                 return parent / free
     except OSError as error:
         raise disk_error(parent, error) from error
     raise AssertionError("numbers do not end")
+
+
+def is_unnamed(folder: str) -> bool:
+    """Whether a folder of uploads has the name that is given where images come without one."""
+    return re.fullmatch(rf"{_UNNAMED}(-\d+)?", folder) is not None
 
 
 @contextmanager

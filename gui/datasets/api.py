@@ -6,6 +6,7 @@ its listing. Outputs: cards and history as plain values. All changes go through 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,10 @@ from .edit_many import EditMany
 from .journal import History, Journal, Outcome
 from .name_captions import caption_without_model
 from .open_dataset import Counters, OpenDataset, open_dataset
-from .view import summary
+from .view import DONE_HERE, summary
 
 MAX_CAPTION_CHARACTERS = 20_000
+_SHOWN = 4  # images on the card of a folder
 Json = dict[str, Any]
 
 
@@ -49,6 +51,21 @@ class DatasetApi:
     def recent(self, asked: requests.Recent) -> Json:
         """Return the folders used lately."""
         return {"recent": notes.recent(self.work)}
+
+    def glance(self, asked: requests.Folder) -> Json:
+        """Return what the card of a folder shows."""
+        opened = self._open(asked)
+        can_be_shown = [each for each in opened.pictures if not opened.reader.is_unreadable(each)]
+        # Of ten thousand not the first four, which often are of one scene.
+        step = max(1, len(can_be_shown) // _SHOWN)
+        return {
+            "name": opened.name,
+            "uploaded": trash.uploaded(self.work, opened.root),
+            "images": len(opened.pictures),
+            "without_caption": sum(opened.reader.lacks_caption(each) for each in opened.pictures),
+            "shown": [each.name for each in can_be_shown[::step][:_SHOWN]],
+            "used": _day(opened.notes.opened_s),
+        }
 
     def check(self, asked: requests.Folder) -> Json:
         """Run `lora-train check` where something has changed; the next look shows what it says."""
@@ -85,20 +102,23 @@ class DatasetApi:
         return {"saved": True, "cards": cards, **_steps(journal.history())}
 
     def preview(self, asked: requests.Preview) -> Json:
-        """Return what an edit of many captions would change."""
+        """Return what an edit of many captions would change, and how many have already what it adds."""
         opened, edit = self._open(asked), _edit_many(asked)
-        rows = []
+        rows, have = [], 0
         places: set[tuple[str, str]] = set()
         for picture in map(opened.picture, asked.files):
             caption = opened.reader.caption(picture)
             place = (caption.file, picture.name if caption.place == "line" else "")
             after = edit.apply(caption.text)
             unreadable = opened.reader.is_unreadable(picture)
-            if caption.locked or unreadable or after == caption.text or place in places:
+            if caption.locked or unreadable or place in places:
                 continue
             places.add(place)
+            if after == caption.text:
+                have += edit.adds
+                continue
             rows.append({"file": picture.name, "before": caption.text, "after": after})
-        return {"rows": rows, "title": edit.title()}
+        return {"rows": rows, "have": have, "title": edit.title()}
 
     def apply(self, asked: requests.Apply) -> Json:
         """Make an edit of many captions as it was previewed."""
@@ -307,9 +327,11 @@ class DatasetApi:
         others = reader.checked.others or [
             {"file": finding.file, "what": finding.what, "advice": finding.advice}
             for finding in opened.listing.findings
+            if finding.kind not in DONE_HERE
         ]
         return {
             "folder": str(root),
+            "name": opened.name,
             "uploaded": trash.uploaded(self.work, root),
             "pictures": [reader.card(picture) for picture in opened.pictures],
             "excluded": [opened.away.card(picture) for picture in opened.excluded],
@@ -365,6 +387,10 @@ def _steps(history: History) -> Json:
 def _note(finding: Mapping[str, Any]) -> str:
     name = f"{finding['file']} " if finding.get("file") else ""
     return f"{name}{finding.get('what', '')}: {finding.get('advice', '')}"
+
+
+def _day(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(time_s)) if time_s else ""
 
 
 def _named(pictures: Sequence[ImageFile]) -> str:

@@ -31,7 +31,7 @@ export class EditMany {
     }, this.kind.node, this.text.node, this.replacement.node, this.joint.node,
     make("button", { type: "submit" }, say("Preview")), this.target);
     this.node = make("details", { class: "ds-bulk" },
-      make("summary", {}, say("Change many captions: add, remove, replace words \u2026")),
+      make("summary", {}, say("Change many captions \u2026")),
       form, this.said, this.preview);
     this.changed();
   }
@@ -66,7 +66,12 @@ export class EditMany {
     if (turn !== this.turn) return; // other words or images were chosen meanwhile: this preview is not of them
     if (answer.error) { this.said.textContent = answer.error; return; }
     this.shown = { ...values, rows: answer.rows };
-    if (answer.rows.length === 0) { this.said.textContent = say("No caption would change."); return; }
+    this.said.textContent = [
+      ...(answer.rows.length ? [] : [say("No caption would change.")]),
+      ...(answer.have === 1 ? [say("1 caption has it already and stays as it is.")] : []),
+      ...(answer.have > 1 ? [say("{#} captions have it already and stay as they are.", answer.have)] : []),
+    ].join(" ");
+    if (answer.rows.length === 0) return;
     this.rows.replaceChildren(...answer.rows.map(previewRow));
     const count = answer.rows.length;
     this.apply.textContent = count === 1 ? say("Apply to 1 caption") : say("Apply to {#} captions", count);

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.whole_words import replaced, same_word, tags_of
+from lora_trainer.common.whole_words import replaced, same_word, tags_of, whole_word
 from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, with_trigger
 from lora_trainer.dataset.captions import compact, json_object
 from lora_trainer.dataset.json_captions import with_each_text, with_first_text, with_word_inside
@@ -35,15 +35,18 @@ class EditMany:
         if not self.text.strip() and not (self.kind == "replace" and self.text):
             raise RequestError("nothing is typed", fix="type the words that this is about")
 
+    @property
+    def adds(self) -> bool:
+        """Whether it adds words, so that a caption which it leaves alone has them."""
+        return self.kind in ("prepend", "append", "trigger")
+
     def apply(self, caption: str) -> str:
         """Return the caption as it becomes."""
         if (value := json_object(caption)) is not None:
             return self._within(value, caption)
         match self.kind:
-            case "prepend":
-                return self.joint.join(part for part in (self.text, caption) if part)
-            case "append":
-                return self.joint.join(part for part in (caption, self.text) if part)
+            case "prepend" | "append":
+                return self._joined(caption)
             case "replace":
                 return replaced(caption, self.text, self.replacement)
             case "remove_tag":
@@ -51,17 +54,23 @@ class EditMany:
             case "trigger":
                 return with_trigger(caption, self.text)
 
+    def _joined(self, text: str) -> str:
+        """Return a text with the words in front or at the end; one that has them there, or as a tag, as it is."""
+        words = whole_word(self.text)
+        has_tag = same_word(self.text) in map(same_word, tags_of(text))
+        if self.joint == ", " and has_tag:
+            return text
+        if self.kind == "prepend":
+            begins = words.match(text.lstrip()) is not None
+            return text if begins else self.joint.join(filter(None, (self.text, text)))
+        ends = any(found.end() == len(text.rstrip()) for found in words.finditer(text))
+        return text if ends else self.joint.join(filter(None, (text, self.text)))
+
     def _within(self, value: Mapping[str, Any], caption: str) -> str:
         """Return a caption in JSON as it becomes, laid out as it was; as it is where nothing in it changes."""
         match self.kind:
-            case "prepend":
-                changed = with_first_text(
-                    value, lambda text: self.joint.join(part for part in (self.text, text) if part)
-                )
-            case "append":
-                changed = with_first_text(
-                    value, lambda text: self.joint.join(part for part in (text, self.text) if part)
-                )
+            case "prepend" | "append":
+                changed = with_first_text(value, self._joined)
             case "replace":
                 changed = with_each_text(
                     value, lambda text: replaced(text, self.text, self.replacement)

@@ -24,6 +24,8 @@ from lora_trainer.reporting.history import mapping
 
 from ..command_lines import Words, check_words
 from ..drafts import Draft
+from ..trash import store as trash
+from ..uploads import is_unnamed
 from ..workplace import Workplace
 from . import check, notes
 from .caption_edit import Edit, caption_changes
@@ -65,6 +67,18 @@ class OpenDataset:
         return self.notes.resolution if self.notes.resolution in RESOLUTIONS[1:] else ""
 
     @property
+    def trigger(self) -> str:
+        """The word that captions are searched for: as chosen on the page, else of the draft."""
+        chosen = self.notes.trigger
+        return self.settings.trigger or "" if chosen is None else chosen
+
+    @property
+    def name(self) -> str:
+        """What the dataset is called: its folder, or its trigger word where the upload came without a name."""
+        is_nameless = trash.uploaded(self.work, self.root) and is_unnamed(self.root.name)
+        return self.trigger or self.root.name if is_nameless else self.root.name
+
+    @property
     def trained_as(self) -> str:
         """What the size is without a choice of one."""
         own = self.draft.settings.get("data.resolution", "auto")
@@ -92,9 +106,7 @@ class OpenDataset:
         return Reader(
             root=self.root,
             extensions=self.extensions,
-            trigger=self.settings.trigger or ""
-            if self.notes.trigger is None
-            else self.notes.trigger,
+            trigger=self.trigger,
             counter=self._counter(limit),
             room_tokens=int(limit.get("tokens", 0)),
             checked=CheckedPictures.of(self.known.values, names=names),

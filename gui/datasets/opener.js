@@ -1,26 +1,30 @@
-// The line that opens a folder, the folders used lately, and images that the browser sends.
+// The folders used lately as cards, the line that opens another one, and images that the browser sends.
 import { browse } from "/ui/shared/browse.js";
 import { say } from "/ui/shared/words.js";
 import { ask } from "/ui/datasets/asking.js";
 import { button, field, make } from "/ui/shared/elements.js";
 
+const THUMB_PX = 384;
+
 export class Opener {
   constructor(editor) {
     this.editor = editor;
     this.drop = document.querySelector(".drop");
+    this.title = document.querySelector(".ds-title h1");
+    this.actions = document.querySelector(".ds-title .actions");
     this.list = make("datalist", { id: "ds-recent" });
     this.path = field(say("Folder on this machine"), { list: "ds-recent", spellcheck: "false" });
     this.path.node.classList.add("ds-wide");
     this.error = make("p", { class: "ds-error", role: "alert", hidden: true });
     this.said = make("p", { class: "ds-quiet", role: "status" });
-    this.recent = make("div", { class: "ds-recent" });
-    this.train = make("a", { class: "ds-train", hidden: true }, say("Train on these images"));
-    this.remove = button(say("Delete"), () => {}, { hidden: true });
-    this.node = make("div", { class: "ds-open" }, make("form", {
+    this.recent = make("ul", { class: "ds-shelf" });
+    this.train = make("a", { class: "ui-button primary" }, say("Train on these images"));
+    this.others = button(say("Open another one"), () => this.another(), { "aria-expanded": "false" });
+    this.remove = button(say("Delete"), () => {});
+    this.form = make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
-    }, this.path.node, this.list, button(say("Browse"), () => this.browse()),
-    make("button", { type: "submit", class: "primary" }, say("Open")),
-    this.train, this.remove), this.error, this.said, this.recent, make("p", { class: "empty quiet" },
+    }, this.path.node, this.list, button(say("Browse"), () => this.browse()), make("button", { type: "submit" }, say("Open")));
+    this.node = make("div", { class: "ds-open" }, this.form, this.error, this.said, this.recent, make("p", { class: "empty quiet" },
       say("Here you write captions, find blurred and doubled images and see how each is cropped.")));
   }
 
@@ -29,14 +33,20 @@ export class Opener {
   }
 
   async start(folder) {
+    if (folder) {
+      this.path.input.value = folder;
+      this.editor.open(folder);
+    }
     const answer = await ask("recent", {});
     const folders = answer.recent ?? [];
     this.list.replaceChildren(...folders.map((value) => make("option", { value })));
-    this.recent.replaceChildren(...(folders.length ? [make("span", { class: "ds-quiet" }, say("Used lately:"))] : []),
-      ...folders.map((name) => button(name, () => this.editor.open(name), { class: "bare" })));
-    if (!folder) return;
-    this.path.input.value = folder;
-    this.editor.open(folder);
+    if (folder || !folders.length) return;
+    const cards = folders.map((each) => folderCard(each));
+    this.recent.replaceChildren(...cards.map((card) => card.node));
+    for (const card of cards) {
+      if (this.editor.leaving.aborted || this.editor.folder) return;
+      card.show(await ask("glance", { folder: card.folder })); // one after another: a folder may have thousands of files
+    }
   }
 
   /** Open the folder that dropped or chosen files were put into. */
@@ -47,6 +57,13 @@ export class Opener {
 
   submit() { this.refuse(""); this.editor.open(this.path.input.value); }
 
+  /** Show the line for another folder, or put it away. */
+  another() {
+    this.form.hidden = !this.form.hidden;
+    this.others.setAttribute("aria-expanded", String(!this.form.hidden));
+    if (!this.form.hidden) this.path.input.select();
+  }
+
   /** Say that a folder is being opened, which takes a while on a slow disk; return what ends that. */
   waiting() {
     const opening = say("Opening the folder \u2026");
@@ -55,14 +72,17 @@ export class Opener {
     return () => { this.said.textContent = before; };
   }
 
-  opened({ folder, uploaded }) {
+  opened({ folder, name, uploaded }) {
     this.path.input.value = folder;
-    const name = folder.split(/[\\/]/).at(-1);
+    this.title.replaceChildren(make("span", { translate: "no", dir: "auto", title: folder }, name));
     for (const [key, value] of Object.entries({ trash: "dataset", ref: folder, next: "/datasets" })) this.remove.dataset[key] = value;
     this.remove.setAttribute("aria-label", say("Delete {}", name));
-    this.remove.hidden = !uploaded; // a folder of the user's own is not ours to delete
     this.train.href = `/train?${new URLSearchParams({ folder })}`;
-    this.train.hidden = false;
+    // A folder of the user's own is not ours to delete.
+    this.actions.replaceChildren(...(uploaded ? [this.remove] : []), this.others, this.train);
+    this.actions.hidden = false;
+    this.form.hidden = true;
+    this.others.setAttribute("aria-expanded", "false");
     this.drop.hidden = this.recent.hidden = this.node.lastChild.hidden = true;
     this.refuse("");
   }
@@ -70,5 +90,30 @@ export class Opener {
   refuse(text) {
     this.error.textContent = text;
     this.error.hidden = !text;
+    if (text) this.form.hidden = false;
   }
+}
+
+/** Return the card of a folder; what is in it comes later, by `show`. */
+function folderCard(folder) {
+  const name = make("b", { translate: "no", dir: "auto" }, folder.split(/[\\/]/).at(-1));
+  const images = make("span", { class: "ds-four" });
+  const about = make("span", { class: "quiet" }, "\u00a0");
+  const place = make("small", { class: "quiet", translate: "no" });
+  const node = make("li", {}, make("a", { class: "panel", href: `/datasets?${new URLSearchParams({ folder })}` }, images, name, about, place));
+  const show = (answer) => {
+    if (answer.error) { about.textContent = answer.error; return; }
+    name.textContent = answer.name;
+    const lacking = answer.without_caption;
+    about.textContent = [
+      answer.images === 1 ? say("1 image") : say("{#} images", answer.images.toLocaleString("en")),
+      lacking ? say("{#} without a caption", lacking.toLocaleString("en")) : say("all with captions"), answer.used,
+    ].slice(answer.images ? 0 : 2).filter(Boolean).join(" \u00b7 ");
+    place.textContent = answer.uploaded ? "" : folder;
+    images.replaceChildren(...answer.shown.map((file) => make("img", {
+      src: `/media/thumb?${new URLSearchParams({ folder, file, size: THUMB_PX })}`, alt: "", loading: "lazy", decoding: "async",
+      onerror: (event) => event.target.remove(),
+    })));
+  };
+  return { folder, node, show };
 }

@@ -23,6 +23,7 @@ def routes(work: Workplace) -> list[Route]:
     return [
         page("/datasets", "datasets/page.html", title="Datasets", look=lambda _request, _: {}),
         _route("recent", requests.Recent, api.recent),
+        _route("glance", requests.Folder, api.glance),
         _route("look", requests.Look, api.look),
         _route("check", requests.Folder, api.check),
         _route("save", requests.Save, api.save),

@@ -71,9 +71,9 @@ class Editor {
     this.bulk = new EditMany(this);
     this.captioner = new Captioner(this);
     this.list = make("div");
-    const hint = make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself."));
-    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, hint, this.list);
-    this.tools.bulkPlace.append(this.bulk.node, this.captioner.node);
+    this.tools.selection.append(make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")));
+    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.tools.selection, this.list);
+    this.tools.bulkPlace.append(this.bulk.node, this.captioner.node, this.tools.more);
     place.replaceChildren(this.live, this.opener.node, this.page);
     this.watcher = new IntersectionObserver((seen) => {
       for (const { target, isIntersecting } of seen) {

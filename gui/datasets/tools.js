@@ -18,27 +18,26 @@ export class Tools {
     this.notesBox = make("details", { hidden: true }, make("summary", {}, ""), this.notes);
     this.undo = button(say("Undo"), () => editor.undo());
     this.redo = button(say("Redo"), () => editor.redo());
-    this.search = field(say("Find"), { type: "search", placeholder: say("name or caption"), oninput: redraw });
+    this.search = field(say("Find"), { type: "search", placeholder: say("Find a name or caption"), oninput: redraw });
     this.order = choice(say("Order"), ORDERS, redraw);
     this.size = choice(say("Size for the check"), SIZES, () => this.remember());
     this.trigger = field(say("Trigger word for the check"), { maxlength: 100, onchange: () => this.remember() });
     this.crop = button(say("Show crop"), () => this.toggleCrop(), { "aria-pressed": "false" });
-    this.filters = make("div", { class: "ds-line", role: "group", "aria-label": say("Filter by remark") });
+    this.filters = make("div", { class: "ds-filters", role: "group", "aria-label": say("Filter by remark") });
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Filter by tag") });
-    this.tagBox = make("details", {}, make("summary", {}, say("Tags")), this.tags);
+    this.tagBox = make("div", {}, make("h3", {}, say("Tags")), this.tags);
     this.counter = make("span", { class: "ds-quiet" });
     this.excludeChosen = button(say("Exclude selected"), () => editor.exclude([...editor.chosen]));
     this.backChosen = button(say("Put selected back"), () => editor.putBack([...editor.chosen]));
     this.bulkPlace = make("div", { class: "ds-folded" });
+    this.sizes = make("p", { class: "ds-quiet" });
+    this.more = make("details", { class: "ds-bulk" }, make("summary", {}, say("Crops, size, trigger word, tags \u2026")),
+      make("div", { class: "ds-line" }, this.size.node, this.trigger.node, this.crop), this.sizes, this.tagBox);
+    this.selection = make("div", { class: "ds-line ds-selection" }, this.counter,
+      button(say("Select all shown"), () => editor.selectAll(true), { class: "bare" }),
+      button(say("Select none"), () => editor.selectAll(false), { class: "bare" }), this.excludeChosen, this.backChosen);
     this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
-      make("div", { class: "ds-line" }, this.undo, this.redo, this.search.node),
-      make("details", { class: "ds-more", open: matchMedia("(min-width: 40rem)").matches },
-        make("summary", {}, say("Sort, select and filter")),
-        make("div", { class: "ds-line" }, this.order.node, this.size.node, this.trigger.node, this.crop),
-        this.filters, this.tagBox,
-        make("div", { class: "ds-line" }, this.counter,
-          button(say("Select all shown"), () => editor.selectAll(true)),
-          button(say("Select none"), () => editor.selectAll(false)), this.excludeChosen, this.backChosen)));
+      make("div", { class: "ds-line ds-bar" }, this.search.node, this.filters, this.order.node, this.undo, this.redo));
   }
 
   show(data) {
@@ -50,9 +49,8 @@ export class Tools {
       ? say("1 more file that cannot be read") : say("{#} more files that cannot be read", unreadable);
     this.head.textContent = [images, unreadable ? `, ${others}` : "", verdict(data.check.score)].join("");
     const error = data.problem || data.check.error;
-    if (!this.editor.examining) {
-      this.status.textContent = error || (buckets.length ? say("Trained as: {}", buckets.join(", ")) : "");
-    }
+    this.sizes.textContent = buckets.length ? say("Trained as: {}", buckets.join(", ")) : "";
+    if (!this.editor.examining) this.status.textContent = error;
     this.status.classList.toggle("ds-error", Boolean(error));
     for (const [node, title, word, none] of [
       [this.undo, data.undo, "Undo: {}", say("nothing to undo")], [this.redo, data.redo, "Redo: {}", say("nothing to redo")],
@@ -139,9 +137,8 @@ export class Tools {
   }
 
   aim(chosen, away) {
-    this.excludeChosen.hidden = away;
-    this.backChosen.hidden = !away;
-    this.excludeChosen.disabled = this.backChosen.disabled = chosen === 0;
+    this.excludeChosen.hidden = away || !chosen;
+    this.backChosen.hidden = !away || !chosen;
     this.bulkPlace.hidden = away;
   }
 }

@@ -42,6 +42,9 @@ _BADGES: Mapping[str, tuple[str, str | None]] = {
     "unusable": ("unreadable", "unreadable"),
 }
 _FROM_THE_TEXT = frozenset({"caption-text", "no-caption", "no-trigger"})
+# That `_excluded/` is not read is what pressing Exclude is for; the page counts what is in it.
+DONE_HERE = frozenset({"excluded"})
+_SAID_OTHERWISE = _FROM_THE_TEXT | DONE_HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class CheckedPictures:
         findings: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
         others = []
         for finding in sequence(values, "findings"):
-            if not isinstance(finding, dict) or finding.get("kind") in _FROM_THE_TEXT:
+            if not isinstance(finding, dict) or finding.get("kind") in _SAID_OTHERWISE:
                 continue
             if finding.get("file") in names:
                 findings[str(finding["file"])].append(finding)
@@ -139,6 +142,11 @@ class Reader:
         """Whether the check found that a file cannot be read: it is not trained on."""
         found = self.checked.findings.get(picture.name, ())
         return any(finding.get("kind") == "unusable" for finding in found)
+
+    def lacks_caption(self, picture: ImageFile) -> bool:
+        """Whether an image could have a caption and has none."""
+        caption = self.caption(picture)
+        return not (caption.text.strip() or caption.locked or self.is_unreadable(picture))
 
     def caption(self, picture: ImageFile) -> Caption:
         """Return the caption of a picture; one that cannot be read is locked and says why."""

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import mapping, number, sequence
 
-from ..datasets.view import badge_kind
+from ..datasets.view import DONE_HERE, badge_kind
 from ..server.templates import render
 from ..server.translation import Words
 from .messages import sentence
@@ -67,8 +67,8 @@ KINDS = {
         why="The look of the photograph is learned with what it shows.",
     ),
 }
-# Said by the heading in words of its own.
-_NOT_LISTED = frozenset({"score"})
+# Said by the heading in words of its own, or done on these pages.
+_NOT_LISTED = frozenset({"score"}) | DONE_HERE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -285,7 +285,9 @@ def test_no_operation_leads_out_or_asks_an_address(attacker: Attacker, place: Pl
 
 EDIT = {"kind": "append", "text": "x", "replacement": "", "joint": ", "}
 DATASET_WISHES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("look", "check", "undo", "redo", "caption_state", "caption_stop"), {}),
+    **dict.fromkeys(
+        ("look", "glance", "check", "undo", "redo", "caption_state", "caption_stop"), {}
+    ),
     "caption_names": {},
     "caption_undo": {},
     **dict.fromkeys(("exclude", "put_back"), {"files": ["a.png"]}),

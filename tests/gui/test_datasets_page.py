@@ -247,6 +247,9 @@ def test_an_edit_of_many_captions_leaves_alone_what_changed_since_the_preview(
         posted = {**BULK, **values}
         rows = ask(api, "preview", folder, files=["p0.png"], **posted)["rows"]
         shown = {"file": "p0.png", "before": before, "after": after}
+        assert ask(api, "preview", folder, files=["p0.png"], **posted)["have"] == (
+            before == after and posted["kind"] == "trigger"
+        )
         assert rows == ([] if before == after else [shown])
         ask(api, "apply", folder, seen={"p0.png": before}, **posted)
         assert (folder / "p0.txt").read_text() == after
@@ -307,6 +310,26 @@ def test_the_trigger_is_looked_for_and_remembered_and_a_draft_says_how_it_is_tra
         drafts.new(work, dataset=str(path))
     gone.rmdir()
     assert api.recent(requests.Recent())["recent"] == [str(folder), str(other)]
+
+
+def test_a_folder_has_a_card_with_images_that_can_be_shown_and_says_how_many_lack_a_caption(
+    api: DatasetApi, folder: Path, work: Workplace
+) -> None:
+    for index in range(3, 9):
+        add(folder, f"p{index}.png")
+    ask(api, "look", folder)
+    glance = ask(api, "glance", folder)
+    assert (glance["name"], glance["uploaded"]) == (folder.name, False)
+    assert (glance["images"], glance["without_caption"]) == (9, 7)
+    assert glance["shown"] == ["p0.png", "p2.png", "p4.png", "p6.png"]
+    assert glance["used"] == time.strftime("%Y-%m-%d")
+    # An upload that came without a name is called by its trigger word, as soon as it has one.
+    for name, called in (("dataset-2", "mukbot"), ("my robots", "my robots")):
+        upload = work.own / "uploads" / name
+        add(upload, "a.png")
+        assert ask(api, "glance", upload)["name"] == name
+        ask(api, "look", upload, trigger="mukbot")
+        assert ask(api, "glance", upload)["name"] == called
 
 
 def check_answer(**changes: Any) -> dict[str, Any]:
@@ -513,6 +536,10 @@ def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
     move(api, root, "b.png")
     kinds = {finding.kind for finding in scan(root, settings=build_config({}).data).findings}
     assert "excluded" in kinds and not any("caption" in kind for kind in kinds - {"no-caption"})
+    notes = ask(api, "look", root)["notes"]
+    assert notes and "_excluded" not in " ".join(notes), (
+        "the page does not warn of what was done on it"
+    )
     move(api, root, "b.png", back=True)
     assert trained(root)["b.png"] == "x", "its line has stayed and counts again"
     answer = move(api, root, "b.png", "3_cat/a.png")

@@ -447,6 +447,7 @@ def test_edit_undo_reload_bulk_exclude(
     shows(page, "a.png", "a dog, big")
     page.locator(".ds-size", has_text="goes to").first.wait_for()
     assert page.locator(".ds-frame").first.is_hidden()
+    page.get_by_text("Crops, size, trigger word").click()
     press(page, "Show crop")
     assert page.locator(".ds-frame").first.is_visible()
     # A bulk edit shows what it will do before it does it.
@@ -552,6 +553,7 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     page.locator(".ds-size", has_text="goes to").first.wait_for()
     assert caption(page, "c.png").input_value() == "a bird"
     until(lambda: bool(page.wait_for_timeout(20) or not states))
+    page.get_by_text("Crops, size, trigger word").click()
     trigger = page.get_by_label("Trigger word for the check")
     with late(page, "/datasets/save") as wait:
         caption(page, "c.png").fill("birds")
@@ -572,6 +574,7 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     with late(page, str(other)) as wait:
+        press(page, "Open another one")
         page.get_by_label("Folder on this machine").fill(str(other))
         page.keyboard.press("Enter")
         page.keyboard.press("Enter")

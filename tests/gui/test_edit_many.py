@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from lora_trainer.gui.datasets.edit_many import EditMany
+from lora_trainer.gui.datasets.edit_many import EditMany, Joint, Kind
 
 CAPTION: dict[str, Any] = {
     "high_level_description": "a red bike",
@@ -55,3 +55,22 @@ def test_words_are_replaced_in_texts_and_not_in_what_gives_them_form() -> None:
 
 def test_words_are_edited_as_ever() -> None:
     assert EditMany(kind="prepend", text="a").apply("{red|blue} bike") == "a, {red|blue} bike"
+
+
+@pytest.mark.parametrize(
+    ("kind", "joint", "caption", "after"),
+    [
+        ("prepend", ", ", "mukbot, a robot", "mukbot, a robot"),
+        ("prepend", ", ", "a robot, Mukbot", "a robot, Mukbot"),
+        ("prepend", " ", "MUKBOT is a robot", "MUKBOT is a robot"),
+        ("prepend", ", ", "mukbots, a robot", "mukbot, mukbots, a robot"),
+        ("prepend", ", ", "a robot like mukbot is", "mukbot, a robot like mukbot is"),
+        ("append", ", ", "a robot like mukbot", "a robot like mukbot"),
+        ("append", " ", "mukbot, a robot", "mukbot, a robot mukbot"),
+        ("append", ", ", "mukbot, a robot", "mukbot, a robot"),
+    ],
+)
+def test_words_that_stand_there_are_not_put_in_twice(
+    kind: Kind, joint: Joint, caption: str, after: str
+) -> None:
+    assert EditMany(kind=kind, text="mukbot", joint=joint).apply(caption) == after
