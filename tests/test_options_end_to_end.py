@@ -32,7 +32,7 @@ from tests.fakes.runs import (
     listing,
     problems,
     run_cli,
-    run_killed,
+    run_killed_elsewhere,
     same_tensors,
     settings_of,
     toy,
@@ -63,7 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     before = listing(place.dataset), listing(place.folder / "others")
     assert run_cli(command(place, "toy")) == 0
     assert (listing(place.dataset), listing(place.folder / "others")) == before
-    run_killed([(command(place, name), point) for name, point in KILLS.items()])
+    run_killed_elsewhere([(command(place, name), point) for name, point in KILLS.items()])
     return place
 
 

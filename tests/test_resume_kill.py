@@ -1,7 +1,7 @@
 """Promise 2: a run that was killed, stopped, copied or damaged goes on by the same command to the same bits.
 
 SIGKILL at any instant, signals that save first, resumes of resumes: CKP-05 to CKP-09 of the fault list. The killed
-runs happen in another process (`run_killed`); they are resumed here. Every damage to every file of a state is in
+runs happen in forks (`run_killed`); they are resumed here. Every damage to every file of a state is in
 tests/checkpoint/test_states.py, every operation of a save in tests/reliability/test_ckp_sweep.py.
 """
 

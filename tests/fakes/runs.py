@@ -6,16 +6,23 @@ runs happen in this process or in another one, always through the command line.
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import importlib
+import itertools
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,41 +65,13 @@ Point = tuple[str, str, int, bool]
 """Where a run is killed: module, function, number of the call, and whether after it."""
 BETWEEN_SAVES: Point = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
 """At the third copy of a state; the first is of the start, the second of the first save."""
-DRIVER = """
-import gc, importlib, json, os, signal, sys
-import lora_trainer.run.lead  # this and the next two: all that is slow to import, once for all
+ELSEWHERE = """
+import json, sys
+import lora_trainer.run.lead  # this and the next two: all that is slow to import, once for all forks
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTokenizer
-from lora_trainer.cli.main import run
-
-
-def kill_at(module, name, call, after):
-    owner = importlib.import_module(module)
-    *path, last = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    real, calls = getattr(owner, last), 0
-
-    def killing(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*args, **kwargs)
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, last, killing)
-
-
-gc.freeze()  # else collecting copies every page in every child
-for arguments, where in json.loads(sys.argv[1]):
-    child = os.fork()
-    if child == 0:
-        kill_at(*where)
-        os._exit(run(arguments))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
+from tests.fakes.runs import run_killed
+run_killed(json.loads(sys.argv[1]))
 """
 
 
@@ -240,12 +219,74 @@ def python(
     )
 
 
-def run_killed(work: Sequence[tuple[list[str], Point]], *, timeout_s: float = 280) -> None:
-    """Run each command line in a process that kills itself at its point; one that does not come there fails."""
-    done = python(DRIVER, json.dumps(work), timeout_s=timeout_s)
-    # On lines of their own: libraries write numbers there too.
-    codes = [line for line in done.stderr.splitlines() if line.lstrip("-").isdigit()]
-    assert codes == ["-9"] * len(work), done.stderr[-2000:]
+def run_killed(work: Sequence[tuple[list[str], Point]]) -> None:
+    """Run each command line in a fork of this process that kills itself at its point.
+
+    One that does not come there fails. A fork has imported what this process has, which costs a new process 5 s.
+    """
+    gc.freeze()  # else collecting copies every page in every child
+    for arguments, point in work:
+        child = forked(partial(_run_until_killed, arguments, point))
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        except BaseException:  # a test that takes too long
+            os.kill(child, signal.SIGKILL)
+            raise
+        assert code == -signal.SIGKILL, f"exit code {code} without coming to {point}"
+
+
+def _run_until_killed(arguments: list[str], point: Point) -> int:
+    import torch
+
+    torch.set_num_threads(1)  # threads of a pool are not there after a fork
+    kill_at(*point)
+    return run_cli(arguments)
+
+
+def forked(does: Callable[[], int]) -> int:
+    """Let a fork of this process do something and end with the code that it returns; return the fork's number."""
+    with warnings.catch_warnings():
+        # Since Python 3.12 a fork beside threads is warned of. Those of a test process wait for xdist or a library;
+        # none holds a lock that a training needs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        code = does()
+    except BaseException:  # noqa: BLE001 - nothing of the test may go on in the fork
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run_killed_elsewhere(
+    work: Sequence[tuple[list[str], Point]], *, timeout_s: float = 280
+) -> None:
+    """Do what `run_killed` does in a new process, where sets have another order."""
+    done = python(ELSEWHERE, json.dumps(work), timeout_s=timeout_s)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def kill_at(module: str, name: str, call: int, after: bool) -> None:
+    """Let this process kill itself at a call of a function, or after it."""
+    owner: Any = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, last), itertools.count(1)
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        is_reached = next(calls) == call
+        if is_reached and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if is_reached:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, last, killing)
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
