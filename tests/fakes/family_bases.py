@@ -114,6 +114,12 @@ def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) ->
     return {key: torch.cat(padded_alike([single[key] for single in singles])) for key in singles[0]}
 
 
+@cache
+def told_of(name: str, prompts: tuple[str, ...]) -> Conditioning:
+    """Return what a batch of these prompts is told in a family's tiny base; no test may change it."""
+    return conditioning_of(families.family(name), facts_of(name), prompts)
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     """Return standard normal float32 numbers that depend on `seed` alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks
 from lora_trainer.network.compiling import CompiledBlocks
-from tests.fakes.family_bases import conditioning_of, denoiser_of, facts_of, side_of
+from tests.fakes.family_bases import denoiser_of, facts_of, side_of, told_of
 
 PROMPTS = ("one toy", "two words more")
 LAYERS = 4
@@ -93,7 +92,7 @@ def trainee(
         adapter=adapter,
         noisy=torch.randn(shape, generator=generator),
         timesteps=torch.tensor([300.0, 800.0]) if flow else torch.tensor([300, 800]),
-        conditioning=_conditioning(name),
+        conditioning=told_of(name, PROMPTS),
     )
 
 
@@ -117,11 +116,6 @@ def block_sizes(network: nn.Module) -> list[int]:
     """Return the number of base weights in each repeated block; works on `meta` too."""
     blocks = repeated_blocks(network).values()
     return [sum(owner[name].numel() for owner, name in base_tensors(block)) for block in blocks]
-
-
-@cache
-def _conditioning(name: str) -> Conditioning:
-    return conditioning_of(families.family(name), facts_of(name), PROMPTS)
 
 
 def _denoiser(name: str) -> nn.Module:

@@ -27,12 +27,12 @@ from lora_trainer.lora.dropout import halves
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import (
     base_of,
-    conditioning_of,
     denoiser_of,
     draw,
     facts_of,
     pipeline_of,
     side_of,
+    told_of,
 )
 from tests.fakes.runs import Toy, events, run_cli, toy, trajectory
 
@@ -121,8 +121,9 @@ def losses(
         alpha, sigma, timestep = signal**0.5, (1 - signal) ** 0.5, torch.tensor(500)
     level = torch.full((count,), alpha), torch.full((count,), sigma)
     noisy = add_noise(latents, noise, *level)
-    told = conditioning_of(family, facts, prompts)
-    predicted = family.predict(denoiser, noisy, timestep.expand(count), told)
+    predicted = family.predict(
+        denoiser, noisy, timestep.expand(count), told_of(name, tuple(prompts))
+    )
     return sample_losses(predicted, target(latents, noise, *level, facts.release.prediction))
 
 

@@ -36,7 +36,6 @@ from lora_trainer.run.previews import Colours
 from tests.fakes.family_bases import (
     CPU,
     base_of,
-    conditioning_of,
     copy_of,
     denoiser_of,
     draw,
@@ -47,6 +46,7 @@ from tests.fakes.family_bases import (
     network_of,
     pipeline_of,
     side_of,
+    told_of,
 )
 
 FAMILIES = pytest.mark.parametrize("name", families.NAMES)
@@ -257,7 +257,7 @@ def test_names_of_every_format_are_read_by_the_pipeline(
         ):
             down, up = factors(network.get_submodule(module), seed=len(tensors))
             tensors |= written(family.lora_key_name(format, component, module), format, down, up)
-    told = conditioning_of(family, facts, ["one", "two words"])
+    told = told_of(name, ("one", "two words"))
     before = outputs(loaded, family, facts, told)
     save_file(tensors, tmp_path / "adapter.safetensors")
     loaded.load_lora_weights(tmp_path, weight_name="adapter.safetensors")
@@ -309,7 +309,7 @@ def test_every_target_learns_and_lies_in_a_block(name: str) -> None:
     modules = family.lora_targets(denoiser, "all")
     for module in modules:
         denoiser.get_submodule(module).requires_grad_(True)
-    told = conditioning_of(family, facts, ["one", "two words"])
+    told = told_of(name, ("one", "two words"))
     family.predict(denoiser, *noisy_of(facts), told).square().mean().backward()
     grads = {module: denoiser.get_submodule(module).weight.grad for module in modules}
     assert not [module for module, grad in grads.items() if grad is None or not grad.any()]
