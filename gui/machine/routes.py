@@ -1,25 +1,40 @@
 """The page Machine and the clearing of its cache.
 
-The page looks at the machine when it is opened; only the cache can be changed here.
+The page looks at the machine when it is opened, and plans trainings of the example when it is asked which base
+models fit; only the cache can be changed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import StringConstraints
 from starlette.requests import Request
 from starlette.routing import Route
 
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import detect
 
+from .. import bases, command_lines, uploads
 from ..cockpit import keep_power_price, power_price
+from ..drafts import Draft
 from ..server.pages import Body, Nothing, Text, answer, page
 from ..server.templates import render
 from ..server.translation import Words
+from ..train.base_cards import verdict
 from ..workplace import Workplace
 from . import report
+
+Source = Annotated[str, StringConstraints(max_length=300)]
+_BASES_SHOWN = 8
+_NO_DRAFT = "0" * 12
+
+
+class Fits(Body):
+    """Whether a training fits on a base model."""
+
+    source: Source
 
 
 class Price(Body):
@@ -30,10 +45,20 @@ class Price(Body):
 
 def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its buttons."""
+    plans = command_lines.Plans(work)
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
         price = power_price(work)
         return {**look(work), "price": "" if price is None else f"{price:g}"}
+
+    def offered(_asked: Nothing, _: Words) -> Mapping[str, Any]:
+        rows = sorted(plans.releases(), key=lambda row: row["offered"])[:_BASES_SHOWN]
+        sources = [str(row["source"]) for row in rows]
+        return {"bases": [{"source": source, "name": bases.title(source)} for source in sources]}
+
+    def fits(asked: Fits, _: Words) -> Mapping[str, Any]:
+        draft = Draft(id=_NO_DRAFT, dataset=str(uploads.example(work)), base=asked.source)
+        return verdict(plans, draft, _)
 
     def keep_price(asked: Price, _: Words) -> Mapping[str, Any]:
         price = keep_power_price(work, asked.typed)
@@ -51,6 +76,8 @@ def routes(work: Workplace) -> list[Route]:
 
     return [
         page("/doctor", "machine/page.html", title="Machine", look=show),
+        answer("/doctor/bases", Nothing, offered),
+        answer("/doctor/fits", Fits, fits),
         answer("/doctor/cache", Nothing, question),
         answer("/doctor/clear", Nothing, clear),
         answer("/doctor/price", Price, keep_price),

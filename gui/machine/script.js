@@ -1,18 +1,46 @@
-// The page Machine: the cache is cleared after a question.
+// The page Machine: which bases fit is asked for, the cache is cleared after a question, commands are copied.
 import { ask } from "/ui/shared/ask.js";
+import { make } from "/ui/shared/elements.js";
 import { tell } from "/ui/shared/tell.js";
+import { say } from "/ui/shared/words.js";
+import { mount as shares } from "/ui/share/script.js";
 
-export function mount(main) {
-  const [question, said] = [".question", ".said"].map((name) => main.querySelector(name));
-  const press = (name, act) => main.querySelector(`[${name}]`).addEventListener("click", act);
+export function mount(main, leaving) {
+  const [said, doctor] = [".said", ".doctor"].map((name) => main.querySelector(name));
+  shares(main); // it copies commands
 
-  press("data-ask", async () => {
-    const answer = await ask("/doctor/cache");
-    tell(said, answer.error ? answer : {});
-    if (answer.error) return;
-    question.querySelector(".notice").textContent = answer.question;
-    question.querySelector("[data-clear]").hidden = answer.isEmpty;
-    question.hidden = false;
+  // The report is drawn anew once the cache is cleared, so its buttons are looked for when they are pressed.
+  const acts = {
+    ask: async () => {
+      const answer = await ask("/doctor/cache");
+      tell(said, answer.error ? answer : {});
+      if (answer.error) return;
+      const question = doctor.querySelector(".question");
+      question.querySelector(".notice").textContent = answer.question;
+      question.querySelector("[data-clear]").hidden = answer.isEmpty;
+      question.hidden = false;
+    },
+    keep: () => { doctor.querySelector(".question").hidden = true; },
+    clear: async (button) => {
+      button.disabled = true; // it may take a while
+      const answer = await ask("/doctor/clear");
+      button.disabled = false;
+      doctor.querySelector(".question").hidden = true;
+      tell(said, answer);
+      if (answer.report) doctor.innerHTML = answer.report; // markup of our own server
+    },
+    fits: async (button) => {
+      button.disabled = true;
+      const answer = await ask("/doctor/bases");
+      tell(said, answer.error ? answer : {});
+      if (!answer.error) await showFits(doctor.querySelector(".fits"), answer.bases, leaving);
+      button.disabled = false;
+    },
+  };
+  doctor.addEventListener("click", ({ target }) => {
+    const button = target.closest("button");
+    const name = Object.keys(acts).find((each) => button?.dataset[each] !== undefined);
+    if (name) acts[name](button);
   });
 
   const price = main.querySelector(".price");
@@ -20,15 +48,21 @@ export function mount(main) {
     event.preventDefault();
     tell(said, await ask("/doctor/price", { typed: price.querySelector("input").value }));
   });
+}
 
-  press("data-keep", () => { question.hidden = true; });
-
-  press("data-clear", async ({ target }) => {
-    target.disabled = true; // it may take a while
-    const answer = await ask("/doctor/clear");
-    target.disabled = false;
-    question.hidden = true;
-    tell(said, answer);
-    if (answer.report) main.querySelector(".doctor").innerHTML = answer.report; // markup of our own server
+/** Fill the table of base models, a row each as soon as its plan is there. */
+async function showFits(place, bases, leaving) {
+  place.hidden = false;
+  const rows = bases.map(({ source, name }) => {
+    const [fits, time] = [make("td", {}, say("looking \u2026")), make("td")];
+    return { source, fits, time, node: make("tr", {}, make("td", { translate: "no" }, name), fits, time) };
   });
+  place.querySelector("tbody").replaceChildren(...rows.map((row) => row.node));
+  for (const { source, fits, time } of rows) {
+    const answer = await ask("/doctor/fits", { source });
+    if (leaving.aborted) return;
+    fits.textContent = answer.error ?? answer.said;
+    fits.className = `fits-${answer.fits}`;
+    time.textContent = answer.time ?? answer.why ?? "";
+  }
 }

@@ -26,6 +26,7 @@ from ..media import run_url
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import plan
+from .messages import capital
 
 # Those that are `offered` first are in sight; the others are folded away.
 _IN_SIGHT = 3
@@ -126,8 +127,8 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
     """Return the verdict that an answer of `lora-train plan` has."""
     found = answer.plan
     if found is None:
-        why = said.message(plain(answer.error.partition(" Fix: ")[0]))
-        return {"fits": "bad", "said": said("Does not fit"), "why": why}
+        why = said.message(plain(answer.error.removeprefix("error: ").partition(" Fix: ")[0]))
+        return {"fits": "bad", "said": said("Does not fit"), "why": capital(why)}
     pace = plan.pace(found, said)
     is_try_out = found.base == bases.EMBEDDED
     return {

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
-from lora_trainer.gui import app
+from lora_trainer.gui import app, command_lines
 from lora_trainer.gui.server.guard import Guard
 from lora_trainer.gui.server.guesses import BURST, GUESS_EVERY_S, GuessLimit, network_of
 from lora_trainer.gui.workplace import Workplace
@@ -664,6 +664,36 @@ def test_the_machine_is_told_in_words_and_a_missing_package_with_its_command(
     assert "<code>pip install prodigyopt</code>" in markup
 
 
+def test_the_page_machine_says_which_bases_fit(
+    work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui.machine import routes as machine
+    from starlette.applications import Starlette
+    from starlette.testclient import TestClient
+
+    asked: list[tuple[str, ...]] = []
+
+    def answer_of(words: tuple[str, ...]) -> command_lines.Answer:
+        if words == ("bases",):
+            rows = [{"source": f"of/{number}", "offered": number} for number in range(20, 0, -1)]
+            return command_lines.Answer(values={"releases": rows})
+        asked.append(words)
+        return command_lines.Answer(
+            values=None, error="error: this run needs 31.4 GiB of 24.0. Fix: another base"
+        )
+
+    plans = command_lines.Plans(work, ask=answer_of)
+    monkeypatch.setattr(machine.command_lines, "Plans", lambda _work: plans)
+    client = TestClient(Starlette(routes=machine.routes(work)))
+    bases = client.post("/doctor/bases", json={}).json()["bases"]
+    assert [base["source"] for base in bases] == [f"of/{number}" for number in range(1, 9)]
+    fits = client.post("/doctor/fits", json={"source": "of/1"}).json()
+    assert (fits["fits"], fits["said"]) == ("bad", "Does not fit")
+    assert fits["why"] == "This run needs 31.4 GiB of 24.0."
+    assert "--base=of/1" in asked[0]
+
+
 def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stays(
     work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -686,7 +716,7 @@ def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stay
     markup = machine_page(work, here, links=on)
     assert "are downloaded when" in markup and "page Train" in markup
     assert "2.0 KiB in 1 entries" in markup and str(work.runs) in markup
-    folders = markup[markup.index("Folders") : markup.index("Network")]
+    folders = markup[markup.index("Folders") : markup.index("Versions")]
     assert folders.count("GiB") + folders.count("MiB") >= 3
     live = fake_run(work.runs / "live", steps=30).write()
     write_status(live)
