@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.run.prepare import Request, prepare
@@ -151,6 +152,88 @@ def test_any_family_trains_one(name: str, tmp_path: Path) -> None:
     losses = [row["loss"] for row in events(place.runs / "one", "step")]
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     assert (place.runs / "one" / "one.safetensors").is_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Place):
+    """Pairs of images for the tiny base of a family."""
+
+    @property
+    def dataset(self) -> Path:
+        return self.folder / "pairs"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Two pairs with a run `whole` of them."""
+    place = Pairs(folder=tmp_path_factory.mktemp("pairs"), name="sd15")
+    for number in range(2):
+        for side, colour in (("more", "red"), ("less", "blue")):
+            (place.dataset / side).mkdir(parents=True, exist_ok=True)
+            image = Image.new("RGB", (64, 64), colour)
+            image.putpixel((number, number), (255, 255, 255))
+            image.save(place.dataset / side / f"{number}.png")
+        text = place.dataset / "more" / f"{number}.txt"
+        text.write_text(f"a wall {number}", encoding="utf-8")
+    assert run_cli(place.command("whole", sampling__every_steps=4, train__batch_size=2)) == 0
+    return place
+
+
+def test_pairs_of_images_become_a_slider(pairs: Pairs) -> None:
+    whole = pairs.runs / "whole"
+    first, last = events(whole, "sample")
+    lines = [image["prompt"] for image in last["images"]]
+    assert lines[:5] == [f"a wall 0 --m {strength}" for strength in (-2, -1, 0, 1, 2)]
+    before, after = ([whole / image["file"] for image in each["images"]] for each in (first, last))
+    assert apart(after[2], before[2]) == 0, "strength 0 is the base"
+    assert apart(after[0], after[2]) > 0 and apart(after[4], after[2]) > 0
+    (cached,) = events(whole, "cached")
+    assert cached["latents"] == 4
+    (started,) = events(whole, "run_started")
+    assert (started["pairs"], started["images"], started["directions"]) == (2, 4, 0)
+    metadata = read_contents(whole / "whole.safetensors").metadata
+    assert json.loads(metadata["lora_train.slider"]) == [{"pairs": 2}]
+    assert metadata["modelspec.usage_hint"].startswith("A slider")
+    page = (whole / "report.html").read_text(encoding="utf-8")
+    assert "From less to more" in page
+
+
+def test_passes_of_one_image_of_a_pair_give_the_same_numbers(pairs: Pairs) -> None:
+    single = pairs.command("single", memory__micro_batch=1, train__batch_size=2)
+    assert run_cli(single) == 0
+    one, two = (trajectory(pairs.runs / run) for run in ("single", "whole"))
+    for row, other in zip(one, two, strict=True):
+        assert row[1:] == pytest.approx(other[1:], rel=1e-3)
+
+
+def test_the_plan_counts_both_images_of_a_pair(
+    pairs: Pairs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"base.model": str(pairs.base), "data.resolution": 16, "train.batch_size": 2}
+    prepared = prepare(Request(dataset=pairs.dataset, overrides=asked))
+    assert prepared.config.train.steps == 500 and prepared.inputs.samples_per_epoch == 2
+    (pairs.dataset / "less").rename(pairs.dataset / "aside")
+    try:
+        plain = prepare(Request(dataset=pairs.dataset, overrides=asked))
+    finally:
+        (pairs.dataset / "aside").rename(pairs.dataset / "less")
+    assert prepared.plan.idle_step_s == pytest.approx(2 * plain.plan.idle_step_s, rel=0.15)
+    line = ["plan", str(pairs.dataset), "--base", str(pairs.base)]
+    capsys.readouterr()
+    assert run_cli(line) == 0
+    assert "a slider of 2 pairs of images" in " ".join(capsys.readouterr().out.split())
+
+
+def test_pairs_need_a_strength_below_zero_and_are_not_measured_at_one(
+    pairs: Pairs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert run_cli(pairs.command("refused", adapter__dora=True)) == 2
+    assert "adapter.dora=true is not possible for a slider" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert run_cli(["validate", str(pairs.runs / "whole"), str(pairs.dataset)]) == 2
+    assert "has the pairs of a slider" in " ".join(capsys.readouterr().err.split())
 
 
 def planned(place: Place, capsys: pytest.CaptureFixture[str], **settings: Any) -> Any:

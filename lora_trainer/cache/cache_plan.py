@@ -77,6 +77,10 @@ class SampleSource:
     regularisation: bool = False
     references_px: tuple[tuple[int, int], ...] = ()
     """(width, height) of each reference image."""
+    strength: float = 1.0
+    """Strength of the adapter that it is trained at."""
+    opposite: SampleSource | None = None
+    """The other image of its pair of a slider, which is trained with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,6 +298,8 @@ def needs(
     images: dict[str, ImageJob] = {}
     texts = {job.key.digest: job for job in more_texts}
     sources: dict[str, SampleSource] = {}
+    opposites: dict[str | None, SampleSource] = {}
+    leading: dict[str, list[str]] = {}
 
     def key_of(text: str, seen: Sequence[SeenReference] = ()) -> CacheKey:
         job = texts_as.job(text, seen, settings=settings)
@@ -370,10 +376,17 @@ def needs(
                 size_px=size_px,
                 folder=record.folder,
                 references_px=tuple(placed.bucket.size_px for _, placed in references),
+                strength=record.strength,
             )
             sizes.append(at_size)
         first = replace(sizes[0], others=tuple(sizes[1:])) if len(sizes) > 1 else sizes[0]
         sources |= dict.fromkeys(record.sample_ids(), first)
+        if record.goes_along:
+            opposites[record.pair] = first
+        elif record.pair is not None:
+            leading[record.pair] = record.sample_ids()
+    for pair, names in leading.items():
+        sources |= {name: replace(sources[name], opposite=opposites[pair]) for name in names}
     for text in ("", *prompts):
         key_of(text)
     whole = [

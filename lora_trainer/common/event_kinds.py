@@ -114,7 +114,9 @@ class RunStarted(Event):
     planned_from: str
     """Where the prediction comes from, for people."""
     directions: float = 0
-    """Of a slider, which has no images."""
+    """Of a slider from words, which has no images."""
+    pairs: float = 0
+    """Of a slider from images: the pairs of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

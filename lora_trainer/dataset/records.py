@@ -90,6 +90,10 @@ class ImageRecord:
     """Width and height of the whole image where a part of it is trained."""
     mask: Mask | None = None
     references: tuple[Reference, ...] = ()
+    strength: float = 1.0
+    """Strength of the adapter that it is trained at."""
+    pair: str | None = None
+    """Of a slider from pairs of images: the name of its pair, the first sample of the image at strength 1."""
     regularisation: bool = False
     placements: tuple[Placement, ...] = ()
     """Its place at `data.resolution`, then at each of `data.more_resolutions`; empty if no base is known."""
@@ -98,6 +102,11 @@ class ImageRecord:
     def path(self) -> Path:
         """Where the image is; kept as text, as `Path` objects are large."""
         return Path(self.file)
+
+    @property
+    def goes_along(self) -> bool:
+        """Whether it is trained with the other image of its pair, and is not a sample of an epoch by itself."""
+        return self.pair is not None and self.strength < 0
 
     @property
     def placement(self) -> Placement:
@@ -128,7 +137,17 @@ class Dataset:
     regularisation: tuple[ImageRecord, ...] = ()
     """Images of the class, trained along so that training does not change the class."""
     directions: tuple[Direction, ...] = ()
-    """Of a slider, which has no images."""
+    """Of a slider from words, which has no images."""
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of images a slider has; 0 for everything else."""
+        return sum(record.goes_along for record in self.records)
+
+    @property
+    def is_slider(self) -> bool:
+        """Whether a slider is trained on it, from words or from pairs of images."""
+        return bool(self.directions or self.pairs)
 
 
 def hold_out(
@@ -137,12 +156,16 @@ def hold_out(
     """Split records into (trained, held out), the second `fraction` of all, rounded down.
 
     Drawn by content, so file names do not matter, and files with identical bytes stay on one side: no held-out
-    image is ever trained. Held-out images are measured at `data.resolution` only.
+    image is ever trained. The images of a pair stay together. Held-out images are measured at `data.resolution` only.
     """
-    contents = shuffled({record.content_hash for record in records}, seed, Stream.VALIDATION_SPLIT)
-    chosen = frozenset(contents[: int(fraction * len(contents))])
-    trained = tuple(record for record in records if record.content_hash not in chosen)
-    held_out = (record for record in records if record.content_hash in chosen)
+
+    def unit(record: ImageRecord) -> str:
+        return record.content_hash if record.pair is None else record.pair.rpartition("-")[0]
+
+    units = shuffled({unit(record) for record in records}, seed, Stream.VALIDATION_SPLIT)
+    chosen = frozenset(units[: int(fraction * len(units))])
+    trained = tuple(record for record in records if unit(record) not in chosen)
+    held_out = (record for record in records if unit(record) in chosen)
     return trained, tuple(replace(one, placements=one.placements[:1]) for one in held_out)
 
 

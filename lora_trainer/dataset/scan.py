@@ -76,6 +76,7 @@ from lora_trainer.dataset.records import (
 )
 from lora_trainer.dataset.reference_files import ReferenceFile
 from lora_trainer.dataset.slider_file import is_slider_file, read_sliders
+from lora_trainer.dataset.slider_pairs import paired
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB
 
@@ -445,8 +446,8 @@ def _scan_folder(
             if by_masks
             else "replace or remove them, or raise data.max_bad_fraction to go on without them",
         )
-    records = _numbered(inspected)
-    findings += findings_of(records, settings)
+    records, about_pairs = paired(_numbered(inspected), settings)
+    findings += [*about_pairs, *findings_of(records, settings)]
     return records, findings, _fingerprint(records)
 
 
@@ -471,6 +472,7 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
             *(_name_of_mask(record.mask) if record.mask else ()),
             *([f"crop {record.crop.name}"] if record.crop else []),
             *(f"reference {one.content_hash}" for one in record.references),
+            *([f"at {record.strength:g} of {record.pair}"] if record.pair else []),
         )
         for record in records
     )

@@ -85,6 +85,11 @@ def validate(
         )
     subject = evaluated_lora_of(path, base=base, overrides=overrides)
     prepared = prepare_again(subject, dataset)
+    if prepared.dataset.pairs:
+        raise RequestError(
+            f"{dataset} has the pairs of a slider, and an adapter is measured at strength 1",
+            fix="give other images, or draw it at several strengths: lora-train sample --strength",
+        )
     records = (*prepared.held_out, *prepared.trained)
     # Different captions, those of held-out images first.
     prompts = list(dict.fromkeys(each.caption for each in records if each.caption))[:SAMPLES]

@@ -93,7 +93,7 @@ class ExportInfo:
     """The value that was used."""
     regularisation_per_epoch: int = 0
     slider: tuple[Mapping[str, Any], ...] = ()
-    """The prompts and the weight of each direction of a slider."""
+    """Of a slider the prompts and the weight of each direction, or how many pairs of images it has."""
     reach: tuple[float, float] | None = None
     """Of a slider: which share of the way to their goals the strengths 1 and -1 go."""
     references: int = 0

@@ -179,6 +179,11 @@ class MemoryChooser:
         contrasted = 1.0 + twice if config.objective.contrast_scale != 1 else 0.0
         if self.inputs.directions:
             twice, as_base, contrasted = self._slider_passes
+        elif self.inputs.pairs:
+            # The other image of each pair, and what goes with it for class preservation.
+            others = 1.0 - regularisation + twice
+            as_base, twice = as_base + twice, twice + others
+            contrasted += others if contrasted else 0.0
         # Of equal buckets that with the largest references: their tokens cost what the image's own do.
         largest = max(self._buckets, key=lambda size: area_of((size, *self._references(size))))
         load = Load(

@@ -354,6 +354,8 @@ class _Planner:
         inputs, train, output = self.inputs, self.config.train, self.config.output
         if inputs.directions:
             steps, reason = SLIDER_STEPS, "usual for a slider, which has no images"
+        elif inputs.pairs:
+            steps, reason = SLIDER_STEPS, "usual for a slider from pairs of images"
         else:
             steps, reason = run_length(
                 images=inputs.images,

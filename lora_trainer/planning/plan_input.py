@@ -42,9 +42,9 @@ class PlanInput:
     counts reference images too, and mirrored images twice, `texts` the different captions, `prompts`
     those of the sample images. `full_card` is an out-of-memory record of this GPU. `processes` share each
     step, `sharing` of them one machine's memory. `kept_at_once` is the micro-batch by bucket of a resumed
-    run, which keeps its plan. `directions` are those of a slider, which has no images, and `keeping` the share of them
-    with prompts to keep. `held_out_count` counts images held out for validation. `past_runs` are finished
-    runs of this family on this device, which correct the predicted time.
+    run, which keeps its plan. `directions` are those of a slider from words, and `keeping` the share of them with
+    prompts to keep; `pairs` are the pairs of images of a slider from images. `held_out_count` counts images held out
+    for validation. `past_runs` are finished runs of this family on this device, which correct the predicted time.
     """
 
     resolved: Resolved
@@ -69,6 +69,7 @@ class PlanInput:
     held_out_count: int = 0
     directions: int = 0
     keeping: float = 0.0
+    pairs: int = 0
     past_runs: tuple[PastRun, ...] = ()
 
     @cached_property

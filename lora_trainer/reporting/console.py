@@ -206,6 +206,8 @@ def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:
             if event.directions > 0:  # not a number in runs of releases without sliders
                 word = "direction" if event.directions == 1 else "directions"
                 data = f"a slider of {event.directions} {word}"
+            if event.pairs > 0:
+                data = f"a slider of {event.pairs} pairs of images: {data}"
             yield (
                 f"{event.name}: {event.steps} steps of batch {event.batch_size} on {data}; "
                 f"{event.family} {event.base} on {event.device}, preset "

@@ -352,7 +352,7 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
 def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
     prepared, config = job.prepared, job.prepared.config
     trained, regularisation = (
-        [sample for record in records for sample in record.sample_ids()]
+        [sample for record in records if not record.goes_along for sample in record.sample_ids()]
         for records in (prepared.trained, prepared.dataset.regularisation)
     )
     facts, objective = prepared.facts, config.objective

@@ -390,6 +390,7 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             validation_images=len(prepared.held_out),
             regularisation_images=len(prepared.dataset.regularisation),
             directions=len(prepared.dataset.directions),
+            pairs=prepared.dataset.pairs,
             resumed_from=resumed,
             every_steps={
                 "sample": config.sampling.every_steps,

@@ -203,6 +203,8 @@ def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType
     regularisation = f", {pool} for regularisation ({count} an epoch)" if pool else ""
     data = f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
     data = f"{data}{regularisation}; {buckets}"
+    if pairs := prepared.dataset.pairs:
+        data = f"a slider of {pairs} pairs of images: {data}"
     if directions := prepared.dataset.directions:
         words = "direction" if len(directions) == 1 else "directions"
         data = f"a slider of {len(directions)} {words} in words, without images"

@@ -269,8 +269,9 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         basis = replace(basis, facts=basis.facts.for_references())
     learned = sorted((*trained, *held_out), key=lambda record: record.name)
     used = (*learned, *dataset.regularisation)
-    # An epoch of a slider has each of its directions once.
-    samples = sum(record.repeats for record in trained) + len(dataset.directions)
+    # An epoch of a slider has each of its directions, or each pair of images, once.
+    samples = sum(record.repeats for record in trained if not record.goes_along)
+    samples += len(dataset.directions)
     smaller = {
         side_px: _placed(used, side_px, data=settings.data, facts=basis.facts)
         for side_px in smaller_sides(basis.facts, basis.family)
@@ -308,6 +309,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         + (_seeing_count(used, settings) if basis.facts.sees_references else 0),
         prompts=len(_sample_prompts(dataset, (*held_out, *trained), settings)),
         directions=len(dataset.directions),
+        pairs=dataset.pairs,
         keeping=share_keeping(dataset.directions) if settings.slider.keep_weight else 0.0,
         # A resumed run has its own record of out-of-memory fallbacks.
         full_card=known_oom(cache_root, basis.hardware, basis.family.name)
@@ -351,7 +353,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
 def _sample_prompts(
     dataset: Dataset, records: Iterable[ImageRecord], config: Config[Any]
 ) -> tuple[SamplePrompt, ...]:
-    """Return the prompts of the sample images: those of the settings, else captions, or the targets of a slider.
+    """Return the prompts of the sample images: those of the settings, else captions or the targets of a slider.
 
     Of a slider each is drawn at several strengths.
     """
@@ -361,7 +363,7 @@ def _sample_prompts(
     )
     read = read_prompt if config.sampling.prompts else plain_prompt
     prompts = tuple(read(line) for line in sample_prompts(captions, config))
-    if not dataset.directions:
+    if not dataset.is_slider:
         return prompts
     own_seeds = seeds(prompts, config.sampling.seed)
     return tuple(
@@ -637,9 +639,9 @@ def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRec
 
 def _refuse_slider(settings: Config, dataset: Dataset) -> None:
     """Raise RequestError for settings with which a slider cannot be trained."""
-    if not dataset.directions:
+    if not dataset.is_slider:
         return
-    adapter, objective = settings.adapter, settings.objective
+    adapter, objective, in_words = settings.adapter, settings.objective, bool(dataset.directions)
     for key, value, is_possible, reason in (
         ("adapter.kind", adapter.kind, adapter.kind != "oft", "a rotation has no strength -1"),
         ("adapter.dora", adapter.dora, not adapter.dora, "its norms have no strength -1"),
@@ -647,13 +649,13 @@ def _refuse_slider(settings: Config, dataset: Dataset) -> None:
         (
             "objective.contrast_scale",
             objective.contrast_scale,
-            objective.contrast_scale == 1,
+            objective.contrast_scale == 1 or not in_words,
             "its target is made of the base's predictions",
         ),
         (
             "objective.input_perturbation",
             objective.input_perturbation,
-            not objective.input_perturbation,
+            not objective.input_perturbation or not in_words,
             "it has no image to which more noise could be added",
         ),
     ):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from PIL import Image
@@ -30,7 +31,7 @@ from lora_trainer.common.files import json_bytes, open_regular, user_path, write
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.dataset.buckets import bucket_bounds
-from lora_trainer.dataset.records import bucket_counts, mean_aspect_error
+from lora_trainer.dataset.records import Dataset, bucket_counts, mean_aspect_error
 from lora_trainer.lora.adapter import Adapter, denoiser_layers
 from lora_trainer.lora.lora_hooks import change_of, layer_of
 from lora_trainer.lora.low_rank import NotLowRank, product, singular
@@ -162,7 +163,7 @@ def _export_info(
         saved_at_s=time.time(),
         trigger=", ".join(prepared.config.data.triggers) or None,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
-        slider=tuple(asdict(each) for each in prepared.dataset.directions),
+        slider=_slider(prepared.dataset),
         reach=job.reach,
         references=max((len(one.references) for one in prepared.trained), default=0),
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
@@ -178,6 +179,11 @@ def _export_info(
         if prepared.config.data.buckets
         else None,
     )
+
+
+def _slider(dataset: Dataset) -> tuple[Mapping[str, Any], ...]:
+    """Return what a file says of the slider that it is: its words, or how many pairs; nothing for another file."""
+    return ({"pairs": dataset.pairs},) if dataset.pairs else tuple(map(asdict, dataset.directions))
 
 
 def _thumbnail(image: Path, events: EventStream) -> bytes | None:

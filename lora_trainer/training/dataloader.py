@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -169,25 +169,49 @@ class TrainingDataLoader:
         """Return this process's samples of step `step` (0-based), on the CPU, with all random draws.
 
         With class preservation each sample whose text says the trigger is followed by itself as its class,
-        with the same draws.
+        with the same draws. Of a slider each is followed by the other image of its pair, with the same draws too.
         """
         samples: list[Sample] = []
         for epoch, name in self.share(step):
-            sample, source = self.prepare_sample(epoch, name), self.sources[sample_id(name)]
-            samples.append(sample)
+            source = self.sources[sample_id(name)]
             variant = self._variant(source, epoch, name) if source.of_class else None
             class_text = None if variant is None else self._class_text(variant, epoch, name)
-            if class_text is not None:
-                as_class = replace(
-                    sample,
-                    weight=sample.weight * self.objective.preservation_weight,
-                    conditioning={**sample.conditioning, **self.entries.read(class_text)},
-                    # The class is kept on the whole image, also where the subject's mask leaves it out.
-                    mask_weights=None,
-                    as_base=True,
-                )
-                samples.append(as_class)
+            for sample in self._pair(epoch, name):
+                samples.append(sample)
+                if class_text is not None:
+                    as_class = replace(
+                        sample,
+                        weight=sample.weight * self.objective.preservation_weight,
+                        conditioning={**sample.conditioning, **self.entries.read(class_text)},
+                        # The class is kept on the whole image, also where the subject's mask leaves it out.
+                        mask_weights=None,
+                        as_base=True,
+                    )
+                    samples.append(as_class)
         return tuple(samples)
+
+    def _pair(self, epoch: int, sample: str) -> tuple[Sample, ...]:
+        """Return a sample, and of a slider the other image of its pair at its own strength.
+
+        The loss of a pair is the mean of the two.
+        """
+        first, opposite = (
+            self.prepare_sample(epoch, sample),
+            self.sources[sample_id(sample)].opposite,
+        )
+        if opposite is None:
+            return (first,)
+        # It has as many sizes, and the same is drawn.
+        view = self._view(self._at_size(opposite, epoch, sample), epoch, sample)
+        empty = first.empty_conditioning
+        second = replace(
+            first,
+            strength=opposite.strength,
+            conditioning={**first.conditioning, **view.geometry},
+            empty_conditioning=None if empty is None else {**empty, **view.geometry},
+            **self._noised(view, epoch, sample),
+        )
+        return tuple(replace(one, weight=one.weight / 2) for one in (first, second))
 
     def share(self, step: int) -> list[tuple[int, str]]:
         """Return (epoch, sample id) of each sample of a step that this process computes.
@@ -208,7 +232,9 @@ class TrainingDataLoader:
 
     def drawn(self, epoch: int, sample: str) -> SampleSource:
         """Return the sample at the resolution it is trained at in an epoch."""
-        first = self.sources[sample_id(sample)]
+        return self._at_size(self.sources[sample_id(sample)], epoch, sample)
+
+    def _at_size(self, first: SampleSource, epoch: int, sample: str) -> SampleSource:
         if not first.others:
             return first
         all_of_it = (first, *first.others)
@@ -218,6 +244,35 @@ class TrainingDataLoader:
         """Draw all of one sample's randomness for one epoch."""
         source, here, objective = self.drawn(epoch, sample), (epoch, sample), self.objective
         view = self._view(source, epoch, sample)
+        level = self.levels.draw(self._uniform(epoch, sample), size_px=source.size_px)
+        weight = loss_weight(objective, level, self.prediction)
+        weight *= self.data.weight_of(source.folder)
+        if source.regularisation:
+            weight *= objective.prior_weight
+        variant = self._variant(source, epoch, sample)
+        drops = self._drops_references(source, epoch, sample)
+        text = self._text(source, view, variant, drops_references=drops)
+        empty = self._text(source, view, None, drops_references=drops)
+        return Sample(
+            sample=sample,
+            level=level,
+            weight=weight,
+            conditioning=self._conditioning(text, view, drops_references=drops),
+            loss=objective.loss,
+            delta=loss_delta(objective, level),
+            dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
+            strength=source.strength,
+            **self._noised(view, epoch, sample),
+            as_base=source.regularisation and objective.prior == "base",
+            contrast=contrast(objective, level),
+            empty_conditioning=self._conditioning(empty, view, drops_references=drops)
+            if objective.contrast_scale != 1
+            else None,
+        )
+
+    def _noised(self, view: SampleView, epoch: int, sample: str) -> dict[str, Any]:
+        """Return the `latents`, `noise`, `input_noise` and `mask_weights` of a sample."""
+        here, objective = (epoch, sample), self.objective
         entry = self.entries.read(view.latents)
         mean, std = entry["mean"], entry["std"]
         # The cache holds the VAE's distribution, not a draw: each epoch sees another latent of the image.
@@ -230,33 +285,12 @@ class TrainingDataLoader:
         if perturbation:
             other_noise = self._randn(noise, Stream.INPUT_PERTURBATION, *here)
             input_noise = noise + perturbation * other_noise
-        level = self.levels.draw(self._uniform(epoch, sample), size_px=source.size_px)
-        weight = loss_weight(objective, level, self.prediction)
-        weight *= self.data.weight_of(source.folder)
-        if source.regularisation:
-            weight *= objective.prior_weight
-        variant = self._variant(source, epoch, sample)
-        drops = self._drops_references(source, epoch, sample)
-        text = self._text(source, view, variant, drops_references=drops)
-        empty = self._text(source, view, None, drops_references=drops)
-        return Sample(
-            sample=sample,
-            latents=latents,
-            noise=noise,
-            level=level,
-            weight=weight,
-            conditioning=self._conditioning(text, view, drops_references=drops),
-            loss=objective.loss,
-            delta=loss_delta(objective, level),
-            input_noise=input_noise,
-            dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
-            mask_weights=self._mask_weights(view.mask),
-            as_base=source.regularisation and objective.prior == "base",
-            contrast=contrast(objective, level),
-            empty_conditioning=self._conditioning(empty, view, drops_references=drops)
-            if objective.contrast_scale != 1
-            else None,
-        )
+        return {
+            "latents": latents,
+            "noise": noise,
+            "input_noise": input_noise,
+            "mask_weights": self._mask_weights(view.mask),
+        }
 
     def validation(
         self, keys: Sequence[tuple[str, SampleSource]], *, quantiles: int
@@ -285,6 +319,7 @@ class TrainingDataLoader:
                         weight=loss_weight(self.objective, level, self.prediction),
                         conditioning=self._conditioning(self._text(source, view, 0), view),
                         mask_weights=self._mask_weights(view.mask),
+                        strength=source.strength,
                     )
                 )
             batches.append(tuple(samples))

@@ -74,7 +74,41 @@ def names(feeder: TrainingDataLoader, steps: int) -> list[str]:
     return [sample.sample for step in range(steps) for sample in feeder.prepare(step)]
 
 
+def of_pairs(**changes: Any) -> TrainingDataLoader:
+    """Every sample is one of a pair with the sample of the next number, at strength -1."""
+    feeder = two_sized(**changes)
+    sources = list(feeder.sources.items())
+    others = [*sources[1:], sources[0]]
+    # The other image of a pair has as many sizes as the first.
+    return replace(
+        feeder,
+        sources={
+            name: replace(
+                source,
+                opposite=replace(other, strength=-1.0, others=(other,) if source.others else ()),
+            )
+            for (name, source), (_, other) in zip(sources, others, strict=True)
+        },
+    )
+
+
 # ---- steps
+
+
+def test_both_images_of_a_pair_are_in_one_step_with_the_same_draws() -> None:
+    plain, paired = two_sized(), of_pairs()
+    for step in range(6):
+        alone, samples = plain.prepare(step), paired.prepare(step)
+        assert [sample.strength for sample in samples] == [1.0, -1.0] * len(alone)
+        for one, more, less in zip(alone, samples[::2], samples[1::2], strict=True):
+            assert same(replace(one, weight=one.weight / 2), more), "the first is as without"
+            assert (less.level, less.weight, less.sample) == (more.level, more.weight, more.sample)
+            assert torch.equal(less.conditioning["text"], more.conditioning["text"])
+            assert not torch.equal(less.latents.flatten()[:8], more.latents.flatten()[:8])
+            if less.latents.shape == more.latents.shape:
+                assert torch.equal(less.noise, more.noise)
+                assert torch.equal(less.input_noise, more.input_noise)  # type: ignore[arg-type]  # perturbed
+    assert {len({s.strength for s in part}) for part in split(samples, cap=8)} == {1}
 
 
 def test_no_two_draws_share_their_noise() -> None:
