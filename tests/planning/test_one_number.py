@@ -89,7 +89,7 @@ def prepared(
     return Prepared(
         inputs=inputs,
         plan=plan(inputs),
-        dataset=SimpleNamespace(regularisation=(), directions=()),  # type: ignore[arg-type]  # what is asked of it
+        dataset=SimpleNamespace(regularisation=(), directions=(), is_slider=False, pairs=0),  # type: ignore[arg-type]  # what is asked of it
         report=SimpleNamespace(buckets={"512x512": images}, findings=()),  # type: ignore[arg-type]
         trained=(record,) * (images - held_out),
         held_out=(record,) * held_out,
