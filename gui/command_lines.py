@@ -25,12 +25,14 @@ from lora_trainer.common.files import user_path, windows_name_problem
 from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
+from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.hardware.machine import detect
 from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.run_record import read
 
+from . import slider_words
 from .bases import EMBEDDED, RECOMMENDED
-from .drafts import Draft
+from .drafts import SLIDER, Draft
 from .fence import fenced
 from .plan_process import BASES, Done, PlanProcess
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
@@ -55,19 +57,37 @@ def check_words(draft: Draft, work: Workplace) -> Words:
     Images are judged for the chosen base. Where nobody has chosen and the plan would take the miniature,
     they are judged for the base that is recommended: at its size every photograph would be large enough.
     """
-    folder = work.folder(draft.dataset)
+    dataset = dataset_of(draft, work)
     return (
         "check",
-        str(folder),
-        *base_words(judged_for(draft, folder), work),
+        str(dataset),
+        *base_words(judged_for(draft, dataset), work),
         *_sets(draft, work),
         "--json",
     )
 
 
-def judged_for(draft: Draft, folder: Path) -> str:
+def dataset_of(draft: Draft, work: Workplace) -> Path:
+    """Return what a draft is trained on: the folder of its images, or the file of its slider's words.
+
+    Raises RequestError, InputError, MachineError.
+    """
+    if draft.kind == SLIDER:
+        return slider_words.file_of(work, draft.slider)
+    return work.dataset(draft.dataset)
+
+
+def label_of(draft: Draft, work: Workplace) -> str:
+    """Return what the training of a draft is called; raises as `dataset_of`."""
+    if draft.name:
+        return draft.name
+    dataset = dataset_of(draft, work)
+    return dataset.name if dataset.is_dir() else dataset.stem
+
+
+def judged_for(draft: Draft, dataset: Path) -> str:
     """Return the base that the images of a draft are judged for; the example is made for the miniature."""
-    if draft.base.strip() not in ("", "auto") or folder.name == EXAMPLE_NAME or has_gpu():
+    if draft.base.strip() not in ("", "auto") or dataset.name == EXAMPLE_NAME or has_gpu():
         return draft.base
     return RECOMMENDED
 
@@ -80,15 +100,16 @@ def has_gpu() -> bool:
 
 def plan_words(draft: Draft, work: Workplace) -> Words:
     """Return the command that predicts memory and time; raises RequestError or InputError."""
-    return ("plan", str(work.folder(draft.dataset)), *_choices(draft, work), "--json")
+    return ("plan", str(dataset_of(draft, work)), *_choices(draft, work), "--json")
 
 
 def train_words(draft: Draft, work: Workplace) -> Words:
     """Return the training into a new folder of the runs; raises RequestError or InputError."""
-    name = run_name(draft.name)
+    dataset = dataset_of(draft, work)
+    # A file would name its run with its ending.
+    name = run_name(draft.name or ("" if dataset.is_dir() else dataset.stem))
     named = (f"--name={name}",) if name else ()
-    folder = str(work.folder(draft.dataset))
-    return (folder, *_choices(draft, work), *named, f"--output={work.runs}")
+    return (str(dataset), *_choices(draft, work), *named, f"--output={work.runs}")
 
 
 def resume_words(run: Path, *, dataset: str, work: Workplace) -> Words:
@@ -102,8 +123,8 @@ def resume_words(run: Path, *, dataset: str, work: Workplace) -> Words:
             f"the run {run.name} does not say where its images are",
             fix="type the folder of its images on its page and press Resume there",
         )
-    folder = recorded if recorded is not None else work.folder(dataset)
-    return (str(folder), f"--resume-from={run.resolve()}")
+    found = recorded if recorded is not None else work.dataset(dataset)
+    return (str(found), f"--resume-from={run.resolve()}")
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -112,7 +133,7 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def recorded_dataset(run: Path) -> Path | None:
-    """Return the dataset folder of a run: the word of its command that is a folder of that name.
+    """Return what a run was trained on: the word of its command that is a folder, or a slider's file, of that name.
 
     A run.json records names, not paths; a command typed in another folder may lead nowhere.
     """
@@ -122,9 +143,11 @@ def recorded_dataset(run: Path) -> Path | None:
         return None
     for word in record.command if record.dataset.name else ():
         try:
-            folder = Path(user_path(word)).resolve()
-            if folder.name == record.dataset.name and folder.is_dir():
-                return folder
+            found = Path(user_path(word)).resolve()
+            if found.name != record.dataset.name:
+                continue
+            if found.is_dir() or (found.is_file() and is_slider_file(found)):
+                return found
         except (OSError, RuntimeError, ValueError):  # too long for a name, as prompts are; no user
             continue
     return None
@@ -261,7 +284,7 @@ class Plans:
         One that is asked for `anew` is kept for the others: captions may have changed, which the key does not know.
         """
         words = plan_words(draft, self._work)
-        key = (words, self._work.folder(draft.dataset).stat().st_mtime_ns)
+        key = (words, dataset_of(draft, self._work).stat().st_mtime_ns)
         with self._lock:
             kept = self._answers.pop(key, None)
             now_s = self._clock_s()

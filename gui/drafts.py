@@ -22,6 +22,10 @@ from lora_trainer.config.config import build_config, refuse_removed, without_ret
 from .workplace import Workplace
 
 STEPS = (1, 2)
+IMAGES, SLIDER, PAIRS = KINDS = ("images", "slider", "pairs")
+"""What a training learns from: images, the words of a slider, images with what each was before."""
+# Entries of a draft that are not texts.
+_NOT_TEXTS = ("settings", "also", "slider", "step")
 _LOCK_WITHIN_S = 10.0
 _ID = re.compile(r"[0-9a-f]{12,20}")
 
@@ -30,14 +34,17 @@ _ID = re.compile(r"[0-9a-f]{12,20}")
 class Draft:
     """A training to be; an empty text leaves the choice to lora-train.
 
-    `settings` are {"section.name": value} over the preset, `also` further values of some settings, each for a training
-    of its own (variants.py), `step` is where the page Train stands, `started_as` the item of the queue, `series` the
-    several trainings that it was started as, `brought` what there is to say of the file that its settings are from, as
-    JSON.
+    `kind` is one of KINDS; a slider is trained on its words `slider` (slider_words.py), what else on the folder
+    `dataset`, which may be a slider's file too. `settings` are {"section.name": value} over the preset, `also` further
+    values of some settings, each for a training of its own (variants.py), `step` is where the page Train stands,
+    `started_as` the item of the queue, `series` the several trainings that it was started as, `brought` what there is
+    to say of the file that its settings are from, as JSON.
     """
 
     id: str
+    kind: str = IMAGES
     dataset: str = ""
+    slider: Mapping[str, str] = field(default_factory=dict)
     base: str = ""
     priority: str = "balanced"
     name: str = ""
@@ -47,6 +54,11 @@ class Draft:
     started_as: str = ""
     series: str = ""
     brought: str = ""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it says what is to be learned from."""
+        return any(map(str.strip, self.slider.values() if self.kind == SLIDER else [self.dataset]))
 
     def with_setting(self, key: str, value: Any) -> Draft:
         """Return the draft with one setting; raises RequestError for an impossible value."""
@@ -91,9 +103,13 @@ def read(work: Workplace, draft_id: str | None) -> Draft:
         texts = all(
             isinstance(getattr(draft, entry.name), str)
             for entry in fields(draft)
-            if entry.name not in ("settings", "also", "step")
+            if entry.name not in _NOT_TEXTS
         )
         if not texts or draft.step not in STEPS or not isinstance(draft.settings, dict):
+            raise TypeError("a value of the wrong kind")
+        if draft.kind not in KINDS or not isinstance(draft.slider, dict):
+            raise TypeError("a value of the wrong kind")
+        if not all(isinstance(text, str) for text in draft.slider.values()):
             raise TypeError("a value of the wrong kind")
         refuse_removed(draft.settings)
         draft = replace(draft, settings=without_retired(draft.settings))

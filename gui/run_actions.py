@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import all_settings
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.coach import coach
 from lora_trainer.reporting.control import Control, Request
@@ -19,7 +21,7 @@ from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import end_process, read_status
 
-from . import command_lines, drafts, runs, setting_edit
+from . import command_lines, drafts, runs, setting_edit, slider_words
 from .run_best import Best, mark_best
 from .run_mend import mend_of
 from .run_settings import chosen_settings
@@ -80,10 +82,13 @@ def clone(work: Workplace, run: str, *, mended: bool = False, advice: str = "") 
     folder = runs.run_folder(work.runs, run)
     record = read(folder)
     dataset = command_lines.recorded_dataset(folder)
+    words = slider_words.words_of(dataset) if dataset is not None and dataset.is_file() else None
     priority = record.plan.priority
     draft = drafts.Draft(
         id=drafts.new_id(),
-        dataset=str(dataset) if dataset is not None else "",
+        kind=drafts.SLIDER if words else _kind_of(dataset),
+        dataset=str(dataset) if dataset is not None and not words else "",
+        slider=words or {},
         base=record.base.source,
         priority=priority if priority in PRIORITIES else "balanced",
         settings=chosen_settings(record),
@@ -104,6 +109,17 @@ def clone(work: Workplace, run: str, *, mended: bool = False, advice: str = "") 
                 draft = setting_edit.changed(draft, key=key, text=text_of(known[key], value))
     drafts.save(work, draft)
     return draft
+
+
+def _kind_of(dataset: Path | None) -> str:
+    """Return whether the images of a folder come with what each was before."""
+    if dataset is None or not dataset.is_dir():
+        return drafts.IMAGES
+    try:
+        pictures = list_dataset(dataset, settings=DataSettings()).pictures
+    except (LoraTrainError, OSError):  # which the page Train says
+        return drafts.IMAGES
+    return drafts.PAIRS if any(each.references for each in pictures) else drafts.IMAGES
 
 
 def use_as_best(work: Workplace, run: str, step: object) -> Best:

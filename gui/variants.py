@@ -104,7 +104,7 @@ def variants(draft: Draft) -> tuple[Variant, ...]:
 
 def start(work: Workplace, draft: Draft) -> Series:
     """Put all trainings of a draft into the queue, or none; raises LoraTrainError."""
-    label = draft.name or work.folder(draft.dataset).name
+    label = command_lines.label_of(draft, work)
     taken = {path.name for path in work.runs.iterdir()}
     members = list[Member]()
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.common.events import shown
 from lora_trainer.common.files import user_path
+from lora_trainer.dataset.slider_file import is_slider_file
 
 OWN_FOLDER = ".gui"
 # A folder of pictures in a dataset, or in its `_excluded/`; deeper ones are not read.
@@ -37,6 +38,11 @@ class Workplace:
         if self.roots is None:
             return True
         return any(path.is_relative_to(root) for root in (self.runs, *self.roots))
+
+    def dataset(self, text: str) -> Path:
+        """Return the folder with images, or the file of a slider, that was typed; raises InputError."""
+        path = self.path(text, what="a folder with images") if text.strip() else None
+        return path if path and path.is_file() and is_slider_file(path) else self.folder(text)
 
     def folder(self, text: str) -> Path:
         """Return the folder that was typed, absolute; raises InputError for what is none.

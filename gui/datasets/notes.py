@@ -111,7 +111,7 @@ def _used(work: Workplace) -> Iterator[str]:
     records = sorted(work.runs.glob("[!.]*/run.json"), key=_changed_ns, reverse=True)
     for record in records[:MAX_RECENT]:
         folder = recorded_dataset(record.parent)
-        if folder is not None:
+        if folder is not None and folder.is_dir():  # a slider has words in place of images
             yield str(folder)
 
 

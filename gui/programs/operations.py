@@ -47,7 +47,7 @@ class Operations:
         """Predict the memory and the time of a training, without starting it.
 
         Args:
-            dataset: Path of the folder with the images.
+            dataset: Path of the folder with the images, or of a slider's file.
             base: Hub id or path of the base model; empty: chosen for this machine.
             priority: speed, balanced or quality.
             settings: Settings by their dotted keys, such as {"train.steps": 1000}.
@@ -59,7 +59,7 @@ class Operations:
         """Report on the images and captions of a dataset: what is wrong, and what to do.
 
         Args:
-            dataset: Path of the folder with the images.
+            dataset: Path of the folder with the images, or of a slider's file.
             base: Hub id or path of the base model that the images are judged for.
         """
         return _answered(
@@ -131,7 +131,7 @@ class Operations:
         """Put a training into the queue, which starts it when the machine is free; returns its item.
 
         Args:
-            dataset: Path of the folder with the images.
+            dataset: Path of the folder with the images, or of a slider's file.
             base: Hub id or path of the base model; empty: chosen for this machine.
             priority: speed, balanced or quality.
             name: Name of the run and of the LoRA file; empty: made from the dataset.
@@ -139,7 +139,7 @@ class Operations:
         """
         draft = _draft(dataset=dataset, base=base, priority=priority, name=name, settings=settings)
         words = command_lines.train_words(draft, self.work)
-        label = name or self.work.folder(dataset).name
+        label = command_lines.label_of(draft, self.work)
         item = commands.add(self.work.runs, words, label=label)
         worker.ensure_worker(self.work.runs)
         return _item(item)

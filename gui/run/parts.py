@@ -15,6 +15,7 @@ from typing import Any
 from lora_trainer.hardware.nvml import card_states
 from lora_trainer.reporting.charts import Html, LossView, loss_curve
 from lora_trainer.reporting.history import RunHistory, SampleImage
+from lora_trainer.reporting.strips import strips_of
 from lora_trainer.run.run_folder import BEST_RECORD
 
 from .. import command_lines, runs
@@ -74,6 +75,10 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
             key=(len(history.samples), history.sessions, *files),
             draw=lambda _: sample_sheet(folder, history, exported=exported, best=best, _=_),
         ),
+        "strip": Part(
+            key=(len(history.samples), history.sessions, seen.status.state),
+            draw=lambda _: strip_html(seen, history, _),
+        ),
         "log": Part(key=list(records.recent), draw=lambda _: _.markup(log(records.recent))),
         "settings": Part(key=history.run, draw=lambda _: _.markup(settings_html(history.run, _))),
         "files": Part(
@@ -91,7 +96,8 @@ def shown_best(folder: Path, history: RunHistory) -> int:
 def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
     """Return the parts for a folder whose records cannot be read: why, and the buttons."""
     told = tag("p", reason, class_="notice error")
-    empty = {name: Part(key="", draw=lambda _: Html("")) for name in ("coach", "settings", "files")}
+    names = ("coach", "strip", "settings", "files")
+    empty = {name: Part(key="", draw=lambda _: Html("")) for name in names}
     blank = {"drawn": "", "steps": 0}
     return {
         "head": Part(key=told, draw=lambda _: _.markup(told)),
@@ -178,6 +184,30 @@ def sample_sheet(
             for prompt, seed in rows
         ],
     }
+
+
+def strip_html(seen: Look, history: RunHistory, _: Words) -> Html:
+    """Return the newest samples of a slider from less to more; nothing for any other run."""
+    strips = strips_of(history.samples)
+    if strips is None:
+        return Html("")
+    signs = [
+        f"{strength:+g}".replace("-", "\u2212") if strength else "0"
+        for strength in strips.strengths
+    ]
+    return render(
+        "run/strip.html",
+        _,
+        step=strips.step,
+        is_going=seen.status.state == "running",
+        strips=[
+            (
+                prompt,
+                list(zip(signs, (_address(seen.folder, each) for each in images), strict=True)),
+            )
+            for (prompt, _seed), images in strips.rows.items()
+        ],
+    )
 
 
 def _address(folder: Path, image: SampleImage | None) -> str | None:

@@ -140,7 +140,7 @@ def begun(work: Workplace, draft_id: str, _: Words) -> Mapping[str, Any] | Respo
     now = starting.look(work, draft, _)
     if now.url:
         return RedirectResponse(now.url, status_code=303)
-    photos = starting.photos(work, work.folder(draft.dataset))
+    photos = starting.photos(work, command_lines.dataset_of(draft, work))
     return {
         "run": None,
         "starting": now,

@@ -18,7 +18,7 @@ from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands
 from lora_trainer.reporting.charts import Html
 
-from .. import drafts, runs
+from .. import drafts, runs, slider_words
 from ..datasets import check
 from ..datasets.view import CheckedPictures, placed
 from ..drafts import Draft
@@ -59,7 +59,11 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
     """Return what a training waits for; one that did not begin becomes a draft again. Raises MachineError."""
     listed = commands.items(work.runs)
     item = next((item for item in listed if item.id == draft.started_as), None)
-    name = draft.name or Path(draft.dataset).name
+    name = draft.name or (
+        slider_words.name_of(draft.slider)
+        if draft.kind == drafts.SLIDER
+        else Path(draft.dataset).name
+    )
     back = "/train?" + urlencode({"draft": draft.id})
     if not draft.started_as:
         return Starting(name=name, html=Html(""), goes=False, url=back)
@@ -95,7 +99,12 @@ def _waiting(
 
 
 def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
-    """Return the first images of a dataset; none where it cannot be read, which the training itself says."""
+    """Return the first images of a dataset; none where it cannot be read, which the training itself says.
+
+    A slider has no images.
+    """
+    if not folder.is_dir():
+        return ()
     try:
         pictures = list_dataset(folder, settings=DataSettings()).pictures[:_SHOWN]
         values = check.known(work, folder, stamp="").values

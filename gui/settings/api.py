@@ -70,7 +70,7 @@ class Api:
     def bring(self, asked: Bring, _: Words) -> Reply:
         """Make a draft of a file, for the images of the draft that is shown; return where its page is."""
         found = brought(asked.text, name=asked.name)
-        draft = drafts.Draft(id=drafts.new_id(), dataset=self._dataset(asked.draft, found))
+        draft = self._for_what_is_shown(asked.draft, found)
         if found is None:
             draft = setting_edit.replaced(draft, text=asked.text, name=asked.name).draft
             found = Brought(trainer="lora-train", settings=setting_edit.given(draft))
@@ -80,21 +80,24 @@ class Api:
         self._save(replace(draft, brought=report))
         return {"url": "/train?" + urlencode({"draft": draft.id})}
 
-    def _dataset(self, shown: str, found: Brought | None) -> str:
-        """Return the images of the draft that is shown, else those that a file names, where they are here."""
-        if shown and (named := drafts.read(self.work, shown).dataset):
-            return named
+    def _for_what_is_shown(self, shown: str, found: Brought | None) -> Draft:
+        """Return a draft for the images or words of the one that is shown, else for what a file names."""
+        empty = drafts.Draft(id=drafts.new_id())
+        if shown and (before := drafts.read(self.work, shown)).is_given:
+            return replace(empty, kind=before.kind, dataset=before.dataset, slider=before.slider)
         try:
-            folder = self.work.folder(found.dataset) if found and found.dataset else None
+            dataset = self.work.dataset(found.dataset) if found and found.dataset else None
         except LoraTrainError:
-            return ""
-        return str(folder) if folder is not None and folder.is_dir() else ""
+            return empty
+        return empty if dataset is None else replace(empty, dataset=str(dataset))
 
     def plan(self, asked: OfDraft, _: Words) -> Reply:
         """Return what the settings come to; takes as long as `lora-train plan`."""
         draft = drafts.read(self.work, asked.draft)
-        if not draft.dataset.strip():
-            said = _("Choose the folder of your images on the page Train: the plan needs it.")
+        if not draft.is_given:
+            said = _(
+                "Say on the page Train what it learns from, images or words: the plan needs it."
+            )
             return {**view.planned(draft, command_lines.Answer(values=None), _), "said": [said]}
         try:
             answer = self.plans.of(draft)

@@ -23,13 +23,14 @@ from lora_trainer.importing.words import words_of_settings
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, SettingRecord
 
 from ..command_lines import Answer
-from ..drafts import Draft
+from ..drafts import SLIDER, Draft
 from ..markup import named, worded
 from ..plan_view import fit_sentence, memory_parts, span
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
 from ..setting_edit import FOLDER, as_json, given
 from ..setting_text import text_of
+from ..slider_words import name_of
 from ..workplace import Workplace
 from . import presets
 
@@ -115,7 +116,8 @@ def _word(info: SettingInfo, word: Any, said: Words) -> Word:
 
 def stamp(draft: Draft) -> str:
     """Return what changes whenever the page has to show something else of the draft."""
-    content = [draft.dataset, draft.priority, draft.started_as, given(draft)]
+    content = [draft.kind, draft.dataset, draft.slider, draft.priority, draft.started_as]
+    content.append(given(draft))
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
@@ -126,7 +128,7 @@ def state(work: Workplace, draft: Draft) -> dict[str, Any]:
     return {
         "id": draft.id,
         "stamp": stamp(draft),
-        "dataset": draft.dataset,
+        "dataset": name_of(draft.slider) if draft.kind == SLIDER else draft.dataset,
         "started": bool(draft.started_as),
         "given": {key: text_of(infos[key], value) for key, value in values.items()},
         "json": as_json(values),

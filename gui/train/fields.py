@@ -15,15 +15,18 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.layers import CONCEPT
 
-from .. import setting_edit, variants
+from .. import drafts, setting_edit, slider_words, variants
 from ..drafts import Draft
 from ..setting_text import text_of
 
 Kind = Literal["text", "number", "lines", "switch", "cards", "choice", "folder", "base", "also"]
+"""`text`, `lines` and `folder` are typed as they are; an empty one is left to lora-train."""
 # Where on the page a field stands, in the order of page.html.
-Part = Literal["images", "base", "subject", "names", "length", "size", "samples"]
-DATASET, PRIORITY, BASE = "dataset", "priority", setting_edit.BASE
-STEPS, PROMPTS = "train.steps", "sampling.prompts"
+Part = Literal["kind", "images", "words", "base", "subject", "names", "length", "size", "samples"]
+KIND, DATASET, PRIORITY, BASE = "kind", "dataset", "priority", setting_edit.BASE
+SLIDER = "slider:"
+"""Before an entry of `Draft.slider`."""
+STEPS, PROMPTS, TRIGGER = "train.steps", "sampling.prompts", "data.trigger"
 ALSO = "also:"
 """Before the key of a setting: its further values."""
 
@@ -33,7 +36,7 @@ class Field:
     """A field of the page."""
 
     key: str
-    """A setting; or `dataset` or `priority`, which a draft keeps beside its settings."""
+    """A setting; or what a draft keeps beside its settings: `kind`, `dataset`, `priority`, words of a slider."""
     label: str
     kind: Kind
     part: Part
@@ -45,6 +48,10 @@ class Field:
     """The text that leaves the field to lora-train, beside an empty one; `true` for a switch that is on by default."""
     is_planned: bool = False
     """Shows what the plan chose until somebody types something else."""
+    rows: int = 4
+    """Of `lines`: how many are seen."""
+    not_of: str = ""
+    """The kind of training that has no such field."""
     varies: bool = False
     """May have further values, each for a training of its own: a field of the kind `also` stands behind it."""
 
@@ -55,6 +62,50 @@ class Field:
 
 
 _ROWS = (
+    Field(
+        key=KIND,
+        label="What does it learn from?",
+        kind="cards",
+        part="kind",
+        options={
+            drafts.IMAGES: "Images of what it is to draw",
+            drafts.SLIDER: "A slider, from words",
+            drafts.PAIRS: "Before and after pairs",
+        },
+        unset=drafts.IMAGES,
+    ),
+    Field(
+        key=SLIDER + slider_words.TARGET,
+        label="What it acts on",
+        kind="text",
+        part="words",
+        info="The images that change. Left empty, all images do.",
+        placeholder="a person",
+    ),
+    Field(
+        key=SLIDER + slider_words.MORE,
+        label="More of",
+        kind="text",
+        part="words",
+        info="What the same image shows at strength 1.",
+        placeholder="an old person",
+    ),
+    Field(
+        key=SLIDER + slider_words.LESS,
+        label="Less of",
+        kind="text",
+        part="words",
+        info="What it shows at strength \u22121.",
+        placeholder="a young person",
+    ),
+    Field(
+        key=SLIDER + slider_words.KEEP,
+        label="What stays as it is (optional), one a line",
+        kind="lines",
+        part="words",
+        rows=2,
+        info="What would otherwise change along: the nearer it is to what the slider acts on, the more it holds back.",
+    ),
     Field(
         key=DATASET,
         label="Folder with your images",
@@ -83,6 +134,7 @@ _ROWS = (
             "any": "Not sure, or something else",
         },
         unset="any",
+        not_of=drafts.SLIDER,
     ),
     Field(
         key=PRIORITY,
@@ -97,10 +149,11 @@ _ROWS = (
         unset="balanced",
     ),
     Field(
-        key="data.trigger",
+        key=TRIGGER,
         label="Trigger word (optional)",
         kind="text",
         part="names",
+        not_of=drafts.SLIDER,
         info="A rare word that calls it up later in a prompt. While it trains the word goes before each "
         "caption that lacks it, and into the samples' prompts; your files stay as they are.",
     ),
@@ -153,19 +206,22 @@ _ROWS = (
     ),
 )
 FIELDS = tuple(each for row in _ROWS for each in ((row, row.also) if row.varies else (row,)))
+_OF_IMAGES = (CONCEPT, TRIGGER, PROMPTS)
 _BY_KEY = {row.key: row for row in FIELDS}
 
 
 def texts(draft: Draft) -> dict[str, str]:
     """Return the texts of the fields that the draft sets, by key."""
-    given = {DATASET: draft.dataset, PRIORITY: draft.priority, **setting_edit.given(draft)}
+    own = {KIND: draft.kind, DATASET: draft.dataset, PRIORITY: draft.priority}
+    words = {SLIDER + key: text for key, text in draft.slider.items()}
+    given = {**own, **words, **setting_edit.given(draft)}
     shown = {row.key: as_text(row, given[row.key]) for row in FIELDS if row.key in given}
     return shown | {ALSO + key: variants.text_for(draft, key) for key in draft.also}
 
 
 def as_text(row: Field, value: object) -> str:
     """Return the text that a field shows for a value."""
-    if row.key in (DATASET, PRIORITY):
+    if row.key in (KIND, DATASET, PRIORITY) or row.key.startswith(SLIDER):
         return str(value)
     info = setting_edit.setting(row.key)
     return str(value) if info.form.kind == "choice" else text_of(info, value)
@@ -181,6 +237,11 @@ def changed(draft: Draft, *, key: str, text: str) -> Draft:
         raise RequestError(f"the page Train has no field {key!r}", fix="load the page again")
     if key == DATASET:
         return replace(draft, dataset=text)
+    if key == KIND:
+        return of_kind(draft, text or row.unset)
+    if key.startswith(SLIDER):
+        words = {**draft.slider, key.removeprefix(SLIDER): text}
+        return replace(draft, slider={name: said for name, said in words.items() if said.strip()})
     if key == PRIORITY:
         priority = text or row.unset
         if priority not in PRIORITIES:
@@ -194,6 +255,21 @@ def changed(draft: Draft, *, key: str, text: str) -> Draft:
     if text.strip() in ("", row.unset):
         return setting_edit.without(draft, key=key)
     return setting_edit.changed(draft, key=key, text=text)
+
+
+def of_kind(draft: Draft, kind: str) -> Draft:
+    """Return the draft as one of another kind, without what is only said of the other; raises RequestError.
+
+    A slider has neither a subject nor a trigger word, and its samples are not those of images.
+    """
+    if kind not in drafts.KINDS:
+        raise RequestError(
+            f"{kind[:100]!r} is not one of {', '.join(drafts.KINDS)}", fix="choose one of these"
+        )
+    if drafts.SLIDER in (kind, draft.kind) and kind != draft.kind:
+        for key in _OF_IMAGES:
+            draft = setting_edit.without(draft, key=key)
+    return replace(draft, kind=kind)
 
 
 def label(key: str) -> str:

@@ -24,6 +24,7 @@ export function mountLength(place, fields, changed) {
     const count = Number(steps.value);
     if (!plan || !count) { said.textContent = say("Left empty, it is chosen for your images."); return; }
     const { images, held_out: kept, batch } = plan;
+    if (!images) { said.textContent = ""; return; } // of a slider, which has none
     const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
     const how = count * ratio() < 0.95 ? say("{} steps of {} = some of the {} images.", length, batch, all)
       : say("{} steps of {} = each of the {} images about {}\u00d7.", length, batch, all, often);

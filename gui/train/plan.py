@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lora_trainer.common.wording import bytes_text
+from lora_trainer.config.prompt_line import without_strength
 from lora_trainer.planning.timesteps import shares_sentence
 from lora_trainer.reporting.charts import Html, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
@@ -155,8 +156,12 @@ def beside(found: PlanRecord, said: Words, *, leads_to: str = "", of_all: str = 
 def filled(found: PlanRecord) -> dict[str, str]:
     """Return the texts of the fields that the plan fills in, by key."""
     chosen = {row.key: found.value(row.key) for row in fields.planned()}
-    # The plan counts the steps, and words the prompts.
-    chosen |= {fields.STEPS: found.time.steps, fields.PROMPTS: list(found.sampling.prompts)}
+    # The plan counts the steps, and words the prompts; those of a slider at each strength, which a prompt typed here
+    # is drawn at by itself.
+    prompts = list(found.sampling.prompts)
+    if not found.images.get("all"):
+        prompts = list(dict.fromkeys(without_strength(line)[0] for line in prompts))
+    chosen |= {fields.STEPS: found.time.steps, fields.PROMPTS: prompts}
     return {row.key: fields.as_text(row, chosen[row.key]) for row in fields.planned()}
 
 

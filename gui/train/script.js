@@ -102,6 +102,7 @@ export function mount(main, leaving) {
 
   function drawDraft({ texts, step: at, is_started: isStarted }) {
     fields.draw({ texts });
+    page.dataset.kind = fields.read("kind");
     bases.choose(texts["base.model"] ?? "auto");
     if (isStarted) location.replace(pageOfStart); // by another tab
     else if (step === 0) show(at);
@@ -134,7 +135,7 @@ export function mount(main, leaving) {
       if (index + 1 === at) item.setAttribute("aria-current", "step"); else item.removeAttribute("aria-current");
     }
     one("#to-images").disabled = at !== 2;
-    if (at === 1 && !seen.images && fields.read("dataset")) report();
+    if (at === 1 && !seen.images && (isOfWords() || fields.read("dataset"))) report();
     if (at === 2) { plan(); bases.open(); }
   }
 
@@ -149,9 +150,16 @@ export function mount(main, leaving) {
     if (text) said.scrollIntoView({ block: "nearest" });
   }
 
+  function isOfWords() { return fields.read("kind") === "slider"; }
+
   /** Keep a field, and plan anew unless it does not count for the plan. */
   function changed(key) {
+    if (key === "kind") page.dataset.kind = fields.read(key);
     keep();
+    if (step === 1 && (key === "kind" || key.startsWith("slider:"))) {
+      one("#next").hidden = true; // it continues with what is judged
+      report();
+    }
     if (key === "output.name") return;
     if (key !== "base.model") bases.forget();
     if (step === 2) planAll();

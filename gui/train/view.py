@@ -18,11 +18,13 @@ from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
 
-from .. import bases, command_lines, drafts, run_actions, uploads, variants
+from .. import bases, command_lines, drafts, run_actions, slider_words, uploads, variants
 from ..datasets import caption_job, check
-from ..drafts import Draft
+from ..drafts import SLIDER, Draft
 from ..markup import button, join, note_html, plain, tag
+from ..server.templates import render
 from ..server.translation import Words
+from ..slider_words import LESS, MORE
 from ..workplace import Workplace
 from . import fields, plan
 from .base_cards import that_fits, verdict_of
@@ -91,10 +93,14 @@ def wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
         else (asked.get("folder", ""), IMAGES)
     )
     newest = drafts.current(work)
-    if named == "new" or (folder and newest.dataset not in ("", folder)):
+    is_of_others = newest.is_given and (newest.kind == SLIDER or newest.dataset != folder)
+    if named == "new" or (folder and is_of_others):
         newest = drafts.new(work, dataset=folder)
+    if (kind := asked.get("kind", "")) in drafts.KINDS and kind != newest.kind:
+        newest = fields.of_kind(newest, kind)
+        drafts.save(work, newest)
     if folder and (newest.dataset, newest.step) != (folder, step):
-        newest = replace(newest, dataset=folder, step=max(newest.step, step))
+        newest = replace(_of_images(newest), dataset=folder, step=max(newest.step, step))
         if asked.get("example") and "data.trigger" not in newest.settings:
             newest = newest.with_setting("data.trigger", uploads.EXAMPLE_TRIGGER)
         drafts.save(work, newest)
@@ -109,9 +115,14 @@ def _with_folder(work: Workplace, draft_id: str, folder: str) -> Draft:
             return draft
         if draft.started_as:
             return drafts.new(work, dataset=folder)
-        draft = replace(draft, dataset=folder, step=IMAGES)
+        draft = replace(_of_images(draft), dataset=folder, step=IMAGES)
         drafts.save(work, draft)
         return draft
+
+
+def _of_images(draft: Draft) -> Draft:
+    """Return a draft that images are sent to: of a slider it is none any more."""
+    return fields.of_kind(draft, drafts.IMAGES) if draft.kind == SLIDER else draft
 
 
 def keep(
@@ -142,13 +153,13 @@ def start(work: Workplace, draft_id: str) -> Draft:
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if not draft.started_as:
-            _refuse_while_captioned(work, work.folder(draft.dataset))
+            _refuse_while_captioned(work, command_lines.dataset_of(draft, work))
             if any(draft.also.values()):
                 series = variants.start(work, draft)
                 draft = replace(draft, started_as=series.members[0].item, series=series.id)
             else:
                 words = command_lines.train_words(draft, work)
-                label = draft.name or work.folder(draft.dataset).name
+                label = command_lines.label_of(draft, work)
                 item = commands.add(work.runs, words, label=label)
                 draft = replace(draft, started_as=item.id)
             drafts.save(work, draft)
@@ -156,9 +167,9 @@ def start(work: Workplace, draft_id: str) -> Draft:
     return draft
 
 
-def _refuse_while_captioned(work: Workplace, folder: Path) -> None:
+def _refuse_while_captioned(work: Workplace, dataset: Path) -> None:
     """Raise RequestError while captions of the images are written: those that come later would not be trained."""
-    job = caption_job.of_folder(work, folder)
+    job = caption_job.of_folder(work, dataset)
     if caption_job.is_writing(job):
         raise RequestError(
             f"captions of these images are being written: {caption_job.state(job)['said']}",
@@ -188,12 +199,15 @@ def brought(draft: Draft) -> Mapping[str, Any] | None:
 
 def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     """Return the report on the images; takes as long as `lora-train check`."""
-    if not draft.dataset.strip():
+    is_begun = draft.kind != SLIDER or any(draft.slider.get(key) for key in (MORE, LESS))
+    if not draft.is_given or not is_begun:
         return ImagesPart(html=Html(""))
     try:
-        words = command_lines.check_words(draft, work)
+        dataset = command_lines.dataset_of(draft, work)
+        if dataset.is_file():
+            return _words_part(dataset, said)
+        folder, words = dataset, command_lines.check_words(draft, work)
         answer = command_lines.ask(words)
-        folder = work.folder(draft.dataset)
     except LoraTrainError as problem:
         return ImagesPart(html=error(str(problem), said))
     if answer.values is None:
@@ -204,6 +218,13 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     shown, is_good = report(folder, answer.values, said, assumed=assumed)
     on = "Looks good, next step" if is_good else "Continue anyway"
     return ImagesPart(html=shown, folder=str(folder), next=said(on))
+
+
+def _words_part(file: Path, said: Words) -> ImagesPart:
+    """Return what a slider does, from the file of its words; raises InputError."""
+    directions = slider_words.read(file)
+    shown = render("train/slider.html", said, directions=directions)
+    return ImagesPart(html=shown, next=said("Next step"))
 
 
 def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.Plans) -> PlanPart:

@@ -76,6 +76,16 @@ def parted(line: str) -> tuple[str, dict[str, str]]:
     return _OPTION.sub("", line).strip(), options
 
 
+def without_strength(line: str) -> tuple[str, float | None]:
+    """Return a prompt without its option for the strength, and the strength; None where it has none to be read."""
+    value = parted(line)[1].get(STRENGTH, "")
+    try:
+        strength = float(value)
+    except ValueError:
+        return line, None
+    return line.replace(f" --{STRENGTH} {value}", ""), strength
+
+
 def read_prompt(line: str) -> SamplePrompt:
     """Read a prompt with its options; raises RequestError for one that is unknown or has no such value."""
     text, options = parted(line)

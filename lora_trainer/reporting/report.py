@@ -38,7 +38,6 @@ from lora_trainer.common.wording import (
     step_seconds_text,
 )
 from lora_trainer.config.config import all_settings
-from lora_trainer.config.prompt_line import STRENGTH, parted
 from lora_trainer.planning.timesteps import shares_sentence
 from lora_trainer.reporting.best_step import best_saved
 from lora_trainer.reporting.charts import (
@@ -58,6 +57,7 @@ from lora_trainer.reporting.history import (
 )
 from lora_trainer.reporting.run_record import DatasetRecord, FindingRecord
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS, ScoreRecord
+from lora_trainer.reporting.strips import strips_of
 
 REPORT_FILE = "report.html"
 
@@ -347,26 +347,14 @@ class Strip:
 
 def strip_of(history: RunHistory) -> Strip | None:
     """Return the strip of a slider; None for a run without prompts at several strengths."""
-    last = max((image.step for image in history.samples), default=0)
-    rows: dict[tuple[str, str], dict[float, SampleImage]] = {}
-    for image in history.samples:
-        _, options = parted(image.prompt)
-        try:
-            strength = float(options.get(STRENGTH, ""))
-        except ValueError:
-            continue
-        if image.step == last:
-            prompt = image.prompt.replace(f" --{STRENGTH} {options[STRENGTH]}", "")
-            rows.setdefault((prompt, image.seed), {})[strength] = image
-    several = {name: images for name, images in rows.items() if len(images) > 1}
-    if not several:
+    strips = strips_of(history.samples)
+    if strips is None:
         return None
-    strengths = sorted({strength for images in several.values() for strength in images})
     return Strip(
-        columns=[f"strength {strength:g}" for strength in strengths],
+        columns=[f"strength {strength:g}" for strength in strips.strengths],
         rows=[
-            (prompt, seed, [_cell(images.get(each), history.folder) for each in strengths])
-            for (prompt, seed), images in several.items()
+            (prompt, seed, [_cell(image, history.folder) for image in images])
+            for (prompt, seed), images in strips.rows.items()
         ],
     )
 

@@ -25,6 +25,7 @@ from lora_trainer.gui import drafts
 from lora_trainer.gui.workplace import Workplace
 from PIL import ExifTags, Image
 
+from lora_trainer.dataset.slider_file import read_sliders
 from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from lora_trainer.queue import commands
 from lora_trainer.reporting.status import read_status
@@ -192,6 +193,32 @@ def press(page: Any, tag: str, name: str) -> None:
             return
         passed.append(focused["name"])
     raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
+
+
+def test_a_slider_is_trained_from_words_alone(page: Any, place: Place) -> None:
+    place.server.open(page, "/train?draft=new&kind=slider")
+    page.wait_for_function("() => /draft=[0-9a-f]{12}/.test(location.search)")
+    assert page.get_by_role("radio", name="A slider, from words").is_checked()
+    assert not page.get_by_text("Drop your images here").is_visible()
+    for label, text in (("What it acts on", "a house"), ("More of", "a red house")):
+        page.get_by_label(label).fill(text)
+    page.get_by_label("Less of").fill("a blue house")
+    page.get_by_label("Less of").blur()
+    page.locator(".slider-scale").get_by_text("a red house").wait_for()
+    page.get_by_role("button", name="Next step").click()
+    page.locator(".plan-line", has_text="Fits:").wait_for()
+    assert not page.get_by_text("What do your images show?").is_visible()
+    small = {"train.steps": 1, "slider.denoising_steps": 1, "sampling.every_steps": 0}
+    set_in_draft(place, small | {"sampling.steps": 1, "hardware.threads": 1})
+    page.locator("#train:enabled").click()
+    page.wait_for_url("**/run?run=*")
+    page.get_by_role("heading", name="a red house").wait_for()
+    item = commands.items(place.runs)[-1]
+    assert read_sliders(Path(item.argv[0])).directions[0].less == "a blue house"
+    end_trainings(
+        place.runs
+    )  # what it comes to is not asked here, and it is half a minute of drawing
+    until(lambda: commands.items(place.runs)[-1].has_ended, what="the queue sees the end")
 
 
 @pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])

@@ -789,3 +789,29 @@ def test_runs_that_train_come_first_then_the_newest_and_only_folders_with_record
     for name in ("empty", "file", ".gui"):
         with pytest.raises(RequestError, match="no run"):
             runs.run_folder(work.runs, name)
+
+
+def test_a_slider_shows_its_newest_samples_from_less_to_more(live: Path) -> None:
+    assert page(live)["strip"] == "", "images without strengths are none"
+
+    def at_strengths(row: dict[str, Any]) -> None:
+        for image, strength in zip(row.get("images") or (), (1, -2, 0), strict=False):
+            image |= {"prompt": f"a <b> person --m {strength} --w 64", "seed": 5}
+
+    change_events(live, lambda row: at_strengths(row) if row["event"] == "sample" else None)
+    before = run_parts.parts(now(live), runs.Followed().read(live))["strip"]
+    html = str(before.draw(words_of("en")))
+    assert re.findall(r"step-0*(\d+)/(\d+)\.png", html)[::2] == [
+        ("10", "01"),
+        ("10", "02"),
+        ("10", "00"),
+    ]
+    assert re.findall(r"<span[^>]*>(\S+)</span></li>", html) == ["\u22122", "0", "+1"]
+    assert "a &lt;b&gt; person --w 64</figcaption>" in html and "Each round of samples" in html
+    append(live, event="sample", step=20, images=[], seconds=1.0, time=1.0)
+    row = {"prompt": "a <b> person --m 1", "seed": 5, "file": "samples/step-00000020/00.png"}
+    both = [row, {**row, "prompt": "a <b> person --m -1", "file": "samples/step-00000020/01.png"}]
+    append(live, event="sample", step=20, images=both, seconds=1.0, time=1.0)
+    after = run_parts.parts(now(live), runs.Followed().read(live))["strip"]
+    assert after.key != before.key, "the next round is drawn"
+    assert "step 20" in str(after.draw(words_of("en")))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_trainer.gui import command_lines, drafts, variants
+from lora_trainer.gui import command_lines, drafts, slider_words, variants
 from lora_trainer.gui.datasets import check
 from lora_trainer.gui.datasets.view import placed
 from lora_trainer.gui.run import routes as run_routes
@@ -33,7 +33,8 @@ from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.records import of_json
 from lora_trainer.config.config import parse_assignment
-from lora_trainer.queue import commands
+from lora_trainer.dataset.slider_file import Direction, read_sliders
+from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.plan_record import PlanRecord
 from tests.fakes.runs import write_dataset
 from tests.gui.conftest import skip_without_gradio
@@ -191,6 +192,10 @@ def test_each_field_is_drawn_sent_kept_shown_again_and_in_the_command_line(
     if row.key == fields.DATASET:
         assert kept.dataset == text
         return
+    if row.part in ("kind", "words"):  # what they make of the command line is a test of its own
+        ask(page, "/train/look", draft=draft.id, typed={row.key: ""}, show=[])
+        assert drafts.read(work, draft.id) == draft
+        return
     # Further values are in the command lines of further trainings.
     single = variants.variants(kept)[-1].draft
     before, after = (set(command_lines.train_words(each, work)) for each in (draft, single))
@@ -198,6 +203,63 @@ def test_each_field_is_drawn_sent_kept_shown_again_and_in_the_command_line(
     assert text in word
     ask(page, "/train/look", draft=draft.id, typed={row.key: ""}, show=[])
     assert drafts.read(work, draft.id) == draft
+
+
+def test_a_slider_is_trained_on_a_file_of_its_words_which_no_later_words_change(
+    work: Workplace, root: Path, page: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "ensure_worker", lambda _: None)
+    draft = drafts.new(work, dataset=str(root))
+    looks(page, draft, data__trigger="zibbo", train__concept="style", train__steps="7")
+    looks(page, draft, kind="slider")
+    assert drafts.read(work, draft.id).settings == {"train.steps": 7}, "what a slider has"
+
+    def images(**typed: str) -> dict[str, Any]:
+        named = {f"slider:{key}": text for key, text in typed.items()}
+        answer = ask(page, "/train/look", draft=draft.id, typed=named, show=["images"])
+        assert answer["refused"] == {}
+        found: dict[str, Any] = answer["images"]
+        return found
+
+    assert images(target="a person")["html"] == "", "nothing is wrong with words that are begun"
+    assert "says the same twice" in images(more="a man", less="a man")["html"]
+    shown = images(more="an <b>old</b> person", less="", keep="a dog\n\na house ")
+    assert "an &lt;b&gt;old" in shown["html"] and shown["next"] == "Next step"
+    assert ask(page, "/train/start", draft=draft.id)["url"] == starting.page_url(draft.id)
+    assert "an b old b person" in page.get(starting.page_url(draft.id)).text
+    (item,) = commands.items(work.runs)
+    dataset, arguments = parsed(item.argv)[1]["dataset"], parsed(item.argv)[1]
+    assert (item.label, arguments["name"]) == ("an b old b person", "an b old b person")
+    (direction,) = read_sliders(dataset).directions
+    said = Direction(
+        target="a person",
+        more="an <b>old</b> person",
+        less="",
+        keep=("a dog", "a house"),
+        weight=1.0,
+    )
+    assert direction == said
+    # Its run says what it was trained on: to go on with it, and to train again with changes.
+    run = work.runs / "x"
+    run.mkdir()
+    record = {"command": list(item.argv), "dataset": {"name": dataset.name}, "base": {}, "plan": {}}
+    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    assert command_lines.resume_words(run, dataset="", work=work)[0] == str(dataset)
+    again = view.wanted(work, {"again": "x"})
+    assert (again.kind, again.slider["keep"]) == (drafts.SLIDER, "a dog\na house")
+    assert command_lines.dataset_of(again, work) == dataset, "the same words, the same file"
+    looks(page, again, **{"slider:more": "a child"})
+    other = command_lines.dataset_of(drafts.read(work, again.id), work)
+    assert read_sliders(other).directions[0].more == "a child"
+    assert read_sliders(dataset).directions == (said,)
+    # What has more than the fields say stays the file; images that are sent make it a training of images.
+    other.write_text(other.read_text() + "weight = 2.0\n", encoding="utf-8")
+    assert slider_words.words_of(other) is None
+    typed = replace(EMPTY, dataset=str(other))
+    assert command_lines.train_words(typed, work)[0] == str(other)
+    assert "a child" in view.images_part(work, typed, SAID).html
+    sent = view.wanted(work, {"draft": again.id, "folder": str(root)})
+    assert (sent.kind, sent.dataset) == (drafts.IMAGES, str(root))
 
 
 def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_of_another_base(
