@@ -36,16 +36,18 @@ export function foundCard(row, onclick) {
 
 function pressed(row, onclick, head, foot) {
   const light = make("i", {});
-  const words = make("strong", { textContent: row.download ?? "" });
+  const words = make("strong", {});
+  const load = make("span", { className: "load", textContent: row.download ?? "" });
   const verdict = make("span", { className: "verdict fits" }, light, words);
   const small = make("span", { className: "slow", hidden: true });
   const button = make("button", { type: "button", className: "base-card", onclick },
     make("img", { src: row.picture, alt: "", loading: "lazy", className: row.isSample || row.own ? "sample" : "" }),
-    ...[...head, verdict, line(row.good_for, "quiet"), ...foot, small].filter(Boolean));
+    ...[...head, verdict, load, line(row.good_for, "quiet"), ...foot, small].filter(Boolean));
   button.dataset.source = row.source;
   const tell = ({ fits = "", said = "", time = "", images = [], download = row.download }) => {
     verdict.className = `verdict fits ${fits}`;
-    words.textContent = [time, said, download].filter(Boolean).join(" \u00b7 ");
+    words.textContent = [time, said].filter(Boolean).join(" \u00b7 ");
+    load.textContent = download ?? "";
     small.replaceChildren(...images.map((textContent) => make("span", { textContent })));
     for (const badge of button.querySelectorAll(".badge")) badge.hidden = fits === "bad"; // none is recommended here
     small.hidden = !images.length;

@@ -22,7 +22,9 @@ from ..setting_text import text_of
 Kind = Literal["text", "number", "lines", "switch", "cards", "choice", "folder", "base", "also"]
 """`text`, `lines` and `folder` are typed as they are; an empty one is left to lora-train."""
 # Where on the page a field stands, in the order of page.html.
-Part = Literal["kind", "images", "words", "base", "subject", "names", "length", "size", "samples"]
+Part = Literal[
+    "kind", "images", "words", "subject", "names", "base", "priority", "length", "size", "samples"
+]
 KIND, DATASET, PRIORITY, BASE = "kind", "dataset", "priority", setting_edit.BASE
 SLIDER = "slider:"
 """Before an entry of `Draft.slider`."""
@@ -140,7 +142,7 @@ _ROWS = (
         key=PRIORITY,
         label="What matters most?",
         kind="choice",
-        part="subject",
+        part="priority",
         options={
             "speed": "Speed: done soonest",
             "balanced": "Balanced",
@@ -202,6 +204,7 @@ _ROWS = (
         kind="lines",
         part="samples",
         info="While it trains, an image is drawn for each line, so that you see what it has learned.",
+        rows=8,
         is_planned=True,
     ),
 )

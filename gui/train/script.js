@@ -178,6 +178,9 @@ export function mount(main, leaving) {
   page.addEventListener("click", ({ target }) => {
     const reset = target.closest("[data-reset]");
     if (target.closest("[data-write]")) images.write();
+    const opens = target.closest("[data-opens]");
+    if (opens) document.getElementById(opens.dataset.opens).showModal();
+    if (target.closest("[data-closes]") || target.localName === "dialog") target.closest("dialog").close();
     if (reset) { fields.type(reset.dataset.reset, ""); changed(reset.dataset.reset); }
   });
   one("#dataset").addEventListener("keydown", ({ key }) => { if (key === "Enter") one("#look").click(); });

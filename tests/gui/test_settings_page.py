@@ -264,7 +264,7 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     assert found["unused"]["adapter.alpha"] == "without effect while \u201cKind\u201d is oft"
     assert "objective.flow_shift" not in found["unused"], "the base is not known"
     unplanned = call("plan", draft=drafts.new(work).id)
-    assert "Choose the folder" in unplanned["said"][0] and not unplanned["error"]
+    assert "what it learns from" in unplanned["said"][0] and not unplanned["error"]
     gone = drafts.new(work, dataset="/nowhere/at/all")
     assert "does not exist" in call("plan", draft=gone.id)["error"]
 
