@@ -73,10 +73,11 @@ def releases() -> list[Card]:
         for release, shown in zip(
             family(name).published, family_table(name)["releases"], strict=True
         ):
-            if release.architecture in seen:
-                continue
-            seen.append(release.architecture)
             source, licence = release.ids[0], release.licence
+            edits = family(name).releases[source].references is not None
+            if (release.architecture, edits) in seen:
+                continue
+            seen.append((release.architecture, edits))
             rows.append(
                 {
                     "source": source,
@@ -90,6 +91,7 @@ def releases() -> list[Card]:
                     "gated": licence.is_gated if licence else False,
                     "download_bytes": release.download_bytes,
                     "resolution_px": family(name).releases[source].resolution_px,
+                    "edits": edits,
                     "checkpoints": ", ".join(release.checkpoints),
                 }
             )

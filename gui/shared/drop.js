@@ -42,7 +42,7 @@ export function dropZone(zone, leaving, done) {
       bar.hidden = true;
     }
   };
-  const take = (files) => taking(files.length, (progress) => send(files, leaving, progress));
+  const take = (files) => taking(files.length, (progress) => sendFiles(files, leaving, progress));
   const fetchAll = (addresses) => taking(addresses.length, () => {
     said.textContent = say("Fetching {#} images from the web \u2026", addresses.length);
     bar.removeAttribute("value");
@@ -101,7 +101,7 @@ async function filesOf(entry) {
 }
 
 /** Send files, until the page is left; `progress` gets how many are there. Return {received, said}, or throw what to say. */
-async function send(files, leaving, progress) {
+export async function sendFiles(files, leaving, progress) {
   const batch = newBatch();
   let next = 0;
   let arrived = 0;

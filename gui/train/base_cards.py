@@ -62,6 +62,7 @@ def cards(
             else said("{#} to download", bytes_text(row["download_bytes"])),
             "here": row["source"] in here,
             "size": said("Images of {} px", row["resolution_px"]),
+            "edits": row["edits"],
             "companies": row["companies"],
             "licence_word": said(_COMPANIES[row["companies"]]) if row["companies"] else "",
             "licence": row["licence"],

@@ -22,6 +22,7 @@ const FILTERS = [
   ["people", say("People"), ({ row }) => row.subjects?.includes("people")],
   ["anime", say("Anime"), ({ row }) => row.subjects?.includes("anime")],
   ["photos", say("Photos"), ({ row }) => row.subjects?.includes("photos")],
+  ["edits", say("Edits images"), ({ row }) => row.edits === true],
   ["fits", say("Fits here"), ({ fit }) => fit?.fits !== "bad"],
   ["companies", say("Free for company work"), ({ row }) => row.companies === "free"],
 ];
@@ -112,6 +113,14 @@ export class Bases {
   filter() {
     this.show();
     this.plan();
+  }
+
+  /** Begin with the base models that can learn from pairs, or with all; who takes the filter off has it off. */
+  onlyEditing(is) {
+    if (this.isOfPairs === is) return;
+    this.isOfPairs = is;
+    this.chips.querySelector("[value=edits]").checked = is;
+    this.show();
   }
 
   /** Show the cards that pass each filter; a subject passes with any of those that are chosen. */

@@ -8,6 +8,7 @@ import { Bases } from "/ui/train/bases.js";
 import { Fields } from "/ui/train/fields.js";
 import { Images } from "/ui/train/images.js";
 import { mountLength } from "/ui/train/length.js";
+import { mountPairs } from "/ui/train/pairs.js";
 
 const AGAIN_MS = 1000;
 const AWAY_MS = 5000;
@@ -102,7 +103,7 @@ export function mount(main, leaving) {
 
   function drawDraft({ texts, step: at, is_started: isStarted }) {
     fields.draw({ texts });
-    page.dataset.kind = fields.read("kind");
+    showKind();
     bases.choose(texts["base.model"] ?? "auto");
     if (isStarted) location.replace(pageOfStart); // by another tab
     else if (step === 0) show(at);
@@ -150,11 +151,16 @@ export function mount(main, leaving) {
     if (text) said.scrollIntoView({ block: "nearest" });
   }
 
+  function showKind() {
+    page.dataset.kind = fields.read("kind");
+    bases.onlyEditing(page.dataset.kind === "pairs");
+  }
+
   function isOfWords() { return fields.read("kind") === "slider"; }
 
   /** Keep a field, and plan anew unless it does not count for the plan. */
   function changed(key) {
-    if (key === "kind") page.dataset.kind = fields.read(key);
+    if (key === "kind") showKind();
     keep();
     if (step === 1 && (key === "kind" || key.startsWith("slider:"))) {
       one("#next").hidden = true; // it continues with what is judged
@@ -218,5 +224,6 @@ export function mount(main, leaving) {
   address.searchParams.set("draft", draft);
   history.replaceState(null, "", address);
   dropZone(one(".drop"), leaving, trainOn);
+  mountPairs(one(".pairs"), leaving, trainOn);
   draw(JSON.parse(page.dataset.parts));
 }

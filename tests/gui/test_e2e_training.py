@@ -221,6 +221,34 @@ def test_a_slider_is_trained_from_words_alone(page: Any, place: Place) -> None:
     until(lambda: commands.items(place.runs)[-1].has_ended, what="the queue sees the end")
 
 
+def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Path) -> None:
+    for name in ("in1", "in10", "in2", "out1", "out2", "out10"):
+        Image.new("RGB", (64, 64), (int(name.strip("inout")) * 20, 0, 0)).save(
+            tmp_path / f"{name}.png"
+        )
+    place.server.open(page, "/train?draft=new&kind=pairs")
+    for heap, names in (("before", "in*.png"), ("after", "out*.png")):
+        page.locator(f"[data-heap={heap}] input").set_input_files(sorted(tmp_path.glob(names)))
+
+    def pairs() -> list[str]:
+        return [image.get_attribute("alt") for image in page.locator(".matched img").all()]
+
+    until(
+        lambda: pairs() == ["in1.png", "out1.png", "in2.png", "out2.png", "in10.png", "out10.png"]
+    )
+    pictures = page.locator(".matched img")
+    pictures.nth(0).drag_to(pictures.nth(2))
+    until(lambda: pairs()[:4] == ["in2.png", "out1.png", "in1.png", "out2.png"])
+    page.get_by_label("What changes from before to after?").fill("make it red")
+    page.get_by_role("button", name="Take these 3 pairs").click()
+    page.locator(".ds-card .ds-before img").nth(2).wait_for()
+    assert page.locator(".ds-card textarea").first.input_value() == "make it red"
+    (folder,) = (place.runs / ".gui" / "uploads").glob("*/references")
+    assert (folder / "out1.png").read_bytes() == (tmp_path / "in2.png").read_bytes()
+    page.get_by_role("button", name=ON).click()
+    assert page.get_by_label("Edits images").is_checked()
+
+
 @pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])
 def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     new_page: NewPage,

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -260,6 +261,23 @@ def test_a_slider_is_trained_on_a_file_of_its_words_which_no_later_words_change(
     assert "a child" in view.images_part(work, typed, SAID).html
     sent = view.wanted(work, {"draft": again.id, "folder": str(root)})
     assert (sent.kind, sent.dataset) == (drafts.IMAGES, str(root))
+
+
+def test_pairs_stay_pairs_when_their_images_come_and_when_they_are_trained_again(
+    work: Workplace, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "set", images=2)
+    shutil.copytree(tmp_path / "set", tmp_path / "set" / "references")
+    draft = view.wanted(work, {"draft": "new", "kind": "pairs"})
+    sent = view.wanted(work, {"draft": draft.id, "folder": str(tmp_path / "set")})
+    assert (sent.id, sent.kind, sent.dataset) == (draft.id, drafts.PAIRS, str(tmp_path / "set"))
+    run = work.runs / "x"
+    run.mkdir()
+    record = {"command": [sent.dataset], "dataset": {"name": "set"}, "base": {}, "plan": {}}
+    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    assert view.wanted(work, {"again": "x"}).kind == drafts.PAIRS
+    shutil.rmtree(tmp_path / "set" / "references")
+    assert view.wanted(work, {"again": "x"}).kind == drafts.IMAGES
 
 
 def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_of_another_base(

@@ -1,0 +1,125 @@
+// Before and after: two heaps of images become pairs, by their names, else in their order. They are shown side by side
+// before anything is sent; a picture that is dropped on another one changes places with it.
+import { sendFiles } from "/ui/shared/drop.js";
+import { button, make } from "/ui/shared/elements.js";
+import { say } from "/ui/shared/words.js";
+
+const CAPTION = /\.txt$/i;
+const natural = new Intl.Collator("en", { numeric: true });
+
+const stemOf = ({ name }) => name.replace(/\.[^.]*$/, "");
+const endOf = ({ name }) => name.match(/\.[^.]*$/)?.[0] ?? "";
+const byName = (files) => [...files].sort((a, b) => natural.compare(a.name, b.name));
+
+/** Return [{before, after}] of two heaps, and the files without a partner. */
+export function matched(befores, afters) {
+  const named = new Map(byName(befores).map((file) => [stemOf(file).toLowerCase(), file]));
+  const same = byName(afters).filter((file) => named.has(stemOf(file).toLowerCase()));
+  if (same.length === 0 && befores.length === afters.length) {
+    const ordered = byName(befores);
+    return { pairs: byName(afters).map((after, index) => ({ before: ordered[index], after })), alone: [] };
+  }
+  const pairs = same.map((after) => ({ before: named.get(stemOf(after).toLowerCase()), after }));
+  const taken = new Set(pairs.flatMap(({ before, after }) => [before, after]));
+  return { pairs, alone: [...befores, ...afters].filter((file) => !taken.has(file)) };
+}
+
+/** Return the files of pairs as the dataset has them: NAME.png, references/NAME.jpg and NAME.txt with what changes. */
+export function filesOf(pairs, captions, instruction) {
+  const used = new Set();
+  return pairs.flatMap(({ before, after }) => {
+    let name = stemOf(after);
+    for (let number = 2; used.has(name.toLowerCase()); number += 1) name = `${stemOf(after)}-${number}`;
+    used.add(name.toLowerCase());
+    const own = captions.find((file) => stemOf(file) === stemOf(after)) ?? (instruction && new File([instruction], "caption.txt"));
+    const parts = [[after, name + endOf(after)], [before, `references/${name}${endOf(before)}`], ...(own ? [[own, `${name}.txt`]] : [])];
+    return parts.map(([file, path]) => Object.assign(new File([file], path.split("/").pop(), { type: file.type }), { path }));
+  });
+}
+
+/** Make the two heaps in `place` take files until the page is left; `done` gets {received, said} of the pairs. */
+export function mountPairs(place, leaving, done) {
+  const heaps = { before: [], after: [] };
+  let captions = [];
+  let pairs = [];
+  const one = (selector) => place.querySelector(selector);
+  const list = one(".matched");
+  const said = one(".said");
+  const take = one(".take");
+  const addresses = new Map(); // of files, so that a redraw makes none anew
+  let held = null;
+
+  leaving.addEventListener("abort", () => { for (const address of addresses.values()) URL.revokeObjectURL(address); });
+
+  function match() {
+    const found = matched(heaps.before, heaps.after);
+    pairs = found.pairs;
+    const both = heaps.before.length && heaps.after.length;
+    const alone = found.alone.map(({ name }) => name);
+    said.textContent = !both || !alone.length ? ""
+      : say("Without a partner of the same name, and left out: {}", alone.slice(0, 5).join(", ") + (alone.length > 5 ? " \u2026" : ""));
+    draw();
+  }
+
+  function draw() {
+    for (const side of ["before", "after"]) {
+      one(`[data-heap=${side}] .count`).textContent = heaps[side].length ? say("{#} images", heaps[side].length) : "";
+    }
+    one(".together").hidden = pairs.length === 0;
+    take.textContent = pairs.length === 1 ? say("Take this pair") : say("Take these {#} pairs", pairs.length);
+    list.replaceChildren(...pairs.map((pair, index) => make("li", {},
+      picture(pair, "before", index), make("span", { "aria-hidden": "true", class: "becomes" }, "\u2192"), picture(pair, "after", index),
+      button(say("Swap"), () => { pairs[index] = { before: pair.after, after: pair.before }; draw(); }, { "aria-label": say("Swap before and after of {}", pair.after.name) }),
+    )));
+  }
+
+  /** Return the picture of a side of a pair, which changes places with the one that it is dropped on. */
+  function picture(pair, side, index) {
+    const file = pair[side];
+    if (!addresses.has(file)) addresses.set(file, URL.createObjectURL(file));
+    const image = make("img", { src: addresses.get(file), alt: file.name, draggable: "true", title: file.name });
+    image.addEventListener("error", () => image.replaceWith(make("span", { class: "unseen-picture" }, file.name))); // HEIC, which no browser draws
+    image.addEventListener("dragstart", () => { held = { index, side }; });
+    image.addEventListener("dragover", (event) => { if (held) event.preventDefault(); });
+    image.addEventListener("drop", (event) => {
+      if (!held) return;
+      event.preventDefault();
+      const from = held;
+      held = null;
+      [pairs[from.index][from.side], pairs[index][side]] = [file, pairs[from.index][from.side]];
+      draw();
+    });
+    image.addEventListener("dragend", () => { held = null; });
+    return make("figure", {}, image, make("figcaption", { translate: "no" }, file.name));
+  }
+
+  for (const side of ["before", "after"]) {
+    const heap = one(`[data-heap=${side}]`);
+    const input = heap.querySelector("input");
+    const add = (files) => {
+      const images = [...files].filter((file) => !CAPTION.test(file.name));
+      captions = [...captions, ...[...files].filter((file) => CAPTION.test(file.name))];
+      heaps[side] = images;
+      match();
+    };
+    heap.querySelector("button").onclick = () => input.click();
+    input.onchange = () => { add(input.files); input.value = ""; };
+    heap.addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
+    heap.addEventListener("drop", (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault();
+      event.stopPropagation(); // the page would take them as a folder of images
+      add(event.dataTransfer.files);
+    });
+  }
+  take.onclick = async () => {
+    take.disabled = true;
+    const files = filesOf(pairs, captions, one("textarea").value.trim());
+    try {
+      done(await sendFiles(files, leaving, (here) => { said.textContent = say("{#} of {#} files are here", here, files.length); }));
+    } catch (problem) {
+      if (!leaving.aborted) said.textContent = problem.message;
+      take.disabled = false;
+    }
+  };
+}
