@@ -423,7 +423,7 @@ def changed(folder: Path, followed: runs.Followed, before: dict[str, object]) ->
 
 def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     followed, before = runs.Followed(), dict[str, object]()
-    assert len(changed(long_run, followed, before)) == 9
+    assert len(changed(long_run, followed, before)) == 10
     assert changed(long_run, followed, before) == set()
     drawn = []
     for step in range(601, 607):
