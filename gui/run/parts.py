@@ -15,7 +15,7 @@ from typing import Any
 from lora_trainer.hardware.nvml import card_states
 from lora_trainer.reporting.charts import Html, LossView, loss_curve
 from lora_trainer.reporting.history import RunHistory, SampleImage
-from lora_trainer.reporting.strips import strips_of
+from lora_trainer.reporting.strips import Strips, strips_of
 from lora_trainer.run.run_folder import BEST_RECORD
 
 from .. import command_lines, runs
@@ -53,6 +53,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     files = (dict(exported), best, (folder / REPORT).is_file())
     best_step = shown_best(folder, history)
     shown = head(seen, history)
+    strips = strips_of(history.samples)
 
     def with_machine(_: Words) -> Html:
         # The driver is asked when the head is drawn, not to find out whether it has changed.
@@ -76,8 +77,8 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
             draw=lambda _: sample_sheet(folder, history, exported=exported, best=best, _=_),
         ),
         "strip": Part(
-            key=(len(history.samples), history.sessions, seen.status.state),
-            draw=lambda _: strip_html(seen, history, _),
+            key="" if strips is None else (strips, seen.status.state),
+            draw=lambda _: strip_html(seen, strips, _),
         ),
         "log": Part(key=list(records.recent), draw=lambda _: _.markup(log(records.recent))),
         "settings": Part(key=history.run, draw=lambda _: _.markup(settings_html(history.run, _))),
@@ -186,9 +187,8 @@ def sample_sheet(
     }
 
 
-def strip_html(seen: Look, history: RunHistory, _: Words) -> Html:
+def strip_html(seen: Look, strips: Strips | None, _: Words) -> Html:
     """Return the newest samples of a slider from less to more; nothing for any other run."""
-    strips = strips_of(history.samples)
     if strips is None:
         return Html("")
     signs = [

@@ -28,8 +28,10 @@ def strips_of(samples: Sequence[SampleImage]) -> Strips | None:
     last = max((image.step for image in samples), default=0)
     drawn: dict[tuple[str, str], dict[float, SampleImage]] = {}
     for image in samples:
+        if image.step != last:
+            continue
         prompt, strength = without_strength(image.prompt)
-        if strength is not None and image.step == last:
+        if strength is not None:
             drawn.setdefault((prompt, image.seed), {})[strength] = image
     several = {name: images for name, images in drawn.items() if len(images) > 1}
     if not several:
