@@ -101,10 +101,20 @@ function show(rows, said, sides) {
   said.className = error ? "error notice" : "quiet";
   said.textContent = error ?? (shared.length
     ? say("Prompts that both have, with the same seed: {}. Prompts that only one of them has: {}.", shared.length, left)
-    : say("They have no prompt in common. Train both with the same sample prompts to compare them."));
-  rows.replaceChildren(...shared.map((prompt) => make("figure", {},
-    make("figcaption", { textContent: prompt.text || say("(empty prompt)"), dir: "auto", translate: !prompt.text }),
-    ...sides.map((side) => side.picture(prompt)))));
+    : say("They have no prompt in common, so the pictures below are of different prompts. Train both with the same sample prompts to compare them."));
+  if (error || shared.length) {
+    rows.replaceChildren(...shared.map((prompt) => make("figure", {}, caption(prompt), ...sides.map((side) => side.picture(prompt)))));
+    return;
+  }
+  // Each has its own prompts: what each learned is seen all the same.
+  const most = Math.max(one.prompts.length, other.prompts.length);
+  rows.replaceChildren(...Array.from({ length: most }, (_, index) => make("figure", { className: "apart" },
+    ...sides.map(({ sheet }) => (sheet.prompts[index] ? caption(sheet.prompts[index]) : make("figcaption"))),
+    ...sides.map((side) => (side.sheet.prompts[index] ? side.picture(side.sheet.prompts[index]) : make("span"))))));
+}
+
+function caption(prompt) {
+  return make("figcaption", { textContent: prompt.text || say("(empty prompt)"), dir: "auto", translate: !prompt.text });
 }
 
 /** Name the settings in which the two differ. */

@@ -25,7 +25,7 @@ export class Tools {
     this.crop = button(say("Show crop"), () => this.toggleCrop(), { "aria-pressed": "false" });
     this.filters = make("div", { class: "ds-filters", role: "group", "aria-label": say("Filter by remark") });
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Filter by tag") });
-    this.tagBox = make("div", {}, make("h3", {}, say("Tags")), this.tags);
+    this.tagBox = make("div", {}, make("p", { class: "ds-quiet" }, say("Tags")), this.tags);
     this.counter = make("span", { class: "ds-quiet" });
     this.excludeChosen = button(say("Exclude selected"), () => editor.exclude([...editor.chosen]));
     this.backChosen = button(say("Put selected back"), () => editor.putBack([...editor.chosen]));

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.queue import commands
 from lora_trainer.reporting.charts import Chart, ChartLine, Html, draw
 from lora_trainer.reporting.history import SampleImage, read_history
@@ -28,6 +29,7 @@ from lora_trainer.tuning.tune import gains_of
 from .. import runs, variants
 from ..markup import setting_said
 from ..media import run_url
+from ..queue.times import clock_text
 from ..run_best import Standing, losses, standing_of
 from ..server.templates import render
 from ..server.translation import Words
@@ -39,6 +41,7 @@ SEED = "train.seed"
 _TRIAL = "-trial-"
 # As many lines as the style sheet tells apart; further ones begin again.
 _COLOURS = 6
+_PICTURES_OF_CARD = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,25 +149,61 @@ def studies(work: Workplace) -> list[str]:
 def shelf(work: Workplace, _: Words) -> Mapping[str, Any]:
     """Return what list.html shows: all series and studies."""
     made = [
-        {
-            "url": page_url(each.id),
-            "name": each.label,
-            "keys": ", ".join(setting_said(key, _) for key in each.keys),
-            "count": len(each.members),
-        }
+        _card(work, page_url(each.id), named(work, series=each.id, study=""), _)
         for each in variants.find(work)
     ]
-    found = [{"url": study_url(name), "name": name} for name in studies(work)]
+    found = []
+    for name in studies(work):
+        try:
+            study = _of_study(work, name)
+        except LoraTrainError:  # damaged: its own page says how
+            study = Named(label=name, keys=(), runs=(), is_study=True)
+        found.append(_card(work, study_url(name), study, _))
     return {"series": made, "studies": found}
+
+
+def _card(work: Workplace, url: str, found: Named, _: Words) -> Mapping[str, Any]:
+    """Return the card of a series: how far it is, which did best, the first prompt as several of them draw it."""
+    trained = [_trained(work, name, values, found.keys, _) for name, values in found.runs]
+    best = next(iter(_best(trained, is_study=found.is_study)), None)
+    cells = next(_pictures(trained), {"cells": ()})["cells"]
+    return {
+        "url": url,
+        "name": found.label,
+        "keys": ", ".join(setting_said(key, _) for key in found.keys),
+        "count": len(trained),
+        "trained": sum(each.state not in ("waiting", "running", "gone") for each in trained),
+        "best": "" if best is None else best.label,
+        "said": "" if best is None or best.recorded.good is None else best.recorded.good.said,
+        "pictures": [cell for cell in cells if cell["url"]][:_PICTURES_OF_CARD],
+    }
+
+
+def _best(trained: Sequence[Trained], *, is_study: bool) -> list[Trained]:
+    """Return those that did best; one alone is not the best of anything."""
+    ranks = [(each.rank(is_study=is_study), each) for each in trained]
+    measured = [rank for rank, _ in ranks if rank is not None]
+    return [each for rank, each in ranks if rank == max(measured)] if len(measured) > 1 else []
+
+
+def _awaited(work: Workplace, _: Words) -> str:
+    """Return what trainings that wait are waiting for."""
+    running = [item.run for item in commands.items(work.runs) if item.state == "running"]
+    left = {run: read_status(work.runs / run).left_s for run in running if run}
+    if not left:
+        return _("None has begun yet: they start as soon as the queue goes on.")
+    first = min(left, key=lambda run: math.inf if math.isnan(left[run]) else left[run])
+    if math.isnan(left[first]):
+        return _("None has begun yet: the first one starts when {} ends.", first)
+    now_s = time.time()
+    at = clock_text(now_s + left[first], now_s=now_s)
+    return _("None has begun yet: the first one starts when {} ends, at about {}.", first, at)
 
 
 def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
     """Return the trainings as markup, and whether any of them still changes."""
     trained = [_trained(work, name, values, found.keys, _) for name, values in found.runs]
-    ranks = [each.rank(is_study=found.is_study) for each in trained]
-    measured = [rank for rank in ranks if rank is not None]
-    # One alone is not the best of anything.
-    top = max(measured) if len(measured) > 1 else None
+    best = _best(trained, is_study=found.is_study)
     rows = [
         {
             "name": each.name,
@@ -175,15 +214,17 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
             "said": "" if each.recorded.good is None else each.recorded.good.said,
             "gain": "" if each.gain is None else f"{each.gain:.2%}",
             "step": "" if each.best is None else f"{each.best:,}",
-            "best": top is not None and rank == top,
+            "best": each in best,
             "css": f"s{index % _COLOURS}",
         }
-        for index, (each, rank) in enumerate(zip(trained, ranks, strict=True))
+        for index, each in enumerate(trained)
     ]
+    all_wait = bool(trained) and all(each.state == "waiting" for each in trained)
     html = render(
         "series/members.html",
         _,
         rows=rows,
+        awaited=_awaited(work, _) if all_wait else "",
         best=next((row for row in rows if row["best"]), None),
         chart=_chart(trained, _),
         columns=[

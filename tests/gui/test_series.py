@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     address = view.page_url(series.id)
     waits = page.get(address).text
     assert waits.count("waiting") == 2 and "So far the best" not in waits
+    assert "they start as soon as the queue goes on" in waits
     trained(work, names[0], gain=0.2)
     alone = page.get(address).text
     assert "40 % better than the base" in alone and "So far the best" not in alone
@@ -216,7 +218,23 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     assert again == {"goes": False}, "of what has not changed nothing is sent"
     shelf = page.get("/series").text
     assert draft.dataset and series.label in shelf
-    assert "2 trainings: Rank" in shelf
+    assert "2 trainings: Rank" in shelf and "all of them have ended" in shelf
+    assert "the best: Rank 16" in shelf and "40 % better than the base" in shelf
+    for name in names:
+        assert f"/media/run/{name}/samples/step-00000030/00.png" in shelf, "of the step to take"
+
+
+def test_trainings_that_wait_say_when_the_first_one_starts(
+    work: Workplace, draft: drafts.Draft, page: TestClient
+) -> None:
+    address = view.page_url(train.start(work, draft.id).series)
+    before = commands.add(work.runs, ("cats",), label="before")
+    (work.runs / "before").mkdir()
+    write_status(work.runs / "before", left_s=3600.0)
+    commands.write(work.runs, replace(before, state="running", run="before"))
+    assert re.search(r"starts when before ends, at about [\d:-]+", page.get(address).text)
+    write_status(work.runs / "before", left_s=None)
+    assert "the first one starts when before ends." in page.get(address).text
 
 
 def test_the_trials_of_a_study_have_the_same_page(work: Workplace, page: TestClient) -> None:
