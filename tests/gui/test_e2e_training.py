@@ -417,6 +417,8 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     place.server.kill()
     at = read_status(run).step
     until(lambda: read_status(run).step > at, what="a step without the interface")
+    trainer = psutil.Process(pid)
+    trainer.suspend()  # else it takes a core from all tests while these pages are filled in
     gui_server(place.runs, port=place.server.port, env=place.env)  # with the same link
     page.goto(address)
     page.reload()
@@ -430,6 +432,7 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     page.get_by_text("1 before it").wait_for()
     (second,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
     commands.remove(place.runs, second.id)
+    trainer.resume()
     tabs[0].get_by_role("button", name="Stop", exact=True).click()
     until(lambda: read_status(run).state == "stopped", what="stopped")
     for tab in tabs:
