@@ -11,7 +11,7 @@ import gc
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from lora_trainer.common.files import user_cache_folder
+from lora_trainer.common.processes import made_to_stay
 from lora_trainer.hardware.kept_memory import KEPT_MEMORY_FILE, take_back
 
 # A loaded machine is not a failure; CI tries the same examples every time, people get new ones.
@@ -70,14 +71,25 @@ def pytest_configure(config: pytest.Config) -> None:
         patch.setenv("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the modules of `long.txt`, in its order: then no long one is left at the end, beside idle processes.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search for no garbage while modules are imported, nor later among their objects, which are millions."""
+    with made_to_stay():
+        return (yield)
 
-    Its longest come first. Modules that wait for a browser stand apart from one another, among those that compute:
-    three that wait at once leave the cores idle.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the modules of `long.txt`, in its order, then those of `slow.txt`.
+
+    Then no long one is left at the end, beside idle processes. The longest come first. Modules that wait for a browser
+    stand apart from one another, among those that compute: three that wait at once leave the cores idle.
     """
-    lines = Path(__file__).with_name("long.txt").read_text(encoding="utf-8").split()
-    modules = list(dict.fromkeys(line.partition("::")[0] for line in lines))
+    words = [
+        word
+        for name in ("long.txt", "slow.txt")
+        for word in Path(__file__).with_name(name).read_text(encoding="utf-8").split()
+    ]
+    modules = list(dict.fromkeys(word.partition("::")[0] for word in words))
     place = {module: index for index, module in enumerate(modules)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(modules)))
 
