@@ -24,7 +24,7 @@ from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.reporting.run_record import read as read_record
 from scripts.reliability.kill import free_port
-from tests.fakes.many import CONFIG, HANGING_STARTS, SETTINGS, SPOILT, STEPS
+from tests.fakes.many import ALONE, CONFIG, HANGING_STARTS, SETTINGS, SPOILT, STEPS
 from tests.fakes.runs import ROOT, Toy, events, last_state, trajectory
 from tests.fakes.training import distance
 
@@ -264,7 +264,7 @@ def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]
     can_ask = shutil.which("ip") and shutil.which("unshare")
     ping = isolated("ip netns exec host0 unshare --uts true")
     permitted = can_ask and subprocess.run(ping, capture_output=True, check=False).returncode == 0
-    settings = {**SETTINGS, **results["priors"]}
+    settings = {**SETTINGS, **results["priors"], **ALONE}
     line = place.arguments("--name", "machines", *CONFIG, steps=STEPS, **settings)
     address, port = (ADDRESSES[0], 29500) if permitted else ("127.0.0.1", free_port())
     # Not `--cpu`: accelerate would start one process on each that knows nothing of the other.

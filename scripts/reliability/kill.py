@@ -14,7 +14,6 @@ recorded there and an interrupted campaign goes on where it was.
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import json
 import os
@@ -36,6 +35,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
+from lora_trainer.common.processes import made_to_stay  # noqa: E402 - after sys.path
 from tests.fakes.runs import MEASURES, Toy, last_state, toy  # noqa: E402 - after sys.path
 
 STEPS = 10
@@ -405,20 +405,20 @@ def summary(
 
 
 def load_everything() -> None:
-    """Import all that is slow, once for all forks."""
-    import diffusers
-    import torch.utils.tensorboard  # noqa: F401 - loaded for the forks
-    import transformers
+    """Import all that is slow, once for all forks: made to stay, else collecting copies every page in every child."""
+    with made_to_stay():
+        import diffusers
+        import torch.utils.tensorboard  # noqa: F401 - loaded for the forks
+        import transformers
 
-    import lora_trainer.run.lead  # noqa: F401 - loaded for the forks
+        import lora_trainer.run.lead  # noqa: F401 - loaded for the forks
 
-    for library, names in (
-        (diffusers, ("AutoencoderKL", "StableDiffusionPipeline", "UNet2DConditionModel")),
-        (transformers, ("CLIPTextModel", "CLIPTokenizer")),
-    ):
-        for name in names:
-            getattr(library, name)
-    gc.freeze()  # else collecting copies every page in every child
+        for library, names in (
+            (diffusers, ("AutoencoderKL", "StableDiffusionPipeline", "UNet2DConditionModel")),
+            (transformers, ("CLIPTextModel", "CLIPTokenizer")),
+        ):
+            for name in names:
+                getattr(library, name)
 
 
 def main() -> int:

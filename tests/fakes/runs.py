@@ -67,10 +67,9 @@ BETWEEN_SAVES: Point = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
 """At the third copy of a state; the first is of the start, the second of the first save."""
 ELSEWHERE = """
 import json, sys
-import lora_trainer.run.lead  # this and the next two: all that is slow to import, once for all forks
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
-from transformers import CLIPTextModel, CLIPTokenizer
+from scripts.reliability.kill import load_everything
 from tests.fakes.runs import run_killed
+load_everything()
 run_killed(json.loads(sys.argv[1]))
 """
 
