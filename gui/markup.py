@@ -19,6 +19,11 @@ from .server.translation import Words
 
 PRODUCT = "lora-train"
 _SETTING = re.compile(r"(?:--set[ =])?\b(?P<key>[a-z]+\.[a-z0-9_]+)\b(?P<equals>=)?(?!\.\w)")
+# What a message says to a terminal, and what that is called on the pages.
+_ON_PAGES = {
+    "`lora-train check`": "the page Datasets",
+    "--priority speed": "\u201cWhat matters most?\u201d = Speed",
+}
 _VOID = frozenset({"br", "img", "input", "meta"})
 
 
@@ -117,11 +122,26 @@ def _message(part: str, _: Words | None) -> str:
 
 
 def named(text: str) -> str:
-    """Return a message with the label of each setting that it names by its key outside of `code`."""
+    """Return a message in the words of the pages, settings by their labels, outside of `code`."""
+    for typed, shown in _ON_PAGES.items():
+        text = text.replace(typed, shown)
     parts = _at_backticks(text)
     return "`".join(
         part if at % 2 else _SETTING.sub(_label_in, part) for at, part in enumerate(parts)
     )
+
+
+def keys_in(text: str) -> list[str]:
+    """Return the keys of the settings that a message names, each once."""
+    found = (match["key"] for match in _SETTING.finditer(text))
+    return [key for key in dict.fromkeys(found) if key in _labels()]
+
+
+def capital(line: str) -> str:
+    """Return a line that begins with a capital, as one that stands for itself; a name in front stays as it is."""
+    first = line.partition(" ")[0]
+    is_name = any(sign in first.rstrip(".,:;") for sign in "./_=\\")
+    return line if is_name else line[:1].upper() + line[1:]
 
 
 def _at_backticks(text: str) -> list[str]:

@@ -18,6 +18,7 @@ from lora_trainer.planning.run_time import middle
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Item
 from lora_trainer.queue.rules import read_rules
+from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.status import read_status
 
 from .. import command_lines
@@ -39,6 +40,31 @@ class _Planned:
 
     at_s: float
     range_s: tuple[float, float] | None
+    steps: int | None = None
+    rank: object = None
+    images: int = 0
+
+    @classmethod
+    def of(cls, plan: PlanRecord | None, *, at_s: float) -> _Planned:
+        """Return what is kept of a plan; None where it was refused."""
+        if plan is None:
+            return cls(at_s=at_s, range_s=None)
+        rank = plan.settings.get("adapter.rank")
+        return cls(
+            at_s=at_s,
+            range_s=plan.time.range_s,
+            steps=plan.time.steps,
+            rank=rank.value if rank else None,
+            images=plan.time.images,
+        )
+
+    def facts(self, said: Words) -> list[str]:
+        """Return in a few words each how much is trained."""
+        return [
+            *([said("{#} steps", f"{self.steps:,}")] if self.steps else []),
+            *([said("rank {#}", self.rank)] if self.rank else []),
+            *([said("{#} images", f"{self.images:,}")] if self.images else []),
+        ]
 
 
 @dataclass(kw_only=True)
@@ -69,18 +95,20 @@ class Times:
         free_s = self._free_s(items, now_s)
         found = {}
         for item in commands.in_order(items):
-            pair = self._range_s(item)
+            planned = self._planned(item)
+            pair = None if planned is None else planned.range_s
             begins_s = heapq.heappop(free_s)
             ends_s = begins_s + (math.inf if pair is None else middle(pair))
             heapq.heappush(free_s, ends_s)
-            if pair is None:
+            if planned is None or pair is None:
                 continue
             takes = span(pair, said)
             if starts_at_once and math.isfinite(ends_s):
                 ends = clock_text(ends_s, now_s=now_s)
-                found[item.id] = said("takes {text}, finishes at about {}", takes, ends)
+                length = said("takes {text}, finishes at about {}", takes, ends)
             else:
-                found[item.id] = said("takes {text}", takes)
+                length = said("takes {text}", takes)
+            found[item.id] = ", ".join([*planned.facts(said), length])
         return found
 
     def _free_s(self, items: Sequence[Item], now_s: float) -> list[float]:
@@ -95,21 +123,18 @@ class Times:
         heapq.heapify(free)
         return free
 
-    def _range_s(self, item: Item) -> tuple[float, float] | None:
-        """Return the shortest and the longest predicted seconds of a training, None where it could not be planned."""
+    def _planned(self, item: Item) -> _Planned | None:
+        """Return what the plan of a training says; None for one that goes on with a run."""
         words = planned_words(item)
         if words is None:
             return None
         found = self._known.pop(words, None)
         if found is None or self.clock_s() - found.at_s > _FRESH_S:
-            plan = self.ask(words).plan
-            found = _Planned(
-                at_s=self.clock_s(), range_s=None if plan is None else plan.time.range_s
-            )
+            found = _Planned.of(self.ask(words).plan, at_s=self.clock_s())
         self._known[words] = found
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
-        return found.range_s
+        return found
 
 
 def planned_words(item: Item) -> tuple[str, ...] | None:

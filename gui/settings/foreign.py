@@ -26,6 +26,8 @@ class Brought:
     note: str = ""
     dataset: str = ""
     sources: dict[str, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    """The settings that the file itself says; the others are defaults of its trainer."""
     nearest: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -48,6 +50,7 @@ def brought(text: str, *, name: str) -> Brought | None:
         note="\n".join(remarks(foreign)),
         dataset=foreign.dataset or "",
         sources=foreign.sources,
+        said=[key for key, source in foreign.sources.items() if foreign.named & {*source.split()}],
         nearest=foreign.nearest,
         left_out=foreign.without_equivalent | unknown,
     )

@@ -24,7 +24,7 @@ from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, Setting
 
 from ..command_lines import Answer
 from ..drafts import SLIDER, Draft
-from ..markup import named, worded
+from ..markup import capital, named, worded
 from ..plan_view import fit_sentence, memory_parts, span
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
@@ -152,7 +152,7 @@ def planned(draft: Draft, answer: Answer, said: Words) -> dict[str, Any]:
     preset = None if plan is None else _preset(plan)
     return {
         "stamp": stamp(draft),
-        "error": worded(answer.error.removeprefix("error: "), said),
+        "error": capital(worded(answer.error.removeprefix("error: "), said)),
         "fields": {
             info.key: _in_force(
                 info,
@@ -220,7 +220,7 @@ def _sentences(plan: PlanRecord, said: Words) -> Iterator[str]:
     else:
         yield said("{}, preset {}, {}: {} steps.", *what)
     for remark in plan.remarks:
-        yield f"{worded(remark.what, said)}: {worded(remark.advice, said)}."
+        yield f"{capital(worded(remark.what, said))}: {worded(remark.advice, said)}."
 
 
 def _memory(memory: MemoryRecord, said: Words) -> dict[str, Any]:
@@ -241,4 +241,4 @@ def _memory(memory: MemoryRecord, said: Words) -> dict[str, Any]:
 
 def refusal(error: LoraTrainError, said: Words) -> dict[str, str]:
     """Return a refusal as the script takes it."""
-    return {"error": worded(str(error), said)}
+    return {"error": capital(worded(str(error), said))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_trainer.reporting.charts import Html
 
-from ..markup import inline, plain, tag
+from ..markup import capital, inline, plain, tag
 from ..server.translation import Words
 
 
@@ -22,10 +22,3 @@ def sentence(text: str, said: Words) -> Html:
 def error(line: str, said: Words) -> Html:
     """Return a refusal."""
     return tag("p", message(line, said), class_="error notice")
-
-
-def capital(line: str) -> str:
-    """Return a line that begins with a capital, as one that stands for itself; a name in front stays as it is."""
-    first = line.partition(" ")[0]
-    is_name = any(sign in first.rstrip(".,:;") for sign in "./_=\\")
-    return line if is_name else line[:1].upper() + line[1:]

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
-from lora_trainer.config.config import all_settings
+from lora_trainer.config.config import SettingInfo, all_settings
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
@@ -21,17 +22,20 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from .. import bases, command_lines, drafts, run_actions, slider_words, uploads, variants
 from ..datasets import caption_job, check
 from ..drafts import SLIDER, Draft
-from ..markup import button, join, note_html, plain, tag
+from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
 from ..server.templates import render
 from ..server.translation import Words
+from ..setting_text import text_of
 from ..slider_words import LESS, MORE
 from ..workplace import Workplace
 from . import fields, plan
 from .base_cards import that_fits, verdict_of
-from .messages import capital, error, message
+from .messages import error, message
 from .report import report
 
 IMAGES, CHECK = drafts.STEPS
+# As many settings of a refusal are led to.
+_LINKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +191,26 @@ def brought(draft: Draft) -> Mapping[str, Any] | None:
     if not draft.brought:
         return None
     found = json.loads(draft.brought)
-    labels = {info.key: info.label for info in all_settings()}
-    return {
-        **found,
-        "rows": [
-            {"label": labels.get(key, key), "key": key, "source": found["sources"].get(key, "")}
-            for key in found["settings"]
-        ],
-    }
+    infos = {info.key: info for info in all_settings()}
+    rows = [
+        {
+            "label": infos[key].label,
+            "key": key,
+            "source": found["sources"].get(key, ""),
+            "value": _as_words(infos[key], value),
+            "without": _as_words(infos[key], infos[key].default),
+        }
+        for key, value in found["settings"].items()
+        if key in infos
+    ]
+    said = found.get("said")  # drafts of earlier versions do not know
+    own = len(rows) if said is None else sum(row["key"] in said for row in rows)
+    return {**found, "rows": rows, "defaults": len(rows) - own if found["sources"] else 0}
+
+
+def _as_words(info: SettingInfo, value: object) -> str:
+    """Return a value as somebody reads it: a word of a choice without quotes."""
+    return value if isinstance(value, str) else text_of(info, value)
 
 
 def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
@@ -296,6 +312,13 @@ def _train_label(work: Workplace, found: PlanRecord) -> str:
     return "Train a try-out" if is_try_out else "Train"
 
 
+def _link_to(draft: Draft, key: str, said: Words) -> Html:
+    """Return a link to the field of a setting that a refusal names."""
+    address = f"/settings?{urlencode({'draft': draft.id})}#{key}"
+    label = said("Open the setting {text}", setting_said(key, said))
+    return tag("a", label, class_="ui-button", href=address)
+
+
 def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
     """Return why there is no plan; a base of somebody's own choice can be left by a button.
 
@@ -311,6 +334,7 @@ def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
                 button(said("Choose a base for this machine"), attributes=leave)
                 if is_own_base
                 else None,
+                *(_link_to(draft, key, said) for key in keys_in(line)[:_LINKS]),
             ]
         ),
         beside=note_html(said("Train waits for a plan that works: {}", capital(found))),

@@ -408,13 +408,17 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
         seconds = planned[words[1].removeprefix("/")]
         if seconds is None:
             return command_lines.Answer(values=None, error="error: no.")
-        return command_lines.Answer(values={"time": {"run_s": [seconds, seconds]}})
+        values: dict[str, Any] = {"time": {"run_s": [seconds, seconds]}}
+        if seconds == 600.0:
+            values["time"] |= {"steps": 2400, "images": 18}
+            values["settings"] = {"adapter.rank": {"value": 16, "origin": "", "reason": ""}}
+        return command_lines.Answer(values=values)
 
     noon_s = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
     found = times.Times(work=work, devices=lambda: 2, ask=answer, clock_s=lambda: noon_s)
     said = found.of_waiting(ENGLISH)
     assert said == {
-        ids["a"]: "takes about 10 min, finishes at about 12:10",
+        ids["a"]: "2,400 steps, rank 16, 18 images, takes about 10 min, finishes at about 12:10",
         ids["b"]: "takes about 2.0 h, finishes at about 14:10",
         # The other device takes c, of which nobody knows how long it takes, so d may begin with b's end.
         ids["d"]: "takes about 60 s, finishes at about 14:11",
@@ -428,7 +432,7 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     found.of_waiting(ENGLISH)
     assert len(asked_for) == before + 4, "what a training took corrects the times of the others"
     rules.pause(place.runs, stop=False)
-    assert found.of_waiting(ENGLISH)[ids["a"]] == "takes about 10 min"
+    assert found.of_waiting(ENGLISH)[ids["a"]].endswith("18 images, takes about 10 min")
     assert times.clock_text(noon_s + 86_400, now_s=noon_s) == "2026-12-01 12:00"
 
 

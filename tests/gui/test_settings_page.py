@@ -152,8 +152,8 @@ def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
         call("replace", text=text, name=name)
         assert drafts.read(work, draft.id).settings == {"adapter.rank": 4, "train.seed": 7}
     for text, error in (
-        ('{"adapter.rank": 4\n "train.seed": 7}', "line 2, column 2: not JSON"),
-        ('{\n  "adapter.rang": 4}', "unknown setting 'adapter.rang'. Did you mean"),
+        ('{"adapter.rank": 4\n "train.seed": 7}', "Line 2, column 2: not JSON"),
+        ('{\n  "adapter.rang": 4}', "Unknown setting 'adapter.rang'. Did you mean"),
         ('{"adapter.rank": 4,\n  "train.seed": -1}', "“Train: Seed” = -1: "),
         ("[1]", "settings.json holds a list"),
     ):
@@ -196,13 +196,13 @@ def test_changes_at_once_are_all_kept(call: Call, work: Workplace, draft: drafts
 def test_a_preset_is_kept_loaded_without_the_name_of_the_run_and_read_by_the_command_line(
     call: Call, work: Workplace, draft: drafts.Draft
 ) -> None:
-    assert "nothing is changed" in call("keep", name="mine")["error"]
+    assert "Nothing is changed" in call("keep", name="mine")["error"]
     chosen = {"adapter.rank": "8", "output.name": "owl", "sampling.prompts": "\u00fc"}
     for key, text in chosen.items():
         call("change", key=key, text=text)
     assert "mine.json" in call("keep", name=" mine ")["note"]
     again = call("keep", name="mine")
-    assert "there is a preset" in again["error"] and again["taken"]
+    assert "There is a preset" in again["error"] and again["taken"]
     for name in ("", " ", "../a", ".a", "a/b", "a\0", "x" * 200):
         assert "error" in call("keep", name=name) and "error" in call("load", name=name)
     assert "cannot be read" in call("load", name="none")["error"]
@@ -258,7 +258,7 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     call("change", key="adapter.kind", text="oft")
     call("change", key="adapter.rank", text="8")
     found = call("plan")
-    assert found["error"].startswith("plan ") and found["memory"] is None
+    assert found["error"].startswith("Plan ") and found["memory"] is None
     assert found["blamed"] == ["adapter.kind", "adapter.rank"], "those that the refusal names"
     assert found["fields"]["data.repeats"]["text"] == text_of(INFOS["data.repeats"], 1)
     assert found["unused"]["adapter.alpha"] == "without effect while \u201cKind\u201d is oft"
