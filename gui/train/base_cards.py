@@ -21,12 +21,11 @@ from lora_trainer.reporting.run_record import read
 
 from .. import bases, command_lines, run_best, runs, sharing
 from ..drafts import Draft
-from ..markup import plain
+from ..markup import capital, plain
 from ..media import run_url
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import plan
-from .messages import capital
 
 # Those that are `offered` first are in sight; the others are folded away.
 _IN_SIGHT = 3
