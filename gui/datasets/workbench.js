@@ -59,7 +59,13 @@ class Workbench {
     const { node } = this.shown;
     node.classList.add("whole");
     node.querySelector("[type=submit] + button").textContent = say("Close"); // all that was typed is saved
-    node.addEventListener("close", () => this.giveBack());
+    // Below what it saves, not below the picture.
+    this.caption.after(node.querySelector("form > .actions"), node.querySelector("form > .said"), node.querySelector("form > .quiet"));
+    node.addEventListener("close", () => {
+      const link = this.card?.node.querySelector("a");
+      this.giveBack();
+      link?.focus(); // not on the image that it was opened with
+    });
     node.addEventListener("keydown", (event) => this.key(event));
     node.addEventListener("input", () => this.drawTags());
     editor.leaving.addEventListener("abort", () => node.close());
@@ -120,7 +126,7 @@ class Workbench {
       box.keepShape(high ? wide / high * height / width : 0);
     });
     tell();
-    this.work(box.node, [shape.node, shown], {
+    this.work("crop", box.node, [shape.node, shown], {
       save: say("Save the crop"), act: () => this.change("crop", { box: box.box }),
       remove: crop ? [say("The whole image"), () => this.change("crop", { box: null })] : null,
     });
@@ -129,7 +135,7 @@ class Workbench {
 
   beginMask(answer) {
     const pane = maskPane(this.card.picture.file, answer);
-    this.work(make("div", { class: "paint" }, pane.canvas), [pane.tools], {
+    this.work("mask", make("div", { class: "paint" }, pane.canvas), [pane.tools], {
       save: say("Save the mask"), act: () => this.change("mask", { mask: pane.painted() }),
       remove: answer.mask ? [say("Remove the mask"), () => this.change("mask", { mask: "" })] : null,
       note: say("Paint what is to be learned; the dark part counts little. Saved as a file beside {}; Undo on the page takes it back.", this.card.picture.file),
@@ -139,24 +145,27 @@ class Workbench {
   }
 
   /** Put what is done on the picture there, and below it its tools and the buttons that end it. */
-  work(node, tools, { save, act, remove, note = "", more = "" }) {
+  work(kind, node, tools, { save, act, remove, note = "", more = "" }) {
     this.refused = make("p", { class: "ds-error", role: "alert" });
+    const goOn = async () => { if (await act() && this.turn(1)) this.begin(kind); };
+    const onwards = this.next.disabled ? [] : [button(say("Save, then the next image"), goOn)];
     this.stage.replaceChildren(this.picture, node);
     this.bar.replaceChildren(make("div", { class: "ds-line" }, ...tools), make("p", { class: "actions" },
-      button(save, act, { class: "primary" }), ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })),
+      button(save, act, { class: "primary" }), ...onwards, ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })),
     this.refused, ...(note ? [make("p", { class: "ds-quiet" }, note)] : []), more);
   }
 
-  /** Save a crop or a mask; what is refused is said, and what was drawn stays. */
+  /** Save a crop or a mask and return whether that was done; what is refused is said, and what was drawn stays. */
   async change(name, values) {
     const { card } = this;
     const answer = await card.ask(name, { file: card.picture.file, ...values });
-    if (this.card !== card) return;
-    if (answer.error) { this.refused.textContent = answer.error; return; }
+    if (this.card !== card) return false;
+    if (answer.error) { this.refused.textContent = answer.error; return false; }
     this.editor.changed(answer, answer.step);
     this.end();
     card.say(say("Done: {}", answer.step), "good");
     card.area.focus();
+    return true;
   }
 
   /** End what is done on the picture; show the crop that was chosen. */

@@ -1,6 +1,7 @@
 // A part of a page that follows the server: `path` is asked once a second while something goes on, else when somebody
 // comes back to the page, and what has changed is drawn.
 import { ask } from "/ui/shared/ask.js";
+import { look } from "/ui/shared/live.js";
 
 const AGAIN_MS = 1000;
 const AWAY_MS = 5000;
@@ -36,6 +37,8 @@ export function following({ path, leaving, goes, shown, draw }) {
       const now = await ask(path, { ...shown(), ...body });
       if (leaving.aborted) return now;
       draw(now);
+      // The bar says the same time left as the page: it is not to wait for its own turn.
+      if (now.html !== undefined || Object.keys(now.parts ?? {}).length) look();
       goes = now.goes ?? goes;
       if (now.isAway) timer = setTimeout(asked, AWAY_MS, {});
       else if (goes) timer = setTimeout(asked, AGAIN_MS, {});

@@ -8,7 +8,8 @@ import { say } from "/ui/shared/words.js";
 const AGAIN_MS = 2000;
 const before = new Map();
 let timer = 0;
-let turn = 0;
+let underWay = false;
+let again = false; // asked for while an answer was under way, which may be of before
 let said = "";
 
 export function start() {
@@ -20,8 +21,9 @@ export function start() {
 
 /** Ask now, and go on asking while there is something to follow. */
 export async function look() {
+  if (underWay) { again = true; return; }
   clearTimeout(timer);
-  const mine = turn += 1;
+  underWay = true;
   let now;
   try {
     const answer = await fetch("/live", { credentials: "same-origin" });
@@ -30,7 +32,13 @@ export async function look() {
   } catch {
     now = null; // the server was ended, or starts anew
   }
-  if (mine !== turn) return; // asked again meanwhile: that answer is newer
+  underWay = false;
+  if (again) {
+    again = false;
+    if (now) show(now);
+    look();
+    return;
+  }
   if (!now) {
     timer = setTimeout(look, 5 * AGAIN_MS);
     return;

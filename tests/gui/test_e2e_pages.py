@@ -644,8 +644,10 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Space")
     page.keyboard.press("Tab")
-    dialog.get_by_role("button", name="Save the mask").click()
-    canvas.wait_for(state="detached")
+    dialog.get_by_role("button", name="Save, then the next image").click()
+    dialog.get_by_role("img", name="Mask of b.png").wait_for()
+    dialog.get_by_role("button", name="Previous").click()
+    dialog.locator("h3", has_text="a.png").wait_for()
     with Image.open(mask) as drawn:
         assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((53, 32)) == 255
     dialog.get_by_role("button", name="Crop", exact=True).click()
@@ -665,7 +667,9 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
     dialog.get_by_role("button", name="The whole image").click()
     box.wait_for(state="detached")
     assert not crops.exists()
+    dialog.get_by_role("button", name="Next", exact=True).click()
     page.keyboard.press("Escape")
+    page.wait_for_function("document.activeElement.getAttribute('aria-label') === 'Enlarge b.png'")
     press(page, "Undo")
     until(crops.exists, what="the crop is back")
     press(page, "Undo")
