@@ -25,6 +25,9 @@ from .server.translation import Words
 
 # The base that the program brings along.
 EMBEDDED = "embedded"
+# The same that edits: for pairs of images.
+EMBEDDED_EDIT = "embedded-edit"
+MINIATURES = (EMBEDDED, EMBEDDED_EDIT)
 Choice = tuple[str, str]
 Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
@@ -41,6 +44,7 @@ def choices(said: Words) -> list[Choice]:
     return [
         ("auto", said("automatic")),
         (EMBEDDED, said("miniature, to try things out")),
+        (EMBEDDED_EDIT, said("miniature that edits, for pairs of images")),
         *(
             (source, said("{#}, on this machine", bytes_text(size)))
             for source, size in sorted(downloaded().items())
@@ -52,6 +56,8 @@ def title(source: str) -> str:
     """Return the name of a base as it is written in a text; ids in capitals stand as their makers wrote them."""
     if source == EMBEDDED:
         return "Miniature"
+    if source == EMBEDDED_EDIT:
+        return "Miniature, editing"
     name = source.rpartition("/")[2]
     if name != name.lower():
         return name

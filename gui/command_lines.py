@@ -31,7 +31,7 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.run_record import read
 
 from . import slider_words
-from .bases import EMBEDDED, RECOMMENDED
+from .bases import EMBEDDED, MINIATURES, RECOMMENDED
 from .drafts import SLIDER, Draft
 from .fence import fenced
 from .plan_process import BASES, Done, PlanProcess
@@ -175,7 +175,7 @@ def base_words(text: str, work: Workplace) -> Words:
     base = str(fenced({_BASE: text.strip()}, work)[_BASE])
     if base in ("", "auto"):
         return ()
-    if base != EMBEDDED and _is_path(base):
+    if base not in MINIATURES and _is_path(base):
         return (f"--base={work.path(base, what='a base model')}",)
     return (f"--base={base}",)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from lora_trainer.config.config import SettingInfo, all_settings
 
-from .bases import EMBEDDED
+from .bases import MINIATURES
 from .workplace import Workplace
 
-_NO_PATH = ("", "auto", EMBEDDED)
+_NO_PATH = ("", "auto", *MINIATURES)
 # A repository, or a file in it.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:/[\w-][\w.-]*\.safetensors)?")
 

@@ -30,7 +30,7 @@ from lora_trainer.reporting.run_record import RunRecord, read
 from lora_trainer.reporting.status import read_status
 
 from . import runs
-from .bases import EMBEDDED
+from .bases import MINIATURES
 from .lora_names import BestPicture, name_now, read_names, write_names
 from .run_best import read_best, recommended, standing
 from .workplace import Workplace
@@ -111,7 +111,7 @@ class Header:
     @property
     def is_try_out(self) -> bool:
         """Whether it was made on the built-in base, which no other program has."""
-        return self.metadata.get("ss_sd_model_name") == EMBEDDED
+        return self.metadata.get("ss_sd_model_name") in MINIATURES
 
     @property
     def steps(self) -> int | None:

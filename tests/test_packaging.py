@@ -58,7 +58,7 @@ def test_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: zipfile.
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
     weights = [name for name in found if name.endswith(".safetensors")]
-    assert len(weights) == 3, "text encoder, denoiser and autoencoder of the embedded base"
+    assert len(weights) == 4, "text encoder, autoencoder and both denoisers of the embedded bases"
     for name in weights:
         assert wheel.read(name) == (ROOT / name).read_bytes(), "it is whole"
 

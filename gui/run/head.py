@@ -24,7 +24,7 @@ from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import RunStatus
 
-from ..bases import EMBEDDED
+from ..bases import MINIATURES
 from ..markup import inline
 from ..media import run_url
 from ..run_best import Standing, exports, losses, read_best, recommended, standing_of
@@ -160,7 +160,7 @@ def take(seen: Look, history: RunHistory) -> Take | None:
         learned=judgement(standing_of(seen.folder, history)) if best.step in measured else "",
         best_step=_best_step(history, files),
         others=tuple((f"{step:,}", run_url(run, files[step])) for step in others),
-        is_try_out=history.run.base.source == EMBEDDED,
+        is_try_out=history.run.base.source in MINIATURES,
         trigger=str(history.run.settings.get("data.trigger") or ""),
         page="/library?" + urlencode({"file": ref}),
         again=_again(run),

@@ -130,7 +130,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         why = said.message(plain(answer.error.removeprefix("error: ").partition(" Fix: ")[0]))
         return {"fits": "bad", "said": said("Does not fit"), "why": capital(why)}
     pace = plan.pace(found, said)
-    is_try_out = found.base == bases.EMBEDDED
+    is_try_out = found.base in bases.MINIATURES
     return {
         "fits": "slow" if is_try_out else pace.light,
         "said": said("A try-out, not for ComfyUI or Forge") if is_try_out else pace.word,

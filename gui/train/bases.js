@@ -13,6 +13,8 @@ const HUB = { hub_sign_in: (body) => ask("/share/sign-in", body) };
 const emblem = (family) => `/train/emblem.svg?${new URLSearchParams({ family, of: "" })}`;
 const AUTO = { source: "auto", name: say("Automatic"), good_for: say("Chosen for this machine"), picture: emblem("auto") };
 const MINIATURE = { source: "embedded", name: say("Miniature"), good_for: say("To try things out, 64 px"), picture: "/ui/miniature.png", isSample: true, download: say("nothing to download"), subjects: [], companies: "free", licence_word: say("Free for companies"), licence: "Apache 2.0", allows: say("free for every use"), folded: true };
+const MINIATURE_EDIT = { ...MINIATURE, source: "embedded-edit", name: say("Miniature that edits"), good_for: say("To try out pairs, 64 px"), picture: "/ui/miniature_edit.png", edits: true };
+const MINIATURES = [MINIATURE, MINIATURE_EDIT];
 const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A checkpoint from Civitai or of your own"), picture: emblem("own"), download: say("Browse \u2026 Its kind is recognised, and nothing is downloaded.") };
 const STAYING = new Set([AUTO.source, OWN_FILE.source]); // whatever is filtered
 const SUBJECTS = new Set(["people", "anime", "photos"]);
@@ -60,7 +62,7 @@ export class Bases {
     const answer = await ask("/train/bases", { draft: this.draft });
     this.isOpen = !answer.isAway;
     this.signedIn = answer.signed_in;
-    for (const row of [AUTO, ...(answer.cards ?? []), OWN_FILE, MINIATURE]) {
+    for (const row of [AUTO, ...(answer.cards ?? []), OWN_FILE, ...MINIATURES]) {
       this.cards.set(row.source, { ...card(row, () => this.press(row.source)), row, fit: null, order: this.cards.size });
     }
     this.place.replaceChildren(...[...this.cards.values()].map(({ node }) => node));
@@ -199,7 +201,7 @@ export class Bases {
     if (this.place.contains(document.activeElement)) return;
     const rank = ({ row, fit, order }) => {
       if (row === AUTO) return -1;
-      if (row === OWN_FILE || row === MINIATURE) return 1000 + order;
+      if (row === OWN_FILE || MINIATURES.includes(row)) return 1000 + order;
       return 100 * (RANK[fit?.fits] ?? 2) + order;
     };
     this.place.append(...[...this.cards.values()].sort((a, b) => rank(a) - rank(b)).map(({ node }) => node));

@@ -19,7 +19,7 @@ from lora_trainer.reporting.charts import Html, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
-from ..bases import EMBEDDED, title
+from ..bases import MINIATURES, title
 from ..markup import setting_said
 from ..server.templates import render
 from ..server.translation import Words
@@ -145,7 +145,7 @@ def beside(found: PlanRecord, said: Words, *, leads_to: str = "", of_all: str = 
         said,
         time=duration(found, said),
         base=found.base,
-        is_try_out=found.base == EMBEDDED,
+        is_try_out=found.base in MINIATURES,
         of_all=of_all,
         leads_to=leads_to,
         leads_to_name=title(leads_to),

@@ -306,7 +306,7 @@ def _of_all(
 def _train_label(work: Workplace, found: PlanRecord) -> str:
     """Return what the button does with a plan: another training that goes on comes first."""
     waits = any(not item.has_ended for item in commands.items(work.runs))
-    is_try_out = found.base == bases.EMBEDDED
+    is_try_out = found.base in bases.MINIATURES
     if waits or worker.outside(work.runs, ()):
         return "Add try-out to queue" if is_try_out else "Add to queue"
     return "Train a try-out" if is_try_out else "Train"

@@ -39,13 +39,13 @@ NO_FOLDERS: Needs = {"data.folders": ({},)}
 TAGS_IN_ORDER: Needs = {"data.shuffle_tags": (False,), "data.tag_dropout": (0.0,), **NO_FOLDERS}
 MASKED = {"data.masks": ("files", "alpha")}
 NO_REGULARISATION: Needs = {"data.regularisation_dir": (None,), **NO_FOLDERS}
-NOT_EMBEDDED = {"base.model": ("embedded",)}
+NOT_EMBEDDED = {"base.model": ("embedded", "embedded-edit")}
 
 
 class BaseSettings(Section):
     model: str = setting(
         "auto",
-        "base model: `embedded`, a checkpoint file, a diffusers folder or a Hub id; auto: by hardware",
+        "base model: `embedded`, `embedded-edit`, a checkpoint, a diffusers folder, a Hub id; auto by machine",
         path=True,
         hub=True,
         replans=True,

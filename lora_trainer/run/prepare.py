@@ -71,7 +71,15 @@ from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.files.assistants import fetch_assistant
 from lora_trainer.families.files.hub_files import OnBytes, unheard
-from lora_trainer.families.files.locate import EMBEDDED, describe, identified, locate, with_choices
+from lora_trainer.families.files.locate import (
+    EMBEDDED,
+    EMBEDDED_EDIT,
+    MINIATURES,
+    describe,
+    identified,
+    locate,
+    with_choices,
+)
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.key_formats import format_for, planned_contents
@@ -257,6 +265,10 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     ):  # a resume does not read it
         _refuse_start(Path(settings.train.init_from), settings, basis)
     dataset = read_dataset(request.dataset, settings.data, basis.facts)
+    if _wants_editing(request, dataset, basis):
+        basis = _basis(request, hardware, miniature=EMBEDDED_EDIT)
+        settings = basis.resolved.config
+        dataset = read_dataset(request.dataset, settings.data, basis.facts)
     reading = _reading(request, dataset, basis)
     basis = replace(basis, facts=replace(basis.facts, chunks=reading.chunks))
     trained, held_out = hold_out(
@@ -498,6 +510,9 @@ def examine(
     # No limit of bad images here: `check` lists them all, where a training would refuse.
     data = basis.resolved.config.data.model_copy(update={"max_bad_fraction": 1.0})
     dataset = read_dataset(request.dataset, data, basis.facts, checks_only=True)
+    if _wants_editing(request, dataset, basis):
+        basis = _basis(request, hardware, miniature=EMBEDDED_EDIT)
+        dataset = read_dataset(request.dataset, data, basis.facts, checks_only=True)
     reading = _reading(request, dataset, basis)
     is_auto = basis.family.text.chunks and data.caption_tokens == "auto"
     room = MOST_CHUNKS if is_auto else reading.chunks
@@ -534,7 +549,22 @@ def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:
     )
 
 
-def _basis(request: Request, hardware: Hardware | None) -> Basis:
+def _wants_editing(request: Request, dataset: Dataset, basis: Basis) -> bool:
+    """Say whether nobody named a base, the miniature was taken, and the dataset has pairs, which that does not read."""
+    is_chosen = request.asked.value("base.model") in (None, "auto")
+    data = basis.resolved.config.data
+    return is_chosen and basis.facts.source == EMBEDDED and bool(_unread(dataset, data))
+
+
+def _unread(dataset: Dataset, data: DataSettings) -> list[str]:
+    """Return where the dataset has references that are wanted and that its base does not read."""
+    if data.references != "files":
+        return []
+    found = [str(one.file) for one in dataset.findings if one.kind == "unread-references"]
+    return found or list(data.reference_dirs)
+
+
+def _basis(request: Request, hardware: Hardware | None, *, miniature: str = EMBEDDED) -> Basis:
     hardware = hardware or detect()
     if request.assumed_vram_gib is not None:
         hardware = assume_card(hardware, vram_gib=request.assumed_vram_gib)
@@ -546,7 +576,9 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     )
     source = asked.value("base.model")
     if source in (None, "auto"):
-        source = next(iter(families.family(families.DEFAULT_FAMILY).releases)) if card else EMBEDDED
+        source = (
+            next(iter(families.family(families.DEFAULT_FAMILY).releases)) if card else miniature
+        )
     base = asked.base(model=source)
     try:
         facts = describe(base)
@@ -555,12 +587,12 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
             raise
         facts = locate(base, on_bytes=request.on_bytes)
     family = families.family(facts.family)
-    # In the default family, tier `cpu` is the recipe of the embedded base. A real base of that family on a
+    # In the default family, tier `cpu` is the recipe of the embedded bases. A real base of that family on a
     # processor takes the tier of the smallest GPUs: slow, but correct.
     preset_tier: Tier = "cpu"
-    if source != EMBEDDED and card is not None:
+    if source not in MINIATURES and card is not None:
         preset_tier = tier(card.total_bytes)
-    elif source != EMBEDDED and family.name == families.DEFAULT_FAMILY:
+    elif source not in MINIATURES and family.name == families.DEFAULT_FAMILY:
         preset_tier = "6-8"
     resolved = resolve(asked, family=family.name, tier=preset_tier, priority=request.priority)
     resolved = lowered_to(resolved, resolution_px=facts.resolution_px)
@@ -687,13 +719,11 @@ def _refuse_references(settings: Config, dataset: Dataset, basis: Basis) -> None
             f"{facts.source} draws nothing without a reference image, and a slider has none",
             fix="use a base that draws from text alone",
         )
-    unread = [one.file for one in dataset.findings if one.kind == "unread-references"]
-    if data.references == "files" and reads is None and (unread or data.reference_dirs):
-        where = shown(str(unread[0] if unread else data.reference_dirs[0]))
+    if reads is None and (unread := _unread(dataset, data)):
         raise RequestError(
-            f"{where} holds reference images, which {facts.source} (family {facts.family}) does not read",
-            fix=f"use a base that edits images (families {', '.join(families.editing())}), or "
-            "--set data.references=none to train without them",
+            f"{shown(unread[0])} holds reference images, which {facts.source} (family {facts.family}) does not read",
+            fix=f"use a base that edits images (families {', '.join(families.editing())}; to try it out, the "
+            f"built-in miniature: --base {EMBEDDED_EDIT}), or --set data.references=none to train without them",
         )
     if reads is None:
         return
@@ -738,7 +768,7 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
         decided["base.model"] = (
             basis.facts.source,
             "no base was named and no GPU can be used"
-            if basis.facts.source == EMBEDDED
+            if basis.facts.source in MINIATURES
             else "the default on a GPU",
         )
     if reading.reason:  # else the user set it; encoders without chunks keep auto

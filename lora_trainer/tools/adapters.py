@@ -26,7 +26,7 @@ from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.families.base.traits import FileFormat
-from lora_trainer.families.files.locate import EMBEDDED, describe
+from lora_trainer.families.files.locate import MINIATURES, describe
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
@@ -127,8 +127,8 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
     if fit.exact and fit.names is not None:
         return fit.names
     family, source = families.family(fit.family), stated_base(contents.metadata)
-    # A file is not a reason to look into any folder: only the embedded base and Hub ids are.
-    if source is not None and (source == EMBEDDED or is_hub_id(source)):
+    # A file is not a reason to look into any folder: only the embedded bases and Hub ids are.
+    if source is not None and (source in MINIATURES or is_hub_id(source)):
         facts = None
         with suppress(LoraTrainError):  # not on this machine: the public release is what there is
             facts = describe(BaseSettings(model=source))

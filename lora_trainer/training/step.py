@@ -312,7 +312,17 @@ def use_less_memory(
     remedies = training.plain_remedies if guard.plain else training.remedies
     smaller = guard.after_out_of_memory(images=images, remedies=len(remedies))
     for remedy in remedies[guard.remedies : smaller.remedies]:
-        remedy.apply()
+        try:
+            remedy.apply()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # What it had changed by then is of no use to a pass; a resumed run begins with it.
+            raise NoFallbackLeft(
+                f"the device ran out of memory, and again while {remedy.key} was changed to {remedy.new}",
+                fix=f"{RESUME}, which begins with the change, or free memory on the device",
+                guard=smaller,
+            ) from error
         training.tell_change(remedy.key, remedy.old, remedy.new, reason=reason)
     training.tell_change(_CAP, guard.micro_batch, smaller.micro_batch, reason=reason)
     return smaller

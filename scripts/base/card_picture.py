@@ -1,6 +1,8 @@
-"""Draws what the miniature's card on the page Train shows: four images of the untouched miniature, none chosen.
+"""Draws what the miniatures' cards on the page Train show: images of the untouched miniatures, none chosen.
 
-python scripts/base/card_picture.py     # writes gui/assets/miniature.png
+python scripts/base/card_picture.py     # writes gui/assets/miniature.png and miniature_edit.png
+
+The second has two references, each with what the miniature that edits makes of it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import torch
 from diffusers import StableDiffusionPipeline
+from edits import HELD_OUT_SEED, learned_edit
+from evaluate_edits import EMBEDDED_EDIT, draw, load_editor
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +23,8 @@ PROMPTS = (
     "an orange heart with a face on a green background",
     "a purple triangle above a yellow square on a black background",
 )
+PICTURE_EDIT = PICTURE.with_name("miniature_edit.png")
+EDITS = (7, 0)
 STEPS, GUIDANCE, SEED, SIDE_PX = 25, 5.0, 1, 64
 
 
@@ -36,6 +42,14 @@ def main() -> None:
         )
         whole.paste(drawn.images[0], (number * SIDE_PX, 0))
     whole.save(PICTURE, optimize=True)
+    edits = [learned_edit(HELD_OUT_SEED, index) for index in EDITS]
+    editor = load_editor(EMBEDDED_EDIT)
+    made = draw(editor, edits, steps=STEPS, guidance_scale=GUIDANCE, blind=False)
+    whole = Image.new("RGB", (2 * len(EDITS) * SIDE_PX, SIDE_PX))
+    for number, (edit, image) in enumerate(zip(edits, made, strict=True)):
+        whole.paste(edit.before, (2 * number * SIDE_PX, 0))
+        whole.paste(image, ((2 * number + 1) * SIDE_PX, 0))
+    whole.save(PICTURE_EDIT, optimize=True)
 
 
 if __name__ == "__main__":

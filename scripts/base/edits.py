@@ -24,11 +24,15 @@ TRAINED_SEED, HELD_OUT_SEED = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Edit:
-    """Two images of one size, the instruction between them, and the two colours that the second has."""
+    """Two images of one size, the instruction between them, and the two colours that the second has.
+
+    `way_back` leads from the second to the first; None where a sentence of this kind cannot say it.
+    """
 
     before: Image.Image
     after: Image.Image
     instruction: str
+    way_back: str | None = None
     object_colour: str
     background_colour: str
 
@@ -40,6 +44,7 @@ def learned_edit(seed: int, index: int, width_px: int = 64, height_px: int = 64)
     key, size_px = f"edit/{seed}/{index}/drawing", (width_px, height_px)
     before = scene_of(key, colour, background, *size_px)
     kind = rng.choices(("object", "background", "extra"), (5, 4, 1))[0]
+    way_back: str | None = None
     attempt = 0
     while kind == "extra" and before.extra is None:
         attempt += 1
@@ -47,15 +52,17 @@ def learned_edit(seed: int, index: int, width_px: int = 64, height_px: int = 64)
         before = scene_of(key, colour, background, *size_px)
     match kind:
         case "object":
+            way_back = f"recolour the object {colour}"
             instruction, colour = f"recolour the object {other}", other
         case "background":
+            way_back = f"recolour the background {background}"
             instruction, background = f"recolour the background {other}", other
         case _:
             instruction = f"remove the {before.extra}"
     after = scene_of(key, colour, background, *size_px, plain=kind == "extra")
     return Edit(
-        before=before.image, after=after.image, instruction=instruction, object_colour=colour,
-        background_colour=background,
+        before=before.image, after=after.image, instruction=instruction, way_back=way_back,
+        object_colour=colour, background_colour=background,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from lora_trainer.lora_file.write import final_export_name  # noqa: E402 - after sys.path
 from lora_trainer.run.run_folder import read_run  # noqa: E402 - after sys.path
 
-EMBEDDED, EDITING = ROOT / "lora_trainer" / "embedded", ROOT / "build" / "edits" / "unet"
+EMBEDDED, EMBEDDED_EDIT = (ROOT / "lora_trainer" / name for name in ("embedded", "embedded_edit"))
 EDITS: Mapping[str, Callable[[int, int], Edit]] = {"learned": learned_edit, "night": night}
 FIRST_SEED = 80_000
 BATCH = 25
@@ -97,7 +97,7 @@ def main() -> None:
     """Read the command line, draw, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, nargs="?", help="the folder of a finished run")
-    parser.add_argument("--unet", type=Path, default=EDITING)
+    parser.add_argument("--unet", type=Path, default=EMBEDDED_EDIT)
     parser.add_argument("--edit", choices=sorted(EDITS), default="night")
     parser.add_argument("--pairs", type=int, default=50)
     parser.add_argument("--steps", type=int, default=20, help="denoising steps of an image")

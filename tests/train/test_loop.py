@@ -260,6 +260,25 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     assert seen[-1] is last, "a resume repeats no start"
 
 
+def test_a_remedy_that_needs_more_memory_than_there_is_ends_the_run_and_is_there_at_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streamed blocks need buffers on the device: seen on a pretended card that was smaller than it said."""
+    seen = list[Progress]()
+
+    def apply() -> None:
+        raise FULL
+
+    remedy = steps_of.OomFallback(key="memory.streamed_blocks", old=0, new=8, apply=apply)
+    tiny = build_training(
+        build_feeder(), steps=9, actions=[EveryStep(seen.append)], remedies=[remedy]
+    )
+    monkeypatch.setattr(Model, "losses_of", failing(Model.losses_of, FULL, after=9))
+    with pytest.raises(TrainingStopped, match=r"while memory.streamed_blocks was changed to 8"):
+        train_steps(tiny.training, at_start(micro_batch=1))
+    assert seen[-1].guard.remedies == 1 and seen[-1].ending, "it is asked to save"
+
+
 FAULT = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED\nmore")
 LOST = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be")
 WRONG = ValueError("this base is not as it should be")

@@ -1,7 +1,7 @@
 """Find a base model on this machine, in the Hub's cache or on the Hub, and read its facts.
 
-A source is `embedded`, a diffusers folder, a single-file checkpoint or a Hub id. `describe` uses no network;
-`locate` may download. An unusable source raises here, before anything is cached. Torch-free: everything
+A source is `embedded`, `embedded-edit`, a diffusers folder, a single-file checkpoint or a Hub id. `describe` uses no
+network; `locate` may download. An unusable source raises here, before anything is cached. Torch-free: everything
 follows from configs and headers.
 """
 
@@ -54,6 +54,10 @@ from lora_trainer.families.files.weight_files import (
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[2] / "embedded"
+# The miniature that edits has a U-Net of its own, and every other part of the other's.
+EMBEDDED_EDIT = "embedded-edit"
+EMBEDDED_UNETS = {EMBEDDED_EDIT: EMBEDDED_FOLDER.with_name("embedded_edit")}
+MINIATURES = (EMBEDDED, EMBEDDED_EDIT)
 _PICKLES = frozenset({".ckpt", ".pt", ".pth", ".bin", ".pkl"})
 
 
@@ -183,10 +187,12 @@ def _find(
     if (only := checkpoint_in(folder)) is not None:
         checkpoint = open_checkpoint(settings, only)
         return _find_beside(checkpoint, on_bytes=on_bytes), checkpoint.family, checkpoint
-    if settings.vae is None and not settings.text_encoders:
-        return Layout(folder=folder), None, None
-    family = families.detect(folder)
     files: dict[Part, Path] = {}
+    if source in EMBEDDED_UNETS:
+        files["denoiser"] = EMBEDDED_UNETS[source]
+    if settings.vae is None and not settings.text_encoders:
+        return Layout(folder=folder, files=files), None, None
+    family = families.detect(folder)
     if settings.vae is not None:
         files["vae"] = _find_vae(settings, family, on_bytes=on_bytes)
     text = encoder_files(settings, family, {}, None, folder=folder)
@@ -292,7 +298,7 @@ def _folder(
 
     A source of the kind "base" may hold a checkpoint alone, which is then all that is downloaded; a VAE's has no index.
     """
-    if source == EMBEDDED:
+    if source in MINIATURES:
         return EMBEDDED_FOLDER
     path = Path(user_path(source))
     if path.is_dir():
