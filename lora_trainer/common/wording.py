@@ -81,13 +81,14 @@ def step_seconds_text(seconds: float) -> str:
 
 def against_base(loss: float, base_loss: float) -> str:
     """Return `41 % below the base's`, `3 % above the base's` or `the same as the base's`."""
-    change = loss / base_loss - 1 if base_loss > 0 else math.nan
-    if not math.isfinite(change):
-        return "not comparable with the base's"
-    percent = _percent(change)
-    if float(percent) == 0:
-        return "the same as the base's"
-    return f"{percent} % below the base's" if change < 0 else f"{percent} % above the base's"
+    return _compared(
+        loss,
+        base_loss,
+        below="{} % below the base's",
+        above="{} % above the base's",
+        same="the same as the base's",
+        unknown="not comparable with the base's",
+    )
 
 
 def better_than_base(loss: float, base_loss: float) -> str:
@@ -95,13 +96,27 @@ def better_than_base(loss: float, base_loss: float) -> str:
 
     The figure is that of `against_base`; these are the words for who does not know what a loss is.
     """
+    return _compared(
+        loss,
+        base_loss,
+        below="{} % better than the base",
+        above="{} % worse than the base",
+        same="as good as the base",
+        unknown="not comparable with the base",
+    )
+
+
+def _compared(
+    loss: float, base_loss: float, *, below: str, above: str, same: str, unknown: str
+) -> str:
+    """Return the words for how a loss compares with the base's; `{}` in them is the percentage."""
     change = loss / base_loss - 1 if base_loss > 0 else math.nan
     if not math.isfinite(change):
-        return "not comparable with the base"
+        return unknown
     percent = _percent(change)
     if float(percent) == 0:
-        return "as good as the base"
-    return f"{percent} % better than the base" if change < 0 else f"{percent} % worse than the base"
+        return same
+    return (below if change < 0 else above).format(percent)
 
 
 def _percent(change: float) -> str:
