@@ -11,8 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
+from lora_trainer.config import Priority
 from lora_trainer.run.samples import ONE_COLOUR
-from scripts.rehearse.card import Card
+from scripts.plan_tables import CARDS as PLANNED_CARDS
+from scripts.plan_tables import planned, ram_gib_of
+from scripts.rehearse.base import as_caption, longest_caption, write_true_size
+from scripts.rehearse.card import Card, NoCudaTorch, build
 from scripts.rehearse.program import COUNTS_VARIABLE, FAULT_VARIABLE, MEMORY_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +39,16 @@ CACHE = "cache"
 """The folder of a cell's caches: with those of another cell no text would be encoded, and less memory planned."""
 BY_NO_KERNEL = ONE_COLOUR
 """The code of a problem that each run there has: no kernel computes."""
+
+
+CARDS: Mapping[int, Card] = {
+    8: Card(vram_gib=8, capability="8.9", name="NVIDIA GeForce RTX 4060", multiprocessors=24),
+    12: Card(vram_gib=12, capability="8.6", name="NVIDIA GeForce RTX 3060", multiprocessors=28),
+    16: Card(vram_gib=16, capability="8.9", name="NVIDIA GeForce RTX 4060 Ti", multiprocessors=34),
+    24: Card(vram_gib=24, capability="8.9", name="NVIDIA GeForce RTX 4090", multiprocessors=128),
+}
+"""The cards of docs/plans.md by GiB."""
+SIZES_PX = ((1024, 1024), (1216, 832), (832, 1216), (1024, 1024), (1024, 1024))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +101,42 @@ LEAST_SHARE = 0.9
 """A peak below this share of the plan is a fault: the plan keeps memory from the user."""
 
 
-def rehearse(cell: Cell, *, base: Path, dataset: Path, work: Path, libraries: Path) -> Outcome:
-    """Train, then resume in a new process, and judge what the driver counted."""
+def cell_of(source: str, gib: int, priority: Priority, *settings: str, planted: str = "") -> Cell:
+    """Return the cell of docs/plans.md with the size of images that it has there, and settings beside its plan's."""
+    (card,) = (name for name, size in PLANNED_CARDS.items() if size == gib)
+    side_px = planned(source, card, priority).config.data.resolution
+    return Cell(
+        source=source,
+        card=CARDS[gib],
+        priority=priority,
+        ram_gib=ram_gib_of(source),
+        settings=[f"data.resolution={side_px}", *settings],
+        planted=planted,
+    )
+
+
+def libraries_in(folder: Path) -> Path:
+    """Return the folder of the pretended driver below `folder`, where it is built unless it is there.
+
+    Ends the program with exit code 4 where it cannot be built.
+    """
+    try:
+        return build(folder / "driver")
+    except NoCudaTorch as error:
+        print(f"nothing was rehearsed: {error}", file=sys.stderr)
+        raise SystemExit(4) from None
+
+
+def rehearse(cell: Cell, *, folder: Path, name: str, libraries: Path) -> Outcome:
+    """Train, then resume in a new process, and judge what the driver counted.
+
+    `folder` keeps the bases of all cells, which are written where they are not there, and their images; the runs and
+    counts are in its folder `name`.
+    """
+    base = folder / "bases" / cell.source.replace("/", "--")
+    if not base.is_dir():
+        write_true_size(cell.source, base)
+    dataset, work = dataset_for(folder / "images", base), folder / name
     work.mkdir(parents=True, exist_ok=True)
     run = work / "run"
     for folder in (run, work / CACHE):
@@ -111,6 +162,20 @@ def rehearse(cell: Cell, *, base: Path, dataset: Path, work: Path, libraries: Pa
         return Outcome(key=cell.key, faults=faults)
     plan, chosen = record
     return judged(cell.key, rows, plan=plan, chosen=chosen, faults=faults)
+
+
+def dataset_for(folder: Path, base: Path) -> Path:
+    """Write five images of noise with captions for a base, two of them as long as it reads: one image is held out."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    longest = longest_caption(base)
+    numbers = np.random.default_rng(0)
+    for index, (width, height) in enumerate(SIZES_PX):
+        file = folder / f"image-{index}.png"
+        Image.fromarray(numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
+        usual = as_caption(f"a photo of thing {index} on a table", base)
+        file.with_suffix(".txt").write_text((index < 2 and longest) or usual)
+    return folder
 
 
 def judged(

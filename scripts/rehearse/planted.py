@@ -214,11 +214,7 @@ FAULTS: Mapping[str, Fault] = {
 
 def main() -> int:
     """Rehearse with each fault; return the exit code."""
-    from scripts.plan_tables import ram_gib_of
-    from scripts.rehearse.__main__ import CARDS, dataset_for, side_setting
-    from scripts.rehearse.base import write_true_size
-    from scripts.rehearse.card import NoCudaTorch, build
-    from scripts.rehearse.cell import Cell, rehearse
+    from scripts.rehearse.cell import cell_of, libraries_in, rehearse
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -227,36 +223,15 @@ def main() -> int:
     parser.add_argument("--fault", nargs="*", choices=list(FAULTS), default=list(FAULTS))
     asked = parser.parse_args()
     work: Path = asked.work.resolve()
-    try:
-        libraries = build(work / "driver")
-    except NoCudaTorch as error:
-        print(f"nothing was rehearsed: {error}", file=sys.stderr)
-        return 4
-    base = work / "bases" / SOURCE.replace("/", "--")
-    if not base.is_dir():
-        write_true_size(SOURCE, base)
+    libraries = libraries_in(work)
     missed = 0
     usual: Sequence[str] = ()
     for name in ("", *asked.fault):
         settings = FAULTS[name].settings if name else SETTINGS
-        cell = Cell(
-            source=SOURCE,
-            card=CARDS[VRAM_GIB],
-            priority="balanced",
-            ram_gib=ram_gib_of(SOURCE),
-            settings=[side_setting(SOURCE, VRAM_GIB, "balanced"), *settings],
-            planted=name,
-        )
-        outcome = rehearse(
-            cell,
-            base=base,
-            dataset=dataset_for(work / "images", base),
-            work=work / "planted",
-            libraries=libraries,
-        )
-        if (
-            not name
-        ):  # with everything recomputed so small a base takes less than is kept free for it
+        cell = cell_of(SOURCE, VRAM_GIB, "balanced", *settings, planted=name)
+        outcome = rehearse(cell, folder=work, name="planted", libraries=libraries)
+        if not name:
+            # With everything recomputed so small a base takes less than is kept free for it.
             usual = outcome.faults
             print(f"as it is: {'; '.join(usual) or 'holds'}", flush=True)
             continue
