@@ -15,6 +15,7 @@ export function film(place, run, leaving) {
   const now = make("img");
   const name = make("span", { class: "name", role: "status" });
   const how = make("p", { class: "quiet how" });
+  const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
   const slider = make("input", { type: "range", min: "0", step: "1", "aria-label": say("step of the picture"), oninput: () => { stop(); go(Number(slider.value)); } });
   const play = button(say("Play"), () => (playing ? stop() : start()), { class: "play" });
   const link = (kind, text) => make("a", { class: "ui-button", download: "", href: `/run/film?${new URLSearchParams({ run, kind })}` }, text);
@@ -27,8 +28,7 @@ export function film(place, run, leaving) {
       make("figure", {}, base, make("figcaption", {}, say("base"))),
       make("figure", {}, now, make("figcaption", {}, name))),
     make("div", { class: "scrub" }, play, slider, gif, mp4),
-    how,
-    why,
+    make("div", { class: "beside" }, prompt, how, why, make("div", { class: "others" })), // samples.js fills it
   );
   leaving.addEventListener("abort", stop);
 
@@ -42,6 +42,7 @@ export function film(place, run, leaving) {
     show(now, one);
     now.alt = `${shown.prompt}, ${one.name}`;
     name.textContent = one.name;
+    prompt.textContent = shown.prompt;
     how.textContent = one.how;
     slider.max = last;
     slider.value = frames.indexOf(one);

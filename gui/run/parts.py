@@ -169,6 +169,7 @@ def sample_sheet(
     steps = sorted({image.step for image in history.samples})
     return {
         "run": folder.name,
+        "ended": history.end is not None,
         "prompts": [{"text": prompt, "seed": seed} for prompt, seed in rows],
         "steps": [
             {

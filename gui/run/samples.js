@@ -5,9 +5,9 @@
 import { button, make } from "/ui/shared/elements.js";
 import { say } from "/ui/shared/words.js";
 
-/** Show the samples in `place`, first as data-sheet has them; `markBest` marks a step as the best and returns {error} or
+/** Show the samples in `place`, first as data-sheet has them, and in `others` those of further prompts, small; `markBest` marks a step as the best and returns {error} or
  *  {done}. Return what draws them as they are by now. */
-export function samples(place, markBest) {
+export function samples(place, others, markBest) {
   const pictures = new Map(); // address -> <img>, so that a redraw loads nothing again
   let sheet = JSON.parse(place.dataset.sheet);
   let cell = { prompt: 0, step: 0 };
@@ -29,11 +29,18 @@ export function samples(place, markBest) {
     const prompts = empty ? [] : [...sheet.prompts.keys()].slice(0, SHOWN);
     const figures = prompts.map(pair).filter(Boolean);
     const choice = prompts.some((prompt) => drawnSteps(prompt).length > 2)
-      ? [make("span", { class: "quiet" }, say("Show")), stepChoice("left", say("the step before")), make("span", { class: "quiet" }, say("beside")), stepChoice("right", say("the newest"))]
+      ? [make("span", { class: "quiet" }, say("Show")), stepChoice("left", ofEnd("left").length ? say("the base") : say("the step before")), make("span", { class: "quiet" }, say("beside")), stepChoice("right", ofEnd("right").length ? say("the best step") : say("the newest"))]
       : [];
     newest.hidden = figures.length === 0;
     newest.replaceChildren(make("div", { class: "actions" }, ...choice), make("div", { class: "grid" }, ...figures));
     if (focused) newest.querySelector(`[data-at="${focused}"]`)?.focus();
+  }
+
+  /** Return the step that a side shows of a training that has ended: the base, and what came of it; nothing of one that
+   *  goes on, of which that is shown which has changed last. */
+  function ofEnd(side) {
+    const isShown = ({ step, best }) => (side === "left" ? step === 0 : best);
+    return sheet.ended ? [...sheet.steps.keys()].filter((step) => isShown(sheet.steps[step])) : [];
   }
 
   /** Return the list of the steps that can stand on a side. */
@@ -53,8 +60,12 @@ export function samples(place, markBest) {
   function pair(prompt) {
     const steps = drawnSteps(prompt);
     const chosen = (side) => steps.filter((step) => String(sheet.steps[step].step) === beside[side]);
-    const right = beside.right ? chosen("right") : steps.slice(-1);
-    const left = beside.left ? chosen("left") : steps.filter((step) => step < right[0]).slice(-1);
+    const automatic = (side) => ofEnd(side).filter((step) => steps.includes(step));
+    const best = automatic("right");
+    const right = beside.right ? chosen("right") : best.length ? best : steps.slice(-1);
+    const earlier = steps.filter((step) => step < right[0]);
+    const base = automatic("left").filter((step) => earlier.includes(step));
+    const left = beside.left ? chosen("left") : base.length ? base : earlier.slice(-1);
     const cells = [...left, ...right];
     if (cells.length === 0) return null;
     return make(
@@ -75,6 +86,18 @@ export function samples(place, markBest) {
     return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
   }
 
+  const OTHERS = 4;
+
+  /** Show the newest picture of the prompts that the film does not show, beside it. */
+  function drawOthers(empty) {
+    const shown = empty ? [] : [...sheet.prompts.keys()].slice(1, 1 + OTHERS).filter((prompt) => drawnSteps(prompt).length);
+    others.replaceChildren(...shown.map((prompt) => {
+      const at = { prompt, step: drawnSteps(prompt).at(-1) };
+      return make("button", { type: "button", onclick: () => openZoom(at), title: sheet.prompts[prompt].text },
+        make("img", { src: address(at), alt: `${sheet.prompts[prompt].text}, ${sheet.steps[at.step].name}`, loading: "lazy" }));
+    }));
+  }
+
   // ---- the table
 
   const said = make("p", { role: "status", class: "line" });
@@ -92,6 +115,7 @@ export function samples(place, markBest) {
   function draw() {
     const empty = !sheet || sheet.prompts.length === 0;
     drawNewest(empty);
+    drawOthers(empty);
     help.hidden = everyStep.hidden = sideways.hidden = empty;
     if (empty) {
       table.replaceChildren(make("p", { class: "quiet" }, say("No sample images yet.")));

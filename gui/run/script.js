@@ -30,7 +30,7 @@ function mountRun(main, leaving) {
 
   const drawChart = chart(page.querySelector(".run-chart"), run);
   const drawFilm = film(page.querySelector(".run-film"), run, leaving);
-  const drawSamples = samples(page.querySelector(".run-samples"), (step) => asked({ press: { action: "best", step } }));
+  const drawSamples = samples(page.querySelector(".run-samples"), page.querySelector(".run-film .others"), (step) => asked({ press: { action: "best", step } }));
   const asked = following({ path: "/run/look", leaving, goes: "goes" in page.dataset, shown: () => ({ run, stamp, keys }), draw });
 
   function draw(now) {

@@ -75,9 +75,12 @@ def test_samples_are_enlarged_walked_through_compared_and_the_best_is_kept(
     place.server.open(page, f"/run?run={OLD}")
     newest = page.locator(".newest figure").nth(1).locator("button span")
     newest.first.wait_for()
-    assert newest.all_inner_texts() == ["step 20", "step 30"]
+    assert newest.all_inner_texts() == ["base", "step 30"], "of what has ended: what came of it"
+    page.get_by_label("the step on the left").select_option("step 10")
+    page.get_by_label("the step on the right").select_option("step 30")
+    assert newest.all_inner_texts() == ["step 10", "step 30"]
     page.get_by_label("the step on the left").select_option("base")
-    assert newest.all_inner_texts() == ["base", "step 30"]
+    assert page.locator(".run-film .others img").count() == 2, "the other prompts beside the film"
     page.get_by_label("the step on the right").select_option("step 10")
     assert newest.all_inner_texts() == ["base", "step 10"]
     page.get_by_role("button", name=f"step 10: {PROMPTS[1]}", exact=True).click()
