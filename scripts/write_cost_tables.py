@@ -29,6 +29,7 @@ from lora_trainer.costs.sample_cost import (
     KIB,
     MEGA,
     RANKS,
+    REFERENCE_ROW,
     SampleCost,
     Workload,
     entry,
@@ -120,8 +121,14 @@ def trace_missing(family: Family, *, only: str | None = None, anew: bool = False
 def missing(family: Family) -> list[str]:
     """Return the names of the releases that the family's table lacks, or has of an older VERSION."""
     rows = made_tables(family.name).get("costs", {"releases": []})["releases"]
-    found = {facts.source: row_of(rows, family, facts) for facts in architectures(family)}
-    return [name for name, row in found.items() if row is None or not _is_current(row)]
+    found = [(facts, row_of(rows, family, facts)) for facts in architectures(family)]
+    return [
+        facts.source
+        for facts, row in found
+        if row is None
+        or not _is_current(row)
+        or (REFERENCE_ROW not in row and editing_release(family, facts) is not None)
+    ]
 
 
 def _is_current(row: Mapping[str, Any]) -> bool:
@@ -235,6 +242,7 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
                 )
             )
     print(f"{facts.source}: {time.monotonic() - started:.0f} s", flush=True)
+    editing = editing_release(family, facts)
     return {
         "name": facts.source,
         "config": facts.release.network_numbers(),
@@ -242,8 +250,52 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
         "sides_px": list(grid.sides_px),
         "text_tokens": list(grid.text_tokens),
         "modules": modules(BaseCosts(family=family, facts=facts)),
+        **({} if editing is None else {REFERENCE_ROW: reference_elements(family, editing)}),
         "costs": costs,
     }
+
+
+def editing_release(family: Family, facts: BaseFacts) -> BaseFacts | None:
+    """Return the release of this architecture that reads the most references behind the image, None if none does."""
+
+    def key(each: BaseFacts) -> list[Any]:
+        return [each.release.network_numbers(), each.release.max_tokens]
+
+    editing = [
+        each
+        for each in family.releases.values()
+        if each.references is not None
+        and not each.references.as_channels
+        and key(each) == key(facts)
+    ]
+    return max(
+        editing, key=lambda each: each.references.most if each.references else 0, default=None
+    )
+
+
+def reference_elements(family: Family, facts: BaseFacts) -> float:
+    """Return how many elements a pixel of a reference adds to the peak of a pass without gradients.
+
+    By few blocks, as the peak lies within one, and by two references where two are read: layers that only references
+    go through are alive with the first.
+    """
+    assert facts.references is not None
+    side_px = TRANSFORMER_SIDES_PX[-1]
+    sizes = ((side_px, side_px),) * min(2, facts.references.most)
+    few = {
+        key: min(int(count), FEW_BLOCKS)
+        for key, count in facts.release.architecture.items()
+        if COUNTED.fullmatch(key) and count
+    }
+    facts = facts.for_references()
+    release = replace(facts.release, architecture={**facts.release.architecture, **few})
+    costs = BaseCosts(family=family, facts=replace(facts, release=release))
+    alone = Point(side_px=side_px, text_tokens=0).workload(
+        element_bytes=2, wide=False, targets="transformer", checkpointing="none"
+    )
+    more = costs.traced(replace(alone, references_px=sizes)).forward_bytes
+    more -= costs.traced(alone).forward_bytes
+    return round(more / (alone.element_bytes * sum(map(math.prod, sizes))), 2)
 
 
 def traces(

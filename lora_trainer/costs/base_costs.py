@@ -148,20 +148,22 @@ class BaseCosts:
                 workload = replace(workload, references_px=())
             if self._release is not None:
                 cost = tabled(
-                    self._release, self._as_seen(workload), text_tokens=self.facts.text_tokens
+                    self._release,
+                    workload,
+                    text_tokens=self.facts.text_tokens,
+                    seen_px=self._seen_px(workload),
                 )
             return cost or self.traced(workload)
 
         return cache(cost_of)
 
-    def _as_seen(self, workload: Workload) -> Workload:
-        """Return a workload with what text encoders see of references among the pixels: all tokens cost the same."""
+    def _seen_px(self, workload: Workload) -> int:
+        """Return what text encoders see of references as pixels of an image: all tokens cost the same."""
         reads, facts = self.facts.references, self.facts
-        if reads is None or not (tokens := reads.text_tokens(workload.references_px)):
-            return workload
+        if reads is None:
+            return 0
         token_px = facts.vae_factor * facts.patch
-        more = (tokens * token_px, token_px)
-        return replace(workload, references_px=(*workload.references_px, more))
+        return int(reads.text_tokens(workload.references_px) * token_px**2)
 
     @cached_property
     def _release(self) -> Mapping[str, Any] | None:

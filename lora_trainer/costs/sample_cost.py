@@ -21,6 +21,8 @@ from lora_trainer.families.base.tables import made_tables
 KIB = 1024
 MEGA = 10**6
 RANKS = (4, 64)
+REFERENCE_ROW = "elements_per_reference_px"
+"""Key of what a pixel of a reference adds to the peak of a pass without gradients, in elements of the base's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,12 @@ def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
 
 
 def tabled(
-    release: Mapping[str, Any], workload: Workload, *, text_tokens: int
+    release: Mapping[str, Any], workload: Workload, *, text_tokens: int, seen_px: int = 0
 ) -> SampleCost | None:
-    """Return the cost by a release's traces; None if it was not traced like that."""
+    """Return the cost by a release's traces; None if it was not traced like that.
+
+    `seen_px` are the pixels of an image of as many tokens as text encoders see of the references.
+    """
     key = entry(workload.element_bytes, wide=workload.wide_adapter)
     traces = release["costs"].get(key, {}).get(workload.targets, {})
     if workload.checkpointing not in traces:
@@ -108,9 +113,9 @@ def tabled(
         step = {**traces["full"], **step}
     areas = [side_px**2 for side_px in release["sides_px"]]
     usual, other = release["text_tokens"]
-    area = workload.area_px
+    own, area = workload.height_px * workload.width_px, workload.area_px + seen_px
 
-    def at(values: Sequence[float], over_size: _OverSize) -> float:
+    def at(values: Sequence[float], over_size: _OverSize, area: float = area) -> float:
         """Interpolate over size at the smallest rank, one sample and the usual text, then add each change.
 
         Rank, micro-batch and text length are treated as independent; each difference is linear in the area.
@@ -131,6 +136,15 @@ def tabled(
     def kib(values: Sequence[int]) -> int:
         return int(KIB * at(values, _polyline))
 
+    def forward_bytes() -> int:
+        """Return the peak of a pass without gradients, which has other tokens alive than training does."""
+        added = release.get(REFERENCE_ROW)
+        if added is None:
+            return kib(traces["forward_kib"])
+        references_px = workload.area_px - own
+        alone = KIB * at(traces["forward_kib"], _polyline, own)
+        return int(alone + added * workload.element_bytes * references_px)
+
     def mega(values: Sequence[int]) -> int:
         return int(MEGA * at(values, _parabola))
 
@@ -139,7 +153,7 @@ def tabled(
         saved_bytes=saved,
         adapter_saved_bytes=kib(step["adapter_kib"]) if "adapter_kib" in step else 0,
         temporary_bytes=max(0, kib(step["peak_kib"]) - saved),
-        forward_bytes=kib(traces["forward_kib"]),
+        forward_bytes=forward_bytes(),
         forward_flops=mega(traces["forward_mflop"]),
         step_flops=mega(step["step_mflop"]),
         kernels=step["kernels"],

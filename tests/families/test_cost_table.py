@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -109,6 +110,29 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
     sizes = dict.fromkeys(("saved_bytes", "adapter_saved_bytes", "forward_bytes"), 0.03)
     for name, rel in (sizes | rest).items():
         assert getattr(found, name) == pytest.approx(getattr(fresh, name), rel=rel), name
+
+
+@pytest.mark.parametrize("family", ["flux3", "qwen"])
+@pytest.mark.parametrize("side_px", [512, 1024])
+def test_a_pass_without_gradients_takes_what_its_references_do(family: str, side_px: int) -> None:
+    """Of one, two and as many references as are read, within 5 %; its peak lies in a block, so few are traced."""
+    known = families.family(family)
+    facts = next(
+        each for each in known.releases.values() if each.references and each.references.most > 2
+    ).for_references()
+    assert facts.references is not None
+    whole = facts.release.architecture
+    few = {key: min(count, 2) for key, count in whole.items() if re.fullmatch("num.*layers", key)}
+    release = replace(facts.release, architecture={**whole, **few})
+    traced = BaseCosts(family=known, facts=replace(facts, release=release)).traced
+    tabled = BaseCosts(family=known, facts=facts).sample_cost
+    for count in (1, 2, min(4, facts.references.most)):
+        sizes = ((side_px, side_px),) * count
+        workload = replace(
+            WORKLOAD, height_px=side_px, width_px=side_px, checkpointing="none", references_px=sizes
+        )
+        fresh = traced(workload).forward_bytes
+        assert tabled(workload).forward_bytes == pytest.approx(fresh, rel=0.05), count
 
 
 # ---- what makes an architecture the same
