@@ -104,6 +104,7 @@ export function mountPairs(place, leaving, done) {
     };
     heap.querySelector("button").onclick = () => input.click();
     input.onchange = () => { add(input.files); input.value = ""; };
+    if (input.files.length) input.onchange(); // chosen before this script came
     heap.addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
     heap.addEventListener("drop", (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;

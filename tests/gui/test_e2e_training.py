@@ -227,18 +227,20 @@ def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Pat
             tmp_path / f"{name}.png"
         )
     place.server.open(page, "/train?draft=new&kind=pairs")
+    page.wait_for_function("() => /draft=[0-9a-f]{12}/.test(location.search)")
     for heap, names in (("before", "in*.png"), ("after", "out*.png")):
         page.locator(f"[data-heap={heap}] input").set_input_files(sorted(tmp_path.glob(names)))
 
-    def pairs() -> list[str]:
-        return [image.get_attribute("alt") for image in page.locator(".matched img").all()]
+    def wait_for_pairs(*names: str) -> None:
+        page.wait_for_function(
+            "(names) => [...document.querySelectorAll('.matched img')].map(({ alt }) => alt).join() === names",
+            arg=",".join(f"{name}.png" for name in names),
+        )
 
-    until(
-        lambda: pairs() == ["in1.png", "out1.png", "in2.png", "out2.png", "in10.png", "out10.png"]
-    )
+    wait_for_pairs("in1", "out1", "in2", "out2", "in10", "out10")
     pictures = page.locator(".matched img")
     pictures.nth(0).drag_to(pictures.nth(2))
-    until(lambda: pairs()[:4] == ["in2.png", "out1.png", "in1.png", "out2.png"])
+    wait_for_pairs("in2", "out1", "in1", "out2", "in10", "out10")
     page.get_by_label("What changes from before to after?").fill("make it red")
     page.get_by_role("button", name="Take these 3 pairs").click()
     page.locator(".ds-card .ds-before img").nth(2).wait_for()
