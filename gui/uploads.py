@@ -238,10 +238,10 @@ def _converted(received: Received) -> dict[str, Any]:
 
 
 def sentence(received: Received) -> str:
-    """Say in lines where an upload is, and what of it was left out, the first by name."""
+    """Say in lines what an upload has brought, and what of it was left out, the first by name."""
     images = "1 image" if received.images == 1 else f"{received.images:,} images"
     captions = "1 caption" if received.captions == 1 else f"{received.captions:,} captions"
-    said = [f"{images} and {captions} are in {received.folder}."]
+    said = [f"Added: {images} and {captions}." if received.captions else f"Added: {images}."]
     for each in received.left_out[:MAX_LEFT_OUT_NAMED]:
         name, _, reason = each.partition(": ")
         said.append(f"Left out: {name}: {reason}.")

@@ -21,6 +21,8 @@ from ..server.translation import Words
 from .messages import sentence
 
 _NAMED = 4
+# Remarks that are in sight; the others are folded.
+_IN_SIGHT = 3
 _GOOD, _FAIR = 0.8, 0.6
 
 
@@ -111,6 +113,7 @@ def report(
         verdict=_verdict(values, findings),
         assumed=assumed,
         remarks=[_remark(folder, rows, said) for rows in _groups(findings)],
+        most=_IN_SIGHT,
         datasets_url=_datasets_url(folder),
         buckets=mapping(values, "buckets"),
     )

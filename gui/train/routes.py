@@ -131,6 +131,7 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
         "fields": fields.FIELDS,
         "texts": fields.texts(draft),
         "brought": view.brought(draft),
+        "advice": view.advice(),
         "step": draft.step,
         "parts": {"draft": stamped(view.draft_part(work, draft, said))},
     }

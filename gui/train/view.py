@@ -23,6 +23,7 @@ from .. import bases, command_lines, drafts, run_actions, slider_words, uploads,
 from ..datasets import caption_job, check
 from ..drafts import SLIDER, Draft
 from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
+from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.templates import render
 from ..server.translation import Words
 from ..setting_text import text_of
@@ -34,6 +35,20 @@ from .messages import error, message
 from .report import report
 
 IMAGES, CHECK = drafts.STEPS
+_ADVICE = (
+    (
+        "One thing, seen in many ways",
+        "What stays the same in all images is learned: vary the pose, the place, the light and the distance.",
+    ),
+    (
+        "Sharp, and nothing over it",
+        "1,000 px on the longer side are plenty. No text and no frames; ten good ones are better than fifty poor ones.",
+    ),
+    (
+        "A sentence to each",
+        "It says what else is in the image, so that this can change later. You may have them written here.",
+    ),
+)
 # As many settings of a refusal are led to.
 _LINKS = 3
 
@@ -179,6 +194,14 @@ def _refuse_while_captioned(work: Workplace, dataset: Path) -> None:
             f"captions of these images are being written: {caption_job.state(job)['said']}",
             fix="wait until they are written, or stop that on the page Images",
         )
+
+
+def advice() -> list[tuple[str, str, str]]:
+    """Return what makes good images, each with a picture of the example: its address, what, and why."""
+    return [
+        (example_url(name), what, why)
+        for name, (what, why) in zip(EXAMPLE_IMAGES, _ADVICE, strict=False)
+    ]
 
 
 def draft_part(_work: Workplace, draft: Draft, _said: Words) -> DraftPart:
