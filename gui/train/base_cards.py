@@ -20,7 +20,7 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.run_record import read
 
 from .. import bases, command_lines, run_best, runs, sharing
-from ..drafts import Draft
+from ..drafts import PAIRS, Draft
 from ..markup import capital, plain
 from ..media import run_url
 from ..server.translation import Words
@@ -112,8 +112,12 @@ def verdict(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[st
 
 
 def that_fits(plans: command_lines.Plans, draft: Draft) -> str:
-    """Return the base for other programs that this draft fits on, the one that is offered first; empty without one."""
-    releases = plans.releases()
+    """Return the base for other programs that this draft fits on, the one that is offered first; empty without one.
+
+    Pairs need one that edits.
+    """
+    of_pairs = draft.kind == PAIRS
+    releases = [row for row in plans.releases() if row["edits"] or not of_pairs]
     for row in sorted(releases, key=lambda release: release["offered"])[:_IN_SIGHT]:
         source = str(row["source"])
         with suppress(LoraTrainError):

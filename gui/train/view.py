@@ -292,7 +292,7 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
 
 def _leads_to(plans: command_lines.Plans, draft: Draft, found: PlanRecord) -> str:
     """Return the base that a try-out leads to, empty where the plan is of one for other programs already."""
-    return that_fits(plans, draft) if found.base == bases.EMBEDDED else ""
+    return that_fits(plans, draft) if found.base in bases.MINIATURES else ""
 
 
 def _of_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -100,7 +101,7 @@ def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does
     write_dataset(tmp_path / "set", images=2)
     draft = drafts.Draft(id="0" * 12, dataset=str(tmp_path / "set"))
     releases = [
-        {"source": source, "offered": place}
+        {"source": source, "offered": place, "edits": source == "of/d"}
         for place, source in enumerate(("of/a", "of/b", "of/c", "of/d"))
     ]
     too_large = {"of/a"}
@@ -113,9 +114,10 @@ def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does
 
     assert base_cards.that_fits(command_lines.Plans(work, ask=ask), draft) == "of/b"
     too_large |= {"of/b", "of/c"}
-    assert base_cards.that_fits(command_lines.Plans(work, ask=ask), draft) == "", (
-        "of/d is seldom used"
-    )
+    plans = command_lines.Plans(work, ask=ask)
+    assert base_cards.that_fits(plans, draft) == "", "of/d is seldom used"
+    of_pairs = replace(draft, kind=drafts.PAIRS)
+    assert base_cards.that_fits(plans, of_pairs) == "of/d", "but it is the one that edits"
 
 
 def test_found_models_are_those_that_may_be_named_and_a_folder_is_remembered(
