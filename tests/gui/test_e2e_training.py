@@ -168,7 +168,8 @@ def type_length_and_samples(page: Any) -> None:
     assert len(prompts.input_value().splitlines()) == 4
     page.get_by_role("radio", name="A style").focus()
     page.keyboard.press("Space")
-    page.wait_for_function("() => document.querySelector('.kinds :checked').value === 'style'")
+    chosen = '[name="train.concept"]:checked'
+    page.wait_for_function(f"() => document.querySelector('{chosen}').value === 'style'")
     steps.fill("4")
     page.get_by_text("4 steps of ").wait_for()
     page.keyboard.press("Tab")
