@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter
 
 from lora_trainer.cli import main
 from lora_trainer.dataset.quality import near_duplicates
@@ -237,6 +237,24 @@ def test_different_pictures_are_not_taken_for_copies(check: Check) -> None:
     for colour in ("red", "blue"):
         images[f"{colour}.png"] = Image.new("RGB", (64, 64), colour)
     assert said(check(images), "near-duplicate") == {}
+
+
+def test_small_things_on_a_plain_background_are_told_apart(check: Check) -> None:
+    def on_black(*corners: tuple[int, int]) -> Image.Image:
+        image = Image.new("RGB", (256, 256), (20, 20, 24))
+        ImageDraw.Draw(image).polygon(corners, fill=(120, 40, 160))
+        return image
+
+    square = on_black((100, 100), (156, 100), (156, 156), (100, 156))
+    copy = io.BytesIO()
+    square.save(copy, "JPEG", quality=75)
+    images = {
+        "copy.jpg": copy.getvalue(),
+        "bar.png": on_black((90, 118), (166, 118), (166, 138), (90, 138)),
+        "square.png": square,
+        "triangle.png": on_black((128, 96), (164, 160), (92, 160)),
+    }
+    assert said(check(images), "near-duplicate") == {"square.png": "looks the same as copy.jpg"}
 
 
 def prints(*pairs: tuple[int, bytes]) -> list[Any]:
