@@ -32,7 +32,9 @@ SHOWN = 6
 def convert(work: Workplace, file: LoraFile, *, format: str, name: str) -> jobs.Job:
     """Write a file in other key names; raises RequestError for what cannot be."""
     if format not in FORMATS:
-        raise RequestError(f"the format {format!r} is unknown", fix=f"use {', '.join(FORMATS)}")
+        raise RequestError(
+            f"the format {format!r} is unknown", fix=f"use one of the formats {', '.join(FORMATS)}"
+        )
     words = ("convert", str(file.path), f"--format={format}")
     return _start(work, file, words, name=name or f"{file.path.stem}-{format}")
 

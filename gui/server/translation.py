@@ -75,6 +75,11 @@ class Words:
         text = " ".join(english.split())
         if text in self.texts:
             return self.texts[text]
+        what, is_refusal, fix = text.partition(". Fix: ")
+        if is_refusal:
+            return (
+                f"{self.message(what)}. {self('Fix: {text}', self.message(fix.removesuffix('.')))}."
+            )
         fitting = (
             (pattern, found)
             for start in (text[:2], text[:1], "")

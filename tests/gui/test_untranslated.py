@@ -211,3 +211,47 @@ def test_each_kind_of_untranslated_text_is_found(html: str) -> None:
 )
 def test_names_code_units_and_entries_are_none(html: str) -> None:
     assert not english_in(html)
+
+
+# What is said in a terminal, to a program, or at an address that no page leads to.
+NOT_ON_PAGES = ("app.py", "media.py", "programs/", "server/")
+REFUSALS = frozenset({"InputError", "MachineError", "RequestError"})
+
+
+def written_in(node: ast.expr) -> Iterator[str]:
+    """Yield the texts that an expression may be, with `{}` for what is put in."""
+    if isinstance(node, ast.IfExp):
+        yield from written_in(node.body)
+        yield from written_in(node.orelse)
+    elif isinstance(node, ast.JoinedStr):
+        parts = (
+            str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+        )
+        yield "".join(parts)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+def test_what_a_page_refuses_is_said_in_each_language_and_so_is_what_to_do() -> None:
+    known = {gui_texts.normal(english) for english in gui_texts.known("de")}
+    lacking = []
+    for path in sorted((ROOT / "gui").rglob("*.py")):
+        name = path.relative_to(ROOT / "gui").as_posix()
+        if name.startswith(NOT_ON_PAGES):
+            continue
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in REFUSALS:
+                said = [
+                    *call.args[:1],
+                    *(each.value for each in call.keywords if each.arg == "fix"),
+                ]
+                texts = (gui_texts.normal(text) for node in said for text in written_in(node))
+                lacking += [
+                    f"{name}: {text}"
+                    for text in texts
+                    if re.search("[a-z]{2}", text) and text not in known
+                ]
+    assert lacking == []
+    german = translation.words("de")
+    told = german.message("'x' is not a seed. Fix: type a whole number from 0.")
+    assert told == "'x' ist kein Seed. Abhilfe: gib eine ganze Zahl ab 0 ein."
