@@ -57,7 +57,7 @@ def title(source: str) -> str:
     if source == EMBEDDED:
         return "Miniature"
     if source == EMBEDDED_EDIT:
-        return "Miniature, editing"
+        return "Miniature that edits"
     name = source.rpartition("/")[2]
     if name != name.lower():
         return name

@@ -125,11 +125,11 @@ def machine_line(work: Workplace, machine: Hardware, _: Words) -> str:
 
 def _device(machine: Hardware, _: Words) -> str:
     if not machine.gpus:
+        count = machine.cpu_threads
+        threads = _("1 thread") if count == 1 else _("{#} threads", count)
+        memory = bytes_text(machine.ram_total_bytes)
         return _(
-            "no GPU that can train; {}, {#} threads, {#} of memory",
-            machine.cpu_name,
-            machine.cpu_threads,
-            bytes_text(machine.ram_total_bytes),
+            "no GPU that can train; {}, {text}, {#} of memory", machine.cpu_name, threads, memory
         )
     gpus = (
         _("{}, {#} of {#} free", gpu.name, bytes_text(gpu.free_bytes), bytes_text(gpu.total_bytes))

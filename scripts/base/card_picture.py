@@ -2,7 +2,7 @@
 
 python scripts/base/card_picture.py     # writes gui/assets/miniature.png and miniature_edit.png
 
-The second has two references, each with what the miniature that edits makes of it.
+The second has a reference, and what the miniature that edits makes of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPTS = (
     "a purple triangle above a yellow square on a black background",
 )
 PICTURE_EDIT = PICTURE.with_name("miniature_edit.png")
-EDITS = (7, 0)
+EDIT = 7
 STEPS, GUIDANCE, SEED, SIDE_PX = 25, 5.0, 1, 64
 
 
@@ -42,13 +42,12 @@ def main() -> None:
         )
         whole.paste(drawn.images[0], (number * SIDE_PX, 0))
     whole.save(PICTURE, optimize=True)
-    edits = [learned_edit(HELD_OUT_SEED, index) for index in EDITS]
+    edit = learned_edit(HELD_OUT_SEED, EDIT)
     editor = load_editor(EMBEDDED_EDIT)
-    made = draw(editor, edits, steps=STEPS, guidance_scale=GUIDANCE, blind=False)
-    whole = Image.new("RGB", (2 * len(EDITS) * SIDE_PX, SIDE_PX))
-    for number, (edit, image) in enumerate(zip(edits, made, strict=True)):
-        whole.paste(edit.before, (2 * number * SIDE_PX, 0))
-        whole.paste(image, ((2 * number + 1) * SIDE_PX, 0))
+    (made,) = draw(editor, [edit], steps=STEPS, guidance_scale=GUIDANCE, blind=False)
+    whole = Image.new("RGB", (2 * SIDE_PX, SIDE_PX))
+    whole.paste(edit.before, (0, 0))
+    whole.paste(made, (SIDE_PX, 0))
     whole.save(PICTURE_EDIT, optimize=True)
 
 
