@@ -156,7 +156,7 @@ def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
     }
     for name, value in facts.items():
         if value not in ("", None) or name == "trigger word":
-            yield Fact(name=name, value=str(value), is_name=name != "new images")
+            yield Fact(name=name, value=str(value), is_name=name not in ("new images", "size"))
 
 
 def _name(entry: Entry) -> str:

@@ -87,7 +87,9 @@ class Words:
             if (found := pattern.form.fullmatch(text))
         )
         best = max(fitting, key=lambda pair: len(pair[0].english), default=None)
-        return english if best is None else self._filled(best[0], best[1].groups())
+        if best is None:
+            return self.figure(english) if re.fullmatch(_FIGURE, text) else english
+        return self._filled(best[0], best[1].groups())
 
     def markup(self, html: str) -> Html:
         """Return markup of ours, in which no text has a bare angle bracket, with its texts as `message` says them.

@@ -201,6 +201,7 @@ def test_figures_have_the_separators_and_units_of_the_language(figure: str, germ
 
     assert words("en").figure(figure) == figure
     assert words("de").figure(figure) == german
+    assert words("de").message(figure) == german, "what a page shows as it is written elsewhere"
     assert words("de")("Show {#} more", figure) == f"{german} weitere zeigen"
     assert words("de")("{}, on this machine", figure).startswith(figure), "a name stays"
 
