@@ -67,8 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Not in the home of this run: what it reads out of our sources takes each test process 2 s and is the same in all.
     set_hypothesis_home_dir(config.rootpath / ".pytest_cache" / "hypothesis")
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # else a warning in every forked child
-    if "PYTEST_XDIST_WORKER" in os.environ:  # two torch pools on the same cores stop each other
-        patch.setenv("OMP_NUM_THREADS", "1")
+    # Threads of torch wait for one another by turning. Beside other programs, such as another test process, a module
+    # takes up to five times as many seconds of a core, and the networks here are too small for two threads to gain.
+    patch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(wrapper=True)

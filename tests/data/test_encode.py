@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -23,13 +22,7 @@ from lora_trainer.common.errors import InputError, StoppedBySignal
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.images import decode
-from tests.fakes.studio import PROMPT, Studio, draw, few_objects, studio_in
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _little_garbage() -> Iterator[None]:
-    with few_objects():
-        yield
+from tests.fakes.studio import PROMPT, Studio, draw, studio_in
 
 
 @pytest.fixture

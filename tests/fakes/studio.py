@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -219,17 +217,6 @@ def elsewhere(studio: Studio, root: Path) -> Studio:
     damage: list[str] = []
     cache = Cache(folder=folder, on_problem=lambda what, **_: damage.append(what))
     return replace(studio, cache=cache, damage=damage, events=[])
-
-
-@contextmanager
-def few_objects() -> Iterator[None]:
-    """Leave what there is to no garbage collector: caching calls it whenever it lets go of an encoder."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def draw(path: Path, *, seed: int, size: tuple[int, int] = (20, 20)) -> None:

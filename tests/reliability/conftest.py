@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,26 +39,7 @@ def figure(request: pytest.FixtureRequest) -> Figure:
     return record
 
 
-# ---- for the tests of caches, which import torch: not before the environment is set
-
-
-@pytest.fixture(scope="module")
-def little_garbage() -> Iterator[None]:
-    """Caching collects garbage when it lets go of an encoder: here among few objects."""
-    from tests.fakes.studio import few_objects
-
-    with few_objects():
-        yield
-
-
-@pytest.fixture
-def no_hang() -> Iterator[None]:
-    """End a test that waits for ever."""
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-
-
+# For the tests of caches. It imports torch: not before the environment is set.
 @pytest.fixture
 def studio(tmp_path: Path) -> Studio:
     from tests.fakes.studio import studio_in

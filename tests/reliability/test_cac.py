@@ -15,7 +15,6 @@ from itertools import permutations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.errors import MachineError
@@ -26,9 +25,6 @@ from tests.reliability.conftest import CASES
 
 Figure = Callable[..., None]
 Arrays = dict[str, np.ndarray]
-
-
-pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 
 # ---- CAC-01

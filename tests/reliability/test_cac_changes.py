@@ -22,9 +22,6 @@ Figure = Callable[..., None]
 VAE_FILE, TEXT_FILE = "diffusion_pytorch_model.safetensors", "model.safetensors"
 
 
-pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
-
-
 # ---- CAC-03
 
 

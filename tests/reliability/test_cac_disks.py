@@ -20,9 +20,6 @@ from lora_trainer.training import loop
 from tests.fakes.runs import QUIET, STEPS, Toy, events, toy, trajectory
 from tests.fakes.studio import Studio, elsewhere, files_of
 
-pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
-
-
 # ---- CAC-04
 
 

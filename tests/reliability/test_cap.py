@@ -21,7 +21,6 @@ from lora_trainer.training import loop
 from tests.fakes.runs import QUIET, events, toy, trajectory
 
 Figure = Callable[..., None]
-pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 
 def draw(path: Path, seed: int | str) -> None:

@@ -13,10 +13,9 @@ import os
 import random
 import resource
 import shutil
-import signal
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,11 +52,7 @@ CPU_LIMIT_S = 2.0
 MEMORY_LIMIT_KIB = 200_000
 
 
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    signal.alarm(100 + CASES // 5)
-    yield
-    signal.alarm(0)
+pytestmark = pytest.mark.timeout(300 + CASES // 5)
 
 
 @pytest.fixture

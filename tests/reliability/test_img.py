@@ -35,9 +35,6 @@ WHITE = (255, 255, 255)
 RED = (252, 1, 6)
 
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
-
 # ---- images as cameras, scanners and vandals make them; what Pillow does not write is made by hand
 
 

@@ -42,8 +42,6 @@ SETTINGS: dict[str, Any] = {
 }
 """Four images a step, so that there is something to halve."""
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
