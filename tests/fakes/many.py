@@ -121,10 +121,12 @@ def _wait(pid: int, began_s: float) -> int:
     """
     if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
         os.kill(pid, signal.SIGKILL)
-    while time.monotonic() - began_s <= TIMEOUT_S:
+    while True:
         done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
+        if done:  # however long ago
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() - began_s > TIMEOUT_S:
+            break
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
