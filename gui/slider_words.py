@@ -10,19 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import disk_error, windows_name_problem, write_atomic
-from lora_trainer.dataset.slider_file import Direction, read_sliders
+from lora_trainer.dataset.slider_file import Direction, is_slider_file, read_sliders
 
+from .drafts import IMAGES, SLIDER, Draft
 from .workplace import Workplace
 
 TARGET, MORE, LESS, KEEP = KEYS = ("target", "more", "less", "keep")
 """The entries of `Draft.slider`; `keep` has a prompt on each line."""
 _FOLDER = "sliders"
 _NAME_MAX_LENGTH = 60
+_TABLE = "[[sliders]]"
 
 
 def file_of(work: Workplace, words: Mapping[str, str]) -> Path:
@@ -37,16 +41,48 @@ def file_of(work: Workplace, words: Mapping[str, str]) -> Path:
             fix="type two descriptions that differ in one property, or one and leave the other empty",
         )
     rows = [f"{key} = {_toml(text)}" for key, text in said.items()]
-    content = "\n".join(["[[sliders]]", *rows, f"keep = [{', '.join(map(_toml, keep))}]", ""])
-    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-    file = work.own / _FOLDER / digest / f"{name_of(words)}.toml"
+    content = "\n".join([_TABLE, *rows, f"keep = [{', '.join(map(_toml, keep))}]", ""])
+    return _kept(work, content.encode(), f"{name_of(words)}.toml")
+
+
+def _kept(work: Workplace, content: bytes, name: str) -> Path:
+    """Return the file of that content, written where it is not there; raises MachineError."""
+    file = work.own / _FOLDER / hashlib.sha256(content).hexdigest()[:16] / name
     if not file.is_file():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error(file, error) from error
-        write_atomic(file, content.encode())
+        write_atomic(file, content)
     return file
+
+
+def brought(
+    work: Workplace, draft: Draft, *, text: str, name: str, is_slider: bool
+) -> Draft | None:
+    """Return a draft with the slider of a file that somebody brought, of any trainer; None for a file of none.
+
+    What the fields cannot say stays the file, kept beside the others. Raises InputError for one that is known to be
+    a slider's (`is_slider`) and says none, MachineError.
+    """
+    suffix = Path(name).suffix.lower()
+    content = text.encode("utf-8", errors="replace")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"slider{suffix}")
+        if not is_slider_file(file):
+            return None
+        file.write_bytes(content)
+        try:
+            read_sliders(file)
+        except InputError as error:
+            if is_slider or _TABLE in text:
+                found = error.found.replace(str(file), Path(name).name)
+                raise InputError(found, fix=error.fix) from None
+            return None
+        words = words_of(file)
+    if words is not None:
+        return replace(draft, kind=SLIDER, slider=words, dataset="")
+    return replace(draft, kind=IMAGES, dataset=str(_kept(work, content, f"slider{suffix}")))
 
 
 def words_of(file: Path) -> dict[str, str] | None:

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 
-from .. import command_lines, drafts, setting_edit
+from .. import command_lines, drafts, setting_edit, slider_words
 from ..command_lines import Plans
 from ..drafts import Draft
 from ..server.translation import Words
@@ -71,6 +71,15 @@ class Api:
         """Make a draft of a file, for the images of the draft that is shown; return where its page is."""
         found = brought(asked.text, name=asked.name)
         draft = self._for_what_is_shown(asked.draft, found)
+        is_slider = found is not None and found.is_slider
+        slider = slider_words.brought(
+            self.work, draft, text=asked.text, name=asked.name, is_slider=is_slider
+        )
+        if slider is not None:
+            draft = slider
+            if found is None:  # words alone, without a setting
+                self._save(draft)
+                return {"url": "/train?" + urlencode({"draft": draft.id})}
         if found is None:
             draft = setting_edit.replaced(draft, text=asked.text, name=asked.name).draft
             found = Brought(trainer="lora-train", settings=setting_edit.given(draft))

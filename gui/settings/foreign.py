@@ -26,6 +26,7 @@ class Brought:
     note: str = ""
     dataset: str = ""
     sources: dict[str, str] = field(default_factory=dict)
+    is_slider: bool = False
     said: list[str] = field(default_factory=list)
     """The settings that the file itself says; the others are defaults of its trainer."""
     nearest: dict[str, str] = field(default_factory=dict)
@@ -50,6 +51,7 @@ def brought(text: str, *, name: str) -> Brought | None:
         note="\n".join(remarks(foreign)),
         dataset=foreign.dataset or "",
         sources=foreign.sources,
+        is_slider=foreign.is_dataset,
         said=[key for key, source in foreign.sources.items() if foreign.named & {*source.split()}],
         nearest=foreign.nearest,
         left_out=foreign.without_equivalent | unknown,

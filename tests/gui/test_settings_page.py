@@ -515,3 +515,35 @@ def test_messages_name_settings_by_their_labels_and_show_code_as_code() -> None:
         ("a ` alone, data.none, mydata.flip", "a ` alone, data.none, mydata.flip"),
     ):
         assert markup.inline(said) == shown
+
+
+def test_a_slider_that_is_dropped_becomes_its_words_with_the_settings_of_its_trainer(
+    call: Call, work: Workplace, draft: drafts.Draft
+) -> None:
+    table = '[[sliders]]\ntarget = "a man"\nmore = "an old man"\n'
+    assert "error" not in call("bring", name="age.toml", text=table, draft=draft.id)
+    words = {"target": "a man", "more": "an old man", "less": "", "keep": ""}
+    found = drafts.current(work)
+    assert (found.kind, found.slider, found.settings) == (drafts.SLIDER, words, {})
+    both = table + table.replace("man", "woman")
+    assert "error" not in call("bring", name="../age.toml", text=both, draft=draft.id)
+    found = drafts.current(work)
+    assert (found.kind, Path(found.dataset).read_text()) == (drafts.IMAGES, both)
+    assert Path(found.dataset).is_relative_to(work.own)
+    job = {
+        "type": "concept_slider",
+        "network": {"type": "lora", "linear": 8},
+        "model": {"name_or_path": "stabilityai/stable-diffusion-xl-base-1.0", "arch": "sdxl"},
+    }
+
+    def bring_job(**words: str) -> dict[str, Any]:
+        process = {**job, "slider": {"target_class": "a man", **words}}
+        text = json.dumps({"job": "extension", "config": {"process": [process]}})
+        return call("bring", name="job.json", text=text, draft=draft.id)
+
+    assert "says neither more nor less" in bring_job()["error"], "a slider without words is refused"
+    assert "Slider 1 of age.toml has 'kep'" in call("bring", name="age.toml", text=f'{table}kep = "x"')["error"]
+    assert "error" not in bring_job(positive_prompt="an old man", negative_prompt="a boy")
+    found = drafts.current(work)
+    assert found.slider == {**words, "less": "a boy"}
+    assert found.settings["adapter.rank"] == 8
