@@ -27,6 +27,7 @@ _PARTS = (
 )
 _REST = ("work", "working memory {size}")
 _PHASES = {
+    "loading": "loading the base model",
     "images": "preparing images",
     "texts": "preparing captions",
     "training": "training",

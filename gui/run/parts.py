@@ -170,6 +170,7 @@ def sample_sheet(
     return {
         "run": folder.name,
         "ended": history.end is not None,
+        "is_slider": strips_of(history.samples) is not None,
         "prompts": [{"text": prompt, "seed": seed} for prompt, seed in rows],
         "steps": [
             {

@@ -114,7 +114,7 @@ export function samples(place, others, markBest) {
 
   function draw() {
     const empty = !sheet || sheet.prompts.length === 0;
-    drawNewest(empty);
+    drawNewest(empty || sheet.is_slider); // whose strengths stand side by side above
     drawOthers(empty);
     help.hidden = everyStep.hidden = sideways.hidden = empty;
     if (empty) {

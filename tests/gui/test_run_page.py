@@ -815,3 +815,4 @@ def test_a_slider_shows_its_newest_samples_from_less_to_more(live: Path) -> None
     after = run_parts.parts(now(live), runs.Followed().read(live))["strip"]
     assert after.key != before.key, "the next round is drawn"
     assert "step 20" in str(after.draw(words_of("en")))
+    assert page(live)["samples"]["is_slider"], "so that its strengths are not drawn large again"

@@ -542,7 +542,10 @@ def test_a_slider_that_is_dropped_becomes_its_words_with_the_settings_of_its_tra
         return call("bring", name="job.json", text=text, draft=draft.id)
 
     assert "says neither more nor less" in bring_job()["error"], "a slider without words is refused"
-    assert "Slider 1 of age.toml has 'kep'" in call("bring", name="age.toml", text=f'{table}kep = "x"')["error"]
+    assert (
+        "Slider 1 of age.toml has 'kep'"
+        in call("bring", name="age.toml", text=f'{table}kep = "x"')["error"]
+    )
     assert "error" not in bring_job(positive_prompt="an old man", negative_prompt="a boy")
     found = drafts.current(work)
     assert found.slider == {**words, "less": "a boy"}
