@@ -22,6 +22,7 @@ from PIL import Image
 
 from lora_trainer.common.event_kinds import Change, Finished, ImageLoss, Validation
 from lora_trainer.config.optimizers import row_of
+from lora_trainer.config.prompt_line import without_strength
 from lora_trainer.reporting.history import RunHistory, SampleImage
 
 Kind = Literal[
@@ -320,9 +321,21 @@ def _prompts(history: RunHistory) -> Iterator[Advice]:
             factor=1 / RATE_FACTOR,
         )
         return
+    strengths = {prompt: without_strength(prompt)[1] for prompt in loaded}
     same = [
-        prompt for prompt, (first, last) in loaded.items() if _difference(first, last) < LOOKS_SAME
+        prompt
+        for prompt, (first, last) in loaded.items()
+        if strengths[prompt] != 0 and _difference(first, last) < LOOKS_SAME  # 0 is the base itself
     ]
+    if same and all(strength is not None for strength in strengths.values()):
+        yield _with_rate(
+            history,
+            kind="prompt",
+            what=f"The slider does not change the image of {_quoted(same)}.",
+            advice="Train it longer or at a higher learning rate, or say what is more and less in clearer words.",
+            factor=RATE_FACTOR,
+        )
+        return
     trigger = str(history.run.settings.get("data.trigger") or "")
     lines = [prompt for prompt in loaded if prompt in same and trigger not in prompt]
     if same:

@@ -143,7 +143,11 @@ def test_a_caption_that_does_not_fit_and_an_image_that_does_not_belong(tmp_path:
 
 
 def drawn(
-    folder: Path, first: list[tuple[int, int, int]], last: list[tuple[int, int, int]]
+    folder: Path,
+    first: list[tuple[int, int, int]],
+    last: list[tuple[int, int, int]],
+    *,
+    line: str = "{} {}",
 ) -> FakeRun:
     """Return a run whose samples are squares of these colours, the base's and the last ones."""
     run = finished(folder, SOUND, images=peers())
@@ -151,7 +155,7 @@ def drawn(
     for step, colours in ((0, first), (300, last)):
         images = [
             {
-                "prompt": f"{PROMPTS[0]} {n}",
+                "prompt": line.format(PROMPTS[0], n),
                 "seed": n,
                 "file": f"samples/step-{step:08d}/{n:02d}.png",
             }
@@ -172,9 +176,11 @@ def drawn(
 def test_prompts_that_did_not_change_and_prompts_that_became_one_image(tmp_path: Path) -> None:
     red, green, blue, dark = (200, 0, 0), (0, 200, 0), (0, 0, 200), (20, 20, 20)
 
-    def advice(name: str, last: list[tuple[int, int, int]], **settings: object) -> list[Advice]:
+    def advice(
+        name: str, last: list[tuple[int, int, int]], *, line: str = "{} {}", **settings: object
+    ) -> list[Advice]:
         folder = tmp_path / name
-        run = drawn(folder, [red, green, blue], last)
+        run = drawn(folder, [red, green, blue], last, line=line)
         run.write = lambda: folder  # type: ignore[method-assign]  # its pictures are drawn already
         return said(run, lambda record: record["settings"].update(settings))
 
@@ -188,6 +194,12 @@ def test_prompts_that_did_not_change_and_prompts_that_became_one_image(tmp_path:
     assert prompts == [f"zibbo, {PROMPTS[0]} 0", f"{PROMPTS[0]} 1", f"{PROMPTS[0]} 2"]
     (one,) = advice("collapsed", [dark, (22, 20, 20), (20, 22, 20)])
     assert (one.kind, dict(one.changes)) == ("prompt", {"optimizer.learning_rate": 6.7e-4})
+    # Of a slider the image at strength 0 is the base's own.
+    slider = "{} --m {}"
+    assert advice("slider", [red, blue, green], line=slider) == []
+    (still,) = advice("still", [red, green, dark], line=slider)
+    assert "--m 1" in still.what and "--m 0" not in still.what
+    assert dict(still.changes) == {"optimizer.learning_rate": 6e-3}
     # A sample that is no longer there is not looked at.
     for file in (tmp_path / "same" / "samples").rglob("*.png"):
         file.unlink()
