@@ -70,6 +70,7 @@ export class Bases {
     const options = (answer.choices ?? []).map(([value, textContent]) => make("option", { value, textContent }));
     this.others.querySelector("datalist").replaceChildren(...options);
     this.choose(this.chosen);
+    this.show(); // a filter may be on before the cards are here
     const found = this.look();
     await this.plan();
     await found;
@@ -139,7 +140,7 @@ export class Bases {
       each.node.hidden = !passes;
       count += passes;
     }
-    this.none.hidden = count > 0;
+    this.none.hidden = count > 0 || !this.cards.size;
   }
 
   isInSight({ row, node }) {

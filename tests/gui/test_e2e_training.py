@@ -250,6 +250,8 @@ def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Pat
     assert (folder / "out1.png").read_bytes() == (tmp_path / "in2.png").read_bytes()
     page.get_by_role("button", name=ON).click()
     assert page.get_by_label("Edits images").is_checked()
+    page.locator(".base-card", has_text="Qwen-Image-Edit-2511").wait_for()
+    assert not page.locator(".base-card", has_text="Stable Diffusion XL base").is_visible()
 
 
 @pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])
