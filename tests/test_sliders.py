@@ -13,6 +13,7 @@ from PIL import Image
 
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.run.prepare import Request, prepare
+from lora_trainer.run.run_folder import name_of_new_run
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.runs import (
     BETWEEN_SAVES,
@@ -152,6 +153,13 @@ def test_any_family_trains_one(name: str, tmp_path: Path) -> None:
     losses = [row["loss"] for row in events(place.runs / "one", "step")]
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     assert (place.runs / "one" / "one.safetensors").is_file()
+
+
+def test_a_run_is_called_by_the_file_without_its_extension(tmp_path: Path) -> None:
+    place, folder = words(tmp_path, "sd15"), tmp_path / "age.v2"
+    folder.mkdir()
+    assert name_of_new_run(place.dataset, "auto") == "age"
+    assert name_of_new_run(folder, "auto") == "age.v2", "a folder has no extension"
 
 
 @dataclass(frozen=True, kw_only=True)

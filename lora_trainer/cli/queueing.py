@@ -23,6 +23,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.queue import commands, rules, worker
 from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.plan_text import add_row
+from lora_trainer.run.run_folder import name_of_dataset
 
 Runs = Annotated[
     Path | None, Parameter(help="folder of the run folders and their queue [default: runs]")
@@ -55,7 +56,7 @@ def add(
                 fix=f"use the queue of that folder: --runs {parent}",
             )
     argv = [*(() if parents else ("--output", str(folder))), *words]
-    name = label or training.get("name") or training["dataset"].resolve().name
+    name = label or training.get("name") or name_of_dataset(training["dataset"])
     item = commands.add(folder, argv, label=str(name))
     # The worker is a process of its own: the queue goes on after this terminal is closed.
     worker.ensure_worker(folder)

@@ -259,7 +259,7 @@ class TrainSettings(Section, Generic[A_co]):
 
 class SliderSettings(Section):
     guidance: Factor = setting(
-        1.0,
+        0.5,
         "g of the goal at strength 1 and -1: base(target) + or - g (base(more) - base(less))",
     )
     keep_weight: Annotated[float, Field(ge=0.0, le=100.0)] = setting(

@@ -260,7 +260,8 @@ def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
 def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     """Return, for each record that looks like an earlier one, the earlier one's name.
 
-    Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
+    Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared. The two images of a
+    pair of a slider are not.
     """
     hexadecimal = "".join(record.measures.structure for record in records)
     prints = np.frombuffer(bytes.fromhex(hexadecimal), np.uint8).reshape(-1, PRINT_LENGTH_BITS // 8)
@@ -288,6 +289,8 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
         limit = np.minimum(PRINT_BITS, PRINT_SHARE * (either[:, 0] + either[:, 1]))
         is_close = differing <= limit
         for other in sorted(candidates[is_close].tolist()):
+            if (pair := records[index].pair) is not None and pair == records[other].pair:
+                continue  # they are to differ in one property
             differences = (abs(a - b) for a, b in zip(colours[other], colours[index], strict=True))
             if sum(differences) <= PRINT_COLOUR * len(colours[index]):
                 twins[records[index].name] = records[other].name

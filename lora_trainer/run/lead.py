@@ -76,7 +76,7 @@ from lora_trainer.run.run_folder import (
     cut_events,
     has_no_record,
     last_step,
-    name_of_folder,
+    name_of_dataset,
     name_of_new_run,
     read_run,
 )
@@ -247,13 +247,9 @@ def _previous(request: Request) -> Path | None:
     parent = Path(folder or Config().output.folder)
     if name not in (None, "auto"):
         return parent / checked_name(str(name), is_new=False)
-    # Runs of earlier versions have the folder's own name.
-    earlier = parent / _dataset_name(request)
-    return earlier if earlier.is_dir() else parent / name_of_folder(_dataset_name(request))
-
-
-def _dataset_name(request: Request) -> str:
-    return request.dataset.resolve().name
+    # Runs of earlier versions have the name of the folder or file as it is.
+    earlier = parent / request.dataset.resolve().name
+    return earlier if earlier.is_dir() else parent / name_of_dataset(request.dataset)
 
 
 def _refuse(request: Request, prepared: Prepared) -> None:

@@ -26,6 +26,7 @@ from lora_trainer.common.wording import json_text
 from lora_trainer.config.config import all_settings, flatten, retired_in, validation_users
 from lora_trainer.config.declare import as_paths
 from lora_trainer.config.running import Config
+from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.reporting.run_record import RUN_FILE, RunRecord
 
 if TYPE_CHECKING:  # these import torch
@@ -71,6 +72,12 @@ def checked_name(name: str, *, is_new: bool = True) -> str:
     )
 
 
+def name_of_dataset(dataset: Path) -> str:
+    """Return the name that a run gets from its dataset: of a slider's file without the extension."""
+    dataset = dataset.resolve()
+    return name_of_folder(dataset.stem if is_slider_file(dataset) else dataset.name)
+
+
 def name_of_folder(folder: str) -> str:
     """Return the name that a run gets from its dataset's folder, with `_` for what no name of a run may hold."""
     plain = "".join("_" if sign in WINDOWS_FORBIDDEN else sign for sign in folder).rstrip(". ")
@@ -78,9 +85,9 @@ def name_of_folder(folder: str) -> str:
 
 
 def name_of_new_run(dataset: Path, asked: object) -> str:
-    """Return `output.name`, or the name of the dataset's folder where that is auto; raises RequestError."""
+    """Return `output.name`, or the name of the dataset where that is auto; raises RequestError."""
     auto = asked in (None, "auto")
-    return checked_name(name_of_folder(dataset.resolve().name) if auto else str(asked))
+    return checked_name(name_of_dataset(dataset) if auto else str(asked))
 
 
 def create(parent: Path, name: str) -> AbstractContextManager[Path]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.quality import near_duplicates
 from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out
 from lora_trainer.dataset.scan import scan
 
@@ -47,6 +49,19 @@ def test_images_of_one_name_in_more_and_less_are_a_pair_with_one_caption(tmp_pat
         assert records[less].pair == records[more].pair == records[more].sample_ids()[0]
     assert found.pairs == 2 and found.is_slider
     assert [one.kind for one in found.findings if one.severity != "note"] == []
+
+
+def test_the_images_of_a_pair_may_look_alike_and_those_of_two_pairs_not(tmp_path: Path) -> None:
+    folder = dataset(tmp_path, "more/a.png", "less/a.png", "more/b.png", "less/b.png")
+    scene = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+    for number, name in enumerate(("more/a", "less/a", "more/b")):
+        changed = scene.copy()
+        changed.putpixel((number, 0), (255, 0, 0))
+        changed.save(folder / f"{name}.png")
+    records = read(folder).records
+    assert near_duplicates(records) == {"more/b.png": "less/a.png"}
+    alone = [replace(record, pair=None) for record in records]
+    assert near_duplicates(alone) == {"more/a.png": "less/a.png", "more/b.png": "less/a.png"}
 
 
 def test_pairs_may_lie_in_subfolders_and_be_repeated(tmp_path: Path) -> None:

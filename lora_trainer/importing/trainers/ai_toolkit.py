@@ -26,8 +26,8 @@ from lora_trainer.importing.prompt_options import set_prompts
 
 _SLIDERS = ("slider", "concept_slider")
 _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer", *_SLIDERS)
-# Of a job of type `concept_slider`; one of type `slider` has no such key.
-_SLIDER_STRENGTH = 3.0
+# The default of a job of type `concept_slider`; one of type `slider` has no such key, and trains with 1.
+_SLIDER_STRENGTH, _WORDS_STRENGTH = 3.0, 1.0
 _SLIDER_WORDS = "slider."
 _WORDS = (
     *("target_class", "positive", "negative", "positive_prompt", "negative_prompt", "anchor_class"),
@@ -278,6 +278,7 @@ def _slider(foreign: Foreign) -> None:
         tables = folders.tables_of(_process(foreign).get("datasets"))
         sizes, said = _sizes(foreign, tables), "a slider is trained on words"
     else:
+        foreign.set("slider.guidance", _WORDS_STRENGTH, THERE)
         key = "train.max_denoising_steps"
         foreign.stays(key, "slider.denoising_steps is the same for all samples")
         table = _process(foreign).get("slider")
