@@ -262,6 +262,7 @@ def prints(*pairs: tuple[int, bytes]) -> list[Any]:
     return [
         SimpleNamespace(
             name=f"{index}",
+            pair=None,
             measures=SimpleNamespace(structure=f"{structure:032x}", colours=colours.hex()),
         )
         for index, (structure, colours) in enumerate(pairs)
