@@ -6,6 +6,7 @@ its listing. Outputs: cards and history as plain values. All changes go through 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ class DatasetApi:
 
     work: Workplace
     _counters: Counters = field(default_factory=dict)
+    _finding: threading.Lock = field(default_factory=threading.Lock)
 
     def look(self, asked: requests.Look) -> Json:
         """Return all cards."""
@@ -184,6 +186,12 @@ class DatasetApi:
             **_mask_edit(opened, picture.name).shown(bucket=bucket),
             "used": opened.settings.masks,
         }
+
+    def subject(self, asked: requests.Picture) -> Json:
+        """Return a mask of what an image shows; nothing is written until it is saved."""
+        opened = self._open(asked)
+        with self._finding:  # a model each: one after another
+            return {"subject": _mask_edit(opened, opened.picture(asked.file).name).subject()}
 
     def mask(self, asked: requests.Mask) -> Json:
         """Write the mask of an image; the newest draft of the folder trains with masks from then on."""

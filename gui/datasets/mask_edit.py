@@ -29,6 +29,7 @@ from lora_trainer.dataset.masks import read_mask
 
 from .changes import Change, FileChange, inside, read_content
 from .crop_edit import in_shares
+from .subject import subject_png
 
 # Of a mask: the trainer takes means over the pixels of a latent, so more would change nothing.
 MAX_SIDE_PX = 1024
@@ -62,6 +63,11 @@ class MaskEdit:
             "mask": self._mask_url((width_px, height_px)),
             "seen": list(self._seen(image.crop(crop) if crop and has_crop else image, bucket)),
         }
+
+    def subject(self) -> str:
+        """Return a mask of the subject as a data URL, for the page to paint on; see `subject` for what is raised."""
+        image = decode(self.picture.path, settings=self.settings).image
+        return _DATA + base64.b64encode(subject_png(image.resize(_size(image)))).decode()
 
     def changes(self, painted: str) -> list[Change]:
         """Return what writes a painted mask, a data URL; an empty text removes the mask.

@@ -34,6 +34,7 @@ def routes(work: Workplace) -> list[Route]:
         _route("exclude", requests.Pictures, api.exclude),
         _route("put_back", requests.Pictures, api.put_back),
         _route("closer", requests.Picture, api.closer),
+        _route("subject", requests.Picture, api.subject),
         _route("mask", requests.Mask, api.mask),
         _route("crop", requests.Crop, api.crop),
         _route("caption", requests.Caption, api.caption),

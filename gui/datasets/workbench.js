@@ -134,7 +134,13 @@ class Workbench {
   }
 
   beginMask(answer) {
-    const pane = maskPane(this.card.picture.file, answer);
+    const { card } = this;
+    const pane = maskPane(card.picture.file, answer, async () => {
+      this.refused.textContent = say("Looking for the subject \u2026");
+      const found = await card.ask("subject", { file: card.picture.file });
+      this.refused.textContent = found.error ?? "";
+      return found.subject;
+    });
     this.work("mask", make("div", { class: "paint" }, pane.canvas), [pane.tools], {
       save: say("Save the mask"), act: () => this.change("mask", { mask: pane.painted() }),
       remove: answer.mask ? [say("Remove the mask"), () => this.change("mask", { mask: "" })] : null,

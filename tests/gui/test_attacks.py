@@ -292,6 +292,7 @@ DATASET_WISHES: Mapping[str, Mapping[str, Any]] = {
     "caption_undo": {},
     **dict.fromkeys(("exclude", "put_back"), {"files": ["a.png"]}),
     "closer": {"file": "a.png"},
+    "subject": {"file": "a.png"},
     "mask": {"file": "a.png", "mask": ""},
     "save": {"file": "a.png", "text": "changed", "seen": "", "group": "g"},
     "preview": {"files": ["a.png"], **EDIT},

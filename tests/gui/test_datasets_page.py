@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ BODIES = {
     "exclude": requests.Pictures,
     "put_back": requests.Pictures,
     "closer": requests.Picture,
+    "subject": requests.Picture,
     "mask": requests.Mask,
     "caption": requests.Caption,
 }
@@ -489,6 +491,37 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
         with pytest.raises(RequestError, match=why):
             ask(api, "mask", folder, file="p1.png", mask=bad)
     assert file.read_bytes() == written
+
+
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="the program of this test is a script that names its own reader"
+)
+def test_the_subject_is_found_by_rembg_and_without_it_the_page_says_how_to_get_it(
+    api: DatasetApi, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    with pytest.raises(RequestError, match="not installed.*pip install"):
+        ask(api, "subject", folder, file="p0.png")
+    # It is called as rembg is, and finds the left half.
+    program = programs / "rembg"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom PIL import Image\n"
+        "_, i, om, seen, mask = sys.argv\nassert (i, om) == ('i', '-om')\n"
+        "image = Image.open(seen)\nfound = Image.new('L', image.size)\n"
+        "found.paste(255, (0, 0, image.width // 2, image.height))\nfound.save(mask)\n"
+    )
+    program.chmod(0o755)
+    before = tree(folder)
+    url = ask(api, "subject", folder, file="p0.png")["subject"]
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as mask:
+        assert mask.size == (32, 24)
+        assert [mask.getpixel(at) for at in ((3, 9), (28, 9))] == [255, 0]
+    assert tree(folder) == before, "it is written when it is saved"
+    program.write_text("#!/bin/sh\necho no model >&2\nexit 3\n")
+    with pytest.raises(InputError, match="found no subject: no model"):
+        ask(api, "subject", folder, file="p0.png")
 
 
 def test_the_crops_are_those_of_the_trainer(
