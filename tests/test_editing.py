@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +19,9 @@ from lora_trainer.cache.store import CacheKey
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.run.image_losses import _with_other_captions
-from scripts.reliability.kill import free_port
 from tests.fakes.family_bases import base_of, copy_of, edit_json, unet_that_edits
 from tests.fakes.runs import (
     BETWEEN_SAVES,
-    ROOT,
     Toy,
     apart,
     assert_same_run,
@@ -34,6 +29,7 @@ from tests.fakes.runs import (
     last_state,
     problems,
     run_cli,
+    run_in_processes,
     run_killed,
     toy,
     trajectory,
@@ -279,26 +275,8 @@ def test_two_processes_with_pairs_are_one_training(tmp_path: Path) -> None:
     few = {"sampling__every_steps": 5, "output__measure": True}
     one, two = (place.command(name, data__reference_dropout=0.3, **few) for name in ("one", "two"))
     assert run_cli(one) == 0
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "lora_trainer", *two],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "LOCAL_WORLD_SIZE": "2",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                **address,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [each.communicate(timeout=300)[0] for each in processes]
-    assert [each.returncode for each in processes] == [0, 0], said
+    log = tmp_path / "two.log"
+    assert run_in_processes(two, 2, log) == [0, 0], log.read_text()
     ours, theirs = (place.runs / name for name in ("two", "one"))
     for row, other in zip(trajectory(ours), trajectory(theirs), strict=True):
         assert row[1:] == pytest.approx(other[1:], rel=1e-4)
