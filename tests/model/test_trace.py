@@ -27,7 +27,7 @@ from lora_trainer.costs.trace import (
 )
 from lora_trainer.lora.adapter import inject
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from tests.fakes.family_bases import conditioning_of, encoder_of, facts_of
+from tests.fakes.family_bases import encoder_of, facts_of, told_of
 from tests.fakes.family_bases import network_of as load
 
 RANK, PROMPT = 4, "a red square"
@@ -76,7 +76,7 @@ class Real:
         self.timesteps = torch.full((count,), 500, dtype=torch.float32 if flow else torch.int64)
         self.conditioning = {
             key: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for key, tensor in conditioning_of(family, facts, [PROMPT] * count).items()
+            for key, tensor in told_of(name, (PROMPT,) * count).items()
         }
         self.family, self.network = family, load(facts, dtype).train()
         modules = family.lora_targets(self.network, given.targets)
