@@ -249,9 +249,9 @@ def test_a_slider_is_trained_on_a_file_of_its_words_which_no_later_words_change(
     again = view.wanted(work, {"again": "x"})
     assert (again.kind, again.slider["keep"]) == (drafts.SLIDER, "a dog\na house")
     assert command_lines.dataset_of(again, work) == dataset, "the same words, the same file"
-    looks(page, again, **{"slider:more": "a child"})
+    looks(page, again, **{"slider:less": "a child"})
     other = command_lines.dataset_of(drafts.read(work, again.id), work)
-    assert read_sliders(other).directions[0].more == "a child"
+    assert (other.name, read_sliders(other).directions[0].less) == (dataset.name, "a child")
     assert read_sliders(dataset).directions == (said,)
     # What has more than the fields say stays the file; images that are sent make it a training of images.
     other.write_text(other.read_text() + "weight = 2.0\n", encoding="utf-8")
