@@ -18,7 +18,7 @@ from lora_trainer.reporting.charts import Html
 from .. import lora_files, runs
 from ..bases import title
 from ..lora_files import Entry, Header, LoraFile
-from ..markup import inline
+from ..markup import capital, inline
 from ..media import REPORT, run_url
 from ..server.templates import render
 from ..server.translation import Words
@@ -218,15 +218,11 @@ def problems(found: Sequence[Any], _: Words) -> Sequence[Mapping[str, str]]:
     return [
         {
             "severity": problem.severity,
-            "what": inline(f"{_sentence(_.message(problem.what))}."),
-            "advice": inline(f"{_sentence(_.message(problem.advice))}."),
+            "what": inline(f"{capital(_.message(problem.what))}."),
+            "advice": inline(f"{capital(_.message(problem.advice))}."),
         }
         for problem in sorted(found, key=lambda problem: order.index(problem.severity))
     ]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _inspected(inspection: Inspection) -> Iterator[Fact]:

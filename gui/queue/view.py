@@ -29,7 +29,7 @@ from lora_trainer.reporting.status import RunStatus, read_status
 from ..bases import title
 from ..command_lines import command_line
 from ..library.preview import small_url
-from ..markup import inline
+from ..markup import capital, inline
 from ..media import thumb_url
 from ..run_state import left_text
 from ..runs import Stamp, newest_samples, page_url
@@ -271,7 +271,7 @@ def _reason(item: Item, said: Words, *, resumes: bool) -> tuple[str, str]:
     if item.state == "interrupted" and resumes:
         fix = said("Resume goes on from the last saved state.")
     found = said.message(found)
-    return found[:1].upper() + found[1:], said.message(fix)
+    return capital(found), said.message(fix)
 
 
 def _finishes(status: RunStatus) -> str:

@@ -25,7 +25,7 @@ from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import RunStatus
 
 from ..bases import MINIATURES
-from ..markup import inline
+from ..markup import capital, inline
 from ..media import run_url
 from ..run_best import Standing, exports, losses, read_best, recommended, standing_of
 from ..run_mend import mend_of
@@ -226,7 +226,7 @@ def _ended(seen: Look, history: RunHistory) -> tuple[str, str] | None:
     if told is None:
         return None
     what, fix = (words.rstrip(". ") for words in told)
-    return f"{what[:1].upper()}{what[1:]}.", fix
+    return f"{capital(what)}.", fix
 
 
 def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:

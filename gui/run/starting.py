@@ -22,7 +22,7 @@ from .. import drafts, runs, slider_words
 from ..datasets import check
 from ..datasets.view import CheckedPictures, placed
 from ..drafts import Draft
-from ..markup import plain
+from ..markup import capital, plain
 from ..media import thumb_url
 from ..run_state import Stage, downloading, setting_out
 from ..server.templates import render
@@ -75,7 +75,7 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
         drafts.save(work, replace(draft, started_as="", step=drafts.STEPS[-1]))
     reason = "it was taken off the queue" if item is None else item.error
     line = said.message(plain(reason or "the training ended before it began"))
-    html = render("run/not_begun.html", said, reason=line[:1].upper() + line[1:], back=back)
+    html = render("run/not_begun.html", said, reason=capital(line), back=back)
     return Starting(name=name, html=html, goes=False)
 
 
