@@ -193,7 +193,8 @@ def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
         (folder / image).with_suffix(".txt").write_text(TYPED)
     server.open(german, f"/datasets?folder={folder}", ".ds-card textarea")
     assert german.locator(".ds-card textarea").first.input_value() == TYPED
-    german.get_by_text("Tags (1)").click()
+    german.locator("summary", has_text="Tags \u2026").click()
+    german.get_by_text("Tags (1)").wait_for()
     assert german.locator(".ds-tags button").all_inner_texts() == [f"{TYPED} 2"]
     server.open(german, "/library")
     german.get_by_role("link", name=f"Training {TYPED}", exact=True).first.wait_for()
@@ -669,7 +670,9 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
     assert not crops.exists()
     dialog.get_by_role("button", name="Next", exact=True).click()
     page.keyboard.press("Escape")
-    page.wait_for_function("document.activeElement.getAttribute('aria-label') === 'Enlarge b.png'")
+    page.wait_for_function(
+        "() => document.activeElement.getAttribute('aria-label') === 'Enlarge b.png'"
+    )
     press(page, "Undo")
     until(crops.exists, what="the crop is back")
     press(page, "Undo")

@@ -214,12 +214,12 @@ def test_a_slider_is_trained_from_words_alone(page: Any, place: Place) -> None:
     page.locator("#train:enabled").click()
     page.wait_for_url("**/run?run=*")
     page.get_by_role("heading", name="a red house").wait_for()
-    item = commands.items(place.runs)[-1]
+    (item,) = [each for each in commands.items(place.runs) if not each.has_ended]
     assert read_sliders(Path(item.argv[0])).directions[0].less == "a blue house"
-    end_trainings(
-        place.runs
-    )  # what it comes to is not asked here, and it is half a minute of drawing
-    until(lambda: commands.items(place.runs)[-1].has_ended, what="the queue sees the end")
+    # What it comes to is not asked here, and it is half a minute of drawing.
+    end_trainings(place.runs)
+    until(lambda: all(each.has_ended for each in commands.items(place.runs)), what="its end")
+    commands.remove(place.runs, item.id)
 
 
 def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Path) -> None:
@@ -301,8 +301,9 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     page.wait_for_url("**/run?run=*")
     assert page.evaluate("Number(sessionStorage.clicks)") <= 4
     page.get_by_text("Finished after 4 steps").first.wait_for()
-    until(lambda: commands.items(runs)[-1].state == "finished", what="the queue sees the end")
-    item = commands.items(runs)[-1]
+    # What ended last stands first.
+    until(lambda: commands.items(runs)[0].state == "finished", what="the queue sees the end")
+    item = commands.items(runs)[0]
     assert '--set=data.trigger="zwx"' in item.argv
     assert len([*Path(item.argv[0]).glob("*.txt")]) == len(list(filter(None, written)))
 
