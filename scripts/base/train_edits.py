@@ -40,7 +40,9 @@ SEED = 11
 
 def widen(unet: UNet2DConditionModel) -> UNet2DConditionModel:
     """Return a U-Net with the same weights that reads four more channels, with small random weights."""
-    wide = UNet2DConditionModel.from_config(unet.config, in_channels=8)
+    # Without the names that begin with _: one of them is where the U-Net was read from.
+    plain = {name: value for name, value in unet.config.items() if not name.startswith("_")}
+    wide = UNet2DConditionModel.from_config(plain, in_channels=8)
     weights = unet.state_dict()
     name = "conv_in.weight"
     weights[name] = torch.cat(
