@@ -59,6 +59,9 @@ def test_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: zipfile.
     assert found == expected
     weights = [name for name in found if name.endswith(".safetensors")]
     assert len(weights) == 4, "text encoder, autoencoder and both denoisers of the embedded bases"
+    for name in found:
+        if name.endswith("config.json"):
+            assert b"_name_or_path" not in wheel.read(name), "it says where it was made"
     for name in weights:
         assert wheel.read(name) == (ROOT / name).read_bytes(), "it is whole"
 
