@@ -20,14 +20,10 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import bytes_text
+from lora_trainer.config.inputs import EMBEDDED, EMBEDDED_EDIT
 
 from .server.translation import Words
 
-# The base that the program brings along.
-EMBEDDED = "embedded"
-# The same that edits: for pairs of images.
-EMBEDDED_EDIT = "embedded-edit"
-MINIATURES = (EMBEDDED, EMBEDDED_EDIT)
 Choice = tuple[str, str]
 Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")

@@ -25,13 +25,14 @@ from lora_trainer.common.files import user_path, windows_name_problem
 from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
+from lora_trainer.config.inputs import EMBEDDED, MINIATURES
 from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.hardware.machine import detect
 from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.run_record import read
 
 from . import slider_words
-from .bases import EMBEDDED, MINIATURES, RECOMMENDED
+from .bases import RECOMMENDED
 from .drafts import SLIDER, Draft
 from .fence import fenced
 from .plan_process import BASES, Done, PlanProcess
@@ -106,7 +107,7 @@ def plan_words(draft: Draft, work: Workplace) -> Words:
 def train_words(draft: Draft, work: Workplace) -> Words:
     """Return the training into a new folder of the runs; raises RequestError or InputError."""
     dataset = dataset_of(draft, work)
-    # A file would name its run with its ending.
+    # The file of a slider is called after its words, which is what its run is called in the queue before it begins.
     name = run_name(draft.name or ("" if dataset.is_dir() else dataset.stem))
     named = (f"--name={name}",) if name else ()
     return (str(dataset), *_choices(draft, work), *named, f"--output={work.runs}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.config import SettingInfo, all_settings
+from lora_trainer.config.inputs import MINIATURES
 
-from .bases import MINIATURES
 from .workplace import Workplace
 
 _NO_PATH = ("", "auto", *MINIATURES)

@@ -22,6 +22,7 @@ from lora_trainer.common.event_kinds import Validation, event_of_row
 from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import one_line, public_source
+from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.lora_file.base_layers import recognise
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
@@ -30,7 +31,6 @@ from lora_trainer.reporting.run_record import RunRecord, read
 from lora_trainer.reporting.status import read_status
 
 from . import runs
-from .bases import MINIATURES
 from .lora_names import BestPicture, name_now, read_names, write_names
 from .run_best import read_best, recommended, standing
 from .workplace import Workplace

@@ -21,13 +21,13 @@ from lora_trainer.config.config import (
     retired_in,
     without_retired,
 )
+from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, AskedFor, Origin, resolve
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.report import value_text
 from lora_trainer.reporting.run_record import RunRecord
 
-from .bases import EMBEDDED
 from .markup import inline, join, named, setting_said, table, tag
 from .server.translation import Words
 
@@ -63,7 +63,7 @@ def settings_html(run: RunRecord, said: Words) -> Html:
         (
             tag("p", f"Preset {name}: {len(changed)} of {len(values)} settings differ from it."),
             tag("p", "The miniature is a small model of this family.", class_="quiet")
-            if run.base.source == EMBEDDED and plan.preset
+            if run.base.source in MINIATURES and plan.preset
             else None,
             tag(
                 "p",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lora_trainer import families
-from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.config.inputs import EMBEDDED, EMBEDDED_EDIT, BaseSettings
 from lora_trainer.families.base.sampling import build_sampler
-from lora_trainer.families.files.locate import EMBEDDED, EMBEDDED_EDIT, describe
+from lora_trainer.families.files.locate import describe
 from lora_trainer.reporting.run_record import read
 from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.family_bases import CPU, encoder_of, network_of

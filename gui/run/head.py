@@ -19,12 +19,12 @@ from lora_trainer.common.wording import (
     loss_text,
     step_seconds_text,
 )
+from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.hardware.nvml import CardState
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import RunStatus
 
-from ..bases import MINIATURES
 from ..markup import capital, inline
 from ..media import run_url
 from ..run_best import Standing, exports, losses, read_best, recommended, standing_of

@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
 from lora_trainer.common.wording import bytes_text
+from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.reporting.run_record import read
 
 from .. import bases, command_lines, run_best, runs, sharing
@@ -134,7 +135,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         why = said.message(plain(answer.error.removeprefix("error: ").partition(" Fix: ")[0]))
         return {"fits": "bad", "said": said("Does not fit"), "why": capital(why)}
     pace = plan.pace(found, said)
-    is_try_out = found.base in bases.MINIATURES
+    is_try_out = found.base in MINIATURES
     return {
         "fits": "slow" if is_try_out else pace.light,
         "said": said("A try-out, not for ComfyUI or Forge") if is_try_out else pace.word,

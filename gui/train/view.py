@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.config.config import SettingInfo, all_settings
+from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
@@ -292,7 +293,7 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
 
 def _leads_to(plans: command_lines.Plans, draft: Draft, found: PlanRecord) -> str:
     """Return the base that a try-out leads to, empty where the plan is of one for other programs already."""
-    return that_fits(plans, draft) if found.base in bases.MINIATURES else ""
+    return that_fits(plans, draft) if found.base in MINIATURES else ""
 
 
 def _of_all(
@@ -329,7 +330,7 @@ def _of_all(
 def _train_label(work: Workplace, found: PlanRecord) -> str:
     """Return what the button does with a plan: another training that goes on comes first."""
     waits = any(not item.has_ended for item in commands.items(work.runs))
-    is_try_out = found.base in bases.MINIATURES
+    is_try_out = found.base in MINIATURES
     if waits or worker.outside(work.runs, ()):
         return "Add try-out to queue" if is_try_out else "Add to queue"
     return "Train a try-out" if is_try_out else "Train"

@@ -39,7 +39,10 @@ NO_FOLDERS: Needs = {"data.folders": ({},)}
 TAGS_IN_ORDER: Needs = {"data.shuffle_tags": (False,), "data.tag_dropout": (0.0,), **NO_FOLDERS}
 MASKED = {"data.masks": ("files", "alpha")}
 NO_REGULARISATION: Needs = {"data.regularisation_dir": (None,), **NO_FOLDERS}
-NOT_EMBEDDED = {"base.model": ("embedded", "embedded-edit")}
+# The base models that come along; the second edits, and is for pairs of images.
+EMBEDDED, EMBEDDED_EDIT = "embedded", "embedded-edit"
+MINIATURES = (EMBEDDED, EMBEDDED_EDIT)
+NOT_EMBEDDED = {"base.model": MINIATURES}
 
 
 class BaseSettings(Section):

@@ -28,7 +28,7 @@ from lora_trainer.common.errors import InputError, RequestError, first_line
 from lora_trainer.common.event_kinds import Phase
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, user_path, write_atomic
-from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.config.inputs import EMBEDDED, BaseSettings
 from lora_trainer.dataset.caption_rules import has_trigger
 from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.evaluate.evaluation import (
@@ -39,7 +39,7 @@ from lora_trainer.evaluate.evaluation import (
     prepare_again,
 )
 from lora_trainer.families.files.hub_files import cached_snapshot
-from lora_trainer.families.files.locate import EMBEDDED, locate
+from lora_trainer.families.files.locate import locate
 from lora_trainer.reporting import score
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS, Validation

@@ -27,7 +27,13 @@ from lora_trainer.config.config import (
 )
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHUNK_TOKENS
-from lora_trainer.config.inputs import NO_ASSISTANT, DataSettings
+from lora_trainer.config.inputs import (
+    EMBEDDED,
+    EMBEDDED_EDIT,
+    MINIATURES,
+    NO_ASSISTANT,
+    DataSettings,
+)
 from lora_trainer.config.layers import (
     AskedFor,
     Resolved,
@@ -71,15 +77,7 @@ from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.files.assistants import fetch_assistant
 from lora_trainer.families.files.hub_files import OnBytes, unheard
-from lora_trainer.families.files.locate import (
-    EMBEDDED,
-    EMBEDDED_EDIT,
-    MINIATURES,
-    describe,
-    identified,
-    locate,
-    with_choices,
-)
+from lora_trainer.families.files.locate import describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.key_formats import format_for, planned_contents

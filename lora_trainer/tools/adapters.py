@@ -22,11 +22,11 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError, TrainingStopped
 from lora_trainer.common.wording import is_hub_id
 from lora_trainer.config.declare import Precision
-from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.config.inputs import MINIATURES, BaseSettings
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.families.base.traits import FileFormat
-from lora_trainer.families.files.locate import MINIATURES, describe
+from lora_trainer.families.files.locate import describe
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors

@@ -86,10 +86,11 @@ def prepared(
     of_base = (replace(run, kind=replace(run.kind, parameters=parameters)) for run in past)
     inputs = inputs.changed(past_runs=tuple(of_base))
     record: Any = SimpleNamespace(caption="a cat", references=())
+    dataset: Any = SimpleNamespace(regularisation=(), directions=(), is_slider=False, pairs=0)
     return Prepared(
         inputs=inputs,
         plan=plan(inputs),
-        dataset=SimpleNamespace(regularisation=(), directions=(), is_slider=False, pairs=0),  # type: ignore[arg-type]  # what is asked of it
+        dataset=dataset,
         report=SimpleNamespace(buckets={"512x512": images}, findings=()),  # type: ignore[arg-type]
         trained=(record,) * (images - held_out),
         held_out=(record,) * held_out,

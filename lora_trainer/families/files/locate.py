@@ -20,7 +20,7 @@ from lora_trainer.common.errors import InputError, MachineError, RequestError, f
 from lora_trainer.common.files import user_path
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
-from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.config.inputs import EMBEDDED_EDIT, MINIATURES, BaseSettings
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import Layout, Part
@@ -52,12 +52,9 @@ from lora_trainer.families.files.weight_files import (
     require_gguf,
 )
 
-EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[2] / "embedded"
 # The miniature that edits has a U-Net of its own, and every other part of the other's.
-EMBEDDED_EDIT = "embedded-edit"
 EMBEDDED_UNETS = {EMBEDDED_EDIT: EMBEDDED_FOLDER.with_name("embedded_edit")}
-MINIATURES = (EMBEDDED, EMBEDDED_EDIT)
 _PICKLES = frozenset({".ckpt", ".pt", ".pth", ".bin", ".pkl"})
 
 
