@@ -219,23 +219,25 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         }
         for index, each in enumerate(trained)
     ]
+    goes = any(each.state in ("waiting", "running") for each in trained)
     all_wait = bool(trained) and all(each.state == "waiting" for each in trained)
     html = render(
         "series/members.html",
         _,
         rows=rows,
         awaited=_awaited(work, _) if all_wait else "",
-        best=next((row for row in rows if row["best"]), None),
+        best=", ".join(each.label for each in best),
+        goes=goes,
         chart=_chart(trained, _),
         columns=[
-            (each.label, "" if each.shown_step is None else f"{each.shown_step:,}")
-            for each in trained
+            (row["label"], row["css"], "" if each.shown_step is None else f"{each.shown_step:,}")
+            for row, each in zip(rows, trained, strict=True)
         ],
         pictures=list(_pictures(trained)),
         varies_seed=SEED in found.keys,
         is_study=found.is_study,
     )
-    return html, any(each.state in ("waiting", "running") for each in trained)
+    return html, goes
 
 
 def _trained(
@@ -302,7 +304,7 @@ def _chart(trained: Sequence[Trained], _: Words) -> Html | None:
 
 
 def _pictures(trained: Sequence[Trained]) -> Iterator[Mapping[str, Any]]:
-    """Yield a row for each prompt: the picture of each training, None where it drew none."""
+    """Yield a row for each prompt, those that all of them drew first; a picture that is not there has no address."""
     drawn = [
         {
             (image.prompt, image.seed): image
@@ -311,7 +313,8 @@ def _pictures(trained: Sequence[Trained]) -> Iterator[Mapping[str, Any]]:
         }
         for each in trained
     ]
-    for prompt, seed in dict.fromkeys(key for images in drawn for key in images):
+    keys = dict.fromkeys(key for images in drawn for key in images)
+    for prompt, seed in sorted(keys, key=lambda key: sum(key not in images for images in drawn)):
         found = [
             (each, images.get((prompt, seed))) for each, images in zip(trained, drawn, strict=True)
         ]
