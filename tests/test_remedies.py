@@ -20,6 +20,7 @@ from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.config import build_config
 from lora_trainer.network.quantize import QuantizedLinear
+from lora_trainer.planning.known_pace import known_runs
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import middle
 from lora_trainer.reporting.run_record import read as read_record
@@ -97,14 +98,17 @@ def test_how_long_the_parts_of_a_finished_run_took_correct_the_next_plan(
     planned = replace(planned, inputs=replace(planned.inputs, hardware=hardware))
     idle_s, step_s = planned.plan.idle_parts_s, planned.plan.idle_step_s
 
-    def trained(steps: int, end: str, *, taken: float = 0.0, **started: Any) -> Plan:
-        """Let a run take 7 times as long as planned, and its start 3 times, beside `taken` processors."""
+    def trained(
+        steps: int, end: str, *, own: float = 1.0, taken: float = 0.0, **started: Any
+    ) -> Plan:
+        """Let a run on `own` processors take 7 times as long as planned, its start 3 times, beside `taken` others."""
         clock = iter([0.0, 1000.0])
-        monkeypatch.setattr(
-            "lora_trainer.run.time_taken.cpu_times",
-            lambda processors: CpuTimes(at_s=next(clock), all_s=next(used), own_s=0.0),
-        )
-        used = iter([0.0, 1000.0 * taken])
+
+        def used(processors: Any) -> CpuTimes:
+            now_s = next(clock)
+            return CpuTimes(at_s=now_s, all_s=now_s * (own + taken), own_s=now_s * own)
+
+        monkeypatch.setattr("lora_trainer.run.time_taken.cpu_times", used)
         began_s = time.time()
         seconds = {"validation": 7 * idle_s["validation"], "sample": 7 * idle_s["sample images"]}
         total_s = 3 * idle_s["start"] + 7 * steps * step_s + sum(seconds.values())
@@ -129,6 +133,15 @@ def test_how_long_the_parts_of_a_finished_run_took_correct_the_next_plan(
     twice = trained(40, "finished", taken=3.0)
     assert twice.run_time.parts["steps"][0] < 3.6 * 40 * step_s
     assert twice.time_source == "from 2 finished runs on this machine"
+    # It used one of two processors that were left to it, and was as slow as the others all the same.
+    trained(40, "finished", taken=2.0)
+    runs = known_runs(place.cache, hardware, gpu=None, family=planned.family.name)
+    assert [(run.load, run.cores) for run in runs] == [(1.0, 1.0), (2.0, 2.0), (1.0, 1.0)]
+    # Three programs on four processors take nothing from a training that keeps one of them busy, five do.
+    for busy, says in ((3.0, False), (5.0, True)):
+        beside = replace(hardware, processors=4, busy_processors=busy)
+        corrections = prepare.prepare(request, hardware=beside).plan.time_corrections
+        assert any("beside them it takes about 1.5 times" in said for said in corrections) == says
 
 
 def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_its_own(

@@ -35,6 +35,10 @@ LEAST_STEPS = 20
 _SPREAD = 1.25
 # Other programs that use less than this of a processor, or of a GPU's time, do not count: every desktop has some.
 _LEAST_BUSY, _LEAST_GPU_BUSY = 0.5, 0.1
+_LEAST_LOAD = 1.05
+"""Other programs that make less of a difference are not spoken of: it would be rounded to 1.0."""
+_LEFT_OVER = 0.25
+"""With so many processors idle on average, a training waited for none of them."""
 STEPS = "steps"
 
 
@@ -60,12 +64,14 @@ class PastRun:
     """A finished run: each part took `slower` times as long as predicted for an idle machine of this kind.
 
     The parts are those of planning/run_time.py; `steps` is always there. `load` is how much longer other programs
-    made it.
+    made it. `cores` is how many processors it would have kept busy without them: a small network leaves some of its
+    threads waiting. None on a GPU, and in what earlier versions wrote.
     """
 
     kind: RunKind
     slower: Mapping[str, float]
     load: float
+    cores: float | None = None
 
     def alone(self, part: str) -> float:
         """Return how much longer than predicted a part would have taken without other programs."""
@@ -83,7 +89,7 @@ class Pace:
     is_same_kind: bool = True
     load: float = 1.0
     busy: str = ""
-    """What other programs use now, in words."""
+    """What other programs use now and what that makes of the time, in words; to be said where `load` counts."""
 
     def of(self, part: str, seconds: tuple[float, float]) -> tuple[float, float]:
         """Return the range of seconds of a part as this machine takes them without other programs.
@@ -119,35 +125,44 @@ class Pace:
     @property
     def notes(self) -> tuple[str, ...]:
         """Where the predicted time comes from, and what it does not count, each in a few words."""
-        return (self.source, self.busy) if self.load > 1 else (self.source,)
+        return (self.source, self.busy) if self.load >= _LEAST_LOAD else (self.source,)
 
 
-def load_factor(hardware: Hardware, gpu: Gpu | None) -> float:
-    """Return how much longer a training takes beside what runs now on its device."""
+def load_factor(hardware: Hardware, gpu: Gpu | None, *, cores: float | None = None) -> float:
+    """Return how much longer a training takes beside what runs now on its device.
+
+    `cores` is how many processors it keeps busy when it is alone; without it one that all its threads keep busy.
+    """
     if gpu is not None:
         # Programs take turns on a GPU: one that always computes gets a half, one that wants less gets what it wants.
         busy = gpu.busy_fraction
         return 1 / (1 - min(busy, 0.5)) if busy >= _LEAST_GPU_BUSY else 1.0
-    processors, threads = hardware.processors or hardware.cpu_threads, hardware.cpu_threads
     if hardware.busy_processors < _LEAST_BUSY:
         return 1.0
-    # The system gives each running thread the same share: with `busy` others, `threads` of ours get their part.
-    share = processors * threads / (threads + hardware.busy_processors)
-    return max(1.0, threads / share)
+    # The system gives each running thread the same share of the processors, once they want more than there are.
+    processors, wanted = hardware.processors or hardware.cpu_threads, cores or hardware.cpu_threads
+    return max(1.0, (wanted + hardware.busy_processors) / processors)
 
 
-def busy_text(hardware: Hardware, gpu: Gpu | None) -> str:
-    """Return whether other programs use the device that trains, and what that makes of a training, in words."""
-    factor = load_factor(hardware, gpu)
-    if factor == 1:
+def others_text(hardware: Hardware, gpu: Gpu | None) -> str:
+    """Return what other programs use of the device that trains, in words."""
+    if load_factor(hardware, gpu) == 1:
         return "other programs do not slow it now"
     if gpu is None:
-        return f"other programs use the processor now; beside them it takes about {factor:.1f} times as long"
-    return f"other programs use the GPU now; beside them it takes about {factor:.1f} times as long"
+        processors = hardware.processors or hardware.cpu_threads
+        # Programs that wait for a processor count as well, so that there may be more than processors.
+        busy = min(processors, hardware.busy_processors)
+        return f"other programs keep {busy:.1f} of {processors} processors busy now"
+    return f"other programs use the GPU for {gpu.busy_fraction:.0%} of the time now"
 
 
-def load_beside(*, taken: float, processors: int, threads: int) -> float:
-    """Return how much longer a training took beside programs that took so many processors from it all the time."""
+def load_beside(*, own: float, taken: float, processors: int, threads: int) -> float:
+    """Return how much longer a training took beside programs that took so many processors from it all the time.
+
+    `own` is how many it kept busy itself. Where some were left over, nobody took any from it.
+    """
+    if own + taken < processors - _LEFT_OVER:
+        return 1.0
     left = max(processors - taken, 1 / threads)
     return max(1.0, threads / left)
 
@@ -158,11 +173,14 @@ def pace_here(
     """Return what corrects a prediction for this machine, the runs of the nearest kind; and what else runs now."""
     of_base = [run for run in past if run.kind.tells_of(kind)]
     nearest = min((run.kind.distance(kind) for run in of_base), default=0)
+    like_it = tuple(run for run in of_base if run.kind.distance(kind) == nearest)[-_KEPT:]
+    known_cores = [run.cores for run in like_it if run.cores is not None]
+    load = load_factor(hardware, gpu, cores=median(known_cores) if known_cores else None)
     return Pace(
-        past=tuple(run for run in of_base if run.kind.distance(kind) == nearest)[-_KEPT:],
+        past=like_it,
         is_same_kind=nearest == 0,
-        load=load_factor(hardware, gpu),
-        busy=busy_text(hardware, gpu),
+        load=load,
+        busy=f"{others_text(hardware, gpu)}; beside them it takes about {load:.1f} times as long",
     )
 
 
@@ -210,6 +228,7 @@ def _as_row(run: PastRun) -> dict[str, Any]:
         "parameters": run.kind.parameters,
         "slower": {part: round(factor, 4) for part, factor in run.slower.items()},
         "load": round(run.load, 3),
+        **({} if run.cores is None else {"cores": round(run.cores, 2)}),
     }
 
 
@@ -223,6 +242,7 @@ def _of_row(row: Mapping[str, Any]) -> PastRun:
         ),
         slower={str(part): float(factor) for part, factor in row["slower"].items()},
         load=float(row["load"]),
+        cores=float(row["cores"]) if "cores" in row else None,
     )
 
 
@@ -231,6 +251,7 @@ def _is_sound(run: PastRun) -> bool:
         STEPS in run.slower
         and all(0 < factor < math.inf for factor in run.slower.values())
         and 1 <= run.load < math.inf
+        and (run.cores is None or 0 < run.cores < math.inf)
     )
 
 

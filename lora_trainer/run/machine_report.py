@@ -38,7 +38,7 @@ from lora_trainer.hardware.machine import (
     tier_problem,
 )
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.known_pace import busy_text, known_counts, load_factor
+from lora_trainer.planning.known_pace import known_counts, load_factor, others_text
 from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
 Mark = Literal["ok", "warn"]
@@ -170,13 +170,11 @@ def clock(hardware: Hardware, cache: Path) -> MachineCheck:
     gpu, _ = hardware.accelerator()
     counts = known_counts(cache, hardware, gpu=gpu, families=families.NAMES)
     known = ", ".join(f"{family}: {count}" for family, count in counts.items())
-    busy = busy_text(hardware, gpu)
+    others = others_text(hardware, gpu)
     estimated = (
-        f"The time of a training is an estimate until one has finished on this machine; {busy}."
+        f"The time of a training is an estimate until one has finished on this machine; {others}."
     )
-    predicted = (
-        f"The time of a training is predicted from finished runs on this machine ({known}); {busy}."
-    )
+    predicted = f"The time of a training is predicted from finished runs on this machine ({known}); {others}."
     return _judged(
         predicted if known else estimated,
         is_bad=load_factor(hardware, gpu) > 1,

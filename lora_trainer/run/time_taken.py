@@ -93,22 +93,27 @@ def pace_memo(prepared: Prepared, events: EventStream) -> Listener:
     before = _cpu_times(processors) if gpu is None else None
     taken = _PartsTaken(began_s=time.time())
 
-    def load() -> float:
-        """Return how much longer other programs made the run."""
+    def beside_others() -> tuple[float, float | None]:
+        """Return how much longer other programs made the run, and the processors it would have used without them."""
         after = None if before is None else _cpu_times(processors)
         if before is None or after is None:
-            return load_factor(hardware, gpu)
-        beside = cores_taken(before, after, processors=len(processors))
-        return load_beside(
-            taken=beside, processors=len(processors), threads=config.hardware.threads
+            return load_factor(hardware, gpu), None
+        own = (after.own_s - before.own_s) / max(after.at_s - before.at_s, 1e-6)
+        load = load_beside(
+            own=own,
+            taken=cores_taken(before, after, processors=len(processors)),
+            processors=len(processors),
+            threads=config.hardware.threads,
         )
+        return load, min(own * load, len(processors)) or None
 
     def listener(event: Event) -> None:
         taken.take(event)
         if not isinstance(event, Finished) or taken.steps < LEAST_STEPS:
             return
         slower = taken.slower(prepared.plan, ended_s=event.time_s)
-        run = PastRun(kind=kind, slower=slower, load=load())
+        load, cores = beside_others()
+        run = PastRun(kind=kind, slower=slower, load=load, cores=cores)
         try:
             remember_run(prepared.cache_root, hardware, run, gpu=gpu, family=prepared.family.name)
         except MachineError as error:  # a full disk must not spoil a finished run

@@ -30,7 +30,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.records import as_json, of_json
 from lora_trainer.common.wording import bytes_text, duration_text, gib
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.planning.known_pace import PastRun, RunKind, busy_text
+from lora_trainer.planning.known_pace import PastRun, RunKind, others_text
 from lora_trainer.planning.plan import plan
 from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.run.machine_report import checks, doctor_text
@@ -205,7 +205,7 @@ def test_200_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
             faults.append((name, "doctor: usable memory", facts))
         if f"Plans may use {bytes_text(hardware.usable_ram_bytes)}" not in page:
             faults.append((name, "Machine: usable memory", page))
-        load = busy_text(hardware, hardware.accelerator()[0])
+        load = others_text(hardware, hardware.accelerator()[0])
         if load != "other programs do not slow it now":
             assert "Close them if you can: a predicted time is without them." in page, "a sentence"
         if load not in facts or load not in page:

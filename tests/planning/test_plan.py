@@ -23,6 +23,7 @@ from lora_trainer.planning.known_pace import (
     known_runs,
     load_beside,
     load_factor,
+    pace_here,
     remember_run,
 )
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
@@ -261,7 +262,7 @@ def test_what_other_programs_use_now_is_said_beside_the_time_and_changes_nothing
     # 6 threads beside 12 others get 2 of 6 processors.
     assert load_factor(busy, None) == 3.0
     assert beside.run_time == first.run_time, "a card, the plan and the queue say one time"
-    others = "other programs use the processor now; beside them it takes about 3.0 times as long"
+    others = "other programs keep 6.0 of 6 processors busy now; beside them it takes about 3.0 times as long"
     assert beside.time_corrections == (NO_RUNS, others)
     assert beside.config == first.config, "a busy machine gets the same settings"
     # Two programs that always compute get a half of a GPU each; a desktop's share does not count.
@@ -270,12 +271,34 @@ def test_what_other_programs_use_now_is_said_beside_the_time_and_changes_nothing
         assert load_factor(hardware, hardware.gpus[0]) == pytest.approx(factor)
     alone, shared = planned(hardware=machine(24)), planned(hardware=hardware)
     assert shared.run_time == alone.run_time
-    others = "other programs use the GPU now; beside them it takes about 2.0 times as long"
+    others = "other programs use the GPU for 100% of the time now; beside them it takes about 2.0 times as long"
     assert shared.time_corrections == (NO_RUNS, others)
     assert shared.config == alone.config
     # While it trains, others get what it leaves: 2 of 6 processors taken leave 4 for 6 threads.
-    assert load_beside(taken=2.0, processors=6, threads=6) == 1.5
-    assert load_beside(taken=2.0, processors=8, threads=6) == 1.0
+    assert load_beside(own=4.0, taken=2.0, processors=6, threads=6) == 1.5
+    assert load_beside(own=6.0, taken=2.0, processors=8, threads=6) == 1.0
+    # Where processors were idle nobody took any from it, however few of its threads worked.
+    assert load_beside(own=1.2, taken=1.0, processors=4, threads=4) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cores", "others", "factor"),
+    [(1.3, 1.0, 1.15), (1.1, 0.8, 1.0), (2.0, 1.0, 1.5), (1.0, 3.0, 2.0)],
+)
+def test_what_leaves_threads_waiting_is_not_slowed_by_a_program_on_another_processor(
+    tmp_path: Path, cores: float, others: float, factor: float
+) -> None:
+    two = replace(WITHOUT_CARD, processors=2, cpu_threads=2)
+    busy = replace(two, busy_processors=others)
+    for _ in range(2):
+        run = replace(past_run(4.0), cores=cores)
+        remember_run(tmp_path, two, run, gpu=None, family="sd15")
+    past = known_runs(tmp_path, two, gpu=None, family="sd15")
+    assert [run.cores for run in past] == [cores, cores], "read as it was written"
+    pace = pace_here(busy, gpu=None, past=past, kind=past[0].kind)
+    assert pace.load == pytest.approx(factor)
+    said = f"beside them it takes about {factor:.1f} times as long"
+    assert (said in " ".join(pace.notes)) == (factor >= 1.05)
 
 
 def test_time_follows_the_finished_runs_of_this_machine(tmp_path: Path) -> None:
