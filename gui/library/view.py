@@ -129,6 +129,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "title": header.title if header.title not in ("", file.path.stem, name) else "",
         "note": file.note,
         "problem": inline(_.message(header.problem)),
+        "good": entry.validation,
         "facts": list(_facts(entry, _)),
         "run": file.run,
         "run_url": runs.page_url(file.run),
