@@ -109,7 +109,7 @@ def head(seen: Look, history: RunHistory) -> Head:
         mended=None if mend is None else (mend.label, _again(run, mended="1")),
         remarks=tuple(remarks(seen, history)),
         figures=tuple(figures(seen, history)),
-        memory=_meter(history, goes=status.state == "running"),
+        memory=_meter(history) if status.state == "running" else None,
     )
 
 
@@ -244,6 +244,11 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     if math.isfinite(pace_s):
         yield "A step takes", step_seconds_text(pace_s), "median of the last 50"
     yield from _losses(history)
+    found = memory(history) if status.state != "running" else None
+    if found is not None:
+        predicted = found.predicted_bytes
+        note = f"at most; predicted {bytes_text(predicted)}" if predicted > 0 else "at most"
+        yield "Memory", bytes_text(found.highest_bytes), note
 
 
 def _percent(seen: Look) -> int:
@@ -307,15 +312,14 @@ def _known(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _meter(history: RunHistory, *, goes: bool) -> Meter | None:
-    """Return the memory of a run; the memory in use now only while it goes."""
+def _meter(history: RunHistory) -> Meter | None:
+    """Return the memory that a run takes now, has taken, and was predicted to take."""
     found = memory(history)
     if found is None:
         return None
-    now_bytes = found.now_bytes if goes else 0.0
     sizes = {
         "highest": found.highest_bytes,
-        "now": now_bytes,
+        "now": _known(found.now_bytes),
         "predicted": found.predicted_bytes,
         "limit": found.limit_bytes,
     }
@@ -323,9 +327,10 @@ def _meter(history: RunHistory, *, goes: bool) -> Meter | None:
     shares = {
         name: f"{100 * min(1.0, size / scale):.1f}%" for name, size in sizes.items() if size > 0
     }
-    words = [f"this training at most {bytes_text(found.highest_bytes)}"]
-    if goes:
-        words.insert(0, found.now_of.format(size=bytes_text(now_bytes)))
+    words = [
+        found.now_of.format(size=bytes_text(_known(found.now_bytes))),
+        f"this training at most {bytes_text(found.highest_bytes)}",
+    ]
     if found.predicted_bytes > 0:
         words.append(f"predicted {bytes_text(found.predicted_bytes)}")
     if found.limit_bytes > 0:
