@@ -462,7 +462,10 @@ def test_a_tab_is_sent_the_parts_that_it_does_not_show_in_its_language(long_run:
     followed, german = runs.Followed(), words_of("de")
     first = run_view.shown(long_run, followed, german)
     assert first["goes"] and set(first["keys"]) == set(first["parts"])
-    assert "Das Training läuft." in first["parts"]["head"] and "Training." not in first["parts"]["head"]
+    assert (
+        "Das Training läuft." in first["parts"]["head"]
+        and "Training." not in first["parts"]["head"]
+    )
     assert "jeder Schritt" in first["parts"]["chart"]["drawn"]
     assert first["parts"]["samples"]["steps"][0]["name"] == "Basis"
     assert "sample images" in first["parts"]["log"], "the log stays as it was written"
