@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -48,6 +50,54 @@ def test_import_contracts_of_pyproject_are_kept() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 broken" in done.stdout
+
+
+def _imported_names(source: str) -> Iterator[tuple[str, str | None]]:
+    """Yield each module that a file imports, with each name that it takes from it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def _home(module: str, name: str | None) -> str:
+    """Return the module of what is imported; transformers and peft hand on what modules of theirs define."""
+    if name is None or "." in module:
+        return module
+    return getattr(getattr(importlib.import_module(module), name), "__module__", None) or module
+
+
+def test_mypy_reads_the_modules_of_libraries_whose_names_are_used() -> None:
+    """A name from a module that mypy skips is unchecked, without a word."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    rules = {
+        pattern: table["follow_imports"]
+        for table in settings["overrides"]
+        if "follow_imports" in table
+        for pattern in table["module"]
+    }
+    del rules["bitsandbytes.*"], rules["diffusers.*"]  # their types are wrong: skipped on purpose
+    libraries = {pattern.partition(".")[0] for pattern in rules}
+    importing = re.compile(rf"^ *(from|import) ({'|'.join(libraries)})\b", re.MULTILINE)
+
+    def is_skipped(module: str) -> bool:
+        # As mypy has it: a name before a pattern, a longer pattern before a shorter one.
+        patterns = [p for p in rules if p.endswith(".*") and f"{module}.".startswith(p[:-1])]
+        rule = module if module in rules else max(patterns, key=len, default=None)
+        return rules.get(rule) == "skip"
+
+    checked = [path for folder in settings["files"] for path in (ROOT / folder).rglob("*.py")]
+    checked.append(ROOT / "tests" / "fakes" / "tiny_base.py")  # benchmarks import it
+    sources = [path.read_text(encoding="utf-8") for path in checked]
+    used = {
+        pair
+        for source in filter(importing.search, sources)
+        for pair in _imported_names(source)
+        if pair[0].partition(".")[0] in libraries
+    }
+    assert len(used) > 50
+    assert not {pair for pair in used if is_skipped(pair[0]) or is_skipped(_home(*pair))}
 
 
 def test_every_folder_is_a_layer_and_nothing_else_lies_at_the_root() -> None:
