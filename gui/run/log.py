@@ -35,7 +35,7 @@ from lora_trainer.common.event_kinds import (
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, bytes_text, duration_text, loss_text
 from lora_trainer.reporting.charts import Html
 
-from ..markup import inline, tag
+from ..markup import capital, inline, tag
 
 _SEVERITIES = ("note", "warning", "error")
 _EXACTNESS = {
@@ -163,6 +163,9 @@ def _words(event: Event) -> str:
             doubt = f", but {event.doubt}" if event.doubt else ""
             return f"Finished: {event.export}{early}{doubt}"
         case Stopped():
+            # A run that was asked to stop has the step in its reason.
+            if event.reason.startswith("stopped after step"):
+                return capital(event.reason)
             return f"Stopped at step {event.step:,}: {event.reason}"
     name = event.name if isinstance(event, UnknownEvent) else event.kind
     return name.replace("_", " ").capitalize()

@@ -373,6 +373,7 @@ def test_the_log_is_in_words_and_has_the_newest_first(finished: Path) -> None:
     for row in (
         {"event": "stopped", "exit_code": 4, "step": 2, "reason": "no disk"},
         {"event": "stopped", "exit_code": 143, "step": 2, "reason": "asked"},
+        {"event": "stopped", "exit_code": 143, "step": 3, "reason": "stopped after step 3 of 9"},
         {"event": "out_of_memory", "images_at_once": 8},
         {"event": "resumed", "step": 4, "exactness": "EXACT"},
         {"event": "something_new"},
@@ -391,6 +392,7 @@ def test_the_log_is_in_words_and_has_the_newest_first(finished: Path) -> None:
     ):
         assert line in words, line
     assert "error: Stopped at step 2: asked" not in words
+    assert "Stopped after step 3 of 9." in words and "Stopped at step 3" not in words
     assert HOSTILE_CAPTION not in shown and "<b>17" not in shown
     assert "step 7" not in words.lower(), "single steps are in the chart"
 

@@ -171,6 +171,8 @@ def test_the_same_folder_gives_the_same_bytes_and_no_other_file(tmp_path: Path) 
         ("", 0, "finished", "Finished: {below}."),
         ("stopped by Ctrl-C. Fix: mend it.", 130, "stopped",
          "Stopped at step 20 of 20: stopped by Ctrl-C; {below}."),
+        ("stopped after step 20 of 20; the state is saved. Fix: mend it.", 143, "stopped",
+         "Stopped after step 20 of 20; the state is saved; {below}."),
         ("the disk is full. Fix: mend it.", 4, "failed",
          "Failed at step 20 of 20: the disk is full; {below}."),
         ("", None, "unfinished", "Not finished: the record ends at step 20 of 20; {below}."),
