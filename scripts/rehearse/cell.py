@@ -31,7 +31,7 @@ SETTINGS = (
     "train.validate_every_steps=6",
     "data.validation_fraction=0.2",
 )
-"""Saving, sampling and validation come at the end."""
+"""Saving, sampling and validation come at the end; a cell's own settings stand in their place."""
 QUIET_STEP = 4
 """The step whose launches, copies and waits are counted: a step is reported while the second after it is under way."""
 LIMIT_S = 1800
@@ -141,7 +141,8 @@ def rehearse(cell: Cell, *, folder: Path, name: str, libraries: Path) -> Outcome
     run = work / "run"
     for folder in (run, work / CACHE):
         shutil.rmtree(folder, ignore_errors=True)
-    settings = [word for value in (*SETTINGS, *cell.settings) for word in ("--set", value)]
+    values = dict(setting.split("=", 1) for setting in (*SETTINGS, *cell.settings))
+    settings = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     first = [str(dataset), "--base", str(base), "--output", str(work), "--name", run.name]
     first += ["--priority", cell.priority, "--steps", str(STEPS), *settings]
     counts = work / "counts.jsonl"
