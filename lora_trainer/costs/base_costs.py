@@ -152,6 +152,7 @@ class BaseCosts:
                     workload,
                     text_tokens=self.facts.text_tokens,
                     seen_px=self._seen_px(workload),
+                    in_text=reads is not None and reads.in_text,
                 )
             return cost or self.traced(workload)
 

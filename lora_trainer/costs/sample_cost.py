@@ -47,8 +47,22 @@ class Workload:
     @property
     def area_px(self) -> int:
         """Pixels of the image and its references: a network has as many tokens for each as for one of that size."""
-        own = self.height_px * self.width_px
-        return own + sum(width_px * height_px for width_px, height_px in self.references_px)
+        return self.height_px * self.width_px + sum(self.reference_areas_px)
+
+    @property
+    def reference_areas_px(self) -> tuple[int, ...]:
+        """Pixels of each reference image."""
+        return tuple(width_px * height_px for width_px, height_px in self.references_px)
+
+    @property
+    def unattended_px2(self) -> int:
+        """Pairs of pixels that do not attend to each other where references attend to what is before them only."""
+        own, behind, pairs = self.height_px * self.width_px, self.area_px, 0
+        for area_px in self.reference_areas_px:
+            behind -= area_px
+            pairs += area_px * behind
+        assert behind == own
+        return pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +112,17 @@ def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
 
 
 def tabled(
-    release: Mapping[str, Any], workload: Workload, *, text_tokens: int, seen_px: int = 0
+    release: Mapping[str, Any],
+    workload: Workload,
+    *,
+    text_tokens: int,
+    seen_px: int = 0,
+    in_text: bool = False,
 ) -> SampleCost | None:
     """Return the cost by a release's traces; None if it was not traced like that.
 
-    `seen_px` are the pixels of an image of as many tokens as text encoders see of the references.
+    `seen_px` are the pixels of an image of as many tokens as text encoders see of the references. `in_text`: the
+    references attend to what is before them only.
     """
     key = entry(workload.element_bytes, wide=workload.wide_adapter)
     traces = release["costs"].get(key, {}).get(workload.targets, {})
@@ -146,7 +166,9 @@ def tabled(
         return int(alone + added * workload.element_bytes * references_px)
 
     def mega(values: Sequence[int]) -> int:
-        return int(MEGA * at(values, _parabola))
+        # What grows with the square of the size is attention.
+        spared = _curvature(values[:3], areas) * workload.unattended_px2 if in_text else 0.0
+        return int(MEGA * (at(values, _parabola) - spared))
 
     saved = kib(step["saved_kib"])
     return SampleCost(
@@ -172,6 +194,14 @@ def _line(values: Sequence[float], areas: Sequence[int], area: float) -> float:
 def _polyline(values: Sequence[float], areas: Sequence[int], area: float) -> float:
     piece = 0 if area < areas[1] else 1
     return _line(values[piece : piece + 2], areas[piece : piece + 2], area)
+
+
+def _curvature(values: Sequence[float], areas: Sequence[int]) -> float:
+    """Return the factor of the square in Lagrange's parabola through the values at the three sizes."""
+    first, last = (
+        (values[end] - values[end - 1]) / (areas[end] - areas[end - 1]) for end in (1, 2)
+    )
+    return (last - first) / (areas[2] - areas[0])
 
 
 def _parabola(values: Sequence[float], areas: Sequence[int], area: float) -> float:

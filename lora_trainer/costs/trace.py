@@ -28,7 +28,13 @@ from torch.utils._pytree import tree_leaves
 
 from lora_trainer.costs import meta_kernels
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base.facts import TEXT_LENGTHS, BaseFacts, Conditioning, Geometry
+from lora_trainer.families.base.facts import (
+    IMAGE_PLACES,
+    TEXT_LENGTHS,
+    BaseFacts,
+    Conditioning,
+    Geometry,
+)
 from lora_trainer.families.base.family import Family, fp32_parts
 from lora_trainer.families.base.references import with_references
 from lora_trainer.lora.adapter_layers import CUSTOM
@@ -369,8 +375,8 @@ class TracedNetwork:
 
     def _text(self, workload: Workload) -> Conditioning:
         """Return the conditioning with a text that is longer by what text encoders see of the references."""
-        reads = self.facts.references
-        if reads is None or not (more := reads.text_tokens(workload.references_px)):
+        reads, sizes = self.facts.references, workload.references_px
+        if reads is None or not (more := reads.text_tokens(sizes)):
             return self.conditioning
         longer = {
             name: tensor.new_empty(1, tensor.shape[1] + more, *tensor.shape[2:])
@@ -379,6 +385,9 @@ class TracedNetwork:
         }
         if TEXT_LENGTHS in self.conditioning:
             longer[TEXT_LENGTHS] = self.conditioning[TEXT_LENGTHS] + more
+        if reads.in_text:
+            before = [reads.text_tokens(sizes[:count]) for count in range(1, len(sizes) + 1)]
+            longer[IMAGE_PLACES] = torch.tensor([before])
         return {**self.conditioning, **longer}
 
 

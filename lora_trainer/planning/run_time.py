@@ -469,7 +469,7 @@ class RunTimeInputs:
         encoder, load = self.evaluator.costs.parameters("text_encoder"), self.load
         reads, tokens = inputs.facts.references, inputs.facts.release.max_tokens
         if reads is not None:
-            tokens += reads.text_tokens(load.references_px)
+            tokens += reads.encoded_tokens(load.references_px)
         flops = TEXT_FLOPS_PER_PARAMETER * encoder * tokens
         text = self._plain(flops, load.text_precision)
         copies = (0.0, 0.0)

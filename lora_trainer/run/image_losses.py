@@ -116,14 +116,27 @@ def _losses(
 def _with_other_captions(
     records: Sequence[ImageRecord], sources: Sequence[SampleSource]
 ) -> list[SampleSource]:
-    """Return each source with the caption of the next image that has another one, its own where all are alike."""
+    """Return each source with the caption of the next image that has another one, its own where all are alike.
+
+    A text that was read with references has a place for each: it fits images with as many.
+    """
     count, changed = len(sources), []
     for at, (record, source) in enumerate(zip(records, sources, strict=True)):
         places = ((at + step) % count for step in range(1, count))
-        others = (place for place in places if records[place].caption != record.caption)
+        others = (
+            place
+            for place in places
+            if records[place].caption != record.caption
+            and _seen_count(sources[place]) == _seen_count(source)
+        )
         other = sources[next(others, at)]
         # Where the text encoders see the references, the other text is the one that is read with its own references.
         # The first view alone is measured, and a folder without mirrored images has no other.
         view = replace(source.views[0], seeing=other.views[0].seeing)
         changed.append(replace(source, texts=other.texts, views=(view, *source.views[1:])))
     return changed
+
+
+def _seen_count(source: SampleSource) -> int:
+    """Return how many references a sample's texts are read with."""
+    return 0 if source.views[0].seeing is None else len(source.references_px)

@@ -405,7 +405,7 @@ class LoadedAdapter:
         steps = wanted.steps or self.drawing.steps
         self.refuse_references(references)
         images = self.fitted(references, (width_px, height_px))
-        arguments = pipeline_arguments(
+        arguments, text = pipeline_arguments(
             self.family,
             pipeline,
             self.facts,
@@ -418,7 +418,9 @@ class LoadedAdapter:
             references=images,
         )
         denoiser = getattr(pipeline, self.family.traits.folder)
-        with appended(self.family, self.facts, denoiser, images, vae=pipeline.vae) as is_appended:
+        with appended(
+            self.family, self.facts, denoiser, images, text=text, vae=pipeline.vae
+        ) as is_appended:
             if images and not is_appended:
                 assert self.facts.references is not None
                 size_px = (width_px, height_px)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config.losses import LOSSES
 from lora_trainer.families.base.facts import (
-    TEXT_LENGTHS,
+    ON_HOST,
     Conditioning,
     Prediction,
     with_text_lengths,
@@ -155,7 +155,7 @@ class Batch:
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):  # cast on the device: host and bus stay out of it
                 values = {
-                    name: tensor if name == TEXT_LENGTHS else moved(tensor)
+                    name: tensor if name in ON_HOST else moved(tensor)
                     for name, tensor in value.items()
                 }
                 return {

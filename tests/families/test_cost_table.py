@@ -112,7 +112,7 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
         assert getattr(found, name) == pytest.approx(getattr(fresh, name), rel=rel), name
 
 
-@pytest.mark.parametrize("family", ["flux3", "qwen"])
+@pytest.mark.parametrize("family", ["flux3", "qwen", "qwen21"])
 @pytest.mark.parametrize("side_px", [512, 1024])
 def test_a_pass_without_gradients_takes_what_its_references_do(family: str, side_px: int) -> None:
     """Of one, two and as many references as are read, within 5 %; its peak lies in a block, so few are traced."""

@@ -211,7 +211,7 @@ def test_the_exported_file_gives_the_live_output_in_a_fresh_pipeline(
     drawn = pipeline(
         **pipeline_arguments(
             family, pipeline, facts, image["prompt"], "", guidance_scale=3.0, steps=2
-        ),
+        )[0],
         generator=torch.Generator().manual_seed(image["seed"]),
         num_inference_steps=2,
         width=side,

@@ -311,7 +311,7 @@ def test_a_flow_map_is_drawn_by_its_own_blocks_without_guidance(flow_map: Path) 
         image = sampler.image(
             told, negative, seed=3, size_px=(32, 16), steps=3, guidance_scale=scale
         )
-        arguments = pipeline_arguments(
+        arguments, _ = pipeline_arguments(
             FLUX3, pipeline, facts, "a toy", "a blur", guidance_scale=scale, steps=3
         )
         noise = torch.Generator().manual_seed(3)

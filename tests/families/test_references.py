@@ -12,18 +12,23 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lora_trainer import families
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.costs.trace import traced_network
-from lora_trainer.families.base.facts import BaseFacts, Conditioning
+from lora_trainer.families.base.facts import IMAGE_PLACES, BaseFacts, Conditioning
 from lora_trainer.families.base.latents import unpack
+from lora_trainer.families.base.noise_levels import Level
 from lora_trainer.families.base.references import References, references_in, with_references
 from lora_trainer.families.base.sampling import build_sampler, editing_pipeline
 from lora_trainer.families.qwen.family import picture_processor
+from lora_trainer.training.dataloader import Sample
+from lora_trainer.training.loss import collate
 from tests.fakes.family_bases import (
     CPU,
     copy_of,
@@ -39,7 +44,7 @@ from tests.fakes.studio import draw
 
 PROMPT = "make the left one blue"
 # Other shapes than the image's, and than each other's: rows, columns and places cannot be taken for one another.
-TARGET_PX, REFERENCES_PX = (48, 32), ((96, 64), (64, 80))
+TARGET_PX, REFERENCES_PX = (64, 32), ((96, 64), (64, 128))
 
 
 # U-Nets read a reference as channels; tests/families/test_unets_that_edit.py tries them.
@@ -53,6 +58,7 @@ CASES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "qwen-edit": ("qwen", "QwenImageEditPipeline", {}),
     "qwen-edit-2509": ("qwen", "QwenImageEditPlusPipeline", {}),
     "qwen-edit-2511": ("qwen", "QwenImageEditPlusPipeline", {"zero_cond_t": True}),
+    "qwen21": ("qwen21", "QwenImage21Pipeline", {}),
 }
 
 
@@ -80,7 +86,12 @@ def editor_of(case: str, facts: BaseFacts, monkeypatch: pytest.MonkeyPatch) -> A
         return editing_pipeline(family, facts, plain)
     kind = getattr(diffusers, CASES[case][1])
     sees = plain.text_encoder
-    processor = picture_processor(plain.tokenizer, sees.config.vision_config)
+    is_third = hasattr(plain, "processor")
+    processor = (
+        processor_of(plain.processor.tokenizer, sees.config.vision_config)
+        if is_third
+        else picture_processor(plain.tokenizer, sees.config.vision_config)
+    )
     # It would scale them to 1 megapixel, far above what a tiny network can read.
     module = sys.modules[kind.__module__]
     computed: Any = vars(module)["calculate_dimensions"]
@@ -92,8 +103,33 @@ def editor_of(case: str, facts: BaseFacts, monkeypatch: pytest.MonkeyPatch) -> A
         return (width, height, *rest)
 
     monkeypatch.setattr(module, "calculate_dimensions", as_given)
-    sees.register_forward_pre_hook(with_positions, with_kwargs=True)
-    return kind(**plain.components, processor=processor)
+    if not is_third:
+        sees.register_forward_pre_hook(with_positions, with_kwargs=True)
+    return kind(**{**plain.components, "processor": processor})
+
+
+def processor_of(tokenizer: Any, sight: Any) -> Any:
+    """Return Qwen3-VL's own processor with the release's numbers, without its part for videos (torchvision).
+
+    At these sizes it would enlarge an image to the fewest pixels that the release shows.
+    """
+
+    class Processor(transformers.Qwen3VLProcessor):  # type: ignore[misc]  # its methods have no annotations
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer"]
+
+    images = Qwen2VLImageProcessorPil(
+        patch_size=sight.patch_size,
+        merge_size=sight.spatial_merge_size,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+        min_pixels=32 * 32,
+        max_pixels=4096 * 4096,
+    )
+    return Processor(
+        image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template
+    )
 
 
 def with_positions(network: Any, args: Any, named: dict[str, Any]) -> Any:
@@ -107,10 +143,10 @@ def with_positions(network: Any, args: Any, named: dict[str, Any]) -> Any:
     return args, {"mm_token_type_ids": kinds, **named}
 
 
-def pictures(folder: Any) -> list[Image.Image]:
+def pictures(folder: Any, *, seed: int = 0) -> list[Image.Image]:
     files = [folder / f"{index}.png" for index in range(len(REFERENCES_PX))]
     for index, (file, size) in enumerate(zip(files, REFERENCES_PX, strict=True)):
-        draw(file, seed=index, size=size)
+        draw(file, seed=seed + index, size=size)
     return [Image.open(file).convert("RGB") for file in files]
 
 
@@ -157,14 +193,16 @@ def test_the_prediction_with_references_is_the_pipelines(
         width=TARGET_PX[0],
         height=TARGET_PX[1],
         num_inference_steps=2,
-        guidance_scale=1.0,
+        **{family.pipeline.scale_argument: 1.0},
         generator=torch.Generator().manual_seed(3),
         output_type="latent",
     )
     named, output = recorded.calls[0]
 
     def image_of(tokens: Tensor) -> Tensor:
-        own = tokens[:, :count].float()
+        assert facts.references is not None
+        # Behind all else where references stand in the text, else before it.
+        own = (tokens[:, -count:] if facts.references.in_text else tokens[:, :count]).float()
         if facts.patch == 1:
             return own.transpose(1, 2).unflatten(2, (height, width))
         return unpack(own, height=height, width=width)
@@ -185,12 +223,63 @@ def test_the_prediction_with_references_is_the_pipelines(
             network_of(facts),
             image_of(named["hidden_states"]),
             named["timestep"] * 1000,
-            {key: each for key, each in conditioning.items() if not key.startswith("reference")},
+            {
+                key: each
+                for key, each in conditioning.items()
+                if not key.startswith("reference") and key != IMAGE_PLACES
+            },
         )
     expected = image_of(output)
     assert prediction.shape == expected.shape
     torch.testing.assert_close(prediction, expected, rtol=0, atol=1e-4)
     assert (alone - expected).abs().max() > 1e-2, "the references change nothing"
+
+
+@pytest.mark.parametrize("case", ["qwen-edit-2511", "qwen21"])
+def test_a_pass_of_unlike_texts_and_references_predicts_each_as_if_alone(
+    case: str, tmp_path: Any
+) -> None:
+    """Of texts that see their references: of three lengths, one of them empty, beside images of their own."""
+    facts = base_that_edits(case, tmp_path)
+    latents = torch.randn(
+        3, facts.latent_channels, 4, 2, generator=torch.Generator().manual_seed(0)
+    )
+    samples = []
+    for row, prompt in enumerate((PROMPT, "", "a hat")):
+        (tmp_path / str(row)).mkdir()
+        images = pictures(tmp_path / str(row), seed=10 * row)
+        samples.append(
+            Sample(
+                sample=str(row),
+                latents=latents[row],
+                noise=latents[row],
+                level=Level(timestep=100 + 300 * row, alpha=0.5, sigma=0.5, signal=None),
+                weight=1.0,
+                conditioning={
+                    **texts_of(facts, prompt, images),
+                    **with_references(latents_of(facts, images)),
+                },
+            )
+        )
+
+    def predicted(some: list[Sample]) -> Tensor:
+        batch = collate(some, device=CPU, precision=torch.float32)
+        inputs = batch.latents, batch.timesteps.float(), batch.conditioning
+        with torch.no_grad():
+            return families.family(facts.family).predict(network_of(facts), *inputs)
+
+    together, alone = predicted(samples), torch.cat([predicted([each]) for each in samples])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    swapped = [
+        replace(one, conditioning={**one.conditioning, **references_of(other)})
+        for one, other in zip(samples, (*samples[1:], samples[0]), strict=True)
+    ]
+    differences = (predicted(swapped) - together).abs().amax(dim=(1, 2, 3))
+    assert (differences > 1e-3).all(), "each row has its own references"
+
+
+def references_of(sample: Sample) -> Conditioning:
+    return with_references([each[0] for each in references_in(sample.conditioning)])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -218,7 +307,7 @@ def test_a_sample_image_with_references_is_the_plain_pipelines(
         width=TARGET_PX[0],
         height=TARGET_PX[1],
         num_inference_steps=2,
-        guidance_scale=1.0 - family.pipeline.scale_offset,
+        **{family.pipeline.scale_argument: 1.0 - family.pipeline.scale_offset},
         generator=torch.Generator().manual_seed(5),
     ).images[0]
     assert drawn.size == TARGET_PX

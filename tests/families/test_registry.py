@@ -182,7 +182,7 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
         plain: Any = pipeline(
             **pipeline_arguments(
                 family, pipeline, facts, "a toy", words, guidance_scale=scale, steps=3
-            ),
+            )[0],
             generator=torch.Generator().manual_seed(3),
             num_inference_steps=3,
             width=side,

@@ -101,7 +101,7 @@ def test_an_adapter_s_image_is_drawn_after_the_system_prompt_of_its_training(pro
     plain = pipeline(
         **pipeline_arguments(
             family, pipeline, facts, "a toy", "a blur", guidance_scale=9.0, steps=3
-        ),
+        )[0],
         generator=torch.Generator().manual_seed(3),
         num_inference_steps=3,
         width=side,

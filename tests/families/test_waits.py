@@ -6,6 +6,7 @@ value that is read from it is an error.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, Self
 
@@ -18,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from lora_trainer import families
 from lora_trainer.costs.trace import empty_conditioning
-from lora_trainer.families.base.facts import TEXT_LENGTHS
+from lora_trainer.families.base.facts import IMAGE_PLACES, TEXT_LENGTHS
 from lora_trainer.families.base.noise_levels import Level
+from lora_trainer.families.base.references import with_references
 from lora_trainer.training.dataloader import Sample
 from lora_trainer.training.loss import collate
 from tests.fakes.family_bases import denoiser_of, facts_of
@@ -117,3 +119,44 @@ def test_a_pass_copies_nothing_and_reads_nothing(name: str, shares: tuple[int, .
         with Copies() as copies:
             family.predict(*inputs)
     assert copies.found == []
+
+
+def editing_in_sequence() -> list[str]:
+    """Return the families whose references are tokens; Kontext and Qwen-Image-Edit have the networks of these."""
+    return [name for name in families.editing() if name not in {"sd15", "sd2", "sdxl"}]
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own
+@pytest.mark.parametrize("name", editing_in_sequence())
+def test_a_pass_with_references_copies_nothing_and_reads_nothing(name: str) -> None:
+    family, facts = families.family(name), facts_of(name)
+    reads = next(each.references for each in family.releases.values() if each.references)
+    sizes = ((8, 4), (4, 12))[: reads.most]
+    latents = [torch.zeros(facts.latent_channels, *size) for size in sizes]
+    places = torch.tensor([[3, 9][: len(sizes)]])
+    samples = [
+        replace(
+            sample,
+            conditioning={
+                **sample.conditioning,
+                **({IMAGE_PLACES: places} if reads.in_text else {}),
+                **with_references(latents),
+            },
+        )
+        for sample in (sample_of(name, text_tokens=facts.text_tokens // share) for share in (2, 1))
+    ]
+    batch = collate(samples, device=META, precision=torch.float32).on(META)
+    inputs = with_reference_layers(name), batch.latents, batch.timesteps, batch.conditioning
+    with torch.no_grad():
+        family.predict(*inputs)
+        with Copies() as copies:
+            family.predict(*inputs)
+    assert copies.found == []
+
+
+def with_reference_layers(name: str) -> nn.Module:
+    facts = facts_of(name).for_references()
+    if not facts.has_reference_layers:
+        return on_meta(name)
+    with META:
+        return families.family(name).training_denoiser(facts.release.architecture, references=True)

@@ -29,17 +29,32 @@ AROUND = 2
 #
 # A family with texts of varying length returns a single prompt unpadded, with a `text_mask` of ones [1,
 # length]; a batch is padded with zeros on dimension 1 to its longest text. What is moved to a device has the texts'
-# numbers of tokens as `TEXT_LENGTHS`, int64 [B].
+# numbers of tokens as `TEXT_LENGTHS`, int64 [B]. Where reference images stand within the text, `IMAGE_PLACES`, int64
+# [B, references], has the number of tokens before each.
 Conditioning = Mapping[str, "Tensor"]
-# Stays in host memory, wherever the others are: networks need these as numbers, and the host would wait for the
-# device to read them from the mask there.
-TEXT_LENGTHS = "text_lengths"
+TEXT_LENGTHS, IMAGE_PLACES = "text_lengths", "image_places"
+# Stay in host memory, wherever the others are: networks need these as numbers, and the host would wait for the
+# device to read them there.
+ON_HOST = frozenset({TEXT_LENGTHS, IMAGE_PLACES})
 
 
 def with_text_lengths(conditioning: Conditioning) -> Conditioning:
     """Return conditioning in host memory with `TEXT_LENGTHS`, if its texts have a mask."""
     mask = conditioning.get("text_mask")
     return conditioning if mask is None else {**conditioning, TEXT_LENGTHS: mask.sum(dim=1)}
+
+
+def image_places(conditioning: Conditioning) -> tuple[int, ...]:
+    """Return the number of a text's tokens before each reference image within it, which all texts of a batch share.
+
+    References of one batch are equally large, and the prompt stands behind them.
+    """
+    places = conditioning.get(IMAGE_PLACES)
+    if places is None:
+        return ()
+    rows = places.tolist()
+    assert all(row == rows[0] for row in rows), f"texts of one pass have images at {rows}"
+    return tuple(rows[0])
 
 
 @dataclass(frozen=True, kw_only=True)

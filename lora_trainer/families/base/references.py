@@ -42,13 +42,20 @@ class References:
     """Its arguments to draw an image of (width, height) with references as large as they are given."""
     seen_tokens: Callable[[tuple[int, int]], int] | None = None
     """Tokens that a reference of (width, height) adds to the text, where text encoders see it; None: they do not."""
+    read_tokens: Callable[[tuple[int, int]], int] | None = None
+    """Tokens that text encoders read of it, where not all of them are added to the text; None: they are."""
+    in_text: bool = False
+    """Its latents stand within the text, at `IMAGE_PLACES`, and attend to what is before them only."""
     as_channels: bool = False
     """Its latents are more channels of the image's: it is as large as the image, and adds no tokens."""
     scale: float = 1.0
     """What the VAE's normalised latents of a reference are multiplied by, for a base that reads them otherwise."""
-    appended: Callable[[Any, Sequence[Tensor]], AbstractContextManager[None]] | None = None
-    """Lets a denoiser read latents [1, C, h, w] behind every image, while the block runs; for bases that draw with
-    references in the pipeline without them, as theirs would scale references to another size."""
+    appended: (
+        Callable[[Any, Sequence[Tensor], Sequence[int]], AbstractContextManager[None]] | None
+    ) = None
+    """Lets a denoiser read latents [1, C, h, w] beside every image, while the block runs, those within the text at its
+    `image_places`; for bases that draw with references in the pipeline without them, as theirs would scale references
+    to another size."""
 
     def size_px(
         self, width_px: int, height_px: int, *, side_px: int, token_px: int
@@ -74,6 +81,12 @@ class References:
     def text_tokens(self, sizes_px: Iterable[tuple[int, int]]) -> int:
         """Return the tokens that references of these (width, height) add to a text."""
         return sum(map(self.seen_tokens, sizes_px)) if self.seen_tokens else 0
+
+    def encoded_tokens(self, sizes_px: Iterable[tuple[int, int]]) -> int:
+        """Return the tokens that text encoders read of references of these (width, height)."""
+        return (
+            sum(map(self.read_tokens, sizes_px)) if self.read_tokens else self.text_tokens(sizes_px)
+        )
 
     def drawing(self, images: Sequence[Any], size_px: tuple[int, int]) -> Mapping[str, Any]:
         """Return the pipeline's arguments to draw with these images as references."""

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.families.base.facts import (
-    TEXT_LENGTHS,
+    ON_HOST,
     BaseFacts,
     Conditioning,
+    image_places,
     with_text_lengths,
 )
 from lora_trainer.families.base.family import Family
@@ -92,7 +93,9 @@ class Sampler:
 
         sigmas = self.sigmas(steps)
         vae = borrowed_vae(self.vae, self.device)
-        with appended(self.family, self.facts, self.denoiser, references, vae=vae) as is_appended:
+        with appended(
+            self.family, self.facts, self.denoiser, references, text=conditioning, vae=vae
+        ) as is_appended:
             is_given = bool(references) and not is_appended
             latents: torch.Tensor = (self.edit if is_given else self.pipeline)(
                 **(self._reference_arguments(references, size_px) if is_given else {}),
@@ -143,7 +146,7 @@ class Sampler:
         dtype = next(self.denoiser.parameters()).dtype
         return {
             name: tensor
-            if name == TEXT_LENGTHS
+            if name in ON_HOST
             else tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in with_text_lengths(conditioning).items()
         }
@@ -151,9 +154,18 @@ class Sampler:
 
 @contextmanager
 def appended(
-    family: Family, facts: BaseFacts, denoiser: Any, references: Sequence[Image.Image], *, vae: Any
+    family: Family,
+    facts: BaseFacts,
+    denoiser: Any,
+    references: Sequence[Image.Image],
+    *,
+    text: Conditioning,
+    vae: Any,
 ) -> Iterator[bool]:
-    """Let the denoiser read the latents of references behind every image, where the family draws so; yield whether."""
+    """Let the denoiser read the latents of references beside every image, where the family draws so; yield whether.
+
+    `text` is the prompt, encoded with them.
+    """
     import numpy as np
     import torch
 
@@ -168,7 +180,7 @@ def appended(
     for image in references:
         pixels = torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1)[None]
         latents.append(encoder.encode_images(pixels / 127.5 - 1)[0].mean[None])
-    with traits.appended(denoiser, latents):
+    with traits.appended(denoiser, latents, image_places(text)):
         yield True
 
 
@@ -350,16 +362,18 @@ def pipeline_arguments(
     guidance_scale: float,
     steps: int,
     references: Sequence[Image.Image] = (),
-) -> Mapping[str, Any]:
-    """Return the plain pipeline's arguments that reproduce the sampler's images of as many steps.
+) -> tuple[Mapping[str, Any], Conditioning]:
+    """Return the plain pipeline's arguments that reproduce the sampler's images of as many steps, and the prompt.
 
     Prompts that `facts` reads in chunks, after another system prompt than the pipeline's or beside `references` are
-    encoded here, with the pipeline's own encoders.
+    encoded here, with the pipeline's own encoders; the conditioning of another is empty.
     """
     traits, roles = family.pipeline, family.text.roles
     is_other = facts.system_prompt != family.text.system_prompt or facts.sees_references
     if facts.chunks > 1 or is_other:
         tokenizers = {name: getattr(pipeline, family.text.tokenizer_of(name)) for name in roles}
+        if traits.processor is not None:
+            tokenizers = {name: each.tokenizer for name, each in tokenizers.items()}
         networks = {name: getattr(pipeline, name) for name in roles}
         encoder = family.text.encoder(networks=networks, tokenizers=tokenizers, facts=facts)
         denoiser = getattr(pipeline, family.traits.folder)
@@ -369,18 +383,21 @@ def pipeline_arguments(
             prompts = [pipeline.maybe_convert_prompt(text, first) for text in prompts]
         texts = [
             {
-                name: tensor.to(
+                name: tensor
+                if name in ON_HOST
+                else tensor.to(
                     pipeline.device, denoiser.dtype if tensor.is_floating_point() else None
                 )
                 for name, tensor in encoder.encode_seeing(text, references).items()
             }
             for text in prompts
         ]
-        return _arguments(traits, *texts, guidance_scale=guidance_scale, steps=steps)
+        encoded = _arguments(traits, *texts, guidance_scale=guidance_scale, steps=steps)
+        return encoded, texts[0]
     arguments = {"prompt": prompt, **_scale_arguments(traits, guidance_scale, steps)}
-    if not traits.takes_negative or guidance_scale <= 1:
-        return arguments
-    return {**arguments, "negative_prompt": traits.negative_prefix + negative if negative else ""}
+    if traits.takes_negative and guidance_scale > 1:
+        arguments["negative_prompt"] = traits.negative_prefix + negative if negative else ""
+    return arguments, {}
 
 
 def plain_pipeline(

@@ -444,7 +444,7 @@ def load_text_network(
     names = {
         name: full
         for name, full in part_names(read_header(file), prefix).items()
-        if name.startswith("visual.") or text.reads(name)
+        if name.startswith("visual.") or text.reads(name, references=references)
     }
     state = read_tensors(file, names, dtype=dtype)
     if text.blocks:

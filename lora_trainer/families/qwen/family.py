@@ -389,7 +389,9 @@ def _shape(latents: Tensor) -> tuple[int, int, int]:
 
 
 @contextmanager
-def _appended(network: nn.Module, references: Sequence[Tensor]) -> Iterator[None]:
+def _appended(
+    network: nn.Module, references: Sequence[Tensor], places: Sequence[int]
+) -> Iterator[None]:
     """Let the network's own `forward` read latents [1, C, h, w] behind every image: Edit's pipelines do nothing else.
 
     They would scale each reference to 1 megapixel.

@@ -1,18 +1,29 @@
-"""Qwen-Image 2.1 and its Turbo: one causal stream of text and image on the last states of Qwen3-VL 8B.
+"""Qwen-Image 2.1 and its Turbo: one causal stream of text and images on the last states of Qwen3-VL 8B.
 
 Conditioning: `text` [B, L, 4096], the prompt within a template whose system message is dropped, and `text_mask` [B, L].
-Text attends to the text before it only and is modulated as at t = 0; the image's places depend on the text's length, so
-that all texts of one forward pass have one length. The VAE has four channels, colours and opacity.
+Qwen3-VL sees reference images before the prompt. `text` lacks its states of their places, where the denoiser has their
+latents, 2x2 for each; `image_places` [B, references] says how many tokens are before each image. Text attends to what
+is before it only, a reference to itself too, and both are modulated as at t = 0. The images' positions depend on the
+text's length, so that all texts of one forward pass have one length. The VAE has four channels, colours and opacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.base.facts import BaseFacts, BaseRelease, Conditioning
+from lora_trainer.families.base.facts import (
+    IMAGE_PLACES,
+    BaseFacts,
+    BaseRelease,
+    Conditioning,
+    image_places,
+)
 from lora_trainer.families.base.flow import (
     FlowFamily,
     TransformerTraits,
@@ -22,12 +33,15 @@ from lora_trainer.families.base.flow import (
 )
 from lora_trainer.families.base.latents import VideoLatents, statistics
 from lora_trainer.families.base.layout import Header, Layout
+from lora_trainer.families.base.references import References
 from lora_trainer.families.base.releases import text_network
 from lora_trainer.families.base.tables import family_table
 from lora_trainer.families.base.text.qwen3_vl import (
+    QWEN3_VL_HEAD,
     QWEN3_VL_INNER,
     QWEN3_VL_LAST_NORM,
-    QWEN3_VL_UNREAD,
+    QWEN3_VL_SEEING,
+    QWEN3_VL_SIGHT,
     Qwen3VLEncoder,
     holds_itself,
     text_processor,
@@ -38,12 +52,16 @@ from lora_trainer.families.files.base_parts import read_json
 from lora_trainer.families.files.recognise import fits
 
 if TYPE_CHECKING:
-    import torch
+    from PIL.Image import Image
     from torch import Tensor, nn
 
 SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 # Keys of the configuration that tell the published network from a larger or smaller one.
 SIZES = ("num_layers", "num_attention_heads", "attention_head_dim")
+# Pixels along a side of a reference's places in a text, and the tokens of the words around it: `<image1>`, begin, end.
+PLACE_PX, AROUND_IMAGE = 32, 6
+# Latents in a place.
+IN_PLACE = 4
 # The noise levels that Turbo was distilled to, as its model_index.json has them; its scheduler leaves them as they are.
 TURBO_SIGMAS = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
 
@@ -63,6 +81,27 @@ class Qwen21Encoder(Qwen3VLEncoder):
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         # The empty prompt is one blank, as in the pipeline.
         return super().tokenize([prompt or " " for prompt in prompts])
+
+    def tokenize_seeing(self, prompt: str, images: Sequence[Image]) -> Mapping[str, Tensor]:
+        return super().tokenize_seeing(prompt or " ", images)
+
+    def before_image(self, number: int) -> str:
+        return f"{' ' if number > 1 else ''}<image{number}>"
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        read = super().embed(tokens)
+        if "mm_token_type_ids" not in tokens:
+            return read
+        # One text, without padding.
+        is_place = tokens["mm_token_type_ids"][0, self.free_tokens :].bool()
+        begins = is_place & ~is_place.roll(1)
+        before = (~is_place).cumsum(0)[begins]
+        words = (~is_place).nonzero()[:, 0].to(read["text"].device)
+        return {
+            "text": read["text"][:, words],
+            "text_mask": read["text_mask"][:, ~is_place],
+            IMAGE_PLACES: before[None],
+        }
 
 
 class OpaqueLatents(VideoLatents):
@@ -120,14 +159,16 @@ def turbo_sigmas(facts: BaseFacts, steps: int) -> Sequence[float] | None:
 
 
 class QwenImage21(FlowFamily):
-    """The family of Qwen-Image 2.1 (Qwen team 2026) and its fine-tunes, for texts without pictures."""
+    """The family of Qwen-Image 2.1 (Qwen team 2026) and its fine-tunes."""
 
     name = "qwen21"
     text = encoders(
         text_network("qwen3vl_8b"),
         encoder=Qwen21Encoder,
-        unread=(*QWEN3_VL_UNREAD, *QWEN3_VL_LAST_NORM),
+        unread=(*QWEN3_VL_HEAD, *QWEN3_VL_LAST_NORM),
+        sight=QWEN3_VL_SIGHT,
         inner=QWEN3_VL_INNER,
+        seeing=QWEN3_VL_SEEING,
         width="context_in_dim",
         masked=True,
         one_length=True,
@@ -198,62 +239,156 @@ class QwenImage21(FlowFamily):
 
     # ---- training
 
+    def references_of(self, release: BaseRelease) -> References | None:
+        return REFERENCES
+
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        return in_one_length(partial(_velocity, denoiser), noisy, timesteps, conditioning)
+        run = partial(_velocity, denoiser, image_places(conditioning))
+        return in_one_length(run, noisy, timesteps, conditioning)
 
 
 FAMILY = QwenImage21()
 
 
-def _velocity(network: Any, noisy: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-    """Run the network on texts of one length and one image, as its own `forward` does.
+def _velocity(
+    network: Any,
+    places: Sequence[int],
+    noisy: Tensor,
+    timesteps: Tensor,
+    text: Tensor,
+    *references: Tensor,
+) -> Tensor:
+    """Run the network on texts of one length and the images in and behind them, as its own `forward` does.
 
     That one reads where images stand in the text from a mask, which costs a wait for the device in every step and
-    cannot be traced; here the image follows the text.
+    cannot be traced; here each reference stands behind as many tokens of the text as `places` says, the noisy image
+    behind all.
     """
     import torch
 
-    (_, tokens, _), (_, _, height, width) = text.shape, noisy.shape
-    image = network.img_in(noisy.flatten(2).transpose(1, 2))
-    stream = torch.cat([network.txt_in(text), image], dim=1)
-    # The row behind the samples' own is that of t = 0, which text is modulated with.
+    images = (*references, noisy)
+    stream, segments = _stream(network, places, text, images)
+    first = segments[-1][1]
+    # The row behind the samples' own is that of t = 0, which all but the noisy image is modulated with.
     times = torch.cat([timesteps / 1000, timesteps.new_zeros(1)]).to(stream.dtype)
     embedded = network.time_text_embed(times, stream)
-    is_image = torch.arange(stream.shape[1], device=stream.device) >= tokens
+    is_noisy = torch.arange(stream.shape[1], device=stream.device) >= first
     block_inputs = (
         network.modulation(embedded),
-        _positions(network.pos_embed, tokens, height, width, stream.device),
+        _positions(network.pos_embed, places, text.shape[1], images),
         None,  # the mask of another attention kernel
-        is_image,
+        is_noisy,
         *(None, None, None),  # what a sampler caches
-        [(0, tokens, True)],  # parts before the image: one text
+        segments,
     )
     for block in network.transformer_blocks:
         if network.gradient_checkpointing and torch.is_grad_enabled():
             stream = network._gradient_checkpointing_func(block, stream, *block_inputs)
         else:
             stream = block(stream, *block_inputs)
-    velocity = network.proj_out(network.norm_out(stream, embedded, is_image)[:, tokens:])
-    unpacked: Tensor = velocity.transpose(1, 2).unflatten(2, (height, width))
+    velocity = network.proj_out(network.norm_out(stream, embedded, is_noisy)[:, first:])
+    unpacked: Tensor = velocity.transpose(1, 2).unflatten(2, noisy.shape[-2:])
     return unpacked
 
 
-def _positions(rope: Any, tokens: int, height: int, width: int, device: torch.device) -> Tensor:
-    """Return the rotations of each token, complex [tokens + height width, channels / 2].
+def _stream(
+    network: Any, places: Sequence[int], text: Tensor, images: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[tuple[int, int, bool]]]:
+    """Return the embedded tokens of a text with its images, and its pieces before the last image.
 
-    Text counts along all three axes. The image stands still on the first, at the number of text tokens, and has rows
-    and columns around 0; the tables end with the rotations of negative places.
+    Of a piece: where it begins, where it ends, whether it is text. What the stream is joined of is freed here.
     """
     import torch
 
+    words = network.txt_in(text)
+    pieces: list[Tensor] = []
+    for (first, last), image in zip(pairwise((0, *places, text.shape[1])), images, strict=True):
+        pieces += [words[:, first:last], network.img_in(image.flatten(2).transpose(1, 2))]
+    ends = [0, *accumulate(piece.shape[1] for piece in pieces[:-1])]
+    segments = [
+        (first, last, number % 2 == 0)
+        for number, (first, last) in enumerate(pairwise(ends))
+        if last > first
+    ]
+    return torch.cat(pieces, dim=1), segments
+
+
+def _positions(rope: Any, places: Sequence[int], tokens: int, images: Sequence[Tensor]) -> Tensor:
+    """Return the rotations of each token of a text of `tokens` with its images, complex [tokens of all, channels / 2].
+
+    Text counts along all three axes. An image stands still on the first, where the text before it ended, and has rows
+    and columns around 0; behind it text goes on after as many positions as its longer side has. The tables end with the
+    rotations of negative positions.
+    """
+    import torch
+
+    device = images[0].device
     rope.freqs = [table.to(device) for table in rope.freqs]  # as its own `forward` does
-    text = torch.arange(tokens, device=device).expand(3, -1)
-    image = torch.cartesian_prod(
-        torch.full((1,), tokens, device=device),
-        torch.arange(height, device=device) - (height - height // 2),
-        torch.arange(width, device=device) - (width - width // 2),
-    )
-    places = torch.cat([text, image.T], dim=1)
-    return torch.cat([table[each] for table, each in zip(rope.freqs, places, strict=True)], dim=-1)
+    pieces, position = [], 0
+    for (first, last), image in zip(pairwise((0, *places, tokens)), images, strict=True):
+        text = torch.arange(position, position + last - first, device=device)
+        position += last - first
+        height, width = image.shape[-2:]
+        grid = torch.cartesian_prod(
+            torch.full((1,), position, device=device),
+            torch.arange(height, device=device) - (height - height // 2),
+            torch.arange(width, device=device) - (width - width // 2),
+        )
+        pieces += [text.expand(3, -1), grid.T]
+        position += max(height, width)
+    axes = torch.cat(pieces, dim=1)
+    return torch.cat([table[each] for table, each in zip(rope.freqs, axes, strict=True)], dim=-1)
+
+
+@contextmanager
+def _inserted(
+    network: nn.Module, references: Sequence[Tensor], places: Sequence[int]
+) -> Iterator[None]:
+    """Let the network's own `forward` read latents [1, C, h, w] within every text, as its pipeline gives them to it.
+
+    That one takes no encoded prompts beside images, and would scale each image to 1 megapixel.
+    """
+    import torch
+
+    def filled(tensor: Tensor, value: float) -> Tensor:
+        """Return [B, tokens, ...] with a value at the places of references."""
+        pieces = list(tensor.tensor_split(list(places), dim=1))
+        for number, each in enumerate(references, start=1):
+            count = each.shape[-2] * each.shape[-1] // IN_PLACE
+            shape = (len(tensor), count, *tensor.shape[2:])
+            pieces.insert(2 * number - 1, tensor.new_full(shape, value))
+        return torch.cat(pieces, dim=1)
+
+    def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        image, mask = named["hidden_states"], named["encoder_hidden_states_mask"]
+        tokens = [each.flatten(2).transpose(1, 2).to(image) for each in references]
+        shapes = [(1, *each.shape[-2:]) for each in references]
+        changed = {
+            "hidden_states": torch.cat(
+                [*(each.expand(len(image), -1, -1) for each in tokens), image], dim=1
+            ),
+            "encoder_hidden_states": filled(named["encoder_hidden_states"], 0.0),
+            "encoder_hidden_states_mask": None if mask is None else filled(mask, 1),
+            "img_mask": filled(named["img_mask"], True),
+            "img_shapes": [[*shapes, *row] for row in named["img_shapes"]],
+        }
+        return args, {**named, **changed}
+
+    hook = network.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+REFERENCES = References(
+    most=10,  # "up to 10 reference images", as the release's page says
+    # Sides are multiples of 32 px in the pipeline: two tokens.
+    tokens=2,
+    seen_tokens=lambda size_px: AROUND_IMAGE,
+    read_tokens=lambda size_px: AROUND_IMAGE + math.prod(size_px) // PLACE_PX**2,
+    in_text=True,
+    appended=_inserted,
+)
