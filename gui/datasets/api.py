@@ -29,6 +29,7 @@ from .open_dataset import Counters, OpenDataset, open_dataset
 from .view import DONE_HERE, summary
 
 MAX_CAPTION_CHARACTERS = 20_000
+_BY_HAND = "type what is in the images, or go on: each is trained with the trigger word"
 _SHOWN = 4  # images on the card of a folder
 Json = dict[str, Any]
 
@@ -63,7 +64,7 @@ class DatasetApi:
         return {
             "name": opened.name,
             "uploaded": trash.uploaded(self.work, opened.root),
-            "images": len(opened.pictures),
+            "images": len(can_be_shown),
             "without_caption": sum(opened.reader.lacks_caption(each) for each in opened.pictures),
             "shown": [each.name for each in can_be_shown[::step][:_SHOWN]],
             "used": _day(opened.notes.opened_s),
@@ -257,16 +258,21 @@ class DatasetApi:
 
     def caption_names(self, asked: requests.Folder) -> Json:
         """Write captions without a model, from descriptions and names, of images that have none."""
-        told, written, _ = self._write_without_model(asked)
+        told, written, _, same = self._write_without_model(asked)
+        if same:
+            raise RequestError(
+                f"all that the names say is \u201c{same}\u201d, the same of each image",
+                fix=_BY_HAND,
+            )
         if not written:
             raise RequestError(
                 "the names of these files and folders say nothing in words",
-                fix="type what is in the images, or go on: each is trained with the trigger word",
+                fix=_BY_HAND,
             )
         return told
 
     def _captions_without_model(self, asked: requests.Caption) -> Json:
-        told, written, left = self._write_without_model(asked)
+        told, written, left, same = self._write_without_model(asked)
         why = f"{asked.model} is not on this machine yet, and huggingface.co cannot be reached."
         done = f"{written} captions were taken from the images' own descriptions and from names."
         if written == 1:
@@ -274,11 +280,19 @@ class DatasetApi:
         rest = f"{left} images have none: type what is in them, or go on, and they are trained with the trigger word."
         if left == 1:
             rest = "1 image has none: type what is in it, or go on, and it is trained with the trigger word."
+        if same:
+            rest = (
+                f"All that the names say is \u201c{same}\u201d, the same of each image, so no caption was written: "
+                "type what differs in them, or go on, and they are trained with the trigger word."
+            )
         said = [why, *([done] if written else ()), *([rest] if left else ())]
         return {**told, "instead": said, "written": written}
 
-    def _write_without_model(self, asked: requests.Folder) -> tuple[Json, int, int]:
-        """Write them; return what to show, how many were written and how many images still have none."""
+    def _write_without_model(self, asked: requests.Folder) -> tuple[Json, int, int, str]:
+        """Write them; return what to show, how many were written, how many images still have none, and why.
+
+        A text that is the same for all images tells none from another; it is returned and not written.
+        """
         root, journal = self._place(asked)
         with journal.locked():
             opened = self._opened(root)
@@ -291,9 +305,13 @@ class DatasetApi:
                 if text:
                     edits.append(Edit(picture=picture, caption=caption, text=text))
                 left += not text
+            texts = {edit.text for edit in edits}
+            same = texts.pop() if len(edits) > 1 and len(texts) == 1 else ""
+            if same:
+                edits, left = [], left + len(edits)
             if changes := opened.changes(edits):
                 outcome = journal.perform("captions from names", changes)
-        return self._told(root, outcome), len(edits), left
+        return self._told(root, outcome), len(edits), left, same
 
     def caption_state(self, asked: requests.Folder) -> Json:
         """Return how far the newest captioning of the folder is."""

@@ -45,6 +45,7 @@ export class Captioner {
   show(answer) {
     clearTimeout(this.timer);
     if (this.editor.leaving.aborted) return;
+    this.said.classList.remove("notice", "warning");
     if (answer.error) {
       this.said.textContent = answer.error;
       this.names.hidden = this.running; // no model, or no network: names of files and folders have words too
@@ -111,6 +112,7 @@ export class Captioner {
   showInstead(answer) {
     this.names.hidden = true;
     this.said.classList.remove("ds-error");
+    this.said.classList.add("notice", "warning");
     this.said.replaceChildren(answer.instead.join(" "), ...(answer.written ? [" ", button(say("Undo"), async () => {
       this.said.replaceChildren();
       const now = await this.editor.ask("undo", { step: answer.undo });

@@ -32,7 +32,8 @@ def _spoken(key: str, value: Any, code: str) -> Any:
         return [_card(card, code) for card in value]
     match key:
         case "check":
-            return {**value, "error": _message(code, value["error"])}
+            told = {part: _message(code, value[part]) for part in ("error", "verdict")}
+            return {**value, **told}
         case "models":
             return [[name, _message(code, about)] for name, about in value]
         case "seen":

@@ -47,7 +47,7 @@ export class Tools {
     const images = count === 1 ? say("1 image") : say("{#} images", count.toLocaleString("en"));
     const others = unreadable === 1
       ? say("1 more file that cannot be read") : say("{#} more files that cannot be read", unreadable);
-    this.head.textContent = [images, unreadable ? `, ${others}` : "", verdict(data.check.score)].join("");
+    this.head.textContent = [images, unreadable ? `, ${others}` : "", data.check.verdict ? `, ${data.check.verdict}` : ""].join("");
     const error = data.problem || data.check.error;
     this.sizes.textContent = buckets.length ? say("Trained as: {}", buckets.join(", ")) : "";
     if (!this.editor.examining) this.status.textContent = error;
@@ -148,11 +148,4 @@ function redrawn(node, buttons) {
   const focused = node.contains(document.activeElement) ? document.activeElement.dataset.chip : null;
   node.replaceChildren(...buttons.filter(Boolean));
   if (focused !== null) [...node.children].find((one) => one.dataset.chip === focused)?.focus();
-}
-
-/** Return what a score of the check says of the images; nothing of none. */
-function verdict(score) {
-  if (score === null) return "";
-  if (score >= 0.8) return say(", good to train on");
-  return score >= 0.6 ? say(", usable, with weak points") : say(", worth improving first");
 }

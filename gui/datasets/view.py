@@ -17,7 +17,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, count_tokens, has_trigger
+from lora_trainer.dataset.caption_rules import (
+    TRIGGER_PLACEHOLDER,
+    count_tokens,
+    has_trigger,
+    words_beside,
+)
 from lora_trainer.dataset.listing import ImageFile
 from lora_trainer.reporting.history import mapping, number, sequence
 
@@ -41,9 +46,14 @@ _BADGES: Mapping[str, tuple[str, str | None]] = {
     "two-captions": ("two captions", "two captions"),
     "unusable": ("unreadable", "unreadable"),
 }
-_FROM_THE_TEXT = frozenset({"caption-text", "no-caption", "no-trigger"})
+_FROM_THE_TEXT = frozenset({"bare-caption", "caption-text", "no-caption", "no-trigger"})
+# Said of all images together: no card has a badge of it.
+_OF_ALL = frozenset({"same-caption"})
 # That `_excluded/` is not read is what pressing Exclude is for; the page counts what is in it.
 DONE_HERE = frozenset({"excluded"})
+# Said by the verdict itself, or done on these pages.
+NOT_JUDGED = frozenset({"score"}) | DONE_HERE
+_GOOD, _FAIR = 0.8, 0.6
 _SAID_OTHERWISE = _FROM_THE_TEXT | DONE_HERE
 
 
@@ -170,6 +180,9 @@ class Reader:
                 else "trained with an empty caption"
             )
             badges.append(Badge(kind="no caption", text="no caption", title=title))
+        elif not words_beside(trained, self.trigger):
+            title = "say in it what else is to be seen"
+            badges.append(Badge(kind="says nothing", text="says nothing", title=title))
         elif self.trigger and not _has_trigger(trained, self.trigger):
             title = f"\u201c{self.trigger}\u201d does not stand in the caption"
             badges.append(Badge(kind="trigger missing", text="trigger missing", title=title))
@@ -188,8 +201,13 @@ def _has_trigger(caption: str, trigger: str) -> bool:
 def badge_kind(finding: str) -> str:
     """Return the kind of badge, by which the page filters, for a kind of finding."""
     if finding in _FROM_THE_TEXT:
-        return {"no-caption": "no caption", "no-trigger": "trigger missing"}.get(finding, "")
-    return _BADGES.get(finding, (finding, None))[0]
+        kinds = {
+            "bare-caption": "says nothing",
+            "no-caption": "no caption",
+            "no-trigger": "trigger missing",
+        }
+        return kinds.get(finding, "")
+    return "" if finding in _OF_ALL else _BADGES.get(finding, (finding, None))[0]
 
 
 def _badge(finding: Mapping[str, Any]) -> Badge:
@@ -220,9 +238,34 @@ def placed(picture: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_warned_of(findings: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of the findings is more than a note."""
+    return any(row.get("severity") in ("warning", "error") for row in findings)
+
+
+def verdict(score: float, findings: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the check says of the images in words, "" of images without a score.
+
+    What is warned of is not good to train on, whatever the score.
+    """
+    if not math.isfinite(score):
+        return ""
+    if not findings:
+        return "all good to train on"
+    if score >= _GOOD and not is_warned_of(findings):
+        return "good to train on"
+    return "usable, with weak points" if score >= _FAIR else "worth improving first"
+
+
 def summary(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the check says of the whole dataset: score and buckets."""
+    """Return what the check says of the whole dataset: verdict, score and buckets."""
+    findings = [
+        row
+        for row in sequence(values, "findings")
+        if isinstance(row, dict) and row.get("kind") not in NOT_JUDGED
+    ]
     return {
+        "verdict": verdict(number(values, "score"), findings),
         "score": _finite(values, "score"),
         "buckets": {str(name): count for name, count in mapping(values, "buckets").items()},
     }

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import mapping, number, sequence
 
-from ..datasets.view import DONE_HERE, badge_kind
+from ..datasets.view import NOT_JUDGED, badge_kind, is_warned_of, verdict
 from ..server.templates import render
 from ..server.translation import Words
 from .messages import sentence
@@ -23,7 +23,6 @@ from .messages import sentence
 _NAMED = 4
 # Remarks that are in sight; the others are folded.
 _IN_SIGHT = 3
-_GOOD, _FAIR = 0.8, 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,17 @@ KINDS = {
         one="1 image has no caption",
         why="A caption says what is in an image; what it names can be left out or changed later.",
         button="Write captions",
+    ),
+    "bare-caption": Kind(
+        some="{#} captions say nothing but the trigger word or a number",
+        one="1 caption says nothing but the trigger word or a number",
+        why="A caption says what is in an image; what it names can be left out or changed later.",
+        button="Show",
+    ),
+    "same-caption": Kind(
+        some="{#} captions say the same",
+        one="1 caption says the same as others",
+        why="Captions that are all alike teach everything as one: place, pose and light cannot be asked for later.",
     ),
     "unusable": Kind(
         some="{#} files cannot be read as images",
@@ -69,8 +79,6 @@ KINDS = {
         why="The look of the photograph is learned with what it shows.",
     ),
 }
-# Said by the heading in words of its own, or done on these pages.
-_NOT_LISTED = frozenset({"score"}) | DONE_HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +110,15 @@ def report(
     findings = [
         row
         for row in sequence(values, "findings")
-        if isinstance(row, dict) and row.get("kind") not in _NOT_LISTED
+        if isinstance(row, dict) and row.get("kind") not in NOT_JUDGED
     ]
-    is_good = not any(row.get("severity") in ("warning", "error") for row in findings)
+    is_good = not is_warned_of(findings)
     shown = render(
         "train/report.html",
         said,
         count=int(number(values, "images")),
         unreadable=sum(row.get("kind") == "unusable" for row in findings),
-        verdict=_verdict(values, findings),
+        verdict=verdict(number(values, "score"), findings),
         assumed=assumed,
         remarks=[_remark(folder, rows, said) for rows in _groups(findings)],
         most=_IN_SIGHT,
@@ -118,17 +126,6 @@ def report(
         buckets=mapping(values, "buckets"),
     )
     return shown, is_good
-
-
-def _verdict(values: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> str:
-    score = number(values, "score")
-    if not findings:
-        return "all good to train on"
-    if score >= _GOOD:
-        return "good to train on"
-    if score >= _FAIR:
-        return "usable, with weak points"
-    return "worth improving first"
 
 
 def _groups(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -186,10 +183,12 @@ def _own_words(
 
 
 def _count(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return of how many images a remark is: one that is about all of them begins with their number."""
-    first = str(rows[0].get("what", "")).partition(" ")[0].replace(",", "")
-    is_of_all = len(rows) == 1 and not rows[0].get("file") and first.isdecimal()
-    return int(first) if is_of_all else len(rows)
+    """Return of how many images a remark is: one that is about several of them begins with their number."""
+    said = (str(row.get("what", "")).partition(" ")[0].replace(",", "") for row in rows)
+    return sum(
+        int(first) if first.isdecimal() and not row.get("file") else 1
+        for first, row in zip(said, rows, strict=True)
+    )
 
 
 def _datasets_url(folder: Path, kind: str = "") -> str:

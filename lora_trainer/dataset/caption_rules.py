@@ -37,7 +37,7 @@ from lora_trainer.common.events import Finding
 from lora_trainer.common.files import sha256_bytes, sha256_file
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, shuffled
-from lora_trainer.common.whole_words import holds_word, same_word, whole_word
+from lora_trainer.common.whole_words import holds_word, same_word, whole_word, words_in
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.declare import CHUNK_TOKENS, concepts
 from lora_trainer.config.inputs import DataSettings
@@ -112,6 +112,17 @@ def max_texts(written: Sequence[str], *, settings: DataSettings) -> int:
 def has_trigger(caption: str, trigger: str) -> bool:
     """Say whether `trigger` stands in `caption` as a word of its own, in any case and script."""
     return holds_word(caption, trigger)
+
+
+def words_beside(caption: str, trigger: str) -> tuple[str, ...]:
+    """Return the words of a caption beside the trigger word, without numbers: `moppel_03` is `moppel`."""
+    rest = whole_word(trigger).sub(" ", caption.replace(TRIGGER_PLACEHOLDER, " "))
+    own = set(words_in(_without_numbers(trigger)))
+    return tuple(word for word in words_in(_without_numbers(rest)) if word not in own)
+
+
+def _without_numbers(text: str) -> str:
+    return "".join(" " if each == "_" or each.isdigit() else each for each in text)
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:

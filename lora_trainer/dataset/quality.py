@@ -22,7 +22,9 @@ from lora_trainer.common.caption_markup import has_choice
 from lora_trainer.common.events import Finding, by_severity
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.common.whole_words import words_in
+from lora_trainer.common.wording import one_line
 from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.caption_rules import words_beside
 from lora_trainer.dataset.captions import FILE_NAME, FOLDER_NAME, IMAGE_TEXT, caption_of_name
 from lora_trainer.dataset.images import (
     PRINT_LENGTH_BITS,
@@ -249,12 +251,19 @@ def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
 
     Where no image has one of its own, a folder's name or a trigger is nearly as good.
     """
-    if all(record.caption_source in (None, FOLDER_NAME) for record in records):
+    if all(_adds_nothing(record, settings) for record in records):
         return fmean(
             LONE_STAND_IN_LACK if one.caption_source or one.settings(settings).trigger else 1.0
             for one in records
         )
     return fmean(1 - _captioned(record) for record in records)
+
+
+def _adds_nothing(record: ImageRecord, settings: DataSettings) -> bool:
+    """Whether an image has no caption, or one that is only the folder's name, the trigger or a number."""
+    if record.caption_source in (None, FOLDER_NAME):
+        return True
+    return _is_described(record) and not _own_words(record, settings)
 
 
 def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
@@ -344,6 +353,8 @@ _MARKS: Mapping[str, tuple[Callable[[str], bool], Callable[[DataSettings], bool]
     ),
 }
 _EXAMPLE_CHARACTERS = 60
+# From how many captions, and from which share of them, those that say the same are remarked on.
+SAME_FROM, SAME_SHARE = 4, 0.75
 
 
 def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Iterator[Finding]:
@@ -359,6 +370,7 @@ def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Itera
     for source, words in _STAND_INS.items():
         names = [record.name for record in records if record.caption_source == source]
         yield from finding_of_all("no-caption.stand-in", names, all=len(records), source=words)
+    yield from _findings_about_words(records, settings)
     # Marks that are trained as words, because no setting reads them.
     for mark, (is_in, is_read, setting) in _MARKS.items():
         names = [
@@ -378,6 +390,33 @@ def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Itera
         yield from finding_of_all("no-mask", names, all=len(learned), lack=lack)
     yield from _findings_about_masks(records)
     yield from _findings_about_references(records)
+
+
+def _findings_about_words(
+    records: Sequence[ImageRecord], settings: DataSettings
+) -> Iterator[Finding]:
+    """Yield the captions that tell no image from another: those without words of their own, and those all alike."""
+    described = [one for one in records if _is_described(one)]
+    named = [(one, _own_words(one, settings)) for one in described]
+    bare = [one.name for one, words in named if not words]
+    yield from finding_of_all("bare-caption", bare, all=len(records))
+    (same, count), *_ = [*Counter(words for _, words in named if words).most_common(1), ((), 0)]
+    if count >= SAME_FROM and count >= SAME_SHARE * len(described):
+        alike = [one for one, words in named if words == same]
+        text = one_line(alike[0].written[0])[:_EXAMPLE_CHARACTERS]
+        names = [one.name for one in alike]
+        yield from finding_of_all("same-caption", names, all=len(records), text=text)
+
+
+def _is_described(record: ImageRecord) -> bool:
+    """Whether somebody wrote a caption that is to say what is in an image: not what changes, nor only its class."""
+    is_own = bool(record.written) and record.caption_source not in (None, *_STAND_INS)
+    return is_own and not (record.references or record.pair or record.regularisation)
+
+
+def _own_words(record: ImageRecord, settings: DataSettings) -> tuple[str, ...]:
+    """Return the words of a caption beside the trigger word, without numbers."""
+    return words_beside(record.written[0], record.settings(settings).trigger or "")
 
 
 def _findings_about_references(records: Sequence[ImageRecord]) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ LAYOUTS += [
         "images": ODD_NAMES,
         "files": {f"{name[:-4]}.txt": "x" for name in ODD_NAMES},
         "captions": dict.fromkeys((*ODD_NAMES[:-1], "caf\\xe9.png"), "x"),
-        "findings": (),
+        "findings": ("same-caption",),
     },
     {
         "case": "damaged rows in a table",
@@ -57,6 +57,7 @@ LAYOUTS += [
         "settings": {"data.caption_lines": "one"},
         "captions": {"a.png": "one", "s.png": "?", "b.png": "first key wins", "c.png": "four five"},
         "findings": (
+            "bare-caption",  # of s.png, "?"
             "warning metadata CAP-02 metadata.jsonl: a.png occurs again; the last row counts",
             "warning metadata CAP-02 metadata.jsonl: line 3: not JSON (...",
             'warning metadata CAP-02 metadata.jsonl: line 4: no {"file_name": "..."}',

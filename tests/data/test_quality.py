@@ -311,3 +311,21 @@ def test_a_band_that_a_crowd_shares_is_looked_up_among_its_first_only() -> None:
     copies = [differing(crowd[index], one_in_each_other_band) for index in (31, 32)]
     twins = near_duplicates(prints(*((structure, grey) for structure in crowd + copies)))
     assert twins == {"100": "31"}
+
+
+def test_captions_that_tell_no_image_from_another_are_remarked_on(check: Check) -> None:
+    images = {f"{index}.png": photo(index) for index in range(6)}
+    numbered = {name: f"moppel_0{name[0]}" for name in images}
+    found = check(images, numbered)
+    assert said(found, "same-caption")[None].startswith('6 of 6 captions say the same, "moppel_00"')
+    assert said(found, "bare-caption") == {}
+    bare = check(images, numbered, trigger="moppel")
+    assert said(bare, "bare-caption")[None].startswith(
+        "6 of 6 captions say nothing but the trigger"
+    )
+    assert said(bare, "same-caption") == {} and bare["parts"]["captions"] < 1
+    told = {name: f"moppel on a {place}" for name, place in zip(images, "abcdef", strict=True)}
+    for kind in ("same-caption", "bare-caption"):
+        assert said(check(images, told, trigger="moppel"), kind) == {}
+    few = {**told, "0.png": "a cat", "1.png": "a cat", "2.png": "a cat"}
+    assert said(check(images, few), "same-caption") == {}

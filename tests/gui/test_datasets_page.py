@@ -22,6 +22,7 @@ from lora_trainer.gui.datasets import caption_job, requests
 from lora_trainer.gui.datasets.api import DatasetApi
 from lora_trainer.gui.datasets.name_captions import caption_from_names
 from lora_trainer.gui.datasets.routes import routes
+from lora_trainer.gui.datasets.view import summary
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.train import view as train_view
@@ -427,7 +428,8 @@ def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
     (text,) = badges(answer, "p2.png")
     assert text.endswith(" of 7 tokens")
     assert len(answer["notes"]) == 1
-    assert answer["check"] == {"fresh": True, "error": "", "score": 0.7, "buckets": {"16x16": 3}}
+    judged = {"verdict": "usable, with weak points", "score": 0.7, "buckets": {"16x16": 3}}
+    assert answer["check"] == {"fresh": True, "error": "", **judged}
     assert ask(DatasetApi(work=api.work), "look", folder)["check"]["fresh"]
     save(api, folder, "p0.png", "another caption")
     ask(api, "check", folder)
@@ -853,3 +855,44 @@ def test_a_pair_shows_its_references_that_lie_in_the_folder(
     there = [str(tmp_path / "elsewhere")]
     drafts.save(api.work, draft.with_setting("data.reference_dirs", there))
     assert card(api, root, "pair.png")["references"] == [*names[1:]], "no picture of another folder"
+
+
+def test_names_that_say_the_same_of_each_image_are_not_made_captions(
+    api: DatasetApi, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for number in range(3):
+        Image.new("RGB", (64, 64)).save(root / f"moppel_0{number}.png")
+    asked = {"model": "blip", "mode": "missing", "files": [], "prompt": ""}
+    answer = ask(api, "caption", root, **asked)
+    assert answer["written"] == 0 and not [*root.glob("*.txt")]
+    assert "\u201cmoppel\u201d, the same of each image, so no caption" in answer["instead"][1]
+    _, told_in_german = told(api.work, "caption", {**asked, "folder": str(root)})
+    assert told_in_german["instead"][1].startswith(
+        "Alles, was die Namen sagen, ist \u201emoppel\u201c"
+    )
+    with pytest.raises(RequestError, match="the same of each image"):
+        ask(api, "caption_names", root)
+
+
+def test_what_is_warned_of_is_not_good_to_train_on_and_a_caption_of_the_trigger_says_nothing(
+    api: DatasetApi, folder: Path
+) -> None:
+    what = '21 of 21 captions say the same, "moppel": a.png, ...'
+    row = {"severity": "warning", "kind": "same-caption", "file": None, "what": what}
+    answer = check_answer(findings=[row], images=21) | {"score": 0.97}
+    shown, is_good = report_on(folder, answer, words(ENGLISH))
+    assert (
+        not is_good and "usable, with weak points" in shown and "21 captions say the same" in shown
+    )
+    assert summary(answer)["verdict"] == "usable, with weak points"
+    assert summary({**answer, "findings": []})["verdict"] == "all good to train on"
+    for text, kinds in (
+        ("moppel", {"says nothing"}),
+        ("moppel_03", {"says nothing"}),
+        ("moppel asleep", set()),
+    ):
+        (folder / "p0.txt").write_text(text)
+        shown = ask(api, "look", folder, trigger="moppel", resolution="")["pictures"]
+        (card,) = (each for each in shown if each["file"] == "p0.png")
+        assert {each["kind"] for each in card["badges"]} == kinds
