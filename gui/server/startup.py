@@ -121,6 +121,9 @@ def _no_page(request: Request) -> Response:
         "shared/fault.html",
         title="No such page",
         address="",
-        fault=words_of(request)("There is nothing at this address."),
+        fault=words_of(request)(
+            "There is nothing at this address. What you look for may have been renamed or deleted."
+        ),
+        is_wrong_address=True,
     )
     return HTMLResponse(markup, status_code=404, headers={"cache-control": "no-store"})

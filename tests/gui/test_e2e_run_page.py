@@ -395,7 +395,7 @@ def test_what_is_deleted_comes_back_until_the_trash_is_emptied(
     assert not run.exists()
     page.get_by_role("link", name="Trash", exact=True).click()
     page.get_by_role("button", name="Put back done").click()
-    page.get_by_text("The trash is empty.").wait_for()
+    page.get_by_text("The trash is empty").wait_for()
     assert (run / "run.json").is_file()
     place.delete(page, "/", "done")
     page.route(
@@ -406,7 +406,7 @@ def test_what_is_deleted_comes_back_until_the_trash_is_emptied(
     page.get_by_role("link", name="Trash", exact=True).click()  # no button before its script
     page.get_by_role("button", name="Empty the trash").dblclick()
     page.get_by_role("button", name="Really delete all of it for good?").click()
-    page.get_by_text("The trash is empty.").wait_for()
+    page.get_by_text("The trash is empty").wait_for()
     assert not run.exists()
 
 

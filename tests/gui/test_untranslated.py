@@ -18,6 +18,7 @@ from lora_trainer.gui.datasets import spoken
 from lora_trainer.gui.server import language, startup, translation
 from lora_trainer.gui.settings import view as settings_view
 from lora_trainer.gui.workplace import Workplace
+from starlette.requests import Request
 from starlette.routing import Router
 
 from scripts import gui_texts
@@ -136,6 +137,15 @@ def test_no_page_has_a_text_without_an_entry(
         if left := english_in(body.decode()):
             english[page] = left
     assert english == {}
+
+
+def test_a_wrong_address_leads_on_in_each_language(marked: None) -> None:
+    scope = {"type": "http", "method": "GET", "path": "/none", "query_string": b""}
+    heads = [(b"accept", b"text/html"), (b"accept-language", b"de")]
+    answer = startup._no_page(Request({**scope, "headers": heads}))
+    body = bytes(answer.body).decode()
+    assert answer.status_code == 404 and english_in(body) == []
+    assert 'href="/"' in body.partition("<main")[2] and "error" not in body.partition("<main")[2]
 
 
 def said_in_python(source: str) -> Iterator[str]:
