@@ -21,7 +21,7 @@ import yaml
 CORPUS = Path(__file__).with_name("corpus")
 PARSERS: Mapping[str, Callable[[str], Any]] = {
     ".json": json.loads,
-    ".yaml": yaml.safe_load,
+    ".yaml": lambda text: yaml.load(text, yaml.CSafeLoader),  # as safe_load, ten times as fast
     ".toml": tomllib.loads,
 }
 WRITERS: Mapping[str, Callable[[Any], str]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from lora_trainer import families
 from lora_trainer.families.base.releases import released_layers
@@ -33,8 +34,9 @@ class Layer:
         return [Layer(name, ((name, out),), self.inputs) for name, out in self.parts]
 
 
-def release(family: str, names: str, *, number: int = 0, dimensions: int = 2) -> list[Layer]:
-    """Return the layers whose name in the release's own code matches; norms have one dimension."""
+@cache
+def _layers(family: str, number: int) -> tuple[Layer, ...]:
+    """Return all layers of a release, in the names of its own code."""
     shapes = released_layers(family)[number]
     other = families.family(family).layer_names(shapes)
     own = {
@@ -44,10 +46,18 @@ def release(family: str, names: str, *, number: int = 0, dimensions: int = 2) ->
     }
     covered = {layer for layers in own.values() for layer in layers}
     own |= {name: (name,) for name in shapes if name not in covered}
-    return [
+    return tuple(
         Layer(name, tuple((each, shapes[each][0]) for each in layers), shapes[layers[0]][1:])
         for name, layers in own.items()
-        if re.match(names, name) and len(shapes[layers[0]]) >= dimensions
+    )
+
+
+def release(family: str, names: str, *, number: int = 0, dimensions: int = 2) -> list[Layer]:
+    """Return the layers whose name in the release's own code matches; norms have one dimension."""
+    return [
+        layer
+        for layer in _layers(family, number)
+        if re.match(names, layer.name) and 1 + len(layer.inputs) >= dimensions
     ]
 
 
