@@ -34,6 +34,10 @@ settings.register_profile(
 )
 settings.load_profile("project")
 
+# Threads of torch wait for one another by turning. Beside other programs, such as another test process, a module takes
+# up to five times as many seconds of a core, and the networks here are too small for two threads to gain. Not among
+# the variables below: tests/model/conftest.py has imported torch by then where that folder is named.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -67,9 +71,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Not in the home of this run: what it reads out of our sources takes each test process 2 s and is the same in all.
     set_hypothesis_home_dir(config.rootpath / ".pytest_cache" / "hypothesis")
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # else a warning in every forked child
-    # Threads of torch wait for one another by turning. Beside other programs, such as another test process, a module
-    # takes up to five times as many seconds of a core, and the networks here are too small for two threads to gain.
-    patch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(wrapper=True)
