@@ -283,8 +283,13 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
         page.get_by_text("10 captions were taken from the images' own descriptions").wait_for()
     captions = page.locator(".ds-card textarea")
     captions.last.wait_for()
+    # The sentence comes before the cards, which the page asks for then.
+    page.wait_for_function(
+        "count => [...document.querySelectorAll('.ds-card textarea')].filter((box) => box.value).length === count",
+        arg=20 if is_online else 10,
+    )
     written = [caption.input_value() for caption in captions.all()]
-    assert len(written) == 20 and sum(map(bool, written)) == (20 if is_online else 10)
+    assert len(written) == 20
     page.get_by_role("button", name=ON).click()
     page.locator(".plan-line", has_text="Fits:").wait_for()
     page.get_by_label("Trigger word").click()
