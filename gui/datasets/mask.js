@@ -7,7 +7,7 @@ const STEPS_KEPT = 20;
 
 /** Return the parts of the painting: {canvas, tools, crops, painted()}; `painted` is the mask as a data URL, and
  *  `findSubject` resolves to one of the subject, to nothing where there is none. */
-export function maskPane(file, { width_px, height_px, mask, seen }, findSubject) {
+export function maskPane(file, { width_px, height_px, mask, seen, finds_subject: finds }, findSubject) {
   const canvas = make("canvas", {
     width: width_px, height: height_px, tabindex: 0, role: "img",
     "aria-label": say("Mask of {}: arrow keys move the brush, Space paints, E erases", file),
@@ -18,14 +18,14 @@ export function maskPane(file, { width_px, height_px, mask, seen }, findSubject)
   const kinds = [tool(say("Paint"), false), tool(say("Erase"), true)];
   const mark = () => kinds.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
   mark();
-  const tools = make("p", { class: "actions" }, ...kinds, make("label", { class: "switch" }, say("Size"), size),
-    button(say("Subject"), async ({ target }) => {
+  const tools = make("p", { class: "actions" }, ...[...kinds, make("label", { class: "switch" }, say("Size"), size),
+    finds && button(say("Subject"), async ({ target }) => {
       target.disabled = true;
       const found = await findSubject();
       target.disabled = false;
       if (found) brush.take(found);
     }, { title: say("Finds what the image shows, by the program rembg") }),
-    button(say("All of it"), () => brush.fill(255)), button(say("Nothing"), () => brush.fill(0)), button(say("Undo"), () => brush.undo()));
+    button(say("All of it"), () => brush.fill(255)), button(say("Nothing"), () => brush.fill(0)), button(say("Undo"), () => brush.undo())].filter(Boolean));
   const pictures = (seen ?? []).map((one) => make("figure", {}, make("img", { src: one.src, alt: one.said }), make("figcaption", {}, one.said)));
   const crops = pictures.length ? make("div", { class: "crops" }, make("h3", {}, say("What the training sees")), ...pictures) : "";
   return { canvas, tools, crops, painted: () => canvas.toDataURL("image/png") };

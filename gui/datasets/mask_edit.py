@@ -29,7 +29,7 @@ from lora_trainer.dataset.masks import read_mask
 
 from .changes import Change, FileChange, inside, read_content
 from .crop_edit import in_shares
-from .subject import subject_png
+from .subject import is_here, subject_png
 
 # Of a mask: the trainer takes means over the pixels of a latent, so more would change nothing.
 MAX_SIDE_PX = 1024
@@ -61,6 +61,7 @@ class MaskEdit:
             "width_px": width_px,
             "height_px": height_px,
             "mask": self._mask_url((width_px, height_px)),
+            "finds_subject": is_here(),
             "seen": list(self._seen(image.crop(crop) if crop and has_crop else image, bucket)),
         }
 

@@ -16,12 +16,18 @@ from PIL import Image
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.wording import one_line
 
+_PROGRAM = "rembg"
 _WITHIN_S = 600
+
+
+def is_here() -> bool:
+    """Whether rembg is installed."""
+    return shutil.which(_PROGRAM) is not None
 
 
 def subject_png(image: Image.Image) -> bytes:
     """Return the mask of the subject as a PNG; raises RequestError without rembg, InputError where it finds none."""
-    program = shutil.which("rembg")
+    program = shutil.which(_PROGRAM)
     if program is None:
         raise RequestError(
             "rembg, which finds the subject of an image, is not installed",

@@ -23,11 +23,13 @@ from lora_trainer.queue.commands import Item
 from lora_trainer.queue.rules import read_rules
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.history import sequence
 from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import RunStatus, read_status
 
 from ..bases import title
 from ..command_lines import command_line
+from ..datasets import check
 from ..library.preview import small_url
 from ..markup import capital, inline
 from ..media import thumb_url
@@ -296,7 +298,7 @@ def _base(work: Workplace, item: Item) -> str:
 
 
 def _picture(work: Workplace, item: Item) -> str:
-    """Return the address of a picture of an item: its newest sample, else the first image that it learns."""
+    """Return the address of a picture of an item: its newest sample, else the first image that can be read."""
     if item.run and (samples := newest_samples(_run(work, item))):
         return small_url(samples[0], size_px=_PICTURE_PX)
     folder = dataset_of(item)
@@ -307,7 +309,12 @@ def _picture(work: Workplace, item: Item) -> str:
         pictures = list_dataset(folder, settings=DataSettings()).pictures if allowed else ()
     except (LoraTrainError, OSError, ValueError):  # which the training itself says
         return ""
-    return thumb_url(folder, pictures[0].name, size_px=_PICTURE_PX) if pictures else ""
+    checked = check.known(work, folder, stamp="").values
+    rows = [row for row in sequence(checked, "findings") if isinstance(row, dict)]
+    broken = {row.get("file") for row in rows if row.get("kind") == "unusable"}
+    whole = (picture.name for picture in pictures if picture.name not in broken)
+    name = next(whole, "")
+    return thumb_url(folder, name, size_px=_PICTURE_PX) if name else ""
 
 
 def _name(item: Item) -> str:

@@ -93,7 +93,12 @@ def _frames(history: RunHistory, best_step: int) -> list[Frame]:
     """Return the pictures of the film; quick ones of the base and the best step are replaced by samples."""
     found, opens = frames(history), _opens_at(history, best_step)
     if opens is None:
-        return found
+        # On a busy machine previews are rare: a sample that is newer is the newest picture.
+        newest = max((each.step for each in found), default=-1)
+        return [
+            *found,
+            *(each for step, each in sorted(_samples(history).items()) if step > newest),
+        ]
     base = _samples(history).get(0)
     finished = [opens] if base is None else [base, opens]
     steps = {each.step for each in finished}

@@ -49,7 +49,7 @@ function pressed(row, onclick, head, foot) {
     words.textContent = [time, said].filter(Boolean).join(" \u00b7 ");
     load.textContent = download ?? "";
     small.replaceChildren(...images.map((textContent) => make("span", { textContent })));
-    for (const badge of button.querySelectorAll(".badge")) badge.hidden = fits === "bad"; // none is recommended here
+    for (const badge of button.querySelectorAll(".badge")) badge.hidden = fits === "bad" || fits === "slow"; // none is recommended here
     small.hidden = !images.length;
   };
   return { button, tell };

@@ -135,11 +135,13 @@ def together(plans: Sequence[PlanRecord], said: Words) -> str:
     )
 
 
-def beside(found: PlanRecord, said: Words, *, leads_to: str = "", of_all: str = "") -> Html:
+def beside(
+    found: PlanRecord, said: Words, *, of_all: str = "", leads_to: str = "", leads_to_time: str = ""
+) -> Html:
     """Return what Train starts, in the words beside it: how long, how much, how large, on what.
 
     `of_all` is what several trainings take together. A try-out comes with the one press that leads to the base
-    `leads_to`, which is for other programs and fits here; empty where none does.
+    `leads_to`, which is for other programs and fits here, and how long that takes; empty where none does.
     """
     return render(
         "train/beside.html",
@@ -150,6 +152,7 @@ def beside(found: PlanRecord, said: Words, *, leads_to: str = "", of_all: str = 
         of_all=of_all,
         leads_to=leads_to,
         leads_to_name=title(leads_to),
+        leads_to_time=leads_to_time,
         **_chosen(found),
     )
 

@@ -142,7 +142,10 @@ export function mount(main, leaving) {
 
   async function go(to) {
     const { error } = await keep({ step: to });
-    if (!error) show(to);
+    if (error || leaving.aborted) return;
+    show(to);
+    window.scrollTo(0, 0); // a step begins at its top, for the keyboard too
+    main.querySelector("h1").focus({ preventScroll: true });
   }
 
   function tell(text) {

@@ -279,7 +279,7 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
         return replace(nothing, verdict=verdict)
     single = PlanPart(
         html=plan.plan(found, said),
-        beside=plan.beside(found, said, leads_to=_leads_to(plans, draft, found)),
+        beside=plan.beside(found, said, **_leads_to(plans, draft, found, said)),
         filled=plan.filled(found),
         length=plan.length(found),
         button=said(_train_label(work, found)),
@@ -291,9 +291,15 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
     return _of_all(draft, single, found, said, plans)
 
 
-def _leads_to(plans: command_lines.Plans, draft: Draft, found: PlanRecord) -> str:
-    """Return the base that a try-out leads to, empty where the plan is of one for other programs already."""
-    return that_fits(plans, draft) if found.base in MINIATURES else ""
+def _leads_to(
+    plans: command_lines.Plans, draft: Draft, found: PlanRecord, said: Words
+) -> Mapping[str, str]:
+    """Return the base that a try-out leads to and how long it takes; nothing for a plan for other programs."""
+    base = that_fits(plans, draft) if found.base in MINIATURES else ""
+    if not base:
+        return {}
+    answer = plans.of(replace(draft, base=base))  # known since it was found to fit
+    return {"leads_to": base, "leads_to_time": str(verdict_of(answer, said).get("time", ""))}
 
 
 def _of_all(
@@ -321,7 +327,7 @@ def _of_all(
     return replace(
         single,
         beside=plan.beside(
-            found, said, leads_to=_leads_to(asked, draft, found), of_all=plan.together(plans, said)
+            found, said, of_all=plan.together(plans, said), **_leads_to(asked, draft, found, said)
         ),
         button=said("Queue {#} trainings", len(plans)),
     )

@@ -506,6 +506,7 @@ def test_the_subject_is_found_by_rembg_and_without_it_the_page_says_how_to_get_i
     monkeypatch.setenv("PATH", str(programs))
     with pytest.raises(RequestError, match="not installed.*pip install"):
         ask(api, "subject", folder, file="p0.png")
+    assert ask(api, "closer", folder, file="p0.png")["finds_subject"] is False
     # It is called as rembg is, and finds the left half.
     program = programs / "rembg"
     program.write_text(
@@ -516,6 +517,7 @@ def test_the_subject_is_found_by_rembg_and_without_it_the_page_says_how_to_get_i
     )
     program.chmod(0o755)
     before = tree(folder)
+    assert ask(api, "closer", folder, file="p0.png")["finds_subject"] is True
     url = ask(api, "subject", folder, file="p0.png")["subject"]
     with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as mask:
         assert mask.size == (32, 24)
@@ -752,6 +754,16 @@ def test_captions_from_names_need_no_model_keep_what_is_there_and_are_undone(
         ask(api, "caption_names", root)
     ask(api, "undo", root)
     assert not (root / "red cat.txt").exists()
+
+
+def test_names_that_are_alike_but_for_a_number_become_no_captions(
+    api: DatasetApi, root: Path
+) -> None:
+    for number in range(3):
+        Image.new("RGB", (64, 64)).save(root / f"moppel_{number}.png")
+    with pytest.raises(RequestError, match="say nothing in words"):
+        ask(api, "caption_names", root)
+    assert not [*root.glob("*.txt")]
 
 
 def test_without_a_model_the_images_say_it_themselves_and_that_is_undone_unless_more_was_changed(

@@ -291,6 +291,8 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
     written = [caption.input_value() for caption in captions.all()]
     assert len(written) == 20
     page.get_by_role("button", name=ON).click()
+    # Far down among the images as it was pressed: the next step begins at its top all the same.
+    page.wait_for_function("() => scrollY === 0 && document.activeElement.localName === 'h1'")
     page.locator(".plan-line", has_text="Fits:").wait_for()
     page.get_by_label("Trigger word").click()
     page.keyboard.type("zwx")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import command_lines, jobs
+from lora_trainer.gui.datasets import check
 from lora_trainer.gui.queue import routes, times, view
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
@@ -457,6 +458,11 @@ def test_an_item_shows_its_base_and_its_first_image(place: Place, work: Workplac
     html = shown(work)
     assert "Stable Diffusion XL Base 1.0" in html or "Stable Diffusion XL base 1.0" in html
     assert html.count("/media/thumb?folder=") == 1
+    first, second = sorted(path.name for path in images.glob("*.png"))
+    assert f"file={first}" in html
+    broken = {"findings": [{"file": first, "kind": "unusable"}]}
+    check.remember(work, images, (), broken)
+    assert f"file={second}" in shown(work), "one that cannot be read is no picture"
     fenced = Workplace(runs=work.runs, roots=())
     assert "/media/thumb" not in shown(fenced), "what may not be named is not shown"
 

@@ -163,6 +163,9 @@ def test_the_film_has_the_previews_says_what_they_are_and_is_saved(
     assert [frame["name"] for frame in samples["frames"]] == ["base", "step 10"]
     assert {frame["how"] for frame in samples["frames"]} == {"A sample image, drawn in full."}
     add_previews(live, [0, 4, 8], drawn="approximate")
+    assert [frame["step"] for frame in page(live)["film"]["frames"]] == [0, 4, 8, 10], (
+        "the newest picture is a sample"
+    )
     append(live, event="preview", step=12, file="../../secret.jpg", drawn="real")
     shown = page(live)["film"]
     assert [frame["step"] for frame in shown["frames"]] == [0, 4, 8], (
