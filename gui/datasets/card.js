@@ -115,7 +115,7 @@ export class Card {
     this.before.replaceChildren(...referencesOf(this.folder, picture, THUMB_PX));
     this.size.replaceChildren(...sizeTexts(picture));
     this.badges.replaceChildren(...picture.badges.map((badge) =>
-      make("li", { class: `ds-badge ds-${badge.severity}`, title: badge.title }, badge.text)));
+      make("li", { class: `ds-badge ds-${badge.severity}`, "data-kind": badge.kind, title: badge.title }, badge.text)));
     this.badges.hidden = picture.badges.length === 0;
     this.showCrop(picture);
   }

@@ -1,4 +1,4 @@
-"""The emblem of a family of base models: a sketch of what it is chosen for, coming out of noise.
+"""The emblem of a family of base models: a sketch of what it is chosen for, coming out of dots.
 
 Inputs: the name of a family and of a subject. Output: an SVG, the same for the same words. It is a drawing and
 pretends to be nothing else: no sample of a model that did not run here is shown.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 
 WIDTH, HEIGHT, CELL = 320, 180, 20
-_SHARE = 0.62  # of the width that is noise, thinning out to its end
+_SHARE = 0.62  # of the width that has dots
 _SKETCHES = {
     "people": '<circle cx="212" cy="78" r="34"/><path d="M142 180c4-44 30-58 70-58s66 14 70 58z"/>',
     "anime": '<path d="M212 34c-34 0-52 26-50 60l-12 30 26-14c8 18 22 26 36 26s28-8 36-26l26 14-12-30'
@@ -32,25 +32,20 @@ def emblem(family: str, subject: str) -> str:
     hue = digest[0] * 360 // 256
     other = (hue + 40 + digest[1] % 80) % 360
     sketch = _SKETCHES.get(subject, _SKETCHES[""])
-    cells = "".join(_noise(digest, hue))
+    dots = "".join(_dots())
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">'
         f'<defs><linearGradient id="g" x2="1" y2="1"><stop stop-color="hsl({hue} 42% 34%)"/>'
         f'<stop offset="1" stop-color="hsl({other} 52% 62%)"/></linearGradient></defs>'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="url(#g)"/>'
-        f'<g fill="hsl({hue} 40% 20%)" opacity=".72">{sketch}</g>{cells}</svg>'
+        f'<g fill="hsl({hue} 40% 20%)" opacity=".78">{sketch}</g>'
+        f'<g fill="#fff" opacity=".28">{dots}</g></svg>'
     )
 
 
-def _noise(digest: bytes, hue: int) -> Iterator[str]:
-    """Yield squares of noise: all there at the left edge, fewer and fewer towards the picture."""
-    columns, rows = WIDTH // CELL, HEIGHT // CELL
-    for column in range(columns):
-        left = 1 - column / (columns * _SHARE)
-        for row in range(rows):
-            value = sha256(digest + bytes([column, row])).digest()
-            if value[0] / 255 < left:
-                shift = (hue + value[1] * 120 // 255) % 360
-                tone = f"hsl({shift} {20 + value[2] % 50}% {25 + value[3] % 55}%)"
-                x, y = column * CELL, row * CELL
-                yield f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{tone}"/>'
+def _dots() -> Iterator[str]:
+    """Yield dots in rows, large at the left edge and ever smaller towards the picture."""
+    last = WIDTH * _SHARE
+    for y in range(CELL // 2, HEIGHT, CELL):
+        for x in range(CELL // 2, int(last), CELL):
+            yield f'<circle cx="{x}" cy="{y}" r="{CELL / 2 * (1 - x / last):.1f}"/>'

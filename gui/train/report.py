@@ -119,6 +119,7 @@ def report(
         count=int(number(values, "images")),
         unreadable=sum(row.get("kind") == "unusable" for row in findings),
         verdict=verdict(number(values, "score"), findings),
+        is_good=is_good,
         assumed=assumed,
         remarks=[_remark(folder, rows, said) for rows in _groups(findings)],
         most=_IN_SIGHT,

@@ -332,7 +332,7 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     assert "not for ComfyUI" in plan.beside(found, SAID)
     assert 'data-base="of/b"' in plan.beside(found, SAID, leads_to="of/b")
     slow = plan.beside(found, SAID, leads_to="of/b", leads_to_time="about 4 to 15 days")
-    assert "here it takes about 4 to 15 days" in slow
+    assert "here about 4 to 15 days" in slow
     assert "data-base" not in plan.beside(found, SAID), "none fits"
     for shown in (plan.beside, plan.plan):
         assert "not for ComfyUI" not in shown(replace(found, base="owner/name"), SAID)
