@@ -37,7 +37,7 @@ class Brush {
     Object.assign(this, { canvas, share: 0.12, erases: false, before: [], at: null });
     this.context = canvas.getContext("2d", { willReadFrequently: true });
     this.flat(0);
-    if (mask) this.load(mask);
+    if (mask) this.load(mask); else canvas.classList.add("fresh"); // the image is seen until something is painted
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
       this.keep();
@@ -98,6 +98,7 @@ class Brush {
   }
 
   keep() {
+    this.canvas.classList.remove("fresh");
     this.before.push(this.context.getImageData(0, 0, this.canvas.width, this.canvas.height));
     this.before.splice(0, this.before.length - STEPS_KEPT);
   }

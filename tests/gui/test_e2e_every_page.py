@@ -92,6 +92,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
     for shown in MISSING:
         opened(page, shown, server)
         faults += scanned(page, shown)
+    faults += workbench(page, server)
     faults += drawn(page, server)
     page.goto("about:blank")  # as it is served it may run no script, not even axe
     page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
@@ -194,6 +195,23 @@ def scanned(page: Any, shown: Shown) -> list[str]:
         tab.click()
         faults += scan(page, f"{shown.path}, {tab.inner_text()}", "[role=tabpanel]")
     return faults
+
+
+def workbench(page: Any, server: GuiServer) -> list[str]:
+    """Return what axe says of the dialog of one image, and of its crop and its mask."""
+    folder = ROOT / "datasets" / "example"
+    opened(page, Shown(f"/datasets?folder={folder}", "img[src*='/media/thumb']"), server)
+    page.get_by_role("button", name="Mask and crop of").first.click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("img", name="Mask of").wait_for()
+    faults = scan(page, "the mask of an image", "dialog[open]", in_the_dark=True)
+    dialog.get_by_role("button", name="Cancel").click()
+    dialog.get_by_role("button", name="Crop", exact=True).click()
+    dialog.get_by_role("img", name="Crop of").wait_for()
+    faults += scan(page, "the crop of an image", "dialog[open]", in_the_dark=True)
+    dialog.get_by_role("button", name="Cancel").click()
+    dialog.get_by_role("textbox").first.wait_for()
+    return faults + scan(page, "one image", "dialog[open]", in_the_dark=True)
 
 
 def drawn(page: Any, server: GuiServer) -> list[str]:

@@ -117,6 +117,11 @@ def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so
     titles = page.locator(".queue ol h3").all_inner_texts
     page.get_by_role("button", name="Earlier cats").wait_for()
     assert titles() == waiting(place)
+    # By the mouse: what is let go above another one comes before it.
+    entries = {name: page.locator("li.waiting", has_text=name) for name in ("cats", "dogs")}
+    entries["cats"].drag_to(entries["dogs"], target_position={"x": 300, "y": 5})
+    until(lambda: waiting(place)[0] == "cats")
+    page.wait_for_function("() => document.querySelector('.queue ol h3').textContent === 'cats'")
     remove = page.get_by_role("button", name="Remove owls")
     remove.click()
     until(lambda: "owls" not in waiting(place))

@@ -27,7 +27,7 @@ from PIL import ExifTags, Image
 
 from lora_trainer.dataset.slider_file import read_sliders
 from lora_trainer.families.files.locate import EMBEDDED_FOLDER
-from lora_trainer.queue import commands
+from lora_trainer.queue import commands, rules
 from lora_trainer.reporting.status import read_status
 from tests.fakes.captioners import tiny_captioner
 from tests.fakes.gui_server import ROOT, GuiServer
@@ -220,6 +220,30 @@ def test_a_slider_is_trained_from_words_alone(page: Any, place: Place) -> None:
     end_trainings(place.runs)
     until(lambda: all(each.has_ended for each in commands.items(place.runs)), what="its end")
     commands.remove(place.runs, item.id)
+
+
+def test_two_ranks_in_one_press_are_a_series_that_waits_on_its_page(
+    page: Any, place: Place
+) -> None:
+    rules.pause(place.runs, stop=False)  # what the trainings come to is not asked here
+    try:
+        place.server.open(page, "/train?draft=new&example=1")
+        page.locator(".plan-line", has_text="Fits:").wait_for()
+        also = page.locator("[data-field='also:adapter.rank']")
+        also.fill("4")
+        also.blur()
+        page.get_by_role("button", name="Queue 2 trainings").click()
+        page.wait_for_url("**/series?id=*")
+        page.get_by_text("they start as soon as the queue goes on").wait_for()
+        cards = page.locator(".trainings li").all_inner_texts()
+        assert len(cards) == 2 and "Rank 4" in cards[1] and "waiting" in cards[1]
+        page.get_by_role("link", name="All series").click()
+        page.locator(".series-cards a", has_text="2 trainings: Rank").wait_for()
+    finally:
+        for item in commands.items(place.runs):
+            if not item.has_ended:
+                commands.remove(place.runs, item.id)
+        rules.go_on(place.runs)
 
 
 def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Path) -> None:
