@@ -4,7 +4,7 @@
     python scripts/gui_texts.py de --file queue # only of files whose path has this word
 
 A text is a string literal of gui/ (Python, JavaScript or template) with a space or a capital in it, or what a
-family.toml says that a release is good for. Literals that
+family.toml says that a release is good for, or a sentence about a dataset in finding_texts.toml. Literals that
 never reach a page are listed too: the list helps to translate and is not a measure.
 """
 
@@ -15,10 +15,11 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from lora_trainer.gui.markup import named
+from lora_trainer.gui.markup import named, plain
 from lora_trainer.gui.server.language import families_words
 
 from lora_trainer.config.config import Config, all_settings
@@ -26,12 +27,14 @@ from lora_trainer.hardware.machine import PURPOSES
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ROOT / "gui" / "languages"
+FINDINGS = ROOT / "lora_trainer" / "dataset" / "finding_texts.toml"
 PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _SCRIPT_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
 _SCRIPT_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\(.)")
 _EXPRESSION = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _TEMPLATE_STRING = re.compile(r'"([^"]*)"')
 _FIELD = re.compile(r"\{[a-z_]+\}")
+_FORMATTED = re.compile(r"\{[a-z_]+(?::[^{}]*)?\}")
 _NUMBER = re.compile(r"\d[\d,.]*")
 _MARKUP = re.compile(r">([^<>{}]+)<")
 
@@ -49,6 +52,7 @@ def sources() -> Iterator[Path]:
     for kind in ("*.js", "*.html"):
         yield from sorted((ROOT / "gui").rglob(kind))
     yield from sorted((ROOT / "lora_trainer" / "families").glob("*/family.toml"))
+    yield FINDINGS
 
 
 def literals(path: Path) -> Iterator[str]:
@@ -96,10 +100,21 @@ def _python(source: str) -> Iterator[str]:
     yield from (_FIELD.sub("{}", str(node.value)) for node in constants if id(node) not in inside)
 
 
-def _good_for(source: str) -> Iterator[str]:
-    """Yield what a family.toml says that a release is good for."""
-    for release in tomllib.loads(source)["releases"]:
+def _table(source: str) -> Iterator[str]:
+    """Yield what a family.toml says that a release is good for, and each sentence and advice of the findings."""
+    values = tomllib.loads(source)
+    for release in values.get("releases", ()):
         yield release.get("good_for", "")
+    yield from _findings(values)
+
+
+def _findings(values: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _findings(value)
+        elif key in ("what", "advice"):
+            said = _FORMATTED.sub("{}", value).replace("{{", "{").replace("}}", "}")
+            yield plain(said)
 
 
 def _script(source: str) -> Iterator[str]:
@@ -131,7 +146,7 @@ def _without_fields(template: str) -> str:
     return text
 
 
-_READERS = {".py": _python, ".js": _script, ".html": _template, ".toml": _good_for}
+_READERS = {".py": _python, ".js": _script, ".html": _template, ".toml": _table}
 
 
 def lacking(code: str) -> Iterator[tuple[Path, str]]:

@@ -366,24 +366,21 @@ class MemoryChooser:
             f"but there are only {self.evaluator.limit}"
         )
         # One number in both halves: what smaller settings would need, which do not fit either, does not help.
-        machine, needed_bytes = "a GPU", need.peak_bytes
-        beside = ""
+        fix = f"use a GPU with {gib(need.peak_bytes)} free, or a smaller base model"
         if ideal_load.device == "cpu":
-            machine, beside = "a machine", " beside that margin"
+            needed = gib(need.peak_bytes)
+            fix = f"use a machine with {needed} free beside that margin, or a smaller base model"
         if need.fits and host is not None:
             shortage = (
                 f"this run needs at least {gib(host.peak_bytes)} of the machine's memory beside the GPU's, "
                 f"but only {gib(host.limit_bytes)} are free"
             )
-            machine, needed_bytes = "a machine", host.peak_bytes
+            fix = f"use a machine with {gib(host.peak_bytes)} free, or a smaller base model"
         for setting, load in self._smaller(ideal_load):
             # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
             if any(self._fitting(load, [(load.base_precision, self._checkpointing[-1])])):
                 return MachineError(shortage, fix=f"use --set {setting}, which fits")
-        return MachineError(
-            shortage,
-            fix=f"use {machine} with {gib(needed_bytes)} free{beside}, or a smaller base model",
-        )
+        return MachineError(shortage, fix=fix)
 
     def _smaller(self, ideal_load: Load) -> Iterator[tuple[str, Load]]:
         """Yield a setting and the load with it that takes less memory, the smallest change of the result first."""

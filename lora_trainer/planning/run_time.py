@@ -195,13 +195,13 @@ def middle(ends: Range) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """Bytes that may be used, and the reason, worded to follow a size in a sentence."""
+    """Bytes that may be used, and in words how many they are and why."""
 
     bytes: int
-    reason: str
+    said: str
 
     def __str__(self) -> str:
-        return f"{gib(self.bytes)} {self.reason}"
+        return self.said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,14 +237,17 @@ class Evaluator:
         """
         limit_gib, full_card = self.config.hardware.vram_limit_gib, self.inputs.full_card
         if self.gpu is None:
-            return Limit(bytes=self.inputs.ram_bytes, reason="of memory free, less a margin")
-        size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
+            free_bytes = self.inputs.ram_bytes
+            return Limit(bytes=free_bytes, said=f"{gib(free_bytes)} of memory free, less a margin")
+        size = self.gpu.free_bytes
+        said = f"{gib(size)} free on {self.gpu.name}"
         if limit_gib is not None and limit_gib * GIB < size:
-            size, reason = int(limit_gib * GIB), "allowed by hardware.vram_limit_gib"
+            size = int(limit_gib * GIB)
+            said = f"{gib(size)} allowed by hardware.vram_limit_gib"
         if full_card is None:
-            return Limit(bytes=size, reason=reason)
+            return Limit(bytes=size, said=said)
         usable_bytes = int(size * full_card.share)
-        return Limit(bytes=usable_bytes, reason=f"({gib(size)} {reason}; {full_card})")
+        return Limit(bytes=usable_bytes, said=f"{gib(usable_bytes)} ({said}; {full_card})")
 
     def predict(self, load: Load) -> Prediction:
         return predict(load, self.costs, limit_bytes=self.limit.bytes)

@@ -242,6 +242,19 @@ def written_in(node: ast.expr) -> Iterator[str]:
         yield node.value
 
 
+def test_what_is_found_about_a_dataset_is_said_in_each_language() -> None:
+    found = set(gui_texts.literals(gui_texts.FINDINGS)) - {"", "{}"}
+    assert "looks the same as {}" in found
+    for code in language.languages():
+        if code != language.ENGLISH:
+            entries = {gui_texts.normal(english) for english in gui_texts.known(code)}
+            assert found - entries == set()
+    said = translation.words("de").message
+    assert said("21 of 22 images have no caption but the trigger, if one is set: a.jpg") == (
+        "21 von 22 Bildern haben keine Caption außer dem Triggerwort, falls eines gesetzt ist: a.jpg"
+    )
+
+
 def test_what_a_page_refuses_is_said_in_each_language_and_so_is_what_to_do() -> None:
     known = {gui_texts.normal(english) for english in gui_texts.known("de")}
     lacking = []
