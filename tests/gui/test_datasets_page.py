@@ -757,16 +757,6 @@ def test_captions_from_names_need_no_model_keep_what_is_there_and_are_undone(
     assert not (root / "red cat.txt").exists()
 
 
-def test_names_that_are_alike_but_for_a_number_become_no_captions(
-    api: DatasetApi, root: Path
-) -> None:
-    for number in range(3):
-        Image.new("RGB", (64, 64)).save(root / f"moppel_{number}.png")
-    with pytest.raises(RequestError, match="say nothing in words"):
-        ask(api, "caption_names", root)
-    assert not [*root.glob("*.txt")]
-
-
 def test_without_a_model_the_images_say_it_themselves_and_that_is_undone_unless_more_was_changed(
     api: DatasetApi, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
