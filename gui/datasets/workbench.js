@@ -135,6 +135,7 @@ class Workbench {
 
   beginMask(answer) {
     const { card } = this;
+    this.stage.dataset.hint = say("Paint over what counts");
     const pane = maskPane(card.picture.file, answer, async () => {
       this.refused.textContent = say("Looking for the subject \u2026");
       const found = await card.ask("subject", { file: card.picture.file });
