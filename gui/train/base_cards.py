@@ -112,10 +112,10 @@ def verdict(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[st
     return verdict_of(answer, said)
 
 
-def that_fits(plans: command_lines.Plans, draft: Draft) -> str:
+def that_fits(plans: command_lines.Plans, draft: Draft, said: Words) -> str:
     """Return the base for other programs that this draft fits on, the one that is offered first; empty without one.
 
-    Pairs need one that edits.
+    Pairs need one that edits. None is offered whose training takes more than a night here.
     """
     of_pairs = draft.kind == PAIRS
     releases = [row for row in plans.releases() if row["edits"] or not of_pairs]
@@ -123,7 +123,7 @@ def that_fits(plans: command_lines.Plans, draft: Draft) -> str:
         source = str(row["source"])
         with suppress(LoraTrainError):
             found = plans.of(replace(draft, base=source)).plan
-            if found is not None and found.memory.fits is not False:
+            if found is not None and plan.pace(found, said).light == "good":
                 return source
     return ""
 

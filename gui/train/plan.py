@@ -32,8 +32,12 @@ Light = Literal["good", "slow", "bad", ""]
 CACHE = "cache"
 # A training that may take longer than a night is called slow.
 SLOW_S = 8 * 3600.0
+# Nobody waits for one of days.
+TOO_SLOW_S = 48 * 3600.0
 # How much longer the bar is than the larger of peak and limit.
 _ROOM = 1.04
+# Parts of the memory in plainer words than those of the planner.
+_PLAIN = {"runtime": "the program itself", "allocator slack": "gaps between what is kept"}
 # What the size that a base is trained in makes of the images, said where the base is chosen.
 _OF_BASE = {
     "low-resolution": (
@@ -101,6 +105,7 @@ def plan(found: PlanRecord, said: Words) -> Html:
         fit=fit(found, said),
         remarks=[*of_images(found, said), *_remarks(found, said)],
         base=found.base,
+        base_name=title(found.base),
         family=found.family,
         preset=found.preset,
         priority=found.priority,
@@ -108,7 +113,7 @@ def plan(found: PlanRecord, said: Words) -> Html:
         **_chosen(found),
         pieces=list(_pieces(memory, said)),
         limit=_limit(memory),
-        items=[(item.name, item.bytes, item.note) for item in memory.items],
+        items=[(_PLAIN.get(item.name, item.name), item.bytes, item.note) for item in memory.items],
         disk=_disk(found, said),
         timesteps=timestep_bars(found.timesteps),
         timesteps_sentence=said.message(shares_sentence(found.timesteps)),
@@ -204,6 +209,8 @@ def pace(found: PlanRecord, said: Words) -> Pace:
     if pair is None:
         return Pace(light="good", word=said("Fits"), time="")
     time = plan_view.span(pair, said)
+    if max(pair) > TOO_SLOW_S:
+        return Pace(light="slow", word=said("Too slow here: use a GPU"), time=time)
     if is_slow(pair):
         return Pace(light="slow", word=said("Fits, but slow"), time=time)
     return Pace(light="good", word=said("Fits"), time=time)

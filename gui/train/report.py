@@ -27,11 +27,12 @@ _IN_SIGHT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of remark: what it says of some images, and of one; why it matters; the button."""
+    """A kind of remark: what it says of some images, and of one; why it matters (in other words of one); the button."""
 
     some: str
     one: str
     why: str
+    why_of_one: str = ""
     button: str = "Show"
 
 
@@ -57,6 +58,7 @@ KINDS = {
         some="{#} files cannot be read as images",
         one="1 file cannot be read as an image",
         why="They are left out of the training.",
+        why_of_one="It is left out of the training.",
     ),
     "duplicate": Kind(
         some="{#} images are there twice",
@@ -160,7 +162,7 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
         more=max(0, len(names) - _NAMED),
         found=sentence(what, said) if of_reading else "",
         advice=sentence(str(first.get("advice", "")), said) if of_reading else "",
-        why=said(named.why),
+        why=said(named.why_of_one if count == 1 and named.why_of_one else named.why),
         label=said(named.button),
         address=address,
         is_written=kind == "no-caption",

@@ -295,7 +295,7 @@ def _leads_to(
     plans: command_lines.Plans, draft: Draft, found: PlanRecord, said: Words
 ) -> Mapping[str, str]:
     """Return the base that a try-out leads to and how long it takes; nothing for a plan for other programs."""
-    base = that_fits(plans, draft) if found.base in MINIATURES else ""
+    base = that_fits(plans, draft, said) if found.base in MINIATURES else ""
     if not base:
         return {}
     answer = plans.of(replace(draft, base=base))  # known since it was found to fit

@@ -91,6 +91,8 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
     ]
     one = verdict(images={"all": 2, "blurred": 1})
     assert one["images"] == ["1 of 2 images looks blurred at this size"]
+    slow = verdict(time={**plan["time"], "run_s": [3e5, 9e5]})
+    assert (slow["fits"], slow["said"]) == ("slow", "Too slow here: use a GPU")
     assert verdict(memory={**plan["memory"], "fits": False})["fits"] == "bad"
     assert verdict(base="embedded")["said"] == "A try-out, not for ComfyUI or Forge"
 
@@ -104,20 +106,25 @@ def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does
         {"source": source, "offered": place, "edits": source == "of/d"}
         for place, source in enumerate(("of/a", "of/b", "of/c", "of/d"))
     ]
-    too_large = {"of/a"}
+    too_large, too_slow = {"of/a"}, set[str]()
 
     def ask(words: command_lines.Words) -> command_lines.Answer:
         if words == command_lines.BASES:
             return command_lines.Answer(values={"releases": releases})
         (base,) = (word.removeprefix("--base=") for word in words if word.startswith("--base="))
-        return command_lines.Answer(values={"memory": {"fits": base not in too_large}})
+        hours = 100.0 if base in too_slow else 1.0
+        memory = {"memory": {"fits": base not in too_large}}
+        return command_lines.Answer(values={**memory, "time": {"run_s": [60, hours * 3600]}})
 
-    assert base_cards.that_fits(command_lines.Plans(work, ask=ask), draft) == "of/b"
+    assert base_cards.that_fits(command_lines.Plans(work, ask=ask), draft, SAID) == "of/b"
+    too_slow.add("of/b")
+    plans = command_lines.Plans(work, ask=ask)
+    assert base_cards.that_fits(plans, draft, SAID) == "of/c", "nobody is urged to wait for days"
     too_large |= {"of/b", "of/c"}
     plans = command_lines.Plans(work, ask=ask)
-    assert base_cards.that_fits(plans, draft) == "", "of/d is seldom used"
+    assert base_cards.that_fits(plans, draft, SAID) == "", "of/d is seldom used"
     of_pairs = replace(draft, kind=drafts.PAIRS)
-    assert base_cards.that_fits(plans, of_pairs) == "of/d", "but it is the one that edits"
+    assert base_cards.that_fits(plans, of_pairs, SAID) == "of/d", "but it is the one that edits"
 
 
 def test_found_models_are_those_that_may_be_named_and_a_folder_is_remembered(
