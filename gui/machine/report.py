@@ -95,6 +95,7 @@ class Place:
     path: Path
     free_bytes: int
     fault: str
+    total_bytes: int = 0
 
 
 def shown(work: Workplace, found: Hardware, cache: CacheState, links: Hub) -> Mapping[str, Any]:
@@ -141,10 +142,10 @@ def _places(work: Workplace, cache: CacheState, links: Hub) -> Sequence[Place]:
 def _place(purpose: str, path: Path) -> Place:
     try:
         existing = next(folder for folder in (path, *path.parents) if folder.exists())
-        free_bytes, fault = shutil.disk_usage(existing).free, ""
+        disk = shutil.disk_usage(existing)
     except (OSError, StopIteration) as error:
-        free_bytes, fault = 0, str(error)
-    return Place(purpose=purpose, path=path, free_bytes=free_bytes, fault=fault)
+        return Place(purpose=purpose, path=path, free_bytes=0, fault=str(error))
+    return Place(purpose=purpose, path=path, free_bytes=disk.free, fault="", total_bytes=disk.total)
 
 
 def _versions() -> Iterator[str]:

@@ -105,7 +105,8 @@ function bell() {
 
 /** Say that a training has ended: in the page, and from the system where somebody wished it. */
 function tell(run, ended) {
-  toast([nameOf(run), ": ", say(ended), ". ", make("a", { href: run.url, textContent: say("Open it") })]);
+  const isHere = location.pathname + location.search === run.url; // its page says so itself
+  if (!isHere) toast([nameOf(run), ": ", say(ended), ". ", make("a", { href: run.url, textContent: say("Open it") })]);
   if ("Notification" in window && Notification.permission === "granted" && document.hidden) {
     new Notification(`${run.name}: ${say(ended)}`, { icon: "/ui/mark.svg" });
   }
