@@ -385,11 +385,11 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     page.get_by_text("Train waits for a plan").wait_for(state="detached")
     bar = page.locator(".go-on")
     bar.get_by_text("Only a try-out, in 64 px: its file is not for ComfyUI.").wait_for()
-    # Which base it is depends on free memory: SDXL, or Stable Diffusion 1.5 beside programs that take much of it.
+    # No base is done in a night on a usual processor, so none is urged; a person may choose one all the same.
     leads_on = bar.get_by_role("button", name=re.compile("^Take "))
-    base = leads_on.inner_text().strip().removeprefix("Take ")
-    leads_on.click()
-    page.locator(".base-card[aria-pressed=true]", has_text=base).wait_for()
+    leads_on.or_(bar.get_by_text("No base for ComfyUI is done here in a night")).wait_for()
+    slow = page.locator(".base-card").filter(has_text=re.compile("slow"))
+    (leads_on if leads_on.count() else slow.first).click()
     bar.get_by_text("Only a try-out").wait_for(state="detached")
 
 
