@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -390,6 +390,9 @@ def test_captions_change_places_though_the_images_of_one_folder_are_mirrored() -
     swapped = _with_other_captions(records, sources)
     assert [one.texts for one in swapped] == [(keys[1],), (keys[0],)]
     assert [one.views[0].seeing for one in swapped] == [seeing[1], seeing[0]]
+    # A text that was read with other numbers of references has no place for these.
+    fewer = [replace(sources[0], references_px=((8, 8),)), sources[1]]
+    assert [one.texts for one in _with_other_captions(records, fewer)] == [(keys[0],), (keys[1],)]
 
 
 def test_a_unet_that_edits_is_trained_killed_and_resumed(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ class CompiledBlocks:
     the latent `shapes` (height, width, images) has code of its own, and other passes run uncompiled. With it one code
     serves all sizes and lengths of texts.
 
+    `layouts`: how many kinds of passes there may be that need code of their own at equal sizes.
+
     `kept`: blocks that the checkpointing level `light` or `selective` recomputes keep their results where the
     compiler makes them: the compiled code saves what `is_worth_saving` names and recomputes the rest.
     Passes without gradients, such as the base's own prediction, run uncompiled, so that they need no code.
@@ -71,6 +73,7 @@ class CompiledBlocks:
         *,
         shapes: Collection[tuple[int, int, int]],
         any_size: bool = False,
+        layouts: int = 1,
         kept: Checkpointing = "full",
         mode: CompileMode = "default",
         backend: str | Callable[[Any, Any], Any] = "inductor",
@@ -92,7 +95,7 @@ class CompiledBlocks:
         import torch._dynamo.config as dynamo
 
         self.most_graphs = len(kinds) * (
-            GRAPHS_OF_ANY_SIZE if any_size else GRAPHS_PER_SHAPE * max(1, len(shapes))
+            GRAPHS_OF_ANY_SIZE * layouts if any_size else GRAPHS_PER_SHAPE * max(1, len(shapes))
         )
         """At most so many graphs are compiled in a run."""
         dynamo.recompile_limit = max(dynamo.recompile_limit, self.most_graphs)

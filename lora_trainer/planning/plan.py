@@ -474,7 +474,10 @@ class _Planner:
         # One image and several are two graphs, padded texts another.
         several = any(count > 1 for _, _, count in shapes)
         one = any(count == 1 for _, _, count in shapes)
-        return kinds * (one + several * (1 + self.inputs.costs.family.text.masked))
+        sizes = kinds * (one + several * (1 + self.inputs.costs.family.text.masked))
+        # Without references and with one more each, where each number of them has code of its own.
+        counts = 1 + max(map(len, self.inputs.references.values()), default=0)
+        return sizes * min(counts, self.inputs.facts.layouts)
 
     def _no_gain_of_compiling(self) -> str:
         """Return why compiled blocks are not known to be faster here, else ""; who asks for them gets them."""

@@ -337,6 +337,7 @@ def _training(
             parts.networks.denoiser,
             shapes=frozenset(shapes),
             any_size=any_size,
+            layouts=job.prepared.facts.layouts,
             kept=config.memory.gradient_checkpointing,
             mode=config.hardware.compile_mode,
         )

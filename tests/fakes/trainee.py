@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base.facts import BaseFacts, Conditioning
+from lora_trainer.families.base.facts import IMAGE_PLACES, BaseFacts, Conditioning
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.layout import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
@@ -94,6 +94,19 @@ def trainee(
         timesteps=torch.tensor([300.0, 800.0]) if flow else torch.tensor([300, 800]),
         conditioning=told_of(name, PROMPTS),
     )
+
+
+def with_references_in_text(at: Trainee) -> Trainee:
+    """Return one whose samples have two references each, of unlike sizes, behind 3 and 9 tokens of their texts."""
+    generator = torch.Generator().manual_seed(2)
+    references = {
+        f"reference_{number}": torch.randn(
+            len(PROMPTS), at.facts.latent_channels, *size, generator=generator
+        )
+        for number, size in enumerate(((4, 2), (2, 6)))
+    }
+    places = torch.tensor([[3, 9]] * len(PROMPTS))
+    return replace(at, conditioning={**at.conditioning, **references, IMAGE_PLACES: places})
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:

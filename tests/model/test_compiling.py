@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from lora_trainer.common.errors import StoppedBySignal
-from lora_trainer.families.base.facts import Conditioning
+from lora_trainer.families.base.facts import IMAGE_PLACES, Conditioning
+from lora_trainer.families.base.references import with_references
 from lora_trainer.network.block_swap import stream_blocks
 from lora_trainer.network.compiling import USUAL_SIZES, CompiledBlocks, _by_usual_sizes
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
@@ -111,6 +113,45 @@ def test_one_code_serves_all_sizes_and_texts_and_keeps_what_the_level_keeps() ->
     forward, backward = graphs[0], graphs[1]
     assert forward[1] == 1 and backward[1] == 1, "attention runs once and is differentiated once"
     assert backward[0] < 3 * forward[0], "its kept products are not done again"
+
+
+def test_one_code_serves_all_texts_with_as_many_references_within_them() -> None:
+    """Of two kinds of blocks, the first of which has an input without a gradient."""
+    torch.compiler.reset()
+    at, graphs = trainee("qwen21"), list[Any]()
+
+    def compiler(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    blocks = CompiledBlocks(
+        at.denoiser, shapes=(), any_size=True, layouts=at.facts.layouts, backend=compiler
+    )
+    generator = torch.Generator().manual_seed(3)
+
+    def latents(height: int, width: int) -> Tensor:
+        return torch.randn(at.facts.latent_channels, height, width, generator=generator)
+
+    for count in (0, 2):
+        for (height, width), caption in zip(LATENTS, CAPTIONS, strict=False):
+            references = [latents(width, height + 2 * place) for place in range(count)]
+            told = {
+                **conditioning_of(at.family, at.facts, (caption,)),
+                **({IMAGE_PLACES: torch.tensor([[5, 9][:count]])} if count else {}),
+                **with_references(references),
+            }
+            noisy, found = latents(height, width)[None], []
+            for context in (nullcontext(), blocks.used()):
+                with context:
+                    predicted = at.family.predict(at.denoiser, noisy, torch.full((1,), 400.0), told)
+                    predicted.square().mean().backward()
+                found.append([weight.grad for weight in at.parameters])
+                for weight in at.parameters:
+                    weight.grad = None
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+        assert len(graphs) == 2 + count
+    assert len(graphs) <= blocks.most_graphs
 
 
 def test_a_stop_at_any_moment_ends_compiling_before_the_next_graph() -> None:

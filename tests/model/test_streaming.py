@@ -23,7 +23,13 @@ from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing, storage_key
 from tests.fakes.adapters import adapter_for
 from tests.fakes.family_bases import CPU
-from tests.fakes.trainee import Trainee, block_sizes, same, trainee
+from tests.fakes.trainee import (
+    Trainee,
+    block_sizes,
+    same,
+    trainee,
+    with_references_in_text,
+)
 
 FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 
@@ -104,6 +110,16 @@ def test_steps_and_predictions_are_the_same_bits(name: str) -> None:
         assert torch.equal(at.predict(), predicted)
     assert same(at.gradients(micro_batch=1), split)
     assert len(blocks.loads) > 2 * len(blocks.names), "two buffers were enough for all blocks"
+
+
+def test_steps_with_references_within_the_text_are_the_same_bits() -> None:
+    """Recomputed and streamed, of unlike texts together and of each alone."""
+    at = with_references_in_text(trainee("qwen21"))
+    whole = at.gradients()
+    split = at.gradients(micro_batch=1)
+    streamed(at)
+    assert same(at.gradients(), whole)
+    assert same(at.gradients(micro_batch=1), split)
 
 
 def test_an_assistant_stays_where_it_is_needed_while_blocks_are_streamed() -> None:

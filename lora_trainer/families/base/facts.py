@@ -348,6 +348,12 @@ class BaseFacts:
         """Whether text encoders see reference images beside the prompt."""
         return self.references is not None and self.references.seen_tokens is not None
 
+    @property
+    def layouts(self) -> int:
+        """How many kinds of passes differ in more than sizes: each number of references within the text is one."""
+        reads = self.references
+        return 1 if reads is None or not reads.in_text else 1 + reads.most
+
     def for_references(self) -> BaseFacts:
         """Return the facts of the base as it is loaded for reference images: most have no layers for them alone."""
         more = self.release.reference_parameters

@@ -237,6 +237,14 @@ class QwenImage21(FlowFamily):
         fits = all(own.get(key) == released[key] for key in SIZES)
         return told if fits else replace(told, assistant=None)
 
+    # ---- networks
+
+    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
+        network = super().empty_denoiser(architecture)
+        attends: Any = network
+        attends.set_attn_processor(_attention())
+        return network
+
     # ---- training
 
     def references_of(self, release: BaseRelease) -> References | None:
@@ -250,6 +258,32 @@ class QwenImage21(FlowFamily):
 
 
 FAMILY = QwenImage21()
+
+
+def _attention() -> Any:
+    """Return diffusers' attention, which also takes the pieces before the noisy image as tensors of their lengths.
+
+    Text and reference in turn. Where they are numbers, as the network's own `forward` gives them, compiled blocks would
+    have code for one length of texts only.
+    """
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21AttnProcessor
+
+    class PieceAttention(QwenImage21AttnProcessor):  # type: ignore[misc]  # its methods have no annotations
+        def __call__(
+            self, attn: Any, hidden_states: Tensor, *args: Any, segments: Any = None, **options: Any
+        ) -> Tensor:
+            if segments and not isinstance(segments[0], tuple):
+                pieces, segments, begin, is_text = segments, [], 0, True
+                for piece in pieces:
+                    end = begin + piece.shape[0]
+                    segments.append((begin, end, is_text))
+                    begin, is_text = end, not is_text
+            attended: Tensor = super().__call__(
+                attn, hidden_states, *args, segments=segments, **options
+            )
+            return attended
+
+    return PieceAttention()
 
 
 def _velocity(
@@ -269,8 +303,8 @@ def _velocity(
     import torch
 
     images = (*references, noisy)
-    stream, segments = _stream(network, places, text, images)
-    first = segments[-1][1]
+    stream, ends = _stream(network, places, text, images)
+    first = ends[-1]
     # The row behind the samples' own is that of t = 0, which all but the noisy image is modulated with.
     times = torch.cat([timesteps / 1000, timesteps.new_zeros(1)]).to(stream.dtype)
     embedded = network.time_text_embed(times, stream)
@@ -281,7 +315,7 @@ def _velocity(
         None,  # the mask of another attention kernel
         is_noisy,
         *(None, None, None),  # what a sampler caches
-        segments,
+        [is_noisy[begin:end] for begin, end in pairwise(ends)],
     )
     for block in network.transformer_blocks:
         if network.gradient_checkpointing and torch.is_grad_enabled():
@@ -295,10 +329,10 @@ def _velocity(
 
 def _stream(
     network: Any, places: Sequence[int], text: Tensor, images: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[tuple[int, int, bool]]]:
-    """Return the embedded tokens of a text with its images, and its pieces before the last image.
+) -> tuple[Tensor, Sequence[int]]:
+    """Return the embedded tokens of a text with its images, and the ends of its pieces before the last image, 0 first.
 
-    Of a piece: where it begins, where it ends, whether it is text. What the stream is joined of is freed here.
+    What the stream is joined of is freed here.
     """
     import torch
 
@@ -307,12 +341,7 @@ def _stream(
     for (first, last), image in zip(pairwise((0, *places, text.shape[1])), images, strict=True):
         pieces += [words[:, first:last], network.img_in(image.flatten(2).transpose(1, 2))]
     ends = [0, *accumulate(piece.shape[1] for piece in pieces[:-1])]
-    segments = [
-        (first, last, number % 2 == 0)
-        for number, (first, last) in enumerate(pairwise(ends))
-        if last > first
-    ]
-    return torch.cat(pieces, dim=1), segments
+    return torch.cat(pieces, dim=1), ends
 
 
 def _positions(rope: Any, places: Sequence[int], tokens: int, images: Sequence[Tensor]) -> Tensor:
