@@ -33,6 +33,10 @@ _NEAR_HEAT = 4
 _FULL = 0.97
 
 
+# The figure that the bar of the memory belongs to.
+MEMORY = "Memory"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cockpit:
     """The figures, each as a name and a text; the memory as a share of what was predicted; what is about to happen."""
@@ -80,7 +84,7 @@ def _figures(
     if found is not None and found.now_bytes > 0:
         now = bytes_text(found.now_bytes)
         predicted = found.predicted_bytes
-        yield "Memory", f"{now} of {bytes_text(predicted)}" if predicted > 0 else now
+        yield MEMORY, f"{now} of {bytes_text(predicted)}" if predicted > 0 else now
     heat = [card.celsius for card in cards if card.celsius is not None]
     if heat:
         yield "Heat", f"{max(heat)} \u00b0C"

@@ -16,7 +16,7 @@ from lora_trainer.hardware.nvml import card_states
 from lora_trainer.queue import commands
 
 from . import runs
-from .cockpit import Cockpit, cockpit_now
+from .cockpit import MEMORY, Cockpit, cockpit_now
 from .run_state import left_text, look, sentence
 from .runs import Followed
 from .server.translation import Words
@@ -69,9 +69,11 @@ def _training(work: Workplace, run: runs.RunEntry, followed: Followed) -> LiveTr
 
 
 def _drawn(machine: Cockpit, _: Words) -> dict[str, Any]:
+    names = [name for name, _text in machine.figures]
     return {
         "figures": [[_(name), _.message(value)] for name, value in machine.figures],
         "memory": machine.memory_share,
+        "memory_at": names.index(MEMORY) if MEMORY in names else -1,
         "warning": _(machine.warning) if machine.warning else "",
     }
 

@@ -79,7 +79,8 @@ function drawCockpit(run) {
   const figures = now.figures.map(([name, value]) => make("span", {}, `${name} `, make("b", { textContent: value })));
   const bar = now.memory === null ? [] : [make("i", { className: now.memory > 1 ? "more" : "" })];
   if (bar.length) bar[0].style.setProperty("--share", `${Math.min(100, 100 * now.memory)}%`);
-  place.querySelector("p").replaceChildren(...figures, ...bar);
+  figures[now.memory_at]?.append(...bar); // beside the figure that it draws
+  place.querySelector("p").replaceChildren(...figures);
   const warning = place.querySelector("strong"); // is read out when it changes, and not at each figure
   if (warning.textContent !== now.warning) warning.textContent = now.warning;
 }
