@@ -13,8 +13,9 @@ export async function mount(main, leaving) {
   const rows = make("div", { className: "pairs" });
   const asked = new URL(location.href).searchParams;
   const draw = () => { show(rows, said, sides); differ(differences, sides); };
-  const first = asked.get("a");
-  const second = asked.get("b") ?? runs.find((name) => name !== (first ?? runs[0]));
+  const [alike, other] = JSON.parse(place.dataset.alike);
+  const first = asked.get("a") ?? alike ?? runs[0];
+  const second = asked.get("b") ?? (first === alike ? other : runs.find((name) => name !== first));
   const sides = [
     new Side(say("First"), "a", runs, first, draw, leaving),
     new Side(say("Second"), "b", runs, second, draw, leaving),

@@ -68,7 +68,7 @@ class Words:
     def message(self, english: str) -> str:
         """Return a text that was put together elsewhere, such as what a training says of itself.
 
-        Of several entries that fit, the one with the most letters counts.
+        Of several entries that fit, the one with the most letters counts that leaves less in English than it says.
         """
         if not self.texts:
             return english
@@ -77,19 +77,23 @@ class Words:
             return self.texts[text]
         what, is_refusal, fix = text.partition(". Fix: ")
         if is_refusal:
-            return (
-                f"{self.message(what)}. {self('Fix: {text}', self.message(fix.removesuffix('.')))}."
-            )
+            halves = (what, fix.removesuffix("."))
+            said, way = map(self.message, halves)
+            # One half in another language than the other is worse than both in English.
+            if said == what or way == halves[1]:
+                return english
+            return f"{said}. {self('Fix: {text}', way)}."
         fitting = (
             (pattern, found)
             for start in (text[:2], text[:1], "")
             for pattern in self._patterns.get(start, ())
             if (found := pattern.form.fullmatch(text))
         )
-        best = max(fitting, key=lambda pair: len(pair[0].english), default=None)
-        if best is None:
-            return self.figure(english) if re.fullmatch(_FIGURE, text) else english
-        return self._filled(best[0], best[1].groups())
+        for pattern, found in sorted(fitting, key=lambda pair: -len(pair[0].english)):
+            said = self._filled(pattern, found.groups())
+            if said is not None:
+                return said
+        return self.figure(english) if re.fullmatch(_FIGURE, text) else english
 
     def markup(self, html: str) -> Html:
         """Return markup of ours, in which no text has a bare angle bracket, with its texts as `message` says them.
@@ -124,12 +128,16 @@ class Words:
         said = self.message(unescape(english))
         return escaped.replace(english, escaped_text(said), 1)
 
-    def _filled(self, pattern: _Pattern, values: tuple[str, ...]) -> str:
-        said = [
-            value if placeholder == "{}" else self.message(value)
-            for placeholder, value in zip(pattern.placeholders, values, strict=True)
-        ]
-        return self(pattern.english, *said)
+    def _filled(self, pattern: _Pattern, values: tuple[str, ...]) -> str | None:
+        """Return an entry with its values, None where most of it would stay English: that is no translation."""
+        said, left = list[str](), 0
+        for placeholder, value in zip(pattern.placeholders, values, strict=True):
+            told = value if placeholder == "{}" else self.message(value)
+            said.append(told)
+            if placeholder == "{text}" and told == value:
+                left += sum(map(str.isalpha, value))
+        own = sum(map(str.isalpha, _PLACEHOLDER.sub("", pattern.english)))
+        return None if left > own else self(pattern.english, *said)
 
     @cached_property
     def _patterns(self) -> Mapping[str, Sequence[_Pattern]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from lora_trainer.gui import command_lines
+from lora_trainer.gui.compare.routes import alike
 from lora_trainer.gui.home import routes, view
 from lora_trainer.gui.runs import Followed
 from lora_trainer.gui.server.templates import render
@@ -79,3 +81,15 @@ def test_the_buttons_ask_the_run_that_they_name_and_a_refusal_is_said(
     assert len(commands.items(work.runs)) == 1 and view.goes(work)
     said = routes.pressed(work, routes.Press(action="stop", run="../moth"), german)
     assert "error" in said
+
+
+def test_compare_opens_with_two_runs_of_the_same_images(work: Workplace) -> None:
+    for name, images in (("a", "x"), ("b", "y"), ("c", "x")):
+        fake_run(work.runs / name).write()
+        file = work.runs / name / "run.json"
+        record = json.loads(file.read_text())
+        record["dataset"]["fingerprint"] = images
+        file.write_text(json.dumps(record))
+    assert alike(work, ["a", "b", "c"]) == ("a", "c") and alike(work, ["a", "b"]) == ()
+    (work.runs / "a" / "run.json").write_text("{")
+    assert alike(work, ["a", "b", "c"]) == ()

@@ -255,6 +255,25 @@ def test_what_is_found_about_a_dataset_is_said_in_each_language() -> None:
     )
 
 
+def test_what_would_be_half_translated_stays_whole() -> None:
+    texts = {
+        "{text} of {text}": "{text} von {text}",
+        "a file of it": "eine Datei davon",
+        "{text}, the best": "{text}, der beste",
+        "it is torn": "sie ist zerrissen",
+        "Fix: {text}": "Abhilfe: {text}",
+    }
+    said = translation.Words("de", texts).message
+    for english in (
+        "21 of 21 images have nothing of it",
+        "it is torn. Fix: use another machine.",
+        "this run needs more. Fix: a file of it.",
+    ):
+        assert said(english) == english
+    assert said("it is torn. Fix: a file of it.") == "sie ist zerrissen. Abhilfe: eine Datei davon."
+    assert said("it is torn, the best") == "sie ist zerrissen, der beste"
+
+
 def test_what_a_page_refuses_is_said_in_each_language_and_so_is_what_to_do() -> None:
     known = {gui_texts.normal(english) for english in gui_texts.known("de")}
     lacking = []
