@@ -90,9 +90,9 @@ class Words:
             if (found := pattern.form.fullmatch(text))
         )
         for pattern, found in sorted(fitting, key=lambda pair: -len(pair[0].english)):
-            said = self._filled(pattern, found.groups())
-            if said is not None:
-                return said
+            filled = self._filled(pattern, found.groups())
+            if filled is not None:
+                return filled
         return self.figure(english) if re.fullmatch(_FIGURE, text) else english
 
     def markup(self, html: str) -> Html:
