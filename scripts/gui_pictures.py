@@ -88,7 +88,7 @@ BUSY = (
     Picture(
         name="train-plan",
         path="/train?draft=new&example=1",
-        ready=".base-card:nth-child(5) .fits:not(:empty)",
+        ready=".bases:not(:has(.base-card:not(.folded, [data-source='']) .fits:empty)) .base-card",
     ),
     Picture(
         name="train-bases",
