@@ -88,7 +88,7 @@ BUSY = (
     Picture(
         name="train-plan",
         path="/train?draft=new&example=1",
-        ready=".bases:not(:has(.base-card:not(.folded, [data-source='']) .fits:empty)) .base-card",
+        ready="body:has(#train:enabled) .base-card .fits:is(.good, .slow, .bad)",
     ),
     Picture(
         name="train-bases",
