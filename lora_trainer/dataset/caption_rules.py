@@ -115,14 +115,14 @@ def has_trigger(caption: str, trigger: str) -> bool:
 
 
 def words_beside(caption: str, trigger: str) -> tuple[str, ...]:
-    """Return the words of a caption beside the trigger word, without numbers: `moppel_03` is `moppel`."""
+    """Return the words of a caption beside the trigger word, without a number at its end: `moppel_03` is `moppel`."""
     rest = whole_word(trigger).sub(" ", caption.replace(TRIGGER_PLACEHOLDER, " "))
     own = set(words_in(_without_numbers(trigger)))
     return tuple(word for word in words_in(_without_numbers(rest)) if word not in own)
 
 
 def _without_numbers(text: str) -> str:
-    return "".join(" " if each == "_" or each.isdigit() else each for each in text)
+    return text.replace("_", " ").rstrip("0123456789 ()#.-")
 
 
 def with_trigger(caption: str, trigger: str | None) -> str:
