@@ -184,6 +184,7 @@ def type_length_and_samples(page: Any) -> None:
 
 def press(page: Any, tag: str, name: str) -> None:
     """Walk to a link (A) or a button by the Tab key and press Enter; it is seen where the keyboard is."""
+    page.locator("main:not([inert])").wait_for()  # a page takes no keys before its script is there
     passed = []
     for _ in range(TABS_AT_MOST):
         page.keyboard.press("Tab")
