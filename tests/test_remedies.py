@@ -99,14 +99,25 @@ def test_how_long_the_parts_of_a_finished_run_took_correct_the_next_plan(
     idle_s, step_s = planned.plan.idle_parts_s, planned.plan.idle_step_s
 
     def trained(
-        steps: int, end: str, *, own: float = 1.0, taken: float = 0.0, **started: Any
+        steps: int,
+        end: str,
+        *,
+        own: float = 1.0,
+        taken: float = 0.0,
+        waited: float | None = None,
+        **started: Any,
     ) -> Plan:
         """Let a run on `own` processors take 7 times as long as planned, its start 3 times, beside `taken` others."""
         clock = iter([0.0, 1000.0])
 
         def used(processors: Any) -> CpuTimes:
             now_s = next(clock)
-            return CpuTimes(at_s=now_s, all_s=now_s * (own + taken), own_s=now_s * own)
+            return CpuTimes(
+                at_s=now_s,
+                all_s=now_s * (own + taken),
+                own_s=now_s * own,
+                waited_s=None if waited is None else now_s * waited,
+            )
 
         monkeypatch.setattr("lora_trainer.run.time_taken.cpu_times", used)
         began_s = time.time()
@@ -137,6 +148,10 @@ def test_how_long_the_parts_of_a_finished_run_took_correct_the_next_plan(
     trained(40, "finished", taken=2.0)
     runs = known_runs(place.cache, hardware, gpu=None, family=planned.family.name)
     assert [(run.load, run.cores) for run in runs] == [(1.0, 1.0), (2.0, 2.0), (1.0, 1.0)]
+    # No processor was idle, but its one thread seldom had to wait for one.
+    trained(40, "finished", taken=3.0, waited=0.1)
+    runs = known_runs(place.cache, hardware, gpu=None, family=planned.family.name)
+    assert (runs[-1].load, runs[-1].cores) == (1.1, 1.1)
     # Three programs on four processors take nothing from a training that keeps one of them busy, five do.
     for busy, says in ((3.0, False), (5.0, True)):
         beside = replace(hardware, processors=4, busy_processors=busy)

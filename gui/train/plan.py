@@ -63,6 +63,8 @@ class Time:
     hint: str
     source: str
     """Where the time comes from, in a few words."""
+    now: str = ""
+    """How long it takes beside the programs that run now, where these make a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,7 @@ def length(found: PlanRecord) -> Length:
 
 def duration(found: PlanRecord, said: Words) -> Time:
     """Return how long all of it takes, as far as that is known; its parts as a hint."""
-    time, pair = found.time, found.time.range_s
+    time, pair, slower = found.time, found.time.range_s, found.time.beside_others
     note = said.message(time.note)
     if pair is None:
         return Time(text=note, is_slow=False, steps=None, hint="", source="")
@@ -198,6 +200,7 @@ def duration(found: PlanRecord, said: Words) -> Time:
         steps=time.steps,
         hint=said("{}; counted are {}", note, parts) if parts else "",
         source=said.message(time.source),
+        now=plan_view.span((pair[0] * slower, pair[1] * slower), said) if slower > 1 else "",
     )
 
 

@@ -123,9 +123,14 @@ class Pace:
         return one if count == 1 else several
 
     @property
+    def beside_others(self) -> float:
+        """How many times as long a training takes beside what runs now, 1 where that is not worth a word."""
+        return self.load if self.load >= _LEAST_LOAD else 1.0
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Where the predicted time comes from, and what it does not count, each in a few words."""
-        return (self.source, self.busy) if self.load >= _LEAST_LOAD else (self.source,)
+        return (self.source, self.busy) if self.beside_others > 1 else (self.source,)
 
 
 def load_factor(hardware: Hardware, gpu: Gpu | None, *, cores: float | None = None) -> float:
@@ -156,11 +161,16 @@ def others_text(hardware: Hardware, gpu: Gpu | None) -> str:
     return f"other programs use the GPU for {gpu.busy_fraction:.0%} of the time now"
 
 
-def load_beside(*, own: float, taken: float, processors: int, threads: int) -> float:
+def load_beside(
+    *, own: float, waited: float | None, taken: float, processors: int, threads: int
+) -> float:
     """Return how much longer a training took beside programs that took so many processors from it all the time.
 
-    `own` is how many it kept busy itself. Where some were left over, nobody took any from it.
+    `own` is how many it kept busy itself, `waited` for how many more its threads were ready on average, None where the
+    system does not tell: then it is taken to have wanted one for each thread, unless some were left over.
     """
+    if waited is not None:
+        return 1 + waited / max(own, 1 / threads)
     if own + taken < processors - _LEFT_OVER:
         return 1.0
     left = max(processors - taken, 1 / threads)

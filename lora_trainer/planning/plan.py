@@ -68,7 +68,8 @@ class Plan:
     """The settings of the run with the reason of every decision in their `origins`, and its costs.
 
     `seconds_per_step` is (shortest, longest) as this machine takes them. `idle_step_s` and `idle_parts_s` are the
-    estimates of a step and of each part before they were corrected by what is known of the machine.
+    estimates of a step and of each part before they were corrected by what is known of the machine. `beside_others` is
+    how many times as long all of it takes beside the programs that run now, 1 where they make no difference.
     """
 
     memory_choice: MemoryChoice
@@ -83,6 +84,7 @@ class Plan:
     time_note: str
     time_source: str
     time_corrections: tuple[str, ...]
+    beside_others: float
     disk_bytes: Mapping[str, int]
 
     @property
@@ -562,6 +564,7 @@ class _Planner:
             time_note="; ".join((step.note, *here.notes)),
             time_source=here.source,
             time_corrections=here.notes,
+            beside_others=here.beside_others,
             disk_bytes=disk_bytes(inputs, config, load),
         )
 

@@ -94,6 +94,8 @@ class TimeRecord:
     """Where it comes from, for people: finished runs of this machine, or arithmetic alone."""
     corrections: Sequence[str]
     """What of it is known of this machine, for people."""
+    beside_others: float
+    """How many times as long it takes beside the programs that ran when it was planned; 0 in earlier versions."""
     regularisation_per_epoch: float
     """Images of regularisation in an epoch."""
 

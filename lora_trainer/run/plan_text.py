@@ -155,6 +155,7 @@ def _time_record(prepared: Prepared) -> TimeRecord:
         note=plan.time_note,
         source=plan.time_source,
         corrections=plan.time_corrections,
+        beside_others=plan.beside_others,
         regularisation_per_epoch=prepared.inputs.regularisation_per_epoch,
     )
 

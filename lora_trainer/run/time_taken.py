@@ -37,7 +37,13 @@ from lora_trainer.planning.known_pace import (
 )
 from lora_trainer.planning.plan import Plan, device_of, run_kind
 from lora_trainer.run.prepare import Prepared
-from lora_trainer.training.cores import CpuTimes, cores_taken, cpu_times
+from lora_trainer.training.cores import (
+    CpuTimes,
+    cores_taken,
+    cores_used,
+    cores_waited_for,
+    cpu_times,
+)
 
 
 @dataclass(kw_only=True)
@@ -98,9 +104,10 @@ def pace_memo(prepared: Prepared, events: EventStream) -> Listener:
         after = None if before is None else _cpu_times(processors)
         if before is None or after is None:
             return load_factor(hardware, gpu), None
-        own = (after.own_s - before.own_s) / max(after.at_s - before.at_s, 1e-6)
+        own = cores_used(before, after)
         load = load_beside(
             own=own,
+            waited=cores_waited_for(before, after),
             taken=cores_taken(before, after, processors=len(processors)),
             processors=len(processors),
             threads=config.hardware.threads,

@@ -37,11 +37,15 @@ _IDLE_TIMES = ("idle", "iowait", "steal", "guest", "guest_nice")  # guest is par
 
 
 class CpuTimes(NamedTuple):
-    """Seconds of processor time since the start, of all programs on usable processors and of this process."""
+    """Seconds of processor time since the start, of all programs on usable processors and of this process.
+
+    `waited_s` is how long threads of this process were ready and had no processor, None where the system does not tell.
+    """
 
     at_s: float
     all_s: float
     own_s: float
+    waited_s: float | None = None
 
 
 def cpu_times(processors: Sequence[int]) -> CpuTimes:
@@ -54,7 +58,7 @@ def cpu_times(processors: Sequence[int]) -> CpuTimes:
         if number in processors
     )
     own_s = process_times.user + process_times.system
-    return CpuTimes(at_s=time.monotonic(), all_s=busy, own_s=own_s)
+    return CpuTimes(at_s=time.monotonic(), all_s=busy, own_s=own_s, waited_s=_waited_s())
 
 
 def cores_taken(before: CpuTimes, after: CpuTimes, *, processors: int) -> float:
@@ -64,6 +68,34 @@ def cores_taken(before: CpuTimes, after: CpuTimes, *, processors: int) -> float:
         return 0.0
     # All programs' times and our own are read at different moments, so the difference may leave the range.
     return min(processors, max(0.0, after.all_s - before.all_s - own_s) / passed_s)
+
+
+def _waited_s() -> float | None:
+    """Return how long the threads that this process has now were ready and had no processor; None if unknown.
+
+    Linux tells it: Documentation/scheduler/sched-stats.rst, nanoseconds in the second field.
+    """
+    waited_ns, is_known = 0, False
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # a thread has ended meanwhile
+            waited_ns += int(file.read_text(encoding="ascii").split()[1])
+            is_known = True
+    return waited_ns / 1e9 if is_known else None
+
+
+def cores_used(before: CpuTimes, after: CpuTimes) -> float:
+    """Return how many processors this process used between two measurements."""
+    passed_s = after.at_s - before.at_s
+    return (after.own_s - before.own_s) / passed_s if passed_s > 0 else 0.0
+
+
+def cores_waited_for(before: CpuTimes, after: CpuTimes) -> float | None:
+    """Return how many more this process was ready to use between two measurements; None if unknown."""
+    passed_s = after.at_s - before.at_s
+    if before.waited_s is None or after.waited_s is None or passed_s <= 0:
+        return None
+    # A thread that has ended takes its time with it.
+    return max(0.0, after.waited_s - before.waited_s) / passed_s
 
 
 @contextmanager

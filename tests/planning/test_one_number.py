@@ -142,7 +142,9 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     yield from said("plan: images", r"(\d+) images trained", text, str(time.images))
     yield from said("plan: held out", r"(\d+) held out", text, str(time.held_out))
     yield from said("plan: steps", r"length ([\d,]+) steps", text, str(time.steps))
-    yield from said("page: steps", r", ([\d,]+) steps (?:\(.*?\) )?Fits", page, str(time.steps))
+    slowed = r"(?:; beside the programs that run now [^(]*)?"
+    steps = rf", ([\d,]+) steps {slowed}(?:\(.*?\) )?Fits"
+    yield from said("page: steps", steps, page, str(time.steps))
     if (length_of.images, length_of.held_out, filled["train.steps"]) != (
         *(len(run.trained), len(run.held_out)),
         str(time.steps),
@@ -159,7 +161,10 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     if parts != pytest.approx(list(time.run_s)):
         yield "json: parts of the time", str(parts), str(time.run_s)
     pace = plan_page.pace(values, said_in_english).time
-    length = plan_page.duration(values, said_in_english).text
+    shown = plan_page.duration(values, said_in_english)
+    length, is_slowed = shown.text, any("beside them" in each for each in time.corrections)
+    if bool(shown.now) != is_slowed or shown.now not in page:
+        yield "page: beside other programs", shown.now, str(time.corrections)
     if pace.lower() not in length.lower():
         yield "card: time", pace, length
     source = run.plan.time_source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +276,14 @@ def test_what_other_programs_use_now_is_said_beside_the_time_and_changes_nothing
     assert shared.time_corrections == (NO_RUNS, others)
     assert shared.config == alone.config
     # While it trains, others get what it leaves: 2 of 6 processors taken leave 4 for 6 threads.
-    assert load_beside(own=4.0, taken=2.0, processors=6, threads=6) == 1.5
-    assert load_beside(own=6.0, taken=2.0, processors=8, threads=6) == 1.0
+    unknown = partial(load_beside, waited=None)
+    assert unknown(own=4.0, taken=2.0, processors=6, threads=6) == 1.5
+    assert unknown(own=6.0, taken=2.0, processors=8, threads=6) == 1.0
     # Where processors were idle nobody took any from it, however few of its threads worked.
-    assert load_beside(own=1.2, taken=1.0, processors=4, threads=4) == 1.0
+    assert unknown(own=1.2, taken=1.0, processors=4, threads=4) == 1.0
+    # A system that tells how long threads were ready without a processor knows it better.
+    known = partial(load_beside, own=1.0, taken=1.0, processors=2, threads=2)
+    assert known(waited=0.0) == 1.0 and known(waited=0.2) == 1.2
 
 
 @pytest.mark.parametrize(
