@@ -279,13 +279,25 @@ class Plans:
         values = self._ask(BASES).values
         return () if values is None else values["releases"]
 
+    def known(self, draft: Draft) -> Answer | None:
+        """Return the plan of a draft that was asked for last, however old; None where none is kept.
+
+        Nothing is asked, and what is being asked for is not waited for.
+        """
+        kept = self._answers.get(self._key(draft))
+        return None if kept is None else kept.answer
+
+    def _key(self, draft: Draft) -> tuple[Words, int]:
+        folder = dataset_of(draft, self._work)
+        return plan_words(draft, self._work), folder.stat().st_mtime_ns
+
     def of(self, draft: Draft, *, anew: bool = False) -> Answer:
         """Return the plan of a draft; raises RequestError or InputError for what cannot be asked.
 
         One that is asked for `anew` is kept for the others: captions may have changed, which the key does not know.
         """
-        words = plan_words(draft, self._work)
-        key = (words, dataset_of(draft, self._work).stat().st_mtime_ns)
+        key = self._key(draft)
+        words, _ = key
         with self._lock:
             kept = self._answers.pop(key, None)
             now_s = self._clock_s()

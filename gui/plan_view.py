@@ -15,6 +15,9 @@ from lora_trainer.reporting.plan_record import MemoryItemRecord, MemoryRecord
 from .server.translation import Words
 
 _DAY_S = 24 * 3600.0
+_WEEK_DAYS = 7
+# From here on a time in weeks says too little.
+_MONTHS_DAYS = 90
 _PARTS = (
     ("program", "program {size}", ("runtime", "library workspaces")),
     ("base", "base model {size}", ("base weights", "VAE weights", "text encoder weights")),
@@ -55,6 +58,24 @@ def span(ends_s: tuple[float, float], said: Words, *, begins: bool = False) -> s
     if low == high:
         return said("About {#}", low) if begins else said("about {#}", low)
     return said("About {#} to {#}", low, high) if begins else said("about {#} to {#}", low, high)
+
+
+def rough_span(ends_s: tuple[float, float], said: Words) -> str:
+    """Return how long something takes, to choose by: as `span` up to two days, then in one unit, coarser and coarser.
+
+    Nobody plans by the difference of 14 and 55 days.
+    """
+    low_days, high_days = (end / _DAY_S for end in ends_s)
+    if high_days < 2:
+        return span(ends_s, said)
+    if high_days < _WEEK_DAYS:
+        low, high = max(1, round(low_days)), round(high_days)
+        whole = f"{high} days"
+        return said("about {#}", whole) if low == high else said("about {#} to {#}", low, whole)
+    middle_days = (low_days + high_days) / 2
+    if middle_days < 1.5 * _WEEK_DAYS:
+        return said("about a week")
+    return said("several weeks") if middle_days < _MONTHS_DAYS else said("several months")
 
 
 def _coarse(seconds: float) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,16 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Trainings that were put into the queue together; `keys` are the settings by which they differ."""
+    """Trainings that were put into the queue together; `keys` are the settings by which they differ.
+
+    `planned` are values of these that the plan chose, as far as one was seen before the start.
+    """
 
     id: str
     label: str
     keys: tuple[str, ...]
     members: tuple[Member, ...]
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SERIES = TypeAdapter(Series)
@@ -102,8 +106,11 @@ def variants(draft: Draft) -> tuple[Variant, ...]:
     return tuple(found.values())
 
 
-def start(work: Workplace, draft: Draft) -> Series:
-    """Put all trainings of a draft into the queue, or none; raises LoraTrainError."""
+def start(work: Workplace, draft: Draft, *, planned: Mapping[str, Any]) -> Series:
+    """Put all trainings of a draft into the queue, or none; raises LoraTrainError.
+
+    `planned` are values that its plan chose for the settings by which they differ.
+    """
     label = command_lines.label_of(draft, work)
     taken = {path.name for path in work.runs.iterdir()}
     members = list[Member]()
@@ -115,7 +122,11 @@ def start(work: Workplace, draft: Draft) -> Series:
             item = commands.add(work.runs, words, label=name)
             members.append(Member(item=item.id, name=name, values=variant.values))
         series = Series(
-            id=drafts.new_id(), label=label, keys=tuple(draft.also), members=tuple(members)
+            id=drafts.new_id(),
+            label=label,
+            keys=tuple(draft.also),
+            members=tuple(members),
+            planned=planned,
         )
         _write(work, series)
     except LoraTrainError:

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,14 @@ _PICTURES_OF_CARD = 4
 class Named:
     """What a page is of: its heading, the settings that are varied, and the run of each training with its values.
 
-    A value that is missing is the one that the plan of the run chose.
+    A value that is missing is the one that the plan of the run chose; before it begins, the one of `planned`.
     """
 
     label: str
     keys: tuple[str, ...]
     runs: tuple[tuple[str, Mapping[str, Any]], ...]
     is_study: bool = False
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def named(work: Workplace, *, series: str, study: str) -> Named:
     found = variants.read(work, series)
     names = variants.runs_of(work, found.members)
     members = zip(names, (member.values for member in found.members), strict=True)
-    return Named(label=found.label, keys=found.keys, runs=tuple(members))
+    return Named(label=found.label, keys=found.keys, runs=tuple(members), planned=found.planned)
 
 
 def _of_study(work: Workplace, name: str) -> Named:
@@ -164,7 +165,7 @@ def shelf(work: Workplace, _: Words) -> Mapping[str, Any]:
 
 def _card(work: Workplace, url: str, found: Named, _: Words) -> Mapping[str, Any]:
     """Return the card of a series: how far it is, which did best, the first prompt as several of them draw it."""
-    trained = [_trained(work, name, values, found.keys, _) for name, values in found.runs]
+    trained = [_trained(work, found, name, values, _) for name, values in found.runs]
     best = next(iter(_best(trained, is_study=found.is_study)), None)
     cells = next(_pictures(trained), {"cells": ()})["cells"]
     return {
@@ -202,7 +203,7 @@ def _awaited(work: Workplace, _: Words) -> str:
 
 def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
     """Return the trainings as markup, and whether any of them still changes."""
-    trained = [_trained(work, name, values, found.keys, _) for name, values in found.runs]
+    trained = [_trained(work, found, name, values, _) for name, values in found.runs]
     best = _best(trained, is_study=found.is_study)
     rows = [
         {
@@ -241,7 +242,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
 
 
 def _trained(
-    work: Workplace, name: str, values: Mapping[str, Any], keys: Sequence[str], _: Words
+    work: Workplace, found: Named, name: str, values: Mapping[str, Any], _: Words
 ) -> Trained:
     try:
         folder = runs.run_folder(work.runs, name)
@@ -253,7 +254,7 @@ def _trained(
         # The folder's own stamp: the step to take depends on which files are there.
         stamps = [runs.file_stamp(folder / file) for file in runs.RECORDS]
         recorded = _recorded(folder, (*stamps, runs.file_stamp(folder)))
-    label = _label({**recorded.settings, **values}, keys, _)
+    label = _label({**found.planned, **recorded.settings, **values}, found.keys, _)
     return Trained(name=name, label=label, state=state, recorded=recorded)
 
 

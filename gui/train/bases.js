@@ -20,6 +20,7 @@ const STAYING = new Set([AUTO.source, OWN_FILE.source]); // whatever is filtered
 const SUBJECTS = new Set(["people", "anime", "photos"]);
 const RANK = { good: 0, slow: 1, bad: 3 };
 const FOUND_SHOWN = 8;
+const ESTIMATING = { fits: "awaited", said: say("Estimating \u2026") };
 const FILTERS = [
   ["people", say("People"), ({ row }) => row.subjects?.includes("people")],
   ["anime", say("Anime"), ({ row }) => row.subjects?.includes("anime")],
@@ -29,10 +30,11 @@ const FILTERS = [
   ["companies", say("Free for company work"), ({ row }) => row.companies === "free"],
 ];
 
-/** The cards in `place`, with the field for other models after them; `pick` hears which source was chosen. */
+/** The cards in `place`, with the field for other models after them; `pick` hears which source was chosen. `kept`
+ *  returns a promise of when the server has all that was typed. */
 export class Bases {
-  constructor(place, { draft, leaving, pick }) {
-    Object.assign(this, { place, draft, leaving, pick, chosen: "auto", cards: new Map(), found: new Map(), isOpen: false, turn: 0 });
+  constructor(place, { draft, leaving, kept, pick }) {
+    Object.assign(this, { place, draft, leaving, kept, pick, chosen: "auto", cards: new Map(), found: new Map(), isOpen: false, turn: 0 });
     this.others = place.parentElement.querySelector(".other-base"); // the field for other models
     this.lacks = make("div", { className: "gate notice warning", hidden: true });
     this.all = make("button", { type: "button", className: "all-bases", textContent: say("Show all base models"), onclick: () => this.unfold() });
@@ -57,7 +59,11 @@ export class Bases {
 
   /** Draw the cards, once; then look for models of other programs. */
   async open() {
-    if (this.isOpen) { await this.plan(); return; }
+    if (this.isOpen) {
+      await this.plan();
+      await this.planFound();
+      return;
+    }
     this.isOpen = true;
     const answer = await ask("/train/bases", { draft: this.draft });
     this.isOpen = !answer.isAway;
@@ -147,6 +153,14 @@ export class Bases {
     return !node.hidden && (!row.folded || ["open", "filtered"].some((name) => this.place.classList.contains(name)));
   }
 
+  isAwaited(each) {
+    return !each.fit && Boolean(each.row.source) && this.isInSight(each);
+  }
+
+  awaited() {
+    return [...this.cards.values()].filter((each) => this.isAwaited(each));
+  }
+
   /** Plan the cards in sight that have no verdict yet, one after another; then those that fit come first. */
   async plan() {
     this.isAskedAgain = true;
@@ -154,8 +168,9 @@ export class Bases {
     this.planning = true;
     while (this.isAskedAgain) {
       this.isAskedAgain = false;
+      for (const each of this.awaited()) each.tell(ESTIMATING);
       for (const each of this.cards.values()) {
-        if (each.fit || !each.row.source || !this.isInSight(each)) continue;
+        if (!this.isAwaited(each)) continue;
         const fit = await this.verdict(each);
         if (!fit) break;
         if (each.row === AUTO && fit.picks) this.sayWhatIsPicked(each, fit);
@@ -163,13 +178,15 @@ export class Bases {
     }
     this.planning = false;
     if (this.leaving.aborted) return;
+    for (const each of this.awaited()) each.tell({}); // the server is away
     this.show();
     this.sort();
   }
 
   /** Ask for the verdict on a card; null where the page is left or the server away. */
   async verdict(each) {
-    const turn = this.turn;
+    await this.kept(); // else it would be of the settings before
+    const { turn } = this;
     const fit = await ask("/train/fits", { draft: this.draft, source: each.row.source });
     if (fit.isAway || this.leaving.aborted) return null;
     if (turn === this.turn) { each.fit = fit; each.tell(fit); } else this.isAskedAgain = true;
@@ -185,10 +202,13 @@ export class Bases {
     if (each.row === AUTO && fit.picks) this.sayWhatIsPicked(each, fit);
   }
 
-  /** What the cards say is of settings or images that have changed: they are asked for anew. */
+  /** What the cards say is of settings or images that have changed: they say it no longer, and are asked for anew. */
   forget() {
     this.turn += 1;
-    for (const each of [...this.cards.values(), ...this.found.values()]) each.fit = null;
+    for (const each of [...this.cards.values(), ...this.found.values()]) {
+      each.fit = null;
+      if (each.row.source) each.tell(this.isInSight(each) ? ESTIMATING : {});
+    }
   }
 
   sayWhatIsPicked({ button }, { picks, picked }) {
@@ -235,8 +255,10 @@ export class Bases {
   }
 
   async planFound() {
+    const { turn } = this;
     for (const each of [...this.found.values()].slice(0, FOUND_SHOWN)) {
       if (!each.fit && !(await this.verdict(each))) return;
+      if (turn !== this.turn) return; // who changed the settings asks for all of them
     }
   }
 }

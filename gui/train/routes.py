@@ -86,7 +86,7 @@ def routes(work: Workplace) -> list[Route]:
         return looked(work, asked, said, plans)
 
     def start(asked: Start, said: Words) -> Mapping[str, Any]:
-        return started(work, asked, said)
+        return started(work, asked, said, plans)
 
     def cards(asked: Cards, said: Words) -> Mapping[str, Any]:
         drafts.read(work, asked.draft)
@@ -133,6 +133,8 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
         "brought": view.brought(draft),
         "advice": view.advice(),
         "step": draft.step,
+        # The report on them takes seconds, in which the page must not look as though they were lost.
+        "reads": bool(draft.dataset) and draft.kind != drafts.SLIDER,
         "parts": {"draft": stamped(view.draft_part(work, draft, said))},
     }
 
@@ -156,12 +158,14 @@ def looked(
     return found
 
 
-def started(work: Workplace, asked: Start, said: Words) -> Mapping[str, Any]:
+def started(
+    work: Workplace, asked: Start, said: Words, plans: command_lines.Plans
+) -> Mapping[str, Any]:
     """Put the training into the queue unless something that was typed is refused; return where its page is."""
     kept = view.keep(work, asked.draft, asked.typed)
     if kept.refused:
         return {"refused": _refused(kept, said)}
-    draft = view.start(work, asked.draft)
+    draft = view.start(work, asked.draft, plans=plans)
     return {"refused": {}, "url": _page_of(draft)}
 
 

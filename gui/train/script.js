@@ -84,6 +84,7 @@ export function mount(main, leaving) {
   const bases = new Bases(one(".bases"), {
     draft,
     leaving,
+    kept: () => writing,
     pick: (source) => {
       fields.type("base.model", source);
       bases.choose(source);

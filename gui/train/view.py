@@ -168,14 +168,18 @@ def keep(
         return Kept(draft=draft, refused=refused)
 
 
-def start(work: Workplace, draft_id: str) -> Draft:
-    """Put the training, or each of several, into the queue, once; raises LoraTrainError."""
+def start(work: Workplace, draft_id: str, *, plans: command_lines.Plans | None = None) -> Draft:
+    """Put the training, or each of several, into the queue, once; raises LoraTrainError.
+
+    Of several, what the plan among `plans` chose is kept, so that each can be named before it begins.
+    """
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if not draft.started_as:
             _refuse_while_captioned(work, command_lines.dataset_of(draft, work))
             if any(draft.also.values()):
-                series = variants.start(work, draft)
+                planned = {} if plans is None else _planned(draft, plans)
+                series = variants.start(work, draft, planned=planned)
                 draft = replace(draft, started_as=series.members[0].item, series=series.id)
             else:
                 words = command_lines.train_words(draft, work)
@@ -185,6 +189,19 @@ def start(work: Workplace, draft_id: str) -> Draft:
             drafts.save(work, draft)
     worker.ensure_worker(work.runs)
     return draft
+
+
+def _planned(draft: Draft, plans: command_lines.Plans) -> Mapping[str, Any]:
+    """Return what the plan that was shown chose for the settings by which the trainings of a draft differ."""
+    try:
+        answer = plans.known(draft)
+    except OSError:  # the images are gone, which the training itself says
+        return {}
+    if answer is None or answer.plan is None:
+        return {}
+    found = answer.plan
+    values = {key: found.value(key) for key in draft.also} | {fields.STEPS: found.time.steps}
+    return {key: value for key, value in values.items() if key in draft.also and value is not None}
 
 
 def _refuse_while_captioned(work: Workplace, dataset: Path) -> None:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from lora_trainer.gui import bases, command_lines, drafts
+from lora_trainer.gui.plan_view import rough_span
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.train import base_cards
@@ -93,8 +94,28 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
     assert one["images"] == ["1 of 2 images looks blurred at this size"]
     slow = verdict(time={**plan["time"], "run_s": [3e5, 9e5]})
     assert (slow["fits"], slow["said"]) == ("slow", "Too slow here: use a GPU")
+    assert slow["time"] == "about a week"
     assert verdict(memory={**plan["memory"], "fits": False})["fits"] == "bad"
     assert verdict(base="embedded")["said"] == "A try-out, not for ComfyUI or Forge"
+
+
+@pytest.mark.parametrize(
+    ("hours", "english", "german"),
+    [
+        ((2.9, 11.5), "about 2.9 h to 11.5 h", "etwa 2,9 h bis 11,5 h"),
+        ((38.2, 6 * 24), "about 2 to 6 days", "etwa 2 bis 6 Tage"),
+        ((60, 60), "about 2 days", "etwa 2 Tage"),
+        ((4 * 24, 15 * 24), "about a week", "etwa eine Woche"),
+        ((14 * 24, 55 * 24), "several weeks", "mehrere Wochen"),
+        ((100 * 24, 400 * 24), "several months", "mehrere Monate"),
+    ],
+)
+def test_a_time_to_choose_by_has_one_unit_and_is_the_coarser_the_longer(
+    hours: tuple[float, float], english: str, german: str
+) -> None:
+    low_s, high_s = (3600.0 * each for each in hours)
+    assert rough_span((low_s, high_s), SAID) == english
+    assert rough_span((low_s, high_s), words("de")) == german
 
 
 def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does(

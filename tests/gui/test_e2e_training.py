@@ -357,11 +357,52 @@ def photographs(folder: Path) -> list[tuple[str, str]]:
     return files
 
 
+def no_card_is_of_the_steps_before(page: Any) -> None:
+    """Change the steps: no card keeps its time, and none is estimated before the server has what was typed."""
+    others = page.locator(".base-card:not([data-source=auto])")
+    others.locator(":is(.verdict.good, .verdict.slow, .verdict.bad)").first.wait_for()
+    awaited = page.locator(".base-card .verdict.awaited")
+    awaited.first.wait_for(state="detached")
+    steps = page.locator("[data-field='train.steps']")
+    fits, looks, order = list[Any](), list[Any](), list[str]()
+
+    def is_typed(asked: Any) -> bool:
+        return asked.url.endswith("/train/look") and '"31"' in (asked.post_data or "")
+
+    def look(route: Any) -> None:
+        looks.append(route) if is_typed(route.request) else route.continue_()
+
+    page.route("**/train/fits", lambda route: fits.append(route))
+    page.route("**/train/look", look)
+    with page.expect_request("**/train/fits"):
+        steps.fill("30")
+        steps.blur()
+    assert awaited.first.inner_text() == "Estimating \u2026"
+    assert others.locator("strong:visible", has_text=re.compile("about")).count() == 0
+    with page.expect_request(is_typed):
+        steps.fill("31")
+        steps.blur()
+    page.on("request", lambda asked: order.append(asked.url.rpartition("/")[2]))
+    page.on("response", lambda answer: order.append("typed") if is_typed(answer.request) else None)
+    with page.expect_response("**/train/fits"):
+        fits.pop().continue_()
+    with page.expect_response(lambda answer: is_typed(answer.request)):
+        looks.pop().continue_()
+    assert "fits" not in order[: order.index("typed")], "it would be of the steps before"
+    for address in ("**/train/look", "**/train/fits"):
+        page.unroute(address)
+    for route in fits:
+        route.continue_()
+    steps.fill("")
+    steps.blur()
+
+
 def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_real_one(
     page: Any, place: Place
 ) -> None:
     place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for()
+    no_card_is_of_the_steps_before(page)
     gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
     page.get_by_role("button", name="Show all base models").click()
     gated.filter(has_text="Does not fit").first.click()

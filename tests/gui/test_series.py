@@ -237,6 +237,27 @@ def test_trainings_that_wait_say_when_the_first_one_starts(
     assert "the first one starts when before ends." in page.get(address).text
 
 
+def test_what_the_plan_chose_names_a_training_before_it_begins(
+    work: Workplace, draft: drafts.Draft, page: TestClient
+) -> None:
+    plans = command_lines.Plans(work, ask=planned(rank=16))
+    train.plan_part(work, draft, SAID, plans)
+    address = view.page_url(train.start(work, draft.id, plans=plans).series)
+    for shown in (page.get(address).text, page.get("/series").text):
+        assert "as planned" not in shown
+    assert "Rank 16, Learning rate 0.001" in page.get(address).text
+    assert "Rank 8, Learning rate 0.001" in page.get(address).text
+
+
+def test_a_series_of_an_earlier_version_is_read(work: Workplace, draft: drafts.Draft) -> None:
+    series = train.start(work, draft.id).series
+    file = work.own / "series" / f"{series}.json"
+    record = json.loads(file.read_text())
+    del record["planned"]
+    file.write_text(json.dumps(record))
+    assert variants.read(work, series).planned == {}
+
+
 def test_the_trials_of_a_study_have_the_same_page(work: Workplace, page: TestClient) -> None:
     span = {"name": RATE, "low": 1e-5, "high": 1e-3}
     record: dict[str, Any] = {

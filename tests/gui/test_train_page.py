@@ -113,6 +113,20 @@ def looks(page: TestClient, draft: drafts.Draft, **typed: str) -> dict[str, Any]
     return ask(page, "/train/look", draft=draft.id, typed=by_key, show=["draft"])
 
 
+def test_images_that_are_given_are_being_read_from_the_first_moment(
+    work: Workplace, tmp_path: Path, page: TestClient
+) -> None:
+    write_dataset(tmp_path / "set", images=2)
+    given = drafts.new(work, dataset=str(tmp_path / "set"))
+    shown = page.get(f"/train?draft={given.id}").text
+    assert "Reading your images …" in shown and 'class="train has-images"' in shown
+    slider = replace(drafts.new(work, dataset=str(tmp_path / "set")), kind=drafts.SLIDER)
+    drafts.save(work, slider)
+    for other in (drafts.new(work), slider):
+        shown = page.get(f"/train?draft={other.id}").text
+        assert "Reading your images" not in shown and 'class="train"' in shown
+
+
 def test_what_is_typed_is_of_the_draft_until_it_is_cleared_and_a_refusal_keeps_the_others(
     work: Workplace, tmp_path: Path, page: TestClient
 ) -> None:
