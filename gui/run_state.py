@@ -315,6 +315,11 @@ def _running(seen: Look) -> str:
         return f"Saving the state, step {status.step:,}."
     if seen.stopping:
         return "Asked to stop: the step that runs is finished, then the state is saved."
+    return doing(status)
+
+
+def doing(status: RunStatus) -> str:
+    """Say in one sentence what a run does that nobody asked to end: what it works at, and how much of it is done."""
     phase = status.phase or _PHASES_OF_STAGES.get(status.stage, "")
     if phase == "cache":
         phase = "captions" if status.message == "captions" else "images"

@@ -27,6 +27,7 @@ from lora_trainer.hardware.machine import PURPOSES
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ROOT / "gui" / "languages"
+CHART = ROOT / "lora_trainer" / "reporting" / "chart.html"
 FINDINGS = ROOT / "lora_trainer" / "dataset" / "finding_texts.toml"
 PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _SCRIPT_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
@@ -51,6 +52,7 @@ def sources() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
     for kind in ("*.js", "*.html"):
         yield from sorted((ROOT / "gui").rglob(kind))
+    yield CHART
     yield from sorted((ROOT / "lora_trainer" / "families").glob("*/family.toml"))
     yield FINDINGS
 

@@ -33,7 +33,7 @@ from ..datasets import check
 from ..library.preview import small_url
 from ..markup import capital, inline
 from ..media import thumb_url
-from ..run_state import left_text
+from ..run_state import doing, left_text
 from ..runs import Stamp, newest_samples, page_url
 from ..server.language import ENGLISH
 from ..server.templates import render
@@ -109,7 +109,7 @@ def stamp(work: Workplace) -> Stamp:
     """Return a value that changes when the view does; raises MachineError."""
     items = commands.items(work.runs)
     runs = [_status(work, item) for item in items if item.state == "running"]
-    seen = [(run.step, run.message) for run in runs if run is not None]
+    seen = [(run.step, run.done, run.message) for run in runs if run is not None]
     stopping = [item.id for item in items if _is_stopping(work, item)]
     downloads = [commands.download_of(work.runs, item) for item in items]
     line = worker_line(work, items, words(ENGLISH))
@@ -227,7 +227,7 @@ def _stop(work: Workplace, id: str, said: Words) -> str:
 def _running(work: Workplace, item: Item, said: Words) -> Running:
     status = _status(work, item)
     fraction = min(1.0, status.step / status.steps) if status and status.steps else 0.0
-    message = said.message((status.message if status else "") or "starting")
+    message = said.message(_doing(status)).removesuffix(".")
     download = commands.download_of(work.runs, item)
     if download is not None:
         here, whole = bytes_text(download.here_bytes), bytes_text(download.all_bytes)
@@ -244,6 +244,14 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
         stops=_is_stopping(work, item),
         can_stop=bool(item.run or download),
     )
+
+
+def _doing(status: RunStatus | None) -> str:
+    """Return what an item does: its step and loss while it trains, what it works at before and between."""
+    if status is None:
+        return "starting"
+    says_itself = status.state != "running" or status.phase == "train"
+    return status.message if says_itself else doing(status)
 
 
 def _ended(work: Workplace, item: Item, said: Words) -> Ended:

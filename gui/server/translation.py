@@ -132,7 +132,8 @@ class Words:
         """Return an entry with its values, None where most of it would stay English: that is no translation."""
         said, left = list[str](), 0
         for placeholder, value in zip(pattern.placeholders, values, strict=True):
-            told = value if placeholder == "{}" else self.message(value)
+            # A figure is said where it is put in; said twice, its point would be a point again.
+            told = self.message(value) if placeholder == "{text}" else value
             said.append(told)
             if placeholder == "{text}" and told == value:
                 left += sum(map(str.isalpha, value))

@@ -206,6 +206,34 @@ def test_figures_have_the_separators_and_units_of_the_language(figure: str, germ
     assert words("de")("{}, on this machine", figure).startswith(figure), "a name stays"
 
 
+@pytest.mark.parametrize(
+    ("english", "german"),
+    [
+        ("this training at most 748.4 MiB", "dieses Training höchstens 748,4 MiB"),
+        ("now 743.7 MiB", "jetzt 743,7 MiB"),
+        ("step 12 of 30, loss 0.1000", "Schritt 12 von 30, Loss 0,1000"),
+        ("64 days", "64 Tage"),
+        ("at most; predicted 905.5 MiB", "höchstens; vorhergesagt 905,5 MiB"),
+        ("Finished after 1,200 steps.", "Fertig nach 1.200 Schritten."),
+        (
+            "Solid green rule: step 1,200, the best of the saved steps.",
+            "Durchgezogene grüne Linie: Schritt 1.200, der beste der gespeicherten.",
+        ),
+    ],
+)
+def test_figures_of_a_message_have_the_separators_of_the_language(
+    english: str, german: str
+) -> None:
+    from lora_trainer.gui.server.translation import words
+
+    assert words("de").message(english) == german
+
+
+def test_german_has_one_word_for_rank_and_for_samples_and_one_gender_for_a_lora() -> None:
+    others = r"\b(Rangs?|Ränge|Rängen|Probebild\w*)\b|\b([Dd]ie|[Ee]iner?|[DdMmSs]einer?|[Dd]ieser?) LoRA\b(?!-)"
+    assert not [said for said in gui_texts.known("de").values() if re.search(others, said)]
+
+
 @pytest.mark.parametrize("code", [each.stem for each in gui_texts.LANGUAGES.glob("*.json")])
 def test_what_a_release_is_good_for_is_said_in_every_language(code: str) -> None:
     from lora_trainer.gui.server.translation import words
@@ -621,14 +649,21 @@ def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(tmp_path
 # ---- the page Machine
 
 
-def machine_page(work: Workplace, found: Any, **shown: Any) -> str:
+def machine_page(work: Workplace, found: Any, *, code: str = "en", **shown: Any) -> str:
     """Return the report of the page Machine."""
     from lora_trainer.gui.machine import report
     from lora_trainer.gui.server.templates import render
     from lora_trainer.gui.server.translation import words
 
     said = {"cache": report.cache_state(), "links": report.hub(), **shown}
-    return render("machine/report.html", words("en"), **report.shown(work, found, **said))
+    return render("machine/report.html", words(code), **report.shown(work, found, **said))
+
+
+def test_every_size_of_the_page_machine_has_the_comma_of_the_language(work: Workplace) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    here = replace(detect(), gpus=(), gpu_reason="no driver")
+    sizes = re.findall(r"\d+[.,]\d+ [KMG]iB", machine_page(work, here, code="de"))
+    assert len(sizes) >= 4 and not [size for size in sizes if "." in size]
 
 
 def test_the_memory_that_a_loaded_base_keeps_is_named(

@@ -56,7 +56,7 @@ CHECKED = (
     "nav a, h1, h2, h3, legend, dt, [role=tab], summary, .drop .what, button:not(.base-card, .cell)"
 )
 """The elements of which no text may stay English."""
-SAID_IN_BOTH = {"LoRAs", "Samples", "Loss"}
+SAID_IN_BOTH = {"LoRAs", "Samples", "Loss", "Rank"}
 
 
 def hostile_run(folder: Path) -> None:
@@ -161,6 +161,13 @@ def german(german_profile: Any, new_page: NewPage) -> Any:
     return new_page(german_profile)
 
 
+LINES = """elements => elements.map((element) => {
+    const text = document.createRange();
+    text.selectNodeContents(element);
+    return text.getClientRects().length;
+})"""
+
+
 def test_no_text_of_home_train_a_run_and_a_lora_stays_english(
     german: Any, page: Any, server: GuiServer
 ) -> None:
@@ -211,6 +218,8 @@ def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
     assert german.locator("script[src*=language]").count() == 0
     server.open(german, "/queue").get_by_label("Language").select_option("Deutsch")
     german.get_by_role("link", name="Warteschlange").wait_for()
+    sections = server.open(german, "/settings", ".jumps a").locator(".jumps a")
+    assert set(sections.evaluate_all(LINES)) == {1}, "no word is broken inside"
 
 
 # ---- doctor, train

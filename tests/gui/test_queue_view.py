@@ -84,6 +84,30 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
     assert "1 min 05 s after its start" in html
 
 
+@pytest.mark.parametrize(
+    ("status", "english", "german"),
+    [
+        (
+            {"phase": "cache", "message": "IMG_2012.jpg", "done": 12, "total": 20},
+            "Preparing the images: 12 of 20",
+            "Bereitet die Bilder vor: 12 von 20",
+        ),
+        ({"phase": "load", "message": "owner/name"}, "Loading the base model", "Lädt das Basismodell"),
+        ({"phase": "scan", "total": 0}, "Reading the images", "Liest die Bilder"),
+        ({}, "step 12 of 30, loss 0.1000", "Schritt 12 von 30, Loss 0,1000"),
+    ],
+)  # fmt: skip
+def test_what_a_training_does_is_said_in_words_and_not_by_a_file(
+    place: Place, work: Workplace, status: dict[str, Any], english: str, german: str
+) -> None:
+    run = place.runs / "a"
+    run.mkdir()
+    write_status(run, **status)
+    place.become(place.add("a"), state="running", run="a", started_s=1.0)
+    assert f'<p class="state">{english}</p>' in shown(work)
+    assert f'<p class="state">{german}</p>' in view.view(work, words("de"))
+
+
 def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
     place: Place, work: Workplace
 ) -> None:
