@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ IMAGES, SLIDER, PAIRS = KINDS = ("images", "slider", "pairs")
 # Entries of a draft that are not texts.
 _NOT_TEXTS = ("settings", "also", "slider", "step")
 _LOCK_WITHIN_S = 10.0
+# So many of the newest drafts are looked through for the one that a training was started from.
+_LOOKED_AT = 50
 _ID = re.compile(r"[0-9a-f]{12,20}")
 
 
@@ -151,6 +153,19 @@ def current(work: Workplace) -> Draft:
         if not draft.started_as:
             return draft
     return new(work)
+
+
+def started_as(work: Workplace, item_id: str) -> Draft | None:
+    """Return the draft that an item of the queue was started from, None where it was not, or its draft is gone."""
+    try:
+        files = sorted(_folder(work).glob("*.json"), reverse=True)[:_LOOKED_AT]
+    except OSError:
+        return None
+    for file in files:
+        with suppress(RequestError):
+            if read_json_object(file).get("started_as") == item_id:
+                return read(work, file.stem)
+    return None
 
 
 def _folder(work: Workplace) -> Path:

@@ -1,21 +1,26 @@
 """What every page shows of the trainings that run, as a small JSON: `/live`, for shared/live.js.
 
-Input: the runs folder. Output: name, percent, time left and state of each run that trains, how those
-ended that did not long ago, how many wait.
+Input: the runs folder. Output: name, percent, time left and state of each run that trains, what is about to, how
+those ended that did not long ago, how many wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.nvml import card_states
 from lora_trainer.queue import commands
+from lora_trainer.queue.commands import Item
+from lora_trainer.queue.rules import read_rules
+from lora_trainer.reporting.status import read_status
 
-from . import runs
+from . import drafts, runs
 from .cockpit import MEMORY, Cockpit, cockpit_now
 from .run_state import left_text, look, sentence
 from .runs import Followed
@@ -46,6 +51,61 @@ class LiveTraining:
         return min(99, round(100 * self.fraction))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """A training that the queue has begun, or begins next, and that has said nothing of itself yet.
+
+    `run` is the name of the run that goes on, empty for a new one; `said` is what happens now.
+    """
+
+    item: Item
+    name: str
+    run: str
+    url: str
+    said: str
+
+
+def beginning(work: Workplace, trains: Set[str]) -> tuple[Beginning, ...]:
+    """Return what is about to train; `trains` are the runs that do."""
+    try:
+        items = commands.items(work.runs)
+    except LoraTrainError:  # the page Queue says so
+        return ()
+    begun = [item for item in items if item.state == "running"]
+    if begun:
+        pids = {read_status(work.runs / name).pid for name in trains}
+        # The process of an item may have its run before the worker has seen it.
+        chosen = [item for item in begun if item.run is None and item.pid not in pids - {None}]
+    else:
+        # The worker takes the next one within seconds, unless something else trains or the rules forbid it.
+        held = bool(trains) or bool(read_rules(work.runs).holds(now_s=time.time(), is_idle=False))
+        chosen = [] if held else commands.in_order(items)[:1]
+    return tuple(each for item in chosen if (each := _beginning(work, item)).run not in trains)
+
+
+def _beginning(work: Workplace, item: Item) -> Beginning:
+    run = _goes_on(work, item)
+    draft = None if run else drafts.started_as(work, item.id)
+    url = runs.page_url(run) if run else "/queue"
+    if draft is not None:
+        url = "/run?" + urlencode({"draft": draft.id})
+    download = commands.download_of(work.runs, item)
+    said = "Starting."
+    if download is not None:
+        here, whole = bytes_text(download.here_bytes), bytes_text(download.all_bytes)
+        said = f"downloading the base model {download.source}: {here} of {whole}"
+    return Beginning(item=item, name=run or item.label or item.id, run=run, url=url, said=said)
+
+
+def _goes_on(work: Workplace, item: Item) -> str:
+    """Return the name of the run that an item of the queue goes on with, an empty text for a new one."""
+    for run in runs.find_runs(work.runs):
+        target = str((work.runs / run.name).resolve())
+        if {target, f"--resume-from={target}"} & set(item.argv):
+            return run.name
+    return ""
+
+
 def running(work: Workplace, followed: Followed) -> Mapping[str, LiveTraining]:
     """Return the runs that train, by name."""
     return {
@@ -63,7 +123,7 @@ def _training(work: Workplace, run: runs.RunEntry, followed: Followed) -> LiveTr
         history = followed.read(folder).history
     except (LoraTrainError, OSError):  # its page says so
         return LiveTraining(fraction=fraction, left="", said="training")
-    left = left_text(status.left_s)
+    left = left_text(status)
     machine = cockpit_now(work, status, history, card_states())
     return LiveTraining(fraction=fraction, left=left, said=sentence(seen, history), cockpit=machine)
 
@@ -91,6 +151,10 @@ def live(work: Workplace, followed: Followed, _: Words) -> dict[str, Any]:
                 "cockpit": None if seen.cockpit is None else _drawn(seen.cockpit, _),
             }
             for name, seen in trains.items()
+        ],
+        "starting": [
+            {"name": each.name, "url": each.url, "said": _("starting")}
+            for each in beginning(work, trains.keys())
         ],
         "ended": {
             run.name: _ENDED[run.status.state]

@@ -27,6 +27,8 @@ from lora_trainer.reporting.status import STOPPING, RunStatus
 END_AFTER_S = 15.0
 SILENT_AFTER_S = 120.0
 RESUMABLE = frozenset({"interrupted", "stopped", "failed"})
+FINISHING = "finishing"
+_FINISHING_S = 1.0
 _PACE_STEPS = 50
 _DOING = {
     "": "Starting.",
@@ -335,8 +337,11 @@ def _goes_on_from(history: RunHistory) -> str:
     return f"a resume goes on from step {step:,}, the last saved state"
 
 
-def left_text(seconds: float) -> str:
-    """Return a duration nobody takes for exact: `about 38 min`, an empty string if unknown."""
+def left_text(status: RunStatus) -> str:
+    """Return a time left that nobody takes for exact: `about 38 min`; FINISHING for none, empty if unknown."""
+    seconds = status.left_s
     if not math.isfinite(seconds) or seconds < 0:
         return ""
+    if status.step and seconds < _FINISHING_S:
+        return FINISHING
     return f"about {duration_text(seconds) if seconds >= 60 else f'{math.ceil(seconds)} s'}"

@@ -17,6 +17,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.event_kinds import Event
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import HistoryReader, RunHistory
+from lora_trainer.reporting.sample_files import BASE_SAMPLES, PREVIEWS, newest_preview
 from lora_trainer.reporting.status import RunStatus, read_status
 
 RECORDS = ("events.jsonl", "status.json", "run.json")
@@ -57,6 +58,27 @@ def run_folder(root: Path, name: str | None) -> Path:
         except (OSError, ValueError):  # too long for the file system, a NUL in it
             pass
     raise RequestError(f"no run is named {name!r}", fix="choose one from the list of runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """The newest pictures of a run; `of_base` says that the base drew them, before the first step."""
+
+    files: Sequence[Path] = ()
+    of_base: bool = False
+
+
+def newest_pictures(folder: Path) -> Pictures:
+    """Return the newest sample images that a run has drawn itself, else its newest preview, else those of its base."""
+    samples = newest_samples(folder)
+    if samples and samples[0].parent.name != BASE_SAMPLES:
+        return Pictures(files=samples)
+    preview = newest_preview(folder / PREVIEWS)
+    return (
+        Pictures(files=samples, of_base=bool(samples))
+        if preview is None
+        else Pictures(files=[preview])
+    )
 
 
 def newest_samples(folder: Path) -> Sequence[Path]:

@@ -1,4 +1,4 @@
-"""Home as the page shows it: what trains now, what needs attention, every run with its newest sample.
+"""Home as the page shows it: what trains now or is about to, what needs attention, every run with its newest picture.
 
 Inputs: the runs folder, the language of the reader. Outputs: what cards.html shows; the buttons name the run and what
 is asked, and routes.py checks both.
@@ -6,8 +6,9 @@ is asked, and routes.py checks both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,13 +17,16 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.charts import Html
 
-from .. import runs
+from .. import command_lines, runs
 from ..bases import title
-from ..live import LiveTraining, running, waiting
+from ..live import Beginning, LiveTraining, beginning, running, waiting
 from ..lora_files import day_of, result_of
 from ..markup import inline
 from ..media import run_url
-from ..runs import Followed, RunEntry, page_url
+from ..queue.times import dataset_of
+from ..run.starting import photos
+from ..run_state import FINISHING
+from ..runs import Followed, RunEntry, newest_pictures, page_url
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.translation import Words
 from ..workplace import Workplace
@@ -41,28 +45,40 @@ _ENDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A run; `url` leads to its page."""
+    """A run; `url` leads to its page, `shots` are its newest pictures, before the first one its images."""
 
     name: str
     url: str
+    shots: Shots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Now(Card):
-    """A run that trains: its newest samples, how far it is, how long it takes."""
+    """A run that trains or is about to: how far it is in words and as a fraction, how long it takes, what it does.
 
-    samples: tuple[str, ...]
+    `stops`: it can be asked to stop.
+    """
+
     fraction: float
-    percent: int
+    far: str
     left: str
     said: str
+    stops: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shots:
+    """Addresses of pictures, what they are, and a note that is written on pictures of something else than expected."""
+
+    urls: tuple[str, ...]
+    alt: str
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Card):
-    """A run that does not train: its newest sample, empty for none, how it ended and why."""
+    """A run that does not train: how it ended and why."""
 
-    sample: str
     state: str
     said: str
     why: Html | None
@@ -88,7 +104,7 @@ def stamp(work: Workplace) -> str:
     """Return a text that changes when the cards do."""
     entries = runs.find_runs(work.runs)
     seen = tuple(runs.stamp(work.runs / run.name, run.status) for run in entries)
-    return f"{hash(seen):x}"
+    return f"{hash((*seen, *beginning(work, _trains(entries)))):x}"
 
 
 def goes(work: Workplace) -> bool:
@@ -101,12 +117,18 @@ def shown(work: Workplace, followed: Followed, _: Words) -> Mapping[str, Any]:
     """Return what cards.html shows: the runs that train, that need attention, the others, the newest first."""
     entries = runs.find_runs(work.runs)
     trains = running(work, followed)
+    begins = beginning(work, trains.keys())
+    taken = {*trains, *(each.run for each in begins)}
     named = {run.name: run for run in entries}
-    attention = [run for run in entries if run.status.state in _ATTENTION]
-    rest = [run for run in entries if run.name not in trains and run not in attention]
+    ended = [run for run in entries if run.name not in taken]
+    attention = [run for run in ended if run.status.state in _ATTENTION]
+    rest = [run for run in ended if run not in attention]
     left_out = max(0, len(attention) + len(rest) - MAX_CARDS)
     return {
-        "training": [_now(work, named[name], seen) for name, seen in trains.items()],
+        "training": [
+            *(_now(work, named[name], seen, _) for name, seen in trains.items() if name in named),
+            *(_about_to(work, each, _) for each in begins),
+        ],
         "attention": [_ended(work, run, _) for run in attention[:MAX_CARDS]],
         "ended": [_ended(work, run, _) for run in rest[: max(0, MAX_CARDS - len(attention))]],
         "left_out": left_out,
@@ -138,16 +160,51 @@ def _device(machine: Hardware, _: Words) -> str:
     return "; ".join(gpus)
 
 
-def _now(work: Workplace, run: RunEntry, seen: LiveTraining) -> Now:
+def _trains(entries: Sequence[RunEntry]) -> Set[str]:
+    return {run.name for run in entries if run.status.state == "running"}
+
+
+def _now(work: Workplace, run: RunEntry, seen: LiveTraining, _: Words) -> Now:
+    shots = _shots(work, run.name, _)
+    if not shots.urls:
+        shots = _learned(work, command_lines.recorded_dataset(work.runs / run.name), _)
     return Now(
         name=run.name,
         url=page_url(run.name),
-        samples=_samples(work, run)[:_NOW_SAMPLES],
+        shots=shots,
         fraction=seen.fraction,
-        percent=seen.percent,
-        left=seen.left,
-        said=seen.said,
+        far=f"{seen.percent} %",
+        left=_left(seen, _),
+        said=_.message(seen.said),
+        stops=True,
     )
+
+
+def _left(seen: LiveTraining, _: Words) -> str:
+    if seen.left == FINISHING:
+        return _("finishing")
+    if seen.left:
+        return _("{text} left", _.message(seen.left))
+    return _("time left: known after the first steps")
+
+
+def _about_to(work: Workplace, begins: Beginning, _: Words) -> Now:
+    return Now(
+        name=begins.name,
+        url=begins.url,
+        shots=_learned(work, dataset_of(begins.item), _),
+        fraction=0.0,
+        far=_("starting"),
+        left="",
+        said=_.message(begins.said),
+        stops=False,
+    )
+
+
+def _learned(work: Workplace, dataset: Path | None, _: Words) -> Shots:
+    """Return the first images that a training learns."""
+    shown = [] if dataset is None else photos(work, dataset)[:_NOW_SAMPLES]
+    return Shots(urls=tuple(photo.src for photo in shown), alt=_("one of its images"))
 
 
 def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
@@ -155,7 +212,7 @@ def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
     return Ended(
         name=run.name,
         url=page_url(run.name),
-        sample=next(iter(_samples(work, run)), ""),
+        shots=_shots(work, run.name, _),
         state=status.state,
         said=_ENDED[status.state],
         why=inline(status.message, _) if status.state == "failed" and status.message else None,
@@ -179,8 +236,13 @@ def _result(work: Workplace, run: RunEntry) -> Result | None:
     )
 
 
-def _samples(work: Workplace, run: RunEntry) -> tuple[str, ...]:
-    """Return the addresses of the newest samples of a run."""
-    folder = work.runs / run.name
-    files = runs.newest_samples(folder)
-    return tuple(run_url(run.name, *file.relative_to(folder).parts) for file in files)
+def _shots(work: Workplace, run: str, _: Words) -> Shots:
+    """Return the newest pictures of a run."""
+    folder = work.runs / run
+    found = newest_pictures(folder)
+    files = found.files[:_NOW_SAMPLES]
+    return Shots(
+        urls=tuple(run_url(run, *file.relative_to(folder).parts) for file in files),
+        alt=_("newest sample of {}", run),
+        note=_("base, no sample of its own yet") if found.of_base else "",
+    )

@@ -1,4 +1,4 @@
-"""The picture of a LoRA: the one beside its file, its preview first, else the last sample of its training.
+"""The picture of a LoRA: the one beside its file, its preview first, else the last of its training; never the base's.
 
 Input: a file of the library. Outputs: the picture, and the address of a small copy of it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_trainer.reporting.sample_files import last_samples
+from lora_trainer.reporting.sample_files import PREVIEWS, newest_preview, own_samples
 
 from ..lora_files import BEST_PICTURE_SUFFIX, PREVIEW_SUFFIX, LoraFile
 from ..media import thumb_url
@@ -16,7 +16,10 @@ _THUMB_PX = 384
 
 
 def preview_of(file: LoraFile) -> Path | None:
-    """Return the picture beside a file or, of the result or a save of a run, its last sample."""
+    """Return the picture beside a file or, of the result or a save of a run, its last sample, else its last preview.
+
+    None where only the base has drawn any: its picture shows nothing of the LoRA.
+    """
     for suffix in (PREVIEW_SUFFIX, BEST_PICTURE_SUFFIX, ".png"):
         image = file.path.with_name(f"{file.path.stem}{suffix}")
         if image.is_file() and not image.is_symlink():
@@ -25,7 +28,8 @@ def preview_of(file: LoraFile) -> Path | None:
         return None
     samples = file.path.parent / "samples"
     drawn = sorted((samples / f"step-{file.step:08d}").glob("*.png")) if file.step else []
-    return next(iter(drawn or last_samples(samples)), None)
+    own = next(iter(drawn or own_samples(samples)), None)
+    return own or newest_preview(file.path.parent / PREVIEWS)
 
 
 def small_url(image: Path, *, size_px: int = _THUMB_PX) -> str:

@@ -33,8 +33,8 @@ from ..datasets import check
 from ..library.preview import small_url
 from ..markup import capital, inline
 from ..media import thumb_url
-from ..run_state import doing, left_text
-from ..runs import Stamp, newest_samples, page_url
+from ..run_state import FINISHING, doing, left_text
+from ..runs import Pictures, Stamp, newest_pictures, page_url
 from ..server.language import ENGLISH
 from ..server.templates import render
 from ..server.translation import Words, words
@@ -236,8 +236,8 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
     return Running(
         **Row.facts(work, item),
         said=message,
-        left=said.message(left_text(status.left_s)) if status is not None and not download else "",
-        left_from=said.message(status.left_from) if status is not None else "",
+        left=said.message(left_text(status)) if status is not None and not download else "",
+        left_from=_left_from(status, said),
         finishes=_finishes(status) if status is not None and not download else "",
         device=item.device[:_DEVICE_LENGTH] if item.device else "",
         percent=100 * fraction,
@@ -284,6 +284,13 @@ def _reason(item: Item, said: Words, *, resumes: bool) -> tuple[str, str]:
     return capital(found), said.message(fix)
 
 
+def _left_from(status: RunStatus | None, said: Words) -> str:
+    """Return what the time left is told from, an empty text where none is told."""
+    if status is None or left_text(status) == FINISHING:
+        return ""
+    return said.message(status.left_from)
+
+
 def _finishes(status: RunStatus) -> str:
     """Return the time of day at which a training ends, an empty text where it does not say."""
     if not math.isfinite(status.left_s) or status.left_s < 0:
@@ -306,9 +313,10 @@ def _base(work: Workplace, item: Item) -> str:
 
 
 def _picture(work: Workplace, item: Item) -> str:
-    """Return the address of a picture of an item: its newest sample, else the first image that can be read."""
-    if item.run and (samples := newest_samples(_run(work, item))):
-        return small_url(samples[0], size_px=_PICTURE_PX)
+    """Return the address of a picture of an item: the newest of its own, else the first image that can be read."""
+    drawn = newest_pictures(_run(work, item)) if item.run else Pictures()
+    if drawn.files and not drawn.of_base:
+        return small_url(drawn.files[0], size_px=_PICTURE_PX)
     folder = dataset_of(item)
     if folder is None:
         return ""

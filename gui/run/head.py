@@ -29,7 +29,17 @@ from ..markup import capital, inline
 from ..media import run_url
 from ..run_best import Standing, exports, losses, read_best, recommended, standing_of
 from ..run_mend import mend_of
-from ..run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
+from ..run_state import (
+    FINISHING,
+    Look,
+    Stage,
+    explained,
+    left_text,
+    remarks,
+    sentence,
+    starting,
+    step_s,
+)
 from ..server.templates import render
 from ..server.translation import Words
 
@@ -235,9 +245,9 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     if status.steps:
         yield "Steps", f"{status.step:,} of {status.steps:,}", f"{_percent(seen)} %"
     if status.state == "running" and not seen.stopping:
-        left = left_text(status.left_s)
+        left = left_text(status)
         if left:
-            yield "Time left", left, status.left_from
+            yield "Time left", left, "" if left == FINISHING else status.left_from
     elif history.seconds:
         yield "Took", duration_text(history.seconds), ""
     pace_s = step_s(history)

@@ -55,14 +55,15 @@ function show(now) {
     const ended = now.ended[name];
     if (ended) tell(run, ended);
   }
-  const first = now.training[0];
-  drawCockpit(first);
-  const title = first ? `${first.percent} % \u00b7 ${first.name}` : document.querySelector(".bar").dataset.page;
+  drawCockpit(now.training[0]);
+  const first = now.training[0] ?? now.starting[0];
+  const far = now.training.length ? `${first.percent} %` : first?.said;
+  const title = first ? `${far} \u00b7 ${first.name}` : document.querySelector(".bar").dataset.page;
   document.title = `${title} \u2013 lora-train`;
-  const newer = first ? [first.name, `${first.percent} %`, first.left].filter(Boolean).join(" \u00b7 ") : "";
+  const newer = first ? [first.name, far, first.left].filter(Boolean).join(" \u00b7 ") : "";
   if (said === newer) return;
   said = newer;
-  document.querySelector(".live").replaceChildren(...(first ? chip(first) : []));
+  document.querySelector(".live").replaceChildren(...(first ? chip(first, far) : []));
 }
 
 /** Show what the machine does while something trains, below the bar of every page, and offer to tell when it ends. */
@@ -85,9 +86,9 @@ function drawCockpit(run) {
   if (warning.textContent !== now.warning) warning.textContent = now.warning;
 }
 
-function chip(run) {
-  const left = make("small", {}, run.left);
-  return [make("a", { href: run.url }, make("i"), nameOf(run), make("b", {}, `${run.percent} %`), left)];
+function chip(run, far) {
+  const left = make("small", {}, run.left ?? "");
+  return [make("a", { href: run.url }, make("i"), nameOf(run), make("b", {}, far), left)];
 }
 
 function nameOf(run) {

@@ -10,6 +10,11 @@ from PIL import Image
 from lora_trainer.common.files import open_regular
 from lora_trainer.config.prompt_line import SamplePrompt, seeds
 
+PREVIEWS = "previews"
+"""The folder of a run with the pictures of its film."""
+BASE_SAMPLES = "step-00000000"
+"""What the base draws, before the first step."""
+
 
 def last_samples(samples: Path) -> list[Path]:
     """Return the images of the newest step that has any of the run's own prompts, in their order."""
@@ -18,6 +23,17 @@ def last_samples(samples: Path) -> list[Path]:
         if files := sorted(file for file in folder.glob("[0-9]*.png") if file.is_file()):
             return files
     return []
+
+
+def own_samples(samples: Path) -> list[Path]:
+    """Return `last_samples`, none where only the base has drawn any."""
+    return [image for image in last_samples(samples) if image.parent.name != BASE_SAMPLES]
+
+
+def newest_preview(previews: Path) -> Path | None:
+    """Return the newest preview that a run has drawn after its first step, None before."""
+    drawn = sorted(path for path in previews.glob("step-*.jpg") if path.is_file())
+    return next((path for path in reversed(drawn) if path.stem != BASE_SAMPLES), None)
 
 
 def sample_prompt(image: Path) -> str:

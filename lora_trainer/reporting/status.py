@@ -72,12 +72,14 @@ class TimeLeft:
 
     A round of sample images or of validation is expected to take as long as the last one did, which may
     have been before the first step. Saves and all else between steps are spread over the steps. Until there are
-    `FIRST_STEPS`, the time left is what the plan predicted, less the time that has passed.
+    `FIRST_STEPS`, the time left is what the plan predicted, less the time that has passed, and not known once a first
+    step has not been done in all the time of the plan.
     """
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     steps: int = 0
     _planned_s: float = math.nan
+    _planned_steps_s: float = math.nan
     _planned_from: str = ""
     _began_s: float = math.nan
     _now_s: float = math.nan
@@ -98,6 +100,7 @@ class TimeLeft:
                 self._step = event.resumed_from or 0
                 self._began_s, self._planned_from = event.time_s, event.planned_from
                 self._planned_s = _planned_s(event) if event.planned_s else math.nan
+                self._planned_steps_s = self._planned_s - _planned_start_s(event)
                 self._round_step = dict.fromkeys(self._every, self._step)
             case Samples(asked=True):  # they say nothing about the next round
                 self._last_s += event.seconds
@@ -127,11 +130,16 @@ class TimeLeft:
         return len(self.recent) >= FIRST_STEPS or math.isnan(self._planned_s)
 
     @property
+    def _is_refuted(self) -> bool:
+        """Whether the time of the whole plan has passed before the first step."""
+        return not self.recent and self._now_s - self._began_s >= self._planned_s
+
+    @property
     def based_on(self) -> str:
         """Where `remaining_s` comes from, in a few words; empty where it is not known."""
         count = len(self.recent)
         if not self.is_measured:
-            return self._planned_from
+            return "" if self._is_refuted else self._planned_from
         if not count:
             return ""
         if self._steps_after_first < RECENT_STEPS:
@@ -142,8 +150,11 @@ class TimeLeft:
     def remaining_s(self) -> float:
         """Seconds until the last step and the rounds after it are done; NaN where nothing is known."""
         if not self.is_measured:
+            if self._is_refuted:
+                return math.nan
             # A start that takes longer than planned takes nothing from the steps.
-            steps_s = max(0, self.steps - self._step) * (self.step_s if self.recent else 0.0)
+            ahead = max(0, self.steps - self._step)
+            steps_s = ahead * self.step_s if self.recent else self._planned_steps_s
             return max(self._planned_s - (self._now_s - self._began_s), steps_s)
         rounds_s = 0.0
         for kind, every in self._every.items():
@@ -155,10 +166,15 @@ class TimeLeft:
         return max(0, self.steps - self._step) * (self.step_s + side_s) + rounds_s
 
 
+def _planned_start_s(started: RunStarted) -> float:
+    """Return the predicted seconds up to the first step."""
+    return sum(started.planned_s.get(part, 0.0) for part in BEFORE_STEPS)
+
+
 def _planned_s(started: RunStarted) -> float:
     """Return the predicted seconds from here to the end; of a run that is resumed, its start and the steps left."""
     share = 1 - (started.resumed_from or 0) / max(1.0, started.steps)
-    start_s = sum(started.planned_s.get(part, 0.0) for part in BEFORE_STEPS)
+    start_s = _planned_start_s(started)
     return start_s + max(0.0, share) * (sum(started.planned_s.values()) - start_s)
 
 

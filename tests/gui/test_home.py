@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lora_trainer.gui import command_lines
+from lora_trainer.gui import command_lines, drafts, live
 from lora_trainer.gui.compare.routes import alike
 from lora_trainer.gui.home import routes, view
 from lora_trainer.gui.runs import Followed
@@ -14,10 +17,11 @@ from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.queue import commands, worker
+from lora_trainer.queue import commands, rules, worker
+from lora_trainer.queue.commands import Item
 from lora_trainer.reporting.control import Control
 from tests.fakes.live_runs import until, write_status
-from tests.fakes.lora_library import finished_run
+from tests.fakes.lora_library import finished_run, picture
 from tests.fakes.run_folder import fake_run
 
 
@@ -93,3 +97,81 @@ def test_compare_opens_with_two_runs_of_the_same_images(work: Workplace) -> None
     assert alike(work, ["a", "b", "c"]) == ("a", "c") and alike(work, ["a", "b"]) == ()
     (work.runs / "a" / "run.json").write_text("{")
     assert alike(work, ["a", "b", "c"]) == ()
+
+
+def queued(work: Workplace, *argv: str, label: str, **changed: object) -> Item:
+    """Put a training into the queue as it is there after some time."""
+    item = commands.add(work.runs, argv, label=label)
+    item = replace(item, **changed)  # type: ignore[arg-type] # fields of an item
+    with commands.changing(work.runs):
+        commands.write(work.runs, item)
+    return item
+
+
+def heard(work: Workplace, code: str = "en") -> dict[str, object]:
+    """Return what the bar of each page shows."""
+    return live.live(work, Followed(), words(code))
+
+
+def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
+    work: Workplace, tmp_path: Path
+) -> None:
+    images = tmp_path / "moths"
+    picture(images / "a.png")
+    before = view.stamp(work)
+    item = queued(work, str(images), label="moth")
+    assert view.stamp(work) != before and view.goes(work)
+    draft = replace(drafts.new(work, dataset=str(images)), started_as=item.id)
+    drafts.save(work, draft)
+    address = f"/run?draft={draft.id}"
+    for state in ("waiting", "running"):  # the worker takes a second to begin it
+        with commands.changing(work.runs):
+            commands.write(work.runs, replace(item, state=state))  # type: ignore[arg-type] # of two
+        html, german = cards(work), cards(work, "de")
+        assert "Training now" in html and f'href="{address}"' in html and "a.png" in html
+        assert "<b>starting</b>" in html and "<b>startet</b>" in german
+        assert "Teach an image model" not in html and "data-action" not in html
+        assert heard(work)["starting"] == [{"name": "moth", "url": address, "said": "starting"}]
+        assert heard(work)["training"] == [] and heard(work)["waiting"] == 1
+    folder = run_of(work, "moth", step=0, steps_here=0, phase="load", left_s=None)
+    with commands.changing(work.runs):  # the worker has not seen the run of this process yet
+        commands.write(work.runs, replace(item, state="running", pid=os.getpid()))
+    html = cards(work)
+    assert html.count("Training now") == html.count('class="run-card') == 1
+    assert "Loading the base model." in html and "known after the first steps" in html
+    assert heard(work)["starting"] == []
+    write_status(folder, left_s=600.0)
+    assert "about 10 min 00 s left" in cards(work)
+    write_status(folder, step=30, left_s=0.0)
+    html = cards(work)
+    assert "finishing" in html and "about 0 s" not in html and "99 %" in html
+    assert heard(work, "de")["training"][0]["left"] == "wird gerade fertig"  # type: ignore[index] # JSON
+
+
+def test_what_waits_for_its_time_does_not_start_and_a_run_that_goes_on_has_one_card(
+    work: Workplace,
+) -> None:
+    folder = run_of(work, "moth", state="stopped", exit_code=143)
+    words_of_it = ("images", f"--resume-from={folder.resolve()}")
+    item = queued(work, *words_of_it, label="moth", state="running", started_s=time.time())
+    html = cards(work)
+    assert html.count('class="run-card') == 1 and "<b>starting</b>" in html
+    assert 'href="/run?run=moth"' in html and "Resume" not in html
+    commands.write(work.runs, replace(item, state="waiting"))
+    rules.pause(work.runs, stop=False)
+    assert "<b>starting</b>" not in cards(work) and heard(work)["starting"] == []
+    assert "stopped; it can be resumed" in cards(work)
+
+
+def test_the_picture_of_a_run_is_of_its_own_or_says_that_it_is_the_bases(work: Workplace) -> None:
+    folder = run_of(work, "moth", state="stopped", exit_code=143)
+    samples = sorted((folder / "samples").iterdir())
+    assert "step-00000010/00.png" in cards(work) and "base, no sample" not in cards(work)
+    samples[-1].rename(folder / "kept")
+    html, german = cards(work), cards(work, "de")
+    assert "step-00000000/00.png" in html and "base, no sample of its own yet" in html
+    assert "noch kein eigenes Sample" in german
+    for step in (0, 6):
+        picture(folder / "previews" / f"step-{step:08d}.jpg")
+    html = cards(work)
+    assert "previews/step-00000006.jpg" in html and "base, no sample" not in html

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
     assert preview_of(result) == samples / "step-00000030" / "00.png"
     assert preview_of(save) == samples / "step-00000010" / "00.png"
     assert preview_of(other) is None, "a merge looks like neither of its parts"
+    for drawn in sorted(samples.glob("step-*"))[1:]:
+        shutil.move(drawn, work.own / "kept" / drawn.name)
+    assert preview_of(result) is None, "the base's picture shows nothing of the LoRA"
+    previews = [picture(run / "previews" / f"step-{step:08d}.jpg") for step in (0, 6)]
+    assert preview_of(result) == previews[1]
+    shutil.copytree(work.own / "kept", samples, dirs_exist_ok=True)
     beside = picture(run / "zorble.preview.png")
     assert preview_of(result) == beside
     beside.unlink()

@@ -286,6 +286,12 @@ def test_time_left_is_the_plans_until_the_first_steps_tell_and_says_so(tmp_path:
     clock.return_value += 25.0
     events.emit(made("phase", phase="train", message="", done=0, total=100))
     assert shown() == (335.0, source, 0)
+    clock.return_value += 20.0  # a start that takes longer takes nothing from the steps
+    events.emit(made("phase", phase="train", message="", done=0, total=100))
+    assert shown() == (330.0, source, 0)
+    clock.return_value += 600.0  # the plan was wrong, and nothing is measured yet
+    events.emit(made("phase", phase="train", message="", done=0, total=100))
+    assert math.isnan(read_status(tmp_path).left_s) and shown()[1:] == ("", 0)
     for number in range(1, 3):  # the first ones measure nothing
         clock.return_value += 50.0 if number == 1 else 2.0
         step(events, number, seconds=50.0 if number == 1 else 2.0)
