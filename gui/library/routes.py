@@ -22,12 +22,13 @@ from lora_trainer.tools.describe import description_of
 
 from .. import drawing, jobs, lora_files, sharing, uploads
 from ..lora_files import Header, LoraFile, find
-from ..markup import plain
+from ..markup import capital, plain
 from ..media import EXPORTS, run_url
 from ..server.pages import Body, Text, answer, attempted, page
 from ..server.templates import render
 from ..server.translation import Words
 from ..shared.of_lora import OfLora
+from ..trash import store
 from ..upload_names import safe_name
 from ..workplace import Workplace
 from . import describe, tools, try_prompts, view
@@ -193,7 +194,8 @@ def shown(work: Workplace, request: Request, _: Words) -> Answer:
     try:
         file = find(work, asked)
     except LoraTrainError as error:
-        return {"part": "missing", "said": _.message(plain(str(error)))}
+        said = capital(_.message(plain(str(error))))
+        return {"part": "missing", "said": said, "thrown": store.holding(work, asked)}
     header = lora_files.read_header(file)
     # A file that cannot be read has no use for any of the tabs.
     more = {} if header.problem else _tabs(work, file, header, _)

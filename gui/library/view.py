@@ -167,7 +167,7 @@ def _name(entry: Entry) -> str:
 
 
 def _downloads(file: LoraFile, entry: Entry | None, _: Words) -> Iterator[Link]:
-    """Yield the downloads beside a file: the best one, the file, the last one.
+    """Yield the downloads beside a file: the file itself, the best one, the last one.
 
     `entry` is what its training wrote; None for the file of a tool.
     """
@@ -176,13 +176,13 @@ def _downloads(file: LoraFile, entry: Entry | None, _: Words) -> Iterator[Link]:
         yield Link(label=_("Download"), url=url, kind="primary")
         return
     last = next((save for save in entry.saves if save.last), entry.file)
-    for each in dict.fromkeys((entry.file, file, last)):
-        is_best = each is entry.file and entry.is_best
-        is_last = each is not entry.file and each == last
+    for each in dict.fromkeys((file, entry.file, last)):
+        is_best = each == entry.file and entry.is_best
+        is_last = each != entry.file and each == last
         yield Link(
             label=_download(each, _, is_best=is_best, is_last=is_last),
             url=run_url(each.run, each.path.name),
-            kind="primary" if each is entry.file else "",
+            kind="primary" if each == file else "",
         )
 
 

@@ -22,6 +22,7 @@ from ..runs import Followed
 from ..server.pages import Body, Text, answer, attempted, page, stamped
 from ..server.templates import render
 from ..server.translation import Words
+from ..trash import store
 from ..workplace import Workplace
 from . import film, starting, view
 from .parts import shown_best
@@ -85,7 +86,7 @@ def routes(work: Workplace) -> list[Route]:
         run = request.query_params.get("run", "")
         folder = folder_of(work, run)
         if folder is None:
-            return {**view.missing(run, _), "starting": None}
+            return {**view.missing(run, _, thrown=store.holding(work, run)), "starting": None}
         dataset = command_lines.recorded_dataset(folder)
         photos = starting.photos(work, dataset) if dataset else ()
         return {**view.shown(folder, followed, _), "starting": None, "photos": photos}
@@ -98,7 +99,8 @@ def routes(work: Workplace) -> list[Route]:
         done = pressed(work, asked.run, asked.press, _) if asked.press else {}
         folder = folder_of(work, asked.run)
         if folder is None:  # deleted meanwhile
-            gone = render("run/missing.html", _, **view.missing(asked.run, _))
+            thrown = store.holding(work, asked.run)
+            gone = render("run/missing.html", _, **view.missing(asked.run, _, thrown=thrown))
             return {**done, "goes": False, "gone": gone}
         return {**done, **view.changed(folder, followed, _, before=asked.stamp, keys=asked.keys)}
 

@@ -19,6 +19,7 @@ from lora_trainer.reporting.status import read_status
 from ..run_state import Look, look
 from ..runs import Followed
 from ..server.translation import Words
+from ..trash.store import Thrown
 from .parts import Part, damaged_parts, parts, stamp
 
 # The buttons of a run in their order, each with its label, its kind and its icon.
@@ -32,10 +33,10 @@ BUTTONS = (
 )
 
 
-def missing(run: str, _: Words) -> Mapping[str, Any]:
-    """Return what the page shows for a name that belongs to no run."""
+def missing(run: str, _: Words, *, thrown: Thrown | None = None) -> Mapping[str, Any]:
+    """Return what the page shows for a name that belongs to no run; `thrown` is the one of that name in the trash."""
     said = _("No run is named {}.", repr(run)) if run else _("The address names no run.")
-    return {"run": None, "said": said}
+    return {"run": None, "said": said, "thrown": thrown}
 
 
 def shown(folder: Path, followed: Followed, _: Words) -> Mapping[str, Any]:

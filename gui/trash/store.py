@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
@@ -122,6 +122,18 @@ def contents(work: Workplace) -> list[Thrown]:
                 )
             )
     return listed
+
+
+def holding(work: Workplace, place: str) -> Thrown | None:
+    """Return what was deleted last of a place, a path below the runs folder, None for nothing of it.
+
+    A file is also in what was deleted with the folder around it.
+    """
+    wanted = PurePosixPath(place)
+    for thrown in contents(work):
+        if any(wanted.is_relative_to(was) for was in thrown.places.values()):
+            return thrown
+    return None
 
 
 def empty(work: Workplace) -> None:

@@ -194,6 +194,20 @@ def test_search_wants_every_word_somewhere(work: Workplace) -> None:
         assert {e.file.run for e in lora_files.matching(found, text, base)} == runs, (text, base)
 
 
+def test_the_page_of_a_file_offers_that_file_first(work: Workplace) -> None:
+    finished_run(work.runs / "a")
+    best = "Download step 30 (best)"
+    for name, labels in (
+        ("zorble-step00000010", ["Download step 10", best]),
+        ("zorble", [best]),
+    ):
+        file = lora_files.find(work, f"a/{name}.safetensors")
+        shown = view.head(file, lora_files.read_header(file), words("en"))["downloads"]
+        assert [link.label for link in shown] == labels
+        assert [link.kind for link in shown] == ["primary", ""][: len(labels)]
+        assert shown[0].url.endswith(f"/{name}.safetensors")
+
+
 def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     run = finished_run(work.runs / "a")
     picture(run / "zorble.preview.png")
@@ -255,6 +269,13 @@ def test_a_search_stands_in_the_address_and_a_file_that_is_not_there_or_broken_i
     german = {"accept-language": "de"}
     for name in ("owl/none.safetensors", "none/x.safetensors", "../owl/zorble.safetensors"):
         assert "Kein solches LoRA" in pages.get(f"/library?file={name}", headers=german).text
+    for kind, ref in (("lora", "owl/zorble.safetensors"), ("run", "cat")):
+        thrown = trash.throw_away(work, kind=kind, ref=ref)
+        address = f"/library?file={ref.partition('/')[0]}/zorble.safetensors"
+        gone = pages.get(address, headers=german).text
+        assert "ist im Papierkorb" in gone and f'data-back="{thrown.id}"' in gone
+        assert "Kein solches LoRA" not in gone and 'href="/trash"' in gone
+        trash.put_back(work, thrown.id)
     (work.runs / "owl" / "zorble.safetensors").write_bytes(b"")
     shown = pages.get("/library?file=owl/zorble.safetensors").text
     assert "is empty, not weights" in shown and 'role="tab"' not in shown, "it can be deleted"

@@ -28,6 +28,7 @@ from lora_trainer.gui.run.log import line_of
 from lora_trainer.gui.run_state import look
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import words as words_of
+from lora_trainer.gui.trash import store
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
@@ -507,6 +508,20 @@ def test_what_a_button_did_or_why_not_is_said(live: Path, work: Workplace) -> No
     assert routes.folder_of(work, "../live") is None and routes.folder_of(work, "live") == live
     missing = render("run/missing.html", german, **run_view.missing("<b>", german))
     assert "&lt;b&gt;" in missing and "Kein Training hei\u00dft" in missing
+
+
+def test_the_page_of_a_deleted_run_says_that_it_is_in_the_trash_and_brings_it_back(
+    finished: Path, work: Workplace
+) -> None:
+    thrown = store.throw_away(work, kind="run", ref=finished.name)
+    german = words_of("de")
+    for name, is_there in ((finished.name, True), ("none", False), ("", False), ("../x", False)):
+        found = store.holding(work, name)
+        shown = render("run/missing.html", german, **run_view.missing(name, german, thrown=found))
+        assert (f'data-back="{thrown.id}"' in shown and 'href="/trash"' in shown) is is_there
+        assert ("ist im Papierkorb" in shown) is is_there is ("Kein solches" not in shown)
+    store.put_back(work, thrown.id)
+    assert store.holding(work, finished.name) is None and finished.is_dir()
 
 
 def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(
