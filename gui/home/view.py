@@ -203,7 +203,11 @@ def _about_to(work: Workplace, begins: Beginning, _: Words) -> Now:
 
 def _learned(work: Workplace, dataset: Path | None, _: Words) -> Shots:
     """Return the first images that a training learns."""
-    shown = [] if dataset is None else photos(work, dataset)[:_NOW_SAMPLES]
+    try:
+        is_shown = dataset is not None and work.allows(dataset.resolve())
+    except (OSError, RuntimeError, ValueError):  # what a command names may be anything
+        is_shown = False
+    shown = photos(work, dataset)[:_NOW_SAMPLES] if dataset is not None and is_shown else ()
     return Shots(urls=tuple(photo.src for photo in shown), alt=_("one of its images"))
 
 

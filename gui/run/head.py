@@ -67,7 +67,7 @@ class Head:
     ended: tuple[str, str] | None
     """Why it ended before its end, and what to do about it."""
     again: str
-    """Trains again with changes, for a run that ended early; empty for others."""
+    """Trains again with changes, beside `mended`; empty without that."""
     mended: tuple[str, str] | None
     """The label and the address of what trains again with the change that the end advises."""
     remarks: tuple[str, ...]
@@ -106,8 +106,7 @@ class Meter:
 def head(seen: Look, history: RunHistory) -> Head:
     """Return the head of the page of a run."""
     status, run = seen.status, seen.folder.name
-    ends_early = status.state in {"failed", "stopped"} and not seen.goes_on_soon
-    mend = mend_of(seen, history.run) if ends_early else None
+    mend = mend_of(seen, history.run) if _ends_early(seen) else None
     return Head(
         state=status.state,
         said=sentence(seen, history),
@@ -115,12 +114,52 @@ def head(seen: Look, history: RunHistory) -> Head:
         stages=starting(seen),
         lora=take(seen, history),
         ended=_ended(seen, history),
-        again=_again(run) if ends_early else "",
+        again="" if mend is None else _again(run),
         mended=None if mend is None else (mend.label, _again(run, mended="1")),
         remarks=tuple(remarks(seen, history)),
         figures=tuple(figures(seen, history)),
         memory=_meter(history) if status.state == "running" else None,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeSoFar:
+    """What take.html shows beside the buttons: step, file and page of the LoRA so far, empty without one.
+
+    `again` trains again with changes, for a run that ended early and whose head does not offer that.
+    """
+
+    trains: bool
+    step: str = ""
+    file: str = ""
+    page: str = ""
+    again: str = ""
+
+
+def take_so_far(seen: Look, history: RunHistory) -> TakeSoFar:
+    """Return the LoRA of a run that has not finished: the newest while it trains, else the one to take."""
+    run, trains = seen.folder.name, seen.status.state == "running"
+    if seen.status.state == "finished":
+        return TakeSoFar(trains=trains)
+    offers_again = _ends_early(seen) and mend_of(seen, history.run) is None
+    again = _again(run) if offers_again else ""
+    files = exports(seen.folder, history)
+    step, file = max(files.items(), default=(0, ""))
+    if not trains and (best := recommended(files, losses(history), read_best(seen.folder))):
+        step, file = best.step, best.file
+    if not file:
+        return TakeSoFar(trains=trains, again=again)
+    return TakeSoFar(
+        trains=trains,
+        step=f"{step:,}",
+        file=run_url(run, file),
+        page="/library?" + urlencode({"file": f"{run}/{file}"}),
+        again=again,
+    )
+
+
+def _ends_early(seen: Look) -> bool:
+    return seen.status.state in {"failed", "stopped"} and not seen.goes_on_soon
 
 
 def head_html(shown: Head, _: Words, *, machine: str = "") -> Html:

@@ -29,7 +29,7 @@ from ..server.templates import render
 from ..server.translation import Words
 from .coach import coach_html, coach_key
 from .film import film_key, film_of
-from .head import head, head_html, machine_now
+from .head import head, head_html, machine_now, take_so_far
 from .log import log
 
 # Records may name any file; a page leads to samples of this run only.
@@ -52,7 +52,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     exported, best = exports(folder, history), read_best(folder)
     files = (dict(exported), best, (folder / REPORT).is_file())
     best_step = shown_best(folder, history)
-    shown = head(seen, history)
+    shown, so_far = head(seen, history), take_so_far(seen, history)
     strips = strips_of(history.samples)
 
     def with_machine(_: Words) -> Html:
@@ -64,6 +64,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
         "head": Part(key=shown, draw=with_machine),
         "coach": Part(key=coach_key(history), draw=lambda _: coach_html(folder, history, _)),
         "buttons": Part(key=possible(seen), draw=lambda _: _buttons(seen)),
+        "take": Part(key=so_far, draw=lambda _: render("run/take.html", _, shown=so_far)),
         "where": _where(seen),
         "chart": Part(
             key=(*_chart_key(history), best_step), draw=lambda _: _chart(history, best_step, _)
@@ -97,7 +98,7 @@ def shown_best(folder: Path, history: RunHistory) -> int:
 def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
     """Return the parts for a folder whose records cannot be read: why, and the buttons."""
     told = tag("p", reason, class_="notice error")
-    names = ("coach", "strip", "settings", "files")
+    names = ("take", "coach", "strip", "settings", "files")
     empty = {name: Part(key="", draw=lambda _: Html("")) for name in names}
     blank = {"drawn": "", "steps": 0}
     return {

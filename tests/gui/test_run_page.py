@@ -242,12 +242,13 @@ def test_what_ended_early_is_resumed_through_the_queue(
     monkeypatch.setattr("lora_trainer.queue.worker.ensure_worker", started.append)
     with pytest.raises(RequestError, match="being trained already"):
         run_actions.resume(work, "live")
-    assert "/train?again=live" not in head(live)
+    assert "/train?again=live" not in page(live)["take"]
     for fields in ({"pid": DEAD}, {"state": "failed", "exit_code": 4}, {"state": "stopped"}):
         write_status(live, **fields)
         assert page(live)["buttons"] == {"resume"}
         assert page(live)["where"] is True, "somebody has to say where its images are"
-        assert ("/train?again=live" in head(live)) is ("pid" not in fields)
+        assert ("/train?again=live" in page(live)["take"]) is ("pid" not in fields)
+        assert "/train?again=live" not in head(live), "nothing is offered twice"
     for refused, why in (
         (lambda: run_actions.ask(work, "live", "stop"), "is not being trained"),
         (lambda: run_actions.ask(work, "../live", "stop"), "no run"),
@@ -270,6 +271,32 @@ def test_what_ended_early_is_resumed_through_the_queue(
     assert page(live)["buttons"] == {"resume"}
     write_status(live, state="finished")
     assert page(live)["buttons"] == set()
+
+
+def test_a_file_that_was_asked_for_is_said_where_the_button_is_and_stays_once_it_is_stopped(
+    live: Path, work: Workplace
+) -> None:
+    def taken(code: str = "en") -> str:
+        parts = run_parts.parts(now(live), runs.Followed().read(live))
+        return str(parts["take"].draw(words_of(code)))
+
+    for file in live.glob("*.safetensors"):
+        file.unlink()
+    assert taken().strip() == ""
+    (live / "zorble-step00000010.safetensors").write_bytes(b"ten")
+    for address in (
+        "/media/run/live/zorble-step00000010.safetensors",
+        "/library?file=live%2Fzorble",
+    ):
+        assert address in taken()
+    assert "Saved: step 10" in taken() and "Gespeichert: Schritt 10" in taken("de")
+    write_status(live, state="stopped", exit_code=143)
+    shown = taken()
+    assert "Download step 10" in shown and "Try it" in shown and "Saved: step" not in shown
+    assert shown.index("Download") < shown.index("Try it") < shown.index("Train again")
+    assert page(live)["buttons"] == {"resume"}
+    write_status(live, state="finished", exit_code=0)
+    assert taken().strip() == "", "its head has them"
 
 
 def test_a_failure_requests_silence_a_recovery_and_damage_are_told_above_the_figures(
@@ -429,7 +456,7 @@ def changed(folder: Path, followed: runs.Followed, before: dict[str, object]) ->
 
 def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     followed, before = runs.Followed(), dict[str, object]()
-    assert len(changed(long_run, followed, before)) == 10
+    assert len(changed(long_run, followed, before)) == 11
     assert changed(long_run, followed, before) == set()
     drawn = []
     for step in range(601, 607):
@@ -441,7 +468,7 @@ def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     append(long_run, event="validation", step=606, loss=0.4)
     assert changed(long_run, followed, before) >= {"chart", "log"}
     (long_run / "zorble-step00000333.safetensors").write_bytes(b"x")
-    assert changed(long_run, followed, before) == {"samples", "files"}
+    assert changed(long_run, followed, before) == {"samples", "files", "take"}
     stamps = [run_parts.stamp(now(long_run))]
     write_status(long_run, step=606, steps=1000, heartbeat_s=time.time() - 1)
     assert run_parts.stamp(now(long_run)) == stamps[0]
