@@ -684,7 +684,7 @@ def test_a_finished_run_says_what_was_weak_and_a_press_trains_again_with_the_cha
     assert again.settings["train.steps"] == 15
     assert run_actions.clone(work, finished.name, advice="nothing").settings["train.steps"] == 30
     in_german = run_parts.parts(now(finished), runs.Followed().read(finished))["coach"]
-    assert "Am besten war sie bei Schritt 15" in in_german.draw(words_of("de"))
+    assert "Am besten war es bei Schritt 15" in in_german.draw(words_of("de"))
 
 
 def test_the_sheet_is_prompts_by_steps_with_the_base_first(finished: Path) -> None:
