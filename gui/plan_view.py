@@ -53,29 +53,27 @@ class MemoryPart:
 
 
 def span(ends_s: tuple[float, float], said: Words, *, begins: bool = False) -> str:
-    """Return how long something takes, from its shortest and longest time; `begins` a sentence or goes on in one."""
-    low, high = map(_coarse, ends_s)
+    """Return how long something takes, from its shortest and longest time; `begins` a sentence or goes on in one.
+
+    From two days on it is said in one unit, coarser and coarser: nobody plans by the difference of 14 and 55 days.
+    """
+    low_days, high_days = (end / _DAY_S for end in ends_s)
+    middle_days = (low_days + high_days) / 2
+    if high_days >= _WEEK_DAYS and middle_days < 1.5 * _WEEK_DAYS:
+        return said("About a week") if begins else said("about a week")
+    if high_days >= _WEEK_DAYS and middle_days < _MONTHS_DAYS:
+        return said("Several weeks") if begins else said("several weeks")
+    if high_days >= _WEEK_DAYS:
+        return said("Several months") if begins else said("several months")
+    if high_days < 2:
+        low, high = map(_coarse, ends_s)
+    elif max(1, round(low_days)) == round(high_days):
+        low = high = f"{round(high_days)} days"
+    else:
+        low, high = f"{max(1, round(low_days))}", f"{round(high_days)} days"
     if low == high:
         return said("About {#}", low) if begins else said("about {#}", low)
     return said("About {#} to {#}", low, high) if begins else said("about {#} to {#}", low, high)
-
-
-def rough_span(ends_s: tuple[float, float], said: Words) -> str:
-    """Return how long something takes, to choose by: as `span` up to two days, then in one unit, coarser and coarser.
-
-    Nobody plans by the difference of 14 and 55 days.
-    """
-    low_days, high_days = (end / _DAY_S for end in ends_s)
-    if high_days < 2:
-        return span(ends_s, said)
-    if high_days < _WEEK_DAYS:
-        low, high = max(1, round(low_days)), round(high_days)
-        whole = f"{high} days"
-        return said("about {#}", whole) if low == high else said("about {#} to {#}", low, whole)
-    middle_days = (low_days + high_days) / 2
-    if middle_days < 1.5 * _WEEK_DAYS:
-        return said("about a week")
-    return said("several weeks") if middle_days < _MONTHS_DAYS else said("several months")
 
 
 def _coarse(seconds: float) -> str:
@@ -84,7 +82,7 @@ def _coarse(seconds: float) -> str:
         return f"{max(10, 10 * round(seconds / 10))} s"
     if seconds < 5400:
         return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 2 * _DAY_S else f"{seconds / _DAY_S:.0f} days"
+    return f"{seconds / 3600:.1f} h"
 
 
 def memory_parts(items: Sequence[MemoryItemRecord]) -> Iterator[MemoryPart]:

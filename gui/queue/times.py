@@ -22,7 +22,7 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.status import read_status
 
 from .. import command_lines
-from ..plan_view import rough_span
+from ..plan_view import span
 from ..server.translation import Words
 from ..workplace import Workplace
 
@@ -102,7 +102,7 @@ class Times:
             heapq.heappush(free_s, ends_s)
             if planned is None or pair is None:
                 continue
-            takes = rough_span(pair, said)
+            takes = span(pair, said)
             if starts_at_once and math.isfinite(ends_s):
                 ends = clock_text(ends_s, now_s=now_s)
                 length = said("takes {text}, finishes at about {}", takes, ends)

@@ -25,7 +25,7 @@ from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, Setting
 from ..command_lines import Answer
 from ..drafts import SLIDER, Draft
 from ..markup import capital, named, worded
-from ..plan_view import fit_sentence, memory_parts, rough_span
+from ..plan_view import fit_sentence, memory_parts, span
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
 from ..setting_edit import FOLDER, as_json, given
@@ -215,7 +215,7 @@ def _sentences(plan: PlanRecord, said: Words) -> Iterator[str]:
     """Yield what is trained, for how long, and what the plan warns of."""
     what = (plan.base, plan.preset, plan.priority, plan.time.steps)
     if plan.time.range_s is not None:
-        time = rough_span(plan.time.range_s, said)
+        time = span(plan.time.range_s, said)
         yield said("{}, preset {}, {}: {} steps, {text}.", *what, time)
     else:
         yield said("{}, preset {}, {}: {} steps.", *what)

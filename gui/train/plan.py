@@ -211,7 +211,7 @@ def pace(found: PlanRecord, said: Words) -> Pace:
     pair = found.time.range_s
     if pair is None:
         return Pace(light="good", word=said("Fits"), time="")
-    time = plan_view.rough_span(pair, said)
+    time = plan_view.span(pair, said)
     if max(pair) > TOO_SLOW_S:
         return Pace(light="slow", word=said("Too slow here: use a GPU"), time=time)
     if is_slow(pair):

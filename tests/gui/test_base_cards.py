@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from lora_trainer.gui import bases, command_lines, drafts
-from lora_trainer.gui.plan_view import rough_span
+from lora_trainer.gui.plan_view import span
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.train import base_cards
@@ -114,8 +114,8 @@ def test_a_time_to_choose_by_has_one_unit_and_is_the_coarser_the_longer(
     hours: tuple[float, float], english: str, german: str
 ) -> None:
     low_s, high_s = (3600.0 * each for each in hours)
-    assert rough_span((low_s, high_s), SAID) == english
-    assert rough_span((low_s, high_s), words("de")) == german
+    assert span((low_s, high_s), SAID) == english
+    assert span((low_s, high_s), words("de")) == german
 
 
 def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does(
