@@ -129,7 +129,7 @@ class Words:
         return escaped.replace(english, escaped_text(said), 1)
 
     def _filled(self, pattern: _Pattern, values: tuple[str, ...]) -> str | None:
-        """Return an entry with its values, None where most of it would stay English: that is no translation."""
+        """Return an entry with its values, None where most of it would stay English: that is not a translation."""
         said, left = list[str](), 0
         for placeholder, value in zip(pattern.placeholders, values, strict=True):
             # A figure is said where it is put in; said twice, its point would be a point again.

@@ -486,7 +486,7 @@ def test_an_item_shows_its_base_and_its_first_image(place: Place, work: Workplac
     assert f"file={first}" in html
     broken = {"findings": [{"file": first, "kind": "unusable"}]}
     check.remember(work, images, (), broken)
-    assert f"file={second}" in shown(work), "one that cannot be read is no picture"
+    assert f"file={second}" in shown(work), "one that cannot be read is not a picture"
     fenced = Workplace(runs=work.runs, roots=())
     assert "/media/thumb" not in shown(fenced), "what may not be named is not shown"
 
