@@ -145,7 +145,9 @@ def load_factor(hardware: Hardware, gpu: Gpu | None, *, cores: float | None = No
     if hardware.busy_processors < _LEAST_BUSY:
         return 1.0
     # The system gives each running thread the same share of the processors, once they want more than there are.
-    processors, wanted = hardware.processors or hardware.cpu_threads, cores or hardware.cpu_threads
+    # Threads that read images come and go beside those that compute, and do not hold these up.
+    threads = hardware.cpu_threads
+    processors, wanted = hardware.processors or threads, min(cores or threads, threads)
     return max(1.0, (wanted + hardware.busy_processors) / processors)
 
 
