@@ -28,7 +28,6 @@ Choice = tuple[str, str]
 Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
 # The release that is `offered` first in its family.toml.
 RECOMMENDED = "stabilityai/stable-diffusion-xl-base-1.0"
 _LAST = 1000  # of a release that is seldom used
@@ -46,19 +45,6 @@ def choices(said: Words) -> list[Choice]:
             for source, size in sorted(downloaded().items())
         ),
     ]
-
-
-def title(source: str) -> str:
-    """Return the name of a base as it is written in a text; ids in capitals stand as their makers wrote them."""
-    if source == EMBEDDED:
-        return "Miniature"
-    if source == EMBEDDED_EDIT:
-        return "Miniature that edits"
-    name = source.rpartition("/")[2]
-    if name != name.lower():
-        return name
-    name = re.sub(r"\bv?(\d)-(\d)", r"\1.\2", name.removesuffix("-diffusers"))
-    return " ".join(_CAPITALS.get(word, word.capitalize()) for word in name.split("-"))
 
 
 def releases() -> list[Card]:

@@ -22,14 +22,23 @@ from urllib.parse import quote, urlencode
 
 import anyio
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import BaseRoute, Route
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS, ImageDecodeError
 
-from .runs import run_folder
+from .markup import tag
+from .runs import page_url, run_folder
 from .sample_zip import sample_files, zipped
+from .server.pages import words_of
+from .server.translation import Words
 from .thumbs import SIZES_PX, Thumbnails
 from .workplace import Workplace
 
@@ -110,11 +119,27 @@ class _Media:
             return _missing(error)
         except OSError:  # pruned since it was looked for
             return _missing(_nothing(file))
-        headers = {"content-security-policy": served.policy}
         if served.path.name == REPORT:
-            headers["x-frame-options"] = "SAMEORIGIN"
-        tag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
-        return _file(request, served, tag=tag, headers=headers)
+            return await self._report(request, served, found, name)
+        version = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
+        return _file(
+            request, served, tag=version, headers={"content-security-policy": served.policy}
+        )
+
+    async def _report(
+        self, request: Request, served: _Served, found: os.stat_result, run: str
+    ) -> Response:
+        said = words_of(request)
+        fields = {
+            "content-security-policy": served.policy,
+            "x-frame-options": "SAMEORIGIN",
+            "etag": f'"{found.st_mtime_ns:x}-{found.st_size:x}-{said.code}"',
+            "cache-control": "private, no-cache",
+        }
+        if request.headers.get("if-none-match") == fields["etag"]:
+            return Response(status_code=304, headers=fields)
+        shown = await anyio.to_thread.run_sync(_with_way_back, served.path, run, said)
+        return HTMLResponse(shown, headers=fields)
 
     async def samples(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -169,6 +194,16 @@ class _Media:
         return _file(
             request, served, tag=f'"{thumb.stem}"', headers={"content-security-policy": _NO_PAGE}
         )
+
+
+def _with_way_back(report: Path, run: str, _: Words) -> str:
+    """Return a report with the link to the page of its run, which the file itself cannot have: it is sent around."""
+    back = tag("a", _("← The page of {}", run), href=page_url(run))
+    try:
+        text = report.read_text(encoding="utf-8")
+    except OSError:  # pruned since it was looked for
+        return back
+    return text.replace("<main>", f"<main>{tag('nav', back)}", 1)
 
 
 def served_file(work: Workplace, name: str, file: str) -> _Served:

@@ -24,9 +24,9 @@ from lora_trainer.common.files import (
     retry_while_open,
     write_atomic,
 )
-from lora_trainer.common.wording import better_than_base
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.reporting import best_step
+from lora_trainer.reporting.best_step import Standing
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.run.run_folder import BEST_RECORD
 
@@ -80,25 +80,6 @@ def recommended(
     lowest = best_step.lowest_of(files, losses)
     step = max(files) if lowest is None else lowest
     return Best(step=step, file=files[step], is_found=lowest is not None and len(files) > 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """How good a LoRA is: its loss on the held-out images, and the base's."""
-
-    step: int
-    loss: float
-    base_loss: float
-
-    @property
-    def gain(self) -> float:
-        """How far the loss is below the base's, as a fraction; NaN where the base has none."""
-        return 1 - self.loss / self.base_loss if self.base_loss > 0 else math.nan
-
-    @property
-    def said(self) -> str:
-        """The one figure that all pages show: `69 % better than the base`."""
-        return better_than_base(self.loss, self.base_loss)
 
 
 def standing(

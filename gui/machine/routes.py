@@ -15,8 +15,9 @@ from starlette.routing import Route
 
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import detect
+from lora_trainer.reporting import base_names
 
-from .. import bases, command_lines, uploads
+from .. import command_lines, uploads
 from ..cockpit import keep_power_price, power_price
 from ..drafts import Draft
 from ..server.pages import Body, Nothing, Text, answer, page
@@ -54,7 +55,9 @@ def routes(work: Workplace) -> list[Route]:
     def offered(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         rows = sorted(plans.releases(), key=lambda row: row["offered"])[:_BASES_SHOWN]
         sources = [str(row["source"]) for row in rows]
-        return {"bases": [{"source": source, "name": bases.title(source)} for source in sources]}
+        return {
+            "bases": [{"source": source, "name": base_names.title(source)} for source in sources]
+        }
 
     def fits(asked: Fits, _: Words) -> Mapping[str, Any]:
         draft = Draft(id=_NO_DRAFT, dataset=str(uploads.example(work)), base=asked.source)

@@ -18,6 +18,7 @@ from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.config.inputs import MINIATURES
+from lora_trainer.reporting import base_names
 from lora_trainer.reporting.run_record import read
 
 from .. import bases, command_lines, run_best, runs, sharing
@@ -50,7 +51,7 @@ def cards(
     found = [
         {
             "source": row["source"],
-            "name": bases.title(str(row["source"])),
+            "name": base_names.title(str(row["source"])),
             "picture": drawn.get(row["source"]) or emblem_url(row["family"], row["subjects"]),
             "own": row["source"] in drawn,
             "good_for": said.message(row["good_for"] or "Seldom used"),
@@ -142,7 +143,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         "time": pace.time,
         "why": plan.fit(found, said),
         "images": [remark["what"] for remark in plan.of_images(found, said)],
-        "picks": bases.title(found.base),
+        "picks": base_names.title(found.base),
         "picked": found.base,
     }
 
@@ -184,7 +185,7 @@ def found_models(work: Workplace, said: Words, *, named: str = "") -> Mapping[st
 
 
 def _found_card(row: Mapping[str, Any], said: Words) -> dict[str, Any]:
-    like = f" ({bases.title(row['like'])})" if row["like"] else ""
+    like = f" ({base_names.title(row['like'])})" if row["like"] else ""
     return {
         "source": row["source"],
         "name": row["name"],

@@ -16,11 +16,11 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.config.prompt_line import without_strength
 from lora_trainer.planning.timesteps import shares_sentence
+from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
-from ..bases import title
 from ..markup import setting_said
 from ..server.templates import render
 from ..server.translation import Words

@@ -17,10 +17,11 @@ from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.config.config import SettingInfo, all_settings
 from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.queue import commands, worker
+from lora_trainer.reporting import base_names
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
 
-from .. import bases, command_lines, drafts, run_actions, slider_words, uploads, variants
+from .. import command_lines, drafts, run_actions, slider_words, uploads, variants
 from ..datasets import caption_job, check
 from ..drafts import SLIDER, Draft
 from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
@@ -271,7 +272,7 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
         return ImagesPart(html=error(answer.error, said))
     check.remember(work, folder, words, answer.values)  # for the cards of the images
     judged = command_lines.judged_for(draft, folder)
-    assumed = bases.title(judged) if judged != draft.base else ""
+    assumed = base_names.title(judged) if judged != draft.base else ""
     shown, is_good = report(folder, answer.values, said, assumed=assumed)
     on = "Looks good, next step" if is_good else "Continue anyway"
     return ImagesPart(html=shown, folder=str(folder), next=said(on))

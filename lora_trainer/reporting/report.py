@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.event_kinds import SEVERITIES, Problem
+from lora_trainer.common.event_kinds import SEVERITIES, Finished, Problem
 from lora_trainer.common.files import read_json_object, read_regular, write_atomic
 from lora_trainer.common.records import as_json, of_json
 from lora_trainer.common.wording import (
@@ -39,7 +39,8 @@ from lora_trainer.common.wording import (
 )
 from lora_trainer.config.config import all_settings
 from lora_trainer.planning.timesteps import shares_sentence
-from lora_trainer.reporting.best_step import best_saved
+from lora_trainer.reporting.base_names import title
+from lora_trainer.reporting.best_step import best_saved, held_out, judgement, standing_of_saved
 from lora_trainer.reporting.charts import (
     WHOLE,
     Html,
@@ -89,6 +90,8 @@ class ReportView:
     timesteps: Html
     """Empty for a run of a release that did not plan them."""
     timesteps_sentence: str
+    judgement: str
+    """How well a finished run learned, as its page says it; empty for any other."""
     score: ScoreRecord | None
     """None where it was not measured."""
     advice: Sequence[Advice]
@@ -126,6 +129,9 @@ def report_view(history: RunHistory) -> ReportView:
         rate_curve=rate_curve(history),
         timesteps=timestep_bars(history.run.plan.timesteps),
         timesteps_sentence=shares_sentence(history.run.plan.timesteps),
+        judgement=judgement(standing_of_saved(history), held_out=held_out(history))
+        if isinstance(history.end, Finished) and history.validations
+        else "",
         score=_score(history.folder),
         advice=coach(history),
         problems=_counted(map(_problem, history.problems)),
@@ -149,6 +155,7 @@ def document(history: RunHistory) -> Html:
         REPORT_FILE,
         **vars(report_view(history)),
         against_base=against_base,
+        base_name=title,
         best_step=best_saved(history),
         duration_text=duration_text,
         interrupted=INTERRUPTED_EXIT_CODES,

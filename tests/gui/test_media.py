@@ -88,8 +88,10 @@ def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are_and_nothing_els
     assert body == b"<p>report</p>" and headers["x-frame-options"] == "SAMEORIGIN"
     assert headers["cache-control"] == "private, no-cache"
     assert get(work, report, if_none_match=headers["etag"])[0] == 304
-    (work.runs / NAME / "report.html").write_text("<p>new report</p>")
-    assert get(work, report, if_none_match=headers["etag"])[0] == 200
+    (work.runs / NAME / "report.html").write_text("<main><p>new report</p>")
+    status, _, body = get(work, report, if_none_match=headers["etag"])
+    back = f'<main><nav><a href="/run?run={quote(NAME, safe="")}">'
+    assert status == 200 and body.decode().startswith(back), "the way back is not in the file"
     run = f"/media/run/{quote(NAME)}"
     more = ("out.png", "state.png", "pipe.png", "", "samples", "samples/", "none.png", "..")
     for file in (*NOT_SERVED.split(), *more, "../../secret.png", "/etc/passwd", "a%00.png"):
