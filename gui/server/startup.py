@@ -39,6 +39,7 @@ from ..shared import browse
 from ..uploads import INCOMING, forget_old
 from ..workplace import Workplace
 from . import asset_files
+from .faults import Faults
 from .guard import Message, Receive, Send
 from .late import Late
 from .pages import draw, words_of
@@ -72,12 +73,13 @@ class AllRoutes:
             ],
             default=self._nothing,
         )
+        self._answered = Faults(self.own)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
-            await self.own(scope, receive, send)
+            await self._answered(scope, receive, send)
 
     async def _nothing(self, scope: Message, receive: Receive, send: Send) -> None:
         answer = await asyncio.to_thread(_no_page, Request(scope))

@@ -23,7 +23,8 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 from lora_trainer.gui import app, command_lines
-from lora_trainer.gui.server.guard import Guard
+from lora_trainer.gui.server.faults import Faults
+from lora_trainer.gui.server.guard import Guard, Message, Receive, Send
 from lora_trainer.gui.server.guesses import BURST, GUESS_EVERY_S, GuessLimit, network_of
 from lora_trainer.gui.workplace import Workplace
 
@@ -209,8 +210,6 @@ def test_figures_have_the_separators_and_units_of_the_language(figure: str, germ
 @pytest.mark.parametrize(
     ("english", "german"),
     [
-        ("this training at most 748.4 MiB", "dieses Training höchstens 748,4 MiB"),
-        ("now 743.7 MiB", "jetzt 743,7 MiB"),
         ("step 12 of 30, loss 0.1000", "Schritt 12 von 30, Loss 0,1000"),
         ("64 days", "64 Tage"),
         ("at most; predicted 905.5 MiB", "höchstens; vorhergesagt 905,5 MiB"),
@@ -348,6 +347,28 @@ def own(local: Any) -> str:
     """Return the host name of the pages."""
     (name,) = local.hosts - app.LOOPBACK
     return str(name)
+
+
+def test_a_fault_of_the_program_says_what_happened_and_what_to_do_and_is_still_in_the_terminal() -> (
+    None
+):
+    token = "hf_" + "a" * 34
+
+    async def broken(scope: Message, receive: Receive, send: Send) -> None:
+        raise KeyError(f"<b>{token}")
+
+    async def served(scope: Message, receive: Receive, send: Send) -> None:
+        with pytest.raises(KeyError):  # which the server writes into its terminal
+            await Faults(broken)(scope, receive, send)
+
+    for language, said in (("en", "Load the page again."), ("de", "Lade die Seite neu.")):
+        status, headers, body = answered(served, "/", accept="text/html", accept_language=language)
+        shown = body.decode()
+        assert status == 500 and headers["cache-control"] == "no-store" and said in shown
+        assert "KeyError:" in shown and "in broken" in shown, "the lines for a report"
+        assert token not in shown and "<b>" not in shown.partition("<main")[2]
+    status, _, body = answered(served, "/run/look", method="POST")
+    assert status == 500 and "KeyError" in json.loads(body)["error"], "not that nobody answers"
 
 
 def test_a_body_that_is_too_large_is_not_read_one_without_end_is_cut_and_a_websocket_closed(
