@@ -6,13 +6,13 @@ import { button, make } from "/ui/shared/elements.js";
 const STEPS_KEPT = 20;
 
 /** Return the parts of the painting: {canvas, tools, crops, painted()}; `painted` is the mask as a data URL, and
- *  `findSubject` resolves to one of the subject, to nothing where there is none. */
-export function maskPane(file, { width_px, height_px, mask, seen, finds_subject: finds }, findSubject) {
+ *  `findSubject` resolves to one of the subject, to nothing where there is none. `changed` is called at each change. */
+export function maskPane(file, { width_px, height_px, mask, seen, finds_subject: finds }, findSubject, changed) {
   const canvas = make("canvas", {
     width: width_px, height: height_px, tabindex: 0, role: "img",
     "aria-label": say("Mask of {}: arrow keys move the brush, Space paints, E erases", file),
   });
-  const brush = new Brush(canvas, mask);
+  const brush = new Brush(canvas, mask, changed);
   const size = make("input", { type: "range", min: 2, max: 50, value: 12, oninput: () => { brush.share = size.value / 100; } });
   const tool = (label, value) => button(label, () => { brush.erases = value; mark(); }, { value: String(value) });
   const kinds = [tool(say("Paint"), false), tool(say("Erase"), true)];
@@ -33,8 +33,8 @@ export function maskPane(file, { width_px, height_px, mask, seen, finds_subject:
 
 /** Draws on a canvas of greys, white on black; the page dims what is dark. */
 class Brush {
-  constructor(canvas, mask) {
-    Object.assign(this, { canvas, share: 0.12, erases: false, before: [], at: null });
+  constructor(canvas, mask, changed) {
+    Object.assign(this, { canvas, changed, share: 0.12, erases: false, before: [], at: null });
     this.context = canvas.getContext("2d", { willReadFrequently: true });
     this.flat(0);
     if (mask) this.load(mask); else canvas.classList.add("fresh"); // the image is seen until something is painted
@@ -98,6 +98,7 @@ class Brush {
   }
 
   keep() {
+    this.changed();
     this.canvas.classList.remove("fresh");
     this.before.push(this.context.getImageData(0, 0, this.canvas.width, this.canvas.height));
     this.before.splice(0, this.before.length - STEPS_KEPT);

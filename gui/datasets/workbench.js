@@ -1,5 +1,5 @@
 // One image, large, with its caption beside it: Enter saves and goes to the next, Page Up and Page Down turn over,
-// Escape closes. The part of it that is trained is chosen on the image, and so is its mask painted. The field, the remarks and what is said are those of the card, lent while they are here, so that what
+// Escape closes, but not while a crop or a mask is not saved. The part of it that is trained is chosen on the image, and so is its mask painted. The field, the remarks and what is said are those of the card, lent while they are here, so that what
 // is typed is saved, refused and warned of as it is there. Below are the tags of all captions, to add or take away.
 import { dialog } from "/ui/dialog.js";
 import { say } from "/ui/shared/words.js";
@@ -29,7 +29,7 @@ export function openWorkbench(editor, name, work = "") {
 
 class Workbench {
   constructor(editor) {
-    Object.assign(this, { editor, card: null, sizes: new Map() });
+    Object.assign(this, { editor, card: null, sizes: new Map(), unsaved: "" });
     this.picture = make("img", { alt: "", onload: () => this.fit() });
     this.stage = make("div", { class: "wb-stage" }, this.picture);
     this.bar = make("div", { class: "wb-bar" });
@@ -50,7 +50,7 @@ class Workbench {
           make("p", { class: "actions" }, this.back, this.next, this.crop, this.mask, this.exclude)))],
       note: say("Enter saves and goes to the next image, Shift and Enter begins a line."),
       act: say("Save and next"),
-      submit: async () => { await this.card.save(); return this.card.failed ? { error: say("The caption is not saved.") } : {}; },
+      submit: async () => { if (this.holds()) return { error: this.unsaved }; await this.card.save(); return this.card.failed ? { error: say("The caption is not saved.") } : {}; },
     });
     this.shown.done = () => {
       this.shown.node.querySelector("[type=submit]").disabled = false;
@@ -58,7 +58,10 @@ class Workbench {
     };
     const { node } = this.shown;
     node.classList.add("whole");
-    node.querySelector("[type=submit] + button").textContent = say("Close"); // all that was typed is saved
+    const leave = node.querySelector("[type=submit] + button");
+    leave.textContent = say("Close"); // all that was typed is saved
+    leave.onclick = () => { if (!this.holds()) node.close(); };
+    node.addEventListener("cancel", (event) => { if (this.holds()) event.preventDefault(); });
     // Below what it saves, not below the picture.
     this.caption.after(node.querySelector("form > .actions"), node.querySelector("form > .said"), node.querySelector("form > .quiet"));
     node.addEventListener("close", () => {
@@ -101,6 +104,7 @@ class Workbench {
 
   /** Begin to choose the crop or to paint the mask, on the picture. */
   async begin(work) {
+    if (this.holds()) return;
     const { card } = this;
     this.end();
     const answer = await card.ask("closer", { file: card.picture.file });
@@ -113,7 +117,7 @@ class Workbench {
   beginCrop({ image_px: [width, height], crop }) {
     const { file, bucket } = this.card.picture;
     const shown = make("span", { class: "ds-quiet", role: "status" });
-    const box = new CropBox(file, crop ?? [0, 0, 1, 1], () => tell());
+    const box = new CropBox(file, crop ?? [0, 0, 1, 1], () => { this.unsaved = say("The crop is not saved: save it, or press Cancel."); tell(); });
     const tell = () => {
       const [left, top, right, bottom] = box.box;
       shown.textContent = say("{#} \u00d7 {#} px", Math.round((right - left) * width), Math.round((bottom - top) * height));
@@ -141,7 +145,7 @@ class Workbench {
       const found = await card.ask("subject", { file: card.picture.file });
       this.refused.textContent = found.error ?? "";
       return found.subject;
-    });
+    }, () => { this.unsaved = say("The mask is not saved: save it, or press Cancel."); });
     this.work("mask", make("div", { class: "paint" }, pane.canvas), [pane.tools], {
       save: say("Save the mask"), act: () => this.change("mask", { mask: pane.painted() }),
       remove: answer.mask ? [say("Remove the mask"), () => this.change("mask", { mask: "" })] : null,
@@ -177,6 +181,7 @@ class Workbench {
 
   /** End what is done on the picture; show the crop that was chosen. */
   end() {
+    this.unsaved = "";
     const { file, crop, width_px, height_px } = this.card.picture;
     const size = this.sizes.get(file) ?? [width_px, height_px]; // the check may not have come yet
     this.bar.replaceChildren();
@@ -195,8 +200,17 @@ class Workbench {
     this.card = null;
   }
 
-  /** Go to another image; false where there is none. */
+  /** Whether a crop or a mask is not saved yet, which is said then: nothing may take it away but Cancel. */
+  holds() {
+    if (!this.unsaved) return false;
+    this.refused.textContent = this.unsaved;
+    this.bar.querySelector("button.primary").focus();
+    return true;
+  }
+
+  /** Go to another image; false where there is none, or something is not saved. */
   turn(by) {
+    if (this.holds()) return false;
     const order = this.editor.order();
     const to = order[order.indexOf(this.card.picture.file) + by];
     if (to !== undefined) this.show(to);
@@ -204,6 +218,7 @@ class Workbench {
   }
 
   async leaveOut() {
+    if (this.holds()) return;
     const { file } = this.card.picture;
     const order = this.editor.order();
     const at = order.indexOf(file);
@@ -214,6 +229,8 @@ class Workbench {
   }
 
   key(event) {
+    // Before the browser closes the dialog, which the second Escape in a row does whatever it is told.
+    if (event.key === "Escape" && this.holds()) { event.preventDefault(); return; }
     const isTyping = event.target === this.card?.area;
     const by = { PageDown: 1, PageUp: -1, ...(isTyping ? {} : { ArrowRight: 1, ArrowLeft: -1 }) }[event.key];
     if (by && !event.altKey && !event.ctrlKey) this.turn(by);

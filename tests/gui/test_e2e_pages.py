@@ -204,7 +204,7 @@ def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
     german.get_by_text("Tags (1)").wait_for()
     assert german.locator(".ds-tags button").all_inner_texts() == [f"{TYPED} 2"]
     server.open(german, "/library")
-    german.get_by_role("link", name=f"Training {TYPED}", exact=True).first.wait_for()
+    german.locator(".lora .menu a", has_text=f"Training {TYPED}").first.wait_for(state="attached")
     server.open(german, f"/compare?a={TYPED}", ".pairs img")
     assert (
         TYPED
@@ -642,6 +642,13 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
     dialog.get_by_role("button", name="Save the mask").click()
     dialog.get_by_text("nothing is painted").wait_for()
     drag(page, canvas, (0.2, 0.5), (0.4, 0.5))
+    # Only Save and Cancel end it: nothing else takes away what is painted.
+    for key in ("Escape", "Escape", "PageDown"):
+        page.keyboard.press(key)
+        dialog.get_by_text("The mask is not saved: save it, or press Cancel.").wait_for()
+    for button in ("Close", "Next", "Crop"):
+        dialog.get_by_role("button", name=button, exact=True).click()
+    assert canvas.is_visible()
     dialog.get_by_role("button", name="Save the mask").click()
     canvas.wait_for(state="detached")
     said(page, "the mask of a.png")
