@@ -7,7 +7,7 @@ those ended that did not long ago, how many wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -23,7 +23,7 @@ from lora_trainer.reporting.status import read_status
 from . import drafts, runs
 from .cockpit import MEMORY, Cockpit, cockpit_now
 from .run_state import left_text, look, sentence
-from .runs import Followed
+from .runs import Followed, RunEntry
 from .server.translation import Words
 from .workplace import Workplace
 
@@ -65,8 +65,9 @@ class Beginning:
     said: str
 
 
-def beginning(work: Workplace, trains: Set[str]) -> tuple[Beginning, ...]:
-    """Return what is about to train; `trains` are the runs that do."""
+def beginning(work: Workplace, entries: Sequence[RunEntry]) -> tuple[Beginning, ...]:
+    """Return what is about to train; `entries` are the runs there are."""
+    trains = _training(entries)
     try:
         items = commands.items(work.runs)
     except LoraTrainError:  # the page Queue says so
@@ -80,11 +81,16 @@ def beginning(work: Workplace, trains: Set[str]) -> tuple[Beginning, ...]:
         # The worker takes the next one within seconds, unless something else trains or the rules forbid it.
         held = bool(trains) or bool(read_rules(work.runs).holds(now_s=time.time(), is_idle=False))
         chosen = [] if held else commands.in_order(items)[:1]
-    return tuple(each for item in chosen if (each := _beginning(work, item)).run not in trains)
+    found = (_beginning(work, item, entries) for item in chosen)
+    return tuple(each for each in found if each.run not in trains)
 
 
-def _beginning(work: Workplace, item: Item) -> Beginning:
-    run = _goes_on(work, item)
+def _training(entries: Sequence[RunEntry]) -> Set[str]:
+    return {run.name for run in entries if run.status.state == "running"}
+
+
+def _beginning(work: Workplace, item: Item, entries: Sequence[RunEntry]) -> Beginning:
+    run = _goes_on(work, item, entries)
     draft = None if run else drafts.started_as(work, item.id)
     url = runs.page_url(run) if run else "/queue"
     if draft is not None:
@@ -97,25 +103,27 @@ def _beginning(work: Workplace, item: Item) -> Beginning:
     return Beginning(item=item, name=run or item.label or item.id, run=run, url=url, said=said)
 
 
-def _goes_on(work: Workplace, item: Item) -> str:
+def _goes_on(work: Workplace, item: Item, entries: Sequence[RunEntry]) -> str:
     """Return the name of the run that an item of the queue goes on with, an empty text for a new one."""
-    for run in runs.find_runs(work.runs):
+    for run in entries:
         target = str((work.runs / run.name).resolve())
         if {target, f"--resume-from={target}"} & set(item.argv):
             return run.name
     return ""
 
 
-def running(work: Workplace, followed: Followed) -> Mapping[str, LiveTraining]:
-    """Return the runs that train, by name."""
+def running(
+    work: Workplace, followed: Followed, entries: Sequence[RunEntry]
+) -> Mapping[str, LiveTraining]:
+    """Return those of the runs that train, by name."""
     return {
-        run.name: _training(work, run, followed)
-        for run in runs.find_runs(work.runs)
+        run.name: _live_training(work, run, followed)
+        for run in entries
         if run.status.state == "running"
     }
 
 
-def _training(work: Workplace, run: runs.RunEntry, followed: Followed) -> LiveTraining:
+def _live_training(work: Workplace, run: RunEntry, followed: Followed) -> LiveTraining:
     folder, status = work.runs / run.name, run.status
     fraction = min(1.0, status.step / status.steps) if status.steps else 0.0
     seen = look(folder, status, now_s=time.time())
@@ -140,7 +148,8 @@ def _drawn(machine: Cockpit, _: Words) -> dict[str, Any]:
 
 def live(work: Workplace, followed: Followed, _: Words) -> dict[str, Any]:
     """Return what the bar of each page shows."""
-    trains = running(work, followed)
+    entries = runs.find_runs(work.runs)
+    trains = running(work, followed, entries)
     return {
         "training": [
             {
@@ -154,11 +163,11 @@ def live(work: Workplace, followed: Followed, _: Words) -> dict[str, Any]:
         ],
         "starting": [
             {"name": each.name, "url": each.url, "said": _("starting")}
-            for each in beginning(work, trains.keys())
+            for each in beginning(work, entries)
         ],
         "ended": {
             run.name: _ENDED[run.status.state]
-            for run in runs.find_runs(work.runs)
+            for run in entries
             if run.name not in trains and time.time() - run.status.heartbeat_s < _ENDED_WITHIN_S
         },
         "waiting": waiting(work),

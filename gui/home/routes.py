@@ -11,7 +11,7 @@ from starlette.routing import Route
 from lora_trainer.hardware.machine import detect
 
 from .. import run_actions
-from ..runs import Followed
+from ..runs import Followed, find_runs
 from ..server.pages import Body, Text, answer, attempted, page
 from ..server.templates import render
 from ..server.translation import Words
@@ -38,21 +38,22 @@ def routes(work: Workplace) -> list[Route]:
     followed = Followed()
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
-        # Before the view: what changes between the two is drawn again, not missed.
-        stamp = view.stamp(work)
+        entries = find_runs(work.runs)
         return {
-            "stamp": stamp,
-            "goes": view.goes(work),
+            "stamp": view.stamp(work, entries),
+            "goes": view.goes(work, entries),
             "machine": view.machine_line(work, detect(), _),
-            **view.shown(work, followed, _),
+            **view.shown(work, followed, _, entries),
         }
 
     def look(asked: Look, _: Words) -> Mapping[str, Any]:
         refused = pressed(work, asked.press, _) if asked.press else {}
-        stamp, goes = view.stamp(work), view.goes(work)
+        entries = find_runs(work.runs)
+        # Before the view: what changes between the two is drawn again, not missed.
+        stamp, goes = view.stamp(work, entries), view.goes(work, entries)
         if stamp == asked.stamp:
             return {**refused, "goes": goes}
-        html = render("home/cards.html", _, **view.shown(work, followed, _))
+        html = render("home/cards.html", _, **view.shown(work, followed, _, entries))
         return {**refused, "goes": goes, "stamp": stamp, "html": html}
 
     return [

@@ -6,7 +6,7 @@ is asked, and routes.py checks both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,16 @@ from urllib.parse import urlencode
 from lora_trainer.common.errors import LoraTrainError, TrainingStopped
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import Hardware
+from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
 
 from .. import command_lines, runs
-from ..bases import title
 from ..live import Beginning, LiveTraining, beginning, running, waiting
 from ..lora_files import day_of, result_of
 from ..markup import inline
 from ..media import run_url
 from ..queue.times import dataset_of
-from ..run.starting import photos
+from ..run.starting import shown_photos
 from ..run_state import FINISHING
 from ..runs import Followed, RunEntry, newest_pictures, page_url
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
@@ -38,7 +38,7 @@ _ATTENTION = frozenset({"failed", "interrupted"})
 _ENDED = {
     "interrupted": "It ended without a word; it can be resumed.",
     "finished": "finished",
-    "stopped": "stopped; it can be resumed",
+    "stopped": "stopped",
     "failed": "failed",
 }
 
@@ -84,9 +84,12 @@ class Ended(Card):
     why: Html | None
     step: str
     steps: str
+    fraction: float
     resumes: bool
+    again: str
+    """Trains again with changes."""
     lora: Result | None
-    """What a finished run made, None without a file."""
+    """What it made so far, None without a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,38 +103,39 @@ class Result:
     good: str
 
 
-def stamp(work: Workplace) -> str:
-    """Return a text that changes when the cards do."""
-    entries = runs.find_runs(work.runs)
+def stamp(work: Workplace, entries: Sequence[RunEntry]) -> str:
+    """Return a text that changes when the cards of these runs do."""
     seen = tuple(runs.stamp(work.runs / run.name, run.status) for run in entries)
-    return f"{hash((*seen, *beginning(work, _trains(entries)))):x}"
+    return f"{hash((*seen, *beginning(work, entries))):x}"
 
 
-def goes(work: Workplace) -> bool:
+def goes(work: Workplace, entries: Sequence[RunEntry]) -> bool:
     """Whether something trains or waits, so that the cards change by themselves."""
-    entries = runs.find_runs(work.runs)
     return any(run.status.state == "running" for run in entries) or waiting(work) > 0
 
 
-def shown(work: Workplace, followed: Followed, _: Words) -> Mapping[str, Any]:
-    """Return what cards.html shows: the runs that train, that need attention, the others, the newest first."""
-    entries = runs.find_runs(work.runs)
-    trains = running(work, followed)
-    begins = beginning(work, trains.keys())
+def shown(
+    work: Workplace, followed: Followed, _: Words, entries: Sequence[RunEntry]
+) -> Mapping[str, Any]:
+    """Return what cards.html shows, the newest first: runs that train, need attention, can go on, have finished."""
+    trains = running(work, followed, entries)
+    begins = beginning(work, entries)
     taken = {*trains, *(each.run for each in begins)}
     named = {run.name: run for run in entries}
     ended = [run for run in entries if run.name not in taken]
-    attention = [run for run in ended if run.status.state in _ATTENTION]
-    rest = [run for run in ended if run not in attention]
-    left_out = max(0, len(attention) + len(rest) - MAX_CARDS)
+    listed = sorted(ended, key=lambda run: run.status.state not in _ATTENTION)[:MAX_CARDS]
+    groups = {
+        "attention": [run for run in listed if run.status.state in _ATTENTION],
+        "stopped": [run for run in listed if run.status.state == "stopped"],
+        "finished": [run for run in listed if run.status.state == "finished"],
+    }
     return {
         "training": [
             *(_now(work, named[name], seen, _) for name, seen in trains.items() if name in named),
             *(_about_to(work, each, _) for each in begins),
         ],
-        "attention": [_ended(work, run, _) for run in attention[:MAX_CARDS]],
-        "ended": [_ended(work, run, _) for run in rest[: max(0, MAX_CARDS - len(attention))]],
-        "left_out": left_out,
+        **{name: [_ended(work, run, _) for run in group] for name, group in groups.items()},
+        "left_out": len(ended) - len(listed),
         "examples": [example_url(name) for name in EXAMPLE_IMAGES],
     }
 
@@ -158,10 +162,6 @@ def _device(machine: Hardware, _: Words) -> str:
         for gpu in machine.gpus
     )
     return "; ".join(gpus)
-
-
-def _trains(entries: Sequence[RunEntry]) -> Set[str]:
-    return {run.name for run in entries if run.status.state == "running"}
 
 
 def _now(work: Workplace, run: RunEntry, seen: LiveTraining, _: Words) -> Now:
@@ -203,11 +203,7 @@ def _about_to(work: Workplace, begins: Beginning, _: Words) -> Now:
 
 def _learned(work: Workplace, dataset: Path | None, _: Words) -> Shots:
     """Return the first images that a training learns."""
-    try:
-        is_shown = dataset is not None and work.allows(dataset.resolve())
-    except (OSError, RuntimeError, ValueError):  # what a command names may be anything
-        is_shown = False
-    shown = photos(work, dataset)[:_NOW_SAMPLES] if dataset is not None and is_shown else ()
+    shown = shown_photos(work, dataset)[:_NOW_SAMPLES]
     return Shots(urls=tuple(photo.src for photo in shown), alt=_("one of its images"))
 
 
@@ -222,8 +218,10 @@ def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
         why=inline(status.message, _) if status.state == "failed" and status.message else None,
         step=f"{status.step:,}",
         steps=f"{status.steps:,}" if status.steps else "",
+        fraction=status.step / status.steps if status.steps else 0.0,
+        again="/train?" + urlencode({"again": run.name}),
         resumes=status.state != "finished" and status.exit_code != TrainingStopped.exit_code,
-        lora=_result(work, run) if status.state == "finished" else None,
+        lora=_result(work, run),
     )
 
 

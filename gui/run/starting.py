@@ -98,6 +98,15 @@ def _waiting(
     )
 
 
+def shown_photos(work: Workplace, dataset: Path | None) -> Sequence[Photo]:
+    """Return the `photos` of a folder that a command names, which may be anything, where they may be shown."""
+    try:
+        is_shown = dataset is not None and work.allows(dataset.resolve())
+    except (OSError, RuntimeError, ValueError):
+        is_shown = False
+    return photos(work, dataset) if dataset is not None and is_shown else ()
+
+
 def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
     """Return the first images of a dataset; none where it cannot be read, which the training itself says.
 

@@ -57,9 +57,12 @@ def every_page(work: Workplace, hardware: Any) -> str:
     """Return all that the pages show of the runs; what they call an error is not one of Python."""
     followed = Followed()
     german = words("de")
-    shown = [json.dumps(live.live(work, followed, german)), home_view.stamp(work)]
+    entries = runs.find_runs(work.runs)
+    shown = [json.dumps(live.live(work, followed, german)), home_view.stamp(work, entries)]
     shown.append(home_view.machine_line(work, hardware, german))
-    shown.append(render("home/cards.html", german, **home_view.shown(work, followed, german)))
+    shown.append(
+        render("home/cards.html", german, **home_view.shown(work, followed, german, entries))
+    )
     shown.append(str(queue_view.view(work, words("en"))))
     found = lora_files.entries(work)
     shown.append(str(library.grid(found, of=len(found), said=words("en"))))
