@@ -29,7 +29,7 @@ SILENT_AFTER_S = 120.0
 RESUMABLE = frozenset({"interrupted", "stopped", "failed"})
 FINISHING = "finishing"
 _FINISHING_S = 1.0
-_PACE_STEPS = 50
+PACE_STEPS = 50
 _DOING = {
     "": "Starting.",
     "scan": "Reading the images.",
@@ -287,7 +287,7 @@ def saved_step(history: RunHistory) -> int | None:
 
 def step_s(history: RunHistory) -> float:
     """Return the median seconds of the last steps; NaN before the first."""
-    recent = [row.seconds for row in history.steps[-_PACE_STEPS:] if math.isfinite(row.seconds)]
+    recent = [row.seconds for row in history.steps[-PACE_STEPS:] if math.isfinite(row.seconds)]
     return statistics.median(recent) if recent else math.nan
 
 

@@ -5,14 +5,16 @@ import { say } from "/ui/shared/words.js";
 
 const PLAY_MS = 160; // from one picture to the next
 
-/** Show the film in `place`, first as data-film has it. Return what draws it as it is by now. */
-export function film(place, run, leaving) {
+/** Show the film in `place`, first as data-film has it, and what is drawn `beside` it. Return what draws it as it is by now. */
+export function film(place, beside, run, leaving) {
   let shown = JSON.parse(place.dataset.film);
   let at = shown.opens_at; // of the picture on the right; -1: the newest, also when another comes
   let playing = 0;
 
-  const base = make("img", { alt: say("base") });
+  const base = make("img");
   const now = make("img");
+  const coming = make("p", { class: "coming quiet" });
+  const first = make("span");
   const name = make("span", { class: "name", role: "status" });
   const how = make("p", { class: "quiet how" });
   const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
@@ -25,11 +27,11 @@ export function film(place, run, leaving) {
 
   place.append(
     make("div", { class: "pair" },
-      make("figure", {}, base, make("figcaption", {}, say("base"))),
-      make("figure", {}, now, make("figcaption", {}, name))),
+      make("figure", {}, base, make("figcaption", {}, first)),
+      make("figure", {}, now, coming, make("figcaption", {}, name))),
     make("div", { class: "scrub" }, play, slider, gif, mp4),
-    make("div", { class: "beside" }, prompt, how, why, make("div", { class: "others" })), // samples.js fills it
   );
+  beside.append(prompt, how, why, make("div", { class: "others" })); // samples.js fills it
   leaving.addEventListener("abort", stop);
 
   function draw() {
@@ -39,15 +41,20 @@ export function film(place, run, leaving) {
     const last = frames.length - 1;
     const one = frames[at < 0 || at > last ? last : at];
     show(base, frames[0]);
-    show(now, one);
+    base.alt = first.textContent = frames[0].name;
+    // One picture alone has nothing to be compared with yet: it is not shown twice.
+    now.hidden = last === 0;
+    coming.hidden = last > 0;
+    coming.textContent = shown.goes ? say("The next picture comes after some more steps.") : say("No other picture was drawn.");
+    if (last > 0) show(now, one);
     now.alt = `${shown.prompt}, ${one.name}`;
-    name.textContent = one.name;
+    name.textContent = last > 0 ? one.name : "\u00a0"; // its line stays, so that both pictures stand at one height
     prompt.textContent = shown.prompt;
     how.textContent = one.how;
     slider.max = last;
     slider.value = frames.indexOf(one);
     slider.setAttribute("aria-valuetext", one.name);
-    slider.disabled = play.disabled = last === 0;
+    slider.hidden = play.hidden = last === 0;
     gif.hidden = mp4.hidden = last === 0;
     mp4.hidden ||= shown.no_mp4 !== "";
     why.textContent = last === 0 ? "" : shown.no_mp4;

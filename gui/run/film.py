@@ -51,13 +51,14 @@ def film_of(folder: Path, history: RunHistory, _: Words, *, best_step: int = 0) 
         "prompt": _prompt(history),
         "no_mp4": _.message(why_no_mp4()),
         "opens_at": opens_at,
+        "goes": history.end is None,
     }
 
 
 def film_key(history: RunHistory, best_step: int) -> object:
     """Return what is another value when the film is another."""
     drawn = (len(history.samples), history.sessions, [each.time_s for each in history.previews])
-    return (*drawn, _opens_at(history, best_step))
+    return (*drawn, _opens_at(history, best_step), history.end is None)
 
 
 def _prompt(history: RunHistory) -> str:

@@ -1,7 +1,7 @@
-"""The head of a run's page: its sentence, how far it is, what it takes, why it ended.
+"""The head of a run's page: its sentence, how far it is, why it ended; the figures below it.
 
-Inputs: a look at the run and its RunHistory. Output: what head.html shows. Figures that were not recorded are
-left out.
+Inputs: a look at the run and its RunHistory. Output: what head.html and figures.html show. Figures that were not
+recorded are left out.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from lora_trainer.common.wording import (
 )
 from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.hardware.nvml import CardState
+from lora_trainer.reporting.best_step import held_out, judgement
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import RunStatus
 
 from ..markup import capital, inline
 from ..media import run_url
-from ..run_best import Standing, exports, losses, read_best, recommended, standing_of
+from ..run_best import exports, losses, read_best, recommended, standing_of
 from ..run_mend import mend_of
 from ..run_state import (
     FINISHING,
+    PACE_STEPS,
     Look,
     Stage,
     explained,
@@ -46,10 +48,6 @@ from ..server.translation import Words
 _LOSS_STEPS = 20
 # Losses that differ by less are within the noise of a few held-out images.
 _AS_GOOD = 1.02
-# How much below the base's a loss is, as a fraction, that somebody may expect to see.
-_LEARNED_WELL, _LEARNED = 0.1, 0.02
-# How much wider a memory bar is than the largest figure on it.
-_MARGIN = 1.08
 
 Figure = tuple[str, str, str]
 
@@ -71,8 +69,6 @@ class Head:
     mended: tuple[str, str] | None
     """The label and the address of what trains again with the change that the end advises."""
     remarks: tuple[str, ...]
-    figures: tuple[Figure, ...]
-    memory: Meter | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +90,6 @@ class Take:
     again: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meter:
-    """The memory of a run: what is known of it in words, bars and lines by name with their share of the width."""
-
-    words: tuple[str, ...]
-    bars: tuple[tuple[str, str], ...]
-    lines: tuple[tuple[str, str], ...]
-
-
 def head(seen: Look, history: RunHistory) -> Head:
     """Return the head of the page of a run."""
     status, run = seen.status, seen.folder.name
@@ -117,8 +104,6 @@ def head(seen: Look, history: RunHistory) -> Head:
         again="" if mend is None else _again(run),
         mended=None if mend is None else (mend.label, _again(run, mended="1")),
         remarks=tuple(remarks(seen, history)),
-        figures=tuple(figures(seen, history)),
-        memory=_meter(history) if status.state == "running" else None,
     )
 
 
@@ -162,32 +147,14 @@ def _ends_early(seen: Look) -> bool:
     return seen.status.state in {"failed", "stopped"} and not seen.goes_on_soon
 
 
-def head_html(shown: Head, _: Words, *, machine: str = "") -> Html:
-    """Return the head as markup; `machine` says what the machine does while the run goes."""
-    return render("run/head.html", _, head=shown, machine=machine, inline=inline)
-
-
-def machine_now(status: RunStatus, cards: Sequence[CardState]) -> str:
-    """Return load, temperature and power of the GPUs that a run trains on; an empty text where there is none.
-
-    A driver that does not tell who uses a GPU, as in a container, leaves all of them.
-    """
-    lines = filter(None, map(_card_now, cards_of(status, cards)))
-    return " ".join(f"{line}." for line in lines)
+def head_html(shown: Head, _: Words) -> Html:
+    """Return the head as markup."""
+    return render("run/head.html", _, head=shown, inline=inline)
 
 
 def cards_of(status: RunStatus, cards: Sequence[CardState]) -> Sequence[CardState]:
     """Return the GPUs that a run trains on; all where the driver does not tell who uses one."""
     return [card for card in cards if status.pid in card.users] or cards
-
-
-def _card_now(card: CardState) -> str:
-    told = [
-        None if card.load_percent is None else f"GPU {card.load_percent} % busy",
-        None if card.celsius is None else f"{card.celsius} \u00b0C",
-        None if card.watts is None else f"{card.watts:.0f} W",
-    ]
-    return ", ".join(filter(None, told))
 
 
 def take(seen: Look, history: RunHistory) -> Take | None:
@@ -206,29 +173,15 @@ def take(seen: Look, history: RunHistory) -> Take | None:
         step=f"{best.step:,}",
         is_best=best.is_found,
         file=run_url(run, best.file),
-        learned=judgement(standing_of(seen.folder, history)) if best.step in measured else "",
+        learned=judgement(standing_of(seen.folder, history), held_out=held_out(history))
+        if best.step in measured
+        else "",
         best_step=_best_step(history, files),
         others=tuple((f"{step:,}", run_url(run, files[step])) for step in others),
         is_try_out=history.run.base.source in MINIATURES,
         trigger=str(history.run.settings.get("data.trigger") or ""),
         page="/library?" + urlencode({"file": ref}),
         again=_again(run),
-    )
-
-
-def judgement(good: Standing | None) -> str:
-    """Return in a plain sentence how well a run learned."""
-    if good is None or math.isnan(good.gain):
-        return "Nothing was kept aside to measure how well it learned: look at the samples."
-    if good.gain >= _LEARNED_WELL:
-        return f"It learned well: on images it never saw, it is {good.said}."
-    if good.gain >= _LEARNED:
-        return f"It learned: on images it never saw, it is {good.said}."
-    if good.gain > -_LEARNED:
-        return "It changed little: on images it never saw, it is about as good as the base."
-    return (
-        f"It learned its images by heart: on images it never saw, it is {good.said}. "
-        "Train it shorter, or with more images."
     )
 
 
@@ -279,7 +232,7 @@ def _ended(seen: Look, history: RunHistory) -> tuple[str, str] | None:
 
 
 def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
-    """Yield name, value and note of the figures under the bar."""
+    """Yield name, value and note of what figures.html shows."""
     status = seen.status
     if status.steps:
         yield "Steps", f"{status.step:,} of {status.steps:,}", f"{_percent(seen)} %"
@@ -291,7 +244,8 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
         yield "Took", duration_text(history.seconds), ""
     pace_s = step_s(history)
     if math.isfinite(pace_s):
-        yield "A step takes", step_seconds_text(pace_s), "median of the last 50"
+        count = min(PACE_STEPS, len(history.steps))
+        yield "A step takes", step_seconds_text(pace_s), _of_last(count, "median of the last {}")
     yield from _losses(history)
     found = memory(history) if status.state != "running" else None
     if found is not None:
@@ -306,10 +260,18 @@ def _percent(seen: Look) -> int:
     return min(share, 99) if seen.status.step < seen.status.steps else share
 
 
+def _of_last(count: int, several: str) -> str:
+    return "of the last step" if count == 1 else several.format(count)
+
+
 def _losses(history: RunHistory) -> Iterator[Figure]:
     recent = [row.loss for row in history.steps[-_LOSS_STEPS:] if math.isfinite(row.loss)]
     if recent:
-        yield "Loss", loss_text(statistics.fmean(recent)), f"mean of the last {len(recent)} steps"
+        yield (
+            "Loss",
+            loss_text(statistics.fmean(recent)),
+            _of_last(len(recent), "mean of the last {} steps"),
+        )
     base, last = history.base_validation, history.last_validation
     if last is not None:
         against = against_base(last.loss, base.loss) if base is not None else ""
@@ -318,13 +280,11 @@ def _losses(history: RunHistory) -> Iterator[Figure]:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that a run takes, NaN for what is not known; `now_of` says what `now_bytes` are of, as `... {size}`."""
+    """Bytes that a run takes, NaN for what is not known."""
 
-    now_of: str
     now_bytes: float
     highest_bytes: float
     predicted_bytes: float
-    limit_bytes: float
 
 
 def memory(history: RunHistory) -> Memory | None:
@@ -344,11 +304,9 @@ def memory(history: RunHistory) -> Memory | None:
         else _highest(row.host_bytes for row in history.steps)
     )
     found = Memory(
-        now_of="on the GPU, with all that uses it, now {size}" if on_card else "now {size}",
         now_bytes=last.vram_used_bytes if on_card else last.host_bytes,
         highest_bytes=highest,
         predicted_bytes=planned.peak_bytes,
-        limit_bytes=planned.limit_bytes if on_card else math.nan,
     )
     return found if found.highest_bytes > 0 else None
 
@@ -359,33 +317,3 @@ def _highest(values: Iterable[float]) -> float:
 
 def _known(value: float) -> float:
     return value if math.isfinite(value) else 0.0
-
-
-def _meter(history: RunHistory) -> Meter | None:
-    """Return the memory that a run takes now, has taken, and was predicted to take."""
-    found = memory(history)
-    if found is None:
-        return None
-    sizes = {
-        "highest": found.highest_bytes,
-        "now": _known(found.now_bytes),
-        "predicted": found.predicted_bytes,
-        "limit": found.limit_bytes,
-    }
-    scale = _MARGIN * _highest(sizes.values())
-    shares = {
-        name: f"{100 * min(1.0, size / scale):.1f}%" for name, size in sizes.items() if size > 0
-    }
-    words = [
-        found.now_of.format(size=bytes_text(_known(found.now_bytes))),
-        f"this training at most {bytes_text(found.highest_bytes)}",
-    ]
-    if found.predicted_bytes > 0:
-        words.append(f"predicted {bytes_text(found.predicted_bytes)}")
-    if found.limit_bytes > 0:
-        words.append(f"limit {bytes_text(found.limit_bytes)}")
-    return Meter(
-        words=tuple(words),
-        bars=tuple((name, shares[name]) for name in ("highest", "now") if name in shares),
-        lines=tuple((name, shares[name]) for name in ("predicted", "limit") if name in shares),
-    )

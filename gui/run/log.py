@@ -72,6 +72,7 @@ def log(events: Sequence[Event]) -> Html:
         "ol",
         *(_item(line_of(event)) for event in reversed(events)),
         class_="log",
+        lang="en",
         tabindex=0,
         translate="no",
     )

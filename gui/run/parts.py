@@ -7,12 +7,12 @@ for: most ticks change the head alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.hardware.nvml import card_states
+from lora_trainer.common.event_kinds import Event
 from lora_trainer.reporting.charts import Html, LossView, loss_curve
 from lora_trainer.reporting.history import RunHistory, SampleImage
 from lora_trainer.reporting.strips import Strips, strips_of
@@ -25,11 +25,12 @@ from ..run_best import Best, exports, losses, read_best, recommended
 from ..run_settings import settings_html
 from ..run_state import Look, possible
 from ..runs import Records
+from ..server.language import ENGLISH
 from ..server.templates import render
 from ..server.translation import Words
 from .coach import coach_html, coach_key
 from .film import film_key, film_of
-from .head import head, head_html, machine_now, take_so_far
+from .head import figures, head, head_html, take_so_far
 from .log import log
 
 # Records may name any file; a page leads to samples of this run only.
@@ -53,17 +54,14 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     files = (dict(exported), best, (folder / REPORT).is_file())
     best_step = shown_best(folder, history)
     shown, so_far = head(seen, history), take_so_far(seen, history)
+    counted = tuple(figures(seen, history))
     strips = strips_of(history.samples)
 
-    def with_machine(_: Words) -> Html:
-        # The driver is asked when the head is drawn, not to find out whether it has changed.
-        going = seen.status.state == "running"
-        return head_html(shown, _, machine=machine_now(seen.status, card_states()) if going else "")
-
     return {
-        "head": Part(key=shown, draw=with_machine),
+        "head": Part(key=shown, draw=lambda _: head_html(shown, _)),
         "coach": Part(key=coach_key(history), draw=lambda _: coach_html(folder, history, _)),
         "buttons": Part(key=possible(seen), draw=lambda _: _buttons(seen)),
+        "figures": Part(key=counted, draw=lambda _: render("run/figures.html", _, figures=counted)),
         "take": Part(key=so_far, draw=lambda _: render("run/take.html", _, shown=so_far)),
         "where": _where(seen),
         "chart": Part(
@@ -81,12 +79,20 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
             key="" if strips is None else (strips, seen.status.state),
             draw=lambda _: strip_html(seen, strips, _),
         ),
-        "log": Part(key=list(records.recent), draw=lambda _: _.markup(log(records.recent))),
+        "log": Part(key=list(records.recent), draw=lambda _: log_html(records.recent, _)),
         "settings": Part(key=history.run, draw=lambda _: _.markup(settings_html(history.run, _))),
         "files": Part(
             key=files, draw=lambda _: files_html(folder, _, exported=exported, best=best)
         ),
     }
+
+
+def log_html(events: Sequence[Event], _: Words) -> Html:
+    """Return the log as the run wrote it; whoever reads the pages in another language is told that it is English."""
+    shown = _.markup(log(events))
+    if _.code == ENGLISH:
+        return shown
+    return Html(tag("p", _("What the program has written, in English."), class_="quiet") + shown)
 
 
 def shown_best(folder: Path, history: RunHistory) -> int:
@@ -98,7 +104,7 @@ def shown_best(folder: Path, history: RunHistory) -> int:
 def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
     """Return the parts for a folder whose records cannot be read: why, and the buttons."""
     told = tag("p", reason, class_="notice error")
-    names = ("take", "coach", "strip", "settings", "files")
+    names = ("take", "figures", "coach", "strip", "settings", "files")
     empty = {name: Part(key="", draw=lambda _: Html("")) for name in names}
     blank = {"drawn": "", "steps": 0}
     return {

@@ -113,14 +113,12 @@ export function samples(place, others, markBest) {
   const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, say("Samples of every step")), compareButton);
 
   function draw() {
-    const empty = !sheet || sheet.prompts.length === 0;
+    // The base alone stands in the film; its pictures are worth a table once there is something beside them.
+    const empty = !sheet || sheet.prompts.length === 0 || sheet.steps.length < 2;
+    place.closest("section").hidden = empty;
     drawNewest(empty || sheet.is_slider); // whose strengths stand side by side above
-    drawOthers(empty);
-    help.hidden = everyStep.hidden = sideways.hidden = empty;
-    if (empty) {
-      table.replaceChildren(make("p", { class: "quiet" }, say("No sample images yet.")));
-      return;
-    }
+    drawOthers(!sheet);
+    if (empty) return;
     // The first look is at the first column, whole; who sees the newest step then goes on seeing the newest.
     const atEnd = table.querySelector(".sheet") && table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
     const focused = table.contains(document.activeElement) && document.activeElement.dataset.cell;
@@ -325,7 +323,8 @@ export function samples(place, others, markBest) {
     stage.style.setProperty("--cut", `${slider.value}%`);
   }
 
-  place.append(newest, everyStep, help, sideways, table, said, zoom, compare);
+  place.append(newest, everyStep, help, sideways, table, said);
+  place.closest("section").after(zoom, compare); // which are opened from beside the film too
   draw();
   return (newer) => { sheet = newer; draw(); };
 }

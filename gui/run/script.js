@@ -29,8 +29,9 @@ function mountRun(main, leaving) {
   let { stamp } = page.dataset;
 
   const drawChart = chart(page.querySelector(".run-chart"), run);
-  const drawFilm = film(page.querySelector(".run-film"), run, leaving);
-  const drawSamples = samples(page.querySelector(".run-samples"), page.querySelector(".run-film .others"), (step) => asked({ press: { action: "best", step } }));
+  const beside = page.querySelector(".run-beside");
+  const drawFilm = film(page.querySelector(".run-film"), beside, run, leaving);
+  const drawSamples = samples(page.querySelector(".run-samples"), beside.querySelector(".others"), (step) => asked({ press: { action: "best", step } }));
   const asked = following({ path: "/run/look", leaving, goes: "goes" in page.dataset, shown: () => ({ run, stamp, keys }), draw });
 
   function draw(now) {

@@ -48,7 +48,10 @@ class Place:
     def delete(self, page: Any, path: str, name: str) -> None:
         self.server.open(page, path)
         page.locator(".trash[data-ready]").wait_for(state="attached")
-        page.get_by_role("button", name=f"Delete {name}").click()
+        button = page.get_by_role("button", name=f"Delete {name}")
+        if path == "/":  # in the menu of its card
+            page.get_by_label(f"More for {name}", exact=True).click()
+        button.click()
         page.get_by_text(f"{name} is in the trash.").wait_for()
 
 
@@ -80,7 +83,7 @@ def test_samples_are_enlarged_walked_through_compared_and_the_best_is_kept(
     page.get_by_label("the step on the right").select_option("step 30")
     assert newest.all_inner_texts() == ["step 10", "step 30"]
     page.get_by_label("the step on the left").select_option("base")
-    assert page.locator(".run-film .others img").count() == 2, "the other prompts beside the film"
+    assert page.locator(".run-beside .others img").count() == 2, "the other prompts beside the film"
     page.get_by_label("the step on the right").select_option("step 10")
     assert newest.all_inner_texts() == ["base", "step 10"]
     page.get_by_role("button", name=f"step 10: {PROMPTS[1]}", exact=True).click()

@@ -35,7 +35,6 @@ from PIL import Image
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.event_kinds import BaseLosses, Learned, Measured
 from lora_trainer.config.config import setting_keys
-from lora_trainer.hardware.nvml import CardState
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.write import prune_exports
 from lora_trainer.queue import commands
@@ -83,7 +82,9 @@ def page(folder: Path, **when: float) -> dict[str, Any]:
 
 
 def head(folder: Path, **when: float) -> str:
-    return str(page(folder, **when)["head"])
+    """Return the head of the page with the figures below it."""
+    drawn = page(folder, **when)
+    return f"{drawn['head']}{drawn['figures']}"
 
 
 def said(folder: Path) -> str:
@@ -339,27 +340,18 @@ def test_a_failure_requests_silence_a_recovery_and_damage_are_told_above_the_fig
     assert "not JSON" in drawn["head"] and "stop" in drawn["buttons"]
 
 
-def test_head_has_progress_pace_time_left_losses_and_memory_as_predicted_and_used(
-    live: Path, monkeypatch: pytest.MonkeyPatch
+def test_head_has_progress_pace_time_left_and_losses_memory_stands_in_the_bar_until_it_ends(
+    live: Path,
 ) -> None:
     shown = head(live)
     assert "width:40.0%" in shown and 'aria-valuenow="40"' in shown
     for words in ("12 of 30", "about 9 s", "0.19 s", "mean of the last 12 steps"):
         assert words in shown
-    assert "below the base&#x27;s" in shown
+    assert "below the base&#x27;s" in shown and "Memory" not in shown
     write_status(live, left_s=600.0)
     assert "about 10 min 00 s" in head(live)
-    idle = CardState(total_bytes=8 * GIB, used_bytes=GIB, load_percent=1, celsius=31, watts=9.6)
-    ours = replace(idle, load_percent=98, celsius=71, watts=None, users=frozenset({os.getpid()}))
-    unknown = CardState(total_bytes=8 * GIB, used_bytes=GIB)
-    for cards, words in (
-        ((idle, ours), ">GPU 98 % busy, 71 \u00b0C.<"),
-        ((idle,), ">GPU 1 % busy, 31 \u00b0C, 10 W.<"),
-        ((unknown,), ""),
-    ):
-        monkeypatch.setattr(run_parts, "card_states", lambda cards=cards: cards)
-        assert words in head(live) and ("GPU" in head(live)) is bool(words)
-    assert "now 1.0 GiB" in shown and "predicted 1.2 GiB" in shown, "of the process"
+    write_status(live, state="stopped", exit_code=130)
+    assert "1.0 GiB" in head(live) and "predicted 1.2 GiB" in head(live), "of the process"
 
     def on_a_card(row: dict[str, Any]) -> None:
         if row["event"] == "step":
@@ -369,10 +361,10 @@ def test_head_has_progress_pace_time_left_losses_and_memory_as_predicted_and_use
     predicted = {"items": items, "peak_bytes": 9 * GIB, "limit_bytes": 11 * GIB}
     change_events(live, on_a_card)
     change_record(live, lambda record: record["plan"]["memory"].update(predicted))
-    assert (
-        "on the GPU, with all that uses it, now 8.0 GiB, this training at most 8.0 GiB, "
-        "predicted 9.0 GiB, limit 11.0 GiB"
-    ) in head(live), "the highest reserved plus what libraries hold"
+    shown = head(live)
+    assert "8.0 GiB" in shown and "at most; predicted 9.0 GiB" in shown, (
+        "the highest reserved plus what libraries hold"
+    )
 
 
 def test_a_finished_run_names_the_best_step_that_has_a_file_and_where_its_lora_works(
@@ -410,7 +402,11 @@ def test_the_log_is_in_words_and_has_the_newest_first(finished: Path) -> None:
         {"event": "something_new"},
     ):
         append(finished, **row)
+    german = run_parts.log_html(runs.Followed().read(finished).recent, words_of("de"))
+    assert german.startswith('<p class="quiet">Was das Programm geschrieben hat, auf Englisch.</p>')
+    assert 'lang="en"' in german
     shown = page(finished)["log"]
+    assert "in English" not in shown
     assert shown.index("Finished: zorble.safetensors.") < shown.index("Started: 30 steps")
     words = re.sub("<[^>]*>", "", shown)
     for line in (
@@ -456,14 +452,14 @@ def changed(folder: Path, followed: runs.Followed, before: dict[str, object]) ->
 
 def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     followed, before = runs.Followed(), dict[str, object]()
-    assert len(changed(long_run, followed, before)) == 11
+    assert len(changed(long_run, followed, before)) == 12
     assert changed(long_run, followed, before) == set()
     drawn = []
     for step in range(601, 607):
         append(long_run, event="step", step=step, loss=0.5, seconds=0.2)
         write_status(long_run, step=step, steps=1000)
         drawn.append(changed(long_run, followed, before))
-    assert all("head" in names and names <= {"head", "chart"} for names in drawn)
+    assert all({"head", "figures"} <= names <= {"head", "figures", "chart"} for names in drawn)
     assert sum("chart" in names for names in drawn) == 2
     append(long_run, event="validation", step=606, loss=0.4)
     assert changed(long_run, followed, before) >= {"chart", "log"}
@@ -510,9 +506,9 @@ def test_a_tab_is_sent_the_parts_that_it_does_not_show_in_its_language(long_run:
     assert set(sent("of before the server started again", {})["parts"]) == set(first["keys"])
     Control(long_run).request("stop")
     now = sent(first["stamp"], first["keys"])
-    assert set(now["parts"]) == {"head", "buttons"} and now["parts"]["buttons"]["drawn"] == [
-        "force"
-    ]
+    assert set(now["parts"]) == {"head", "figures", "buttons"} and now["parts"]["buttons"][
+        "drawn"
+    ] == ["force"]
     keys = {**first["keys"], **{name: part["key"] for name, part in now["parts"].items()}}
     write_status(long_run, step=600, steps=1000, state="stopped", exit_code=143)
     ended = sent(now["stamp"], keys)
