@@ -3,7 +3,8 @@
 // lists are not drawn meanwhile. How long it takes is asked apart, because plans take seconds.
 import { ask } from "/ui/shared/ask.js";
 import { follow } from "/ui/shared/follow.js";
-import { keepOpen } from "/ui/shared/keep_open.js";
+import { menus } from "/ui/shared/menus.js";
+import { mount as shares } from "/ui/share/script.js";
 import { tell } from "/ui/shared/tell.js";
 
 const MINUTE_MS = 60_000;
@@ -16,7 +17,8 @@ const keyOf = (node) => {
 export function mount(main, leaving) {
   const place = main.querySelector("#queue");
   const said = main.querySelector(".said");
-  const openAgain = keepOpen(place);
+  const openAgain = menus(place, leaving);
+  shares(place);
   let focused = null; // action and item of the button that has the keyboard
 
   let times = {};

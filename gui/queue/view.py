@@ -21,13 +21,13 @@ from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands, rules, worker
 from lora_trainer.queue.commands import Item
 from lora_trainer.queue.rules import read_rules
+from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import sequence
 from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import RunStatus, read_status
 
-from ..bases import title
 from ..command_lines import command_line
 from ..datasets import check
 from ..library.preview import small_url
@@ -98,7 +98,6 @@ class Ended(Row):
 
     state: str
     when: str
-    took_s: float
     resumes: bool
     found: str
     fix: str
@@ -261,8 +260,7 @@ def _ended(work: Workplace, item: Item, said: Words) -> Ended:
     return Ended(
         **Row.facts(work, item),
         state=item.state,
-        when=time.strftime("%Y-%m-%d %H:%M", time.localtime(item.ended_s or 0.0)),
-        took_s=(item.ended_s or 0.0) - (item.started_s or item.ended_s or 0.0),
+        when=clock_text(item.ended_s or 0.0, now_s=time.time()),
         resumes=resumes,
         found=found,
         fix=fix,

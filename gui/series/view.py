@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.queue import commands
+from lora_trainer.reporting.best_step import Standing
 from lora_trainer.reporting.charts import Chart, ChartLine, Html, draw
 from lora_trainer.reporting.history import SampleImage, read_history
 from lora_trainer.reporting.status import read_status
@@ -29,8 +30,9 @@ from lora_trainer.tuning.tune import gains_of
 from .. import runs, variants
 from ..markup import setting_said
 from ..media import run_url
-from ..queue.times import clock_text
-from ..run_best import Standing, losses, standing_of
+from ..queue.times import clock_text, dataset_of
+from ..run.starting import shown_photos
+from ..run_best import losses, standing_of
 from ..server.templates import render
 from ..server.translation import Words
 from ..variants import MAX_TRAININGS
@@ -173,11 +175,28 @@ def _card(work: Workplace, url: str, found: Named, _: Words) -> Mapping[str, Any
         "name": found.label,
         "keys": ", ".join(setting_said(key, _) for key in found.keys),
         "count": len(trained),
+        "chips": [{"text": _chip(each, found, _), "best": each is best} for each in trained],
         "trained": sum(each.state not in ("waiting", "running", "gone") for each in trained),
         "best": "" if best is None else best.label,
         "said": "" if best is None or best.recorded.good is None else best.recorded.good.said,
-        "pictures": [cell for cell in cells if cell["url"]][:_PICTURES_OF_CARD],
+        "pictures": [cell for cell in cells if cell["url"]][:_PICTURES_OF_CARD]
+        or [{"url": src, "label": ""} for src in _images(work, found)[:_PICTURES_OF_CARD]],
     }
+
+
+def _images(work: Workplace, found: Named) -> list[str]:
+    """Return the first images that trainings learn which wait in the queue."""
+    names = {name for name, _ in found.runs}
+    waiting = (item for item in commands.in_order(commands.items(work.runs)) if item.label in names)
+    dataset = next((folder for item in waiting if (folder := dataset_of(item))), None)
+    return [photo.src for photo in shown_photos(work, dataset)]
+
+
+def _chip(trained: Trained, found: Named, _: Words) -> str:
+    """Return by what a training differs from the others, without the name of the setting where all differ by one."""
+    if len(found.keys) != 1:
+        return trained.label
+    return trained.label.removeprefix(f"{setting_said(found.keys[0], _)} ")
 
 
 def _best(trained: Sequence[Trained], *, is_study: bool) -> list[Trained]:
@@ -205,8 +224,13 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
     """Return the trainings as markup, and whether any of them still changes."""
     trained = [_trained(work, found, name, values, _) for name, values in found.runs]
     best = _best(trained, is_study=found.is_study)
+    waiting = {
+        item.label: (place, item.id)
+        for place, item in enumerate(commands.in_order(commands.items(work.runs)), 1)
+    }
     rows = [
         {
+            **dict(zip(("place", "item"), waiting.get(each.name, (0, "")), strict=True)),
             "name": each.name,
             "label": each.label,
             "state": each.state,
@@ -227,6 +251,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         _,
         rows=rows,
         awaited=_awaited(work, _) if all_wait else "",
+        images=_images(work, found) if all_wait else (),
         best=", ".join(each.label for each in best),
         goes=goes,
         chart=_chart(trained, _),

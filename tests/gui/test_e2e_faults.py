@@ -92,7 +92,6 @@ def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so
     setup.server.open(other, "/queue", "text=Training now")
     command = other.locator("li", has_text="owls").locator("details")
     command.locator("summary").click()
-    other.get_by_role("button", name="Remove owls").focus()
     page.get_by_role("button", name="Later cats").focus()
     page.keyboard.press("Enter")
     until(lambda: waiting(place)[1] == "cats")
@@ -112,7 +111,12 @@ def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so
         )
     )
     assert command.get_attribute("open") is not None
-    assert other.evaluate(NAMED) == "Remove owls"
+    assert other.evaluate(NAMED) == "More for owls"
+    other.keyboard.press("Escape")
+    assert command.get_attribute("open") is None and other.evaluate(NAMED) == "More for owls"
+    command.locator("summary").click()
+    other.get_by_role("button", name="Remove owls").focus()
+    assert command.get_attribute("open") is None, "a menu is open only while it is used"
     page.reload()
     titles = page.locator(".queue ol h3").all_inner_texts
     page.get_by_role("button", name="Earlier cats").wait_for()

@@ -81,7 +81,6 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
     assert buttons(html) == [*zip(words[::2], words[1::2], strict=True), ("clear", "")]
     assert 'href="/run?run=a"' in html
     assert "step 12 of 30" in html and 'style="width:40.0%"' in html
-    assert "1 min 05 s after its start" in html
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,8 @@ def test_what_a_training_does_is_said_in_words_and_not_by_a_file(
     run.mkdir()
     write_status(run, **status)
     place.become(place.add("a"), state="running", run="a", started_s=1.0)
-    assert f'<p class="state">{english}</p>' in shown(work)
-    assert f'<p class="state">{german}</p>' in view.view(work, words("de"))
+    assert f'<span class="state">{english}</span>' in shown(work)
+    assert f'<span class="state">{german}</span>' in view.view(work, words("de"))
 
 
 def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(

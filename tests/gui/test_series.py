@@ -185,7 +185,10 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     names = [member.name for member in series.members]
     address = view.page_url(series.id)
     waits = page.get(address).text
-    assert waits.count("waiting") == 2 and "So far the best" not in waits
+    assert (
+        re.findall(r"number (\d) in the queue", waits) == ["1", "2"]
+        and "So far the best" not in waits
+    )
     assert "they start as soon as the queue goes on" in waits
     trained(work, names[0], gain=0.2)
     alone = page.get(address).text
@@ -218,7 +221,8 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     assert again == {"goes": False}, "of what has not changed nothing is sent"
     shelf = page.get("/series").text
     assert draft.dataset and series.label in shelf
-    assert "2 trainings: Rank" in shelf and "all of them have ended" in shelf
+    assert "2 trainings, all have ended" in shelf
+    assert '<span class="chip best">16</span> <span class="chip">8</span>' in shelf
     assert "the best: Rank 16" in shelf and "40 % better than the base" in shelf
     for name in names:
         assert f"/media/run/{name}/samples/step-00000030/00.png" in shelf, "of the step to take"
