@@ -10,9 +10,10 @@ export async function mount(main, leaving) {
   const said = make("p", { className: "quiet" });
   said.setAttribute("role", "status");
   const differences = make("p", { className: "differences" });
+  const base = make("p", { className: "notice warning", hidden: true });
   const rows = make("div", { className: "pairs" });
   const asked = new URL(location.href).searchParams;
-  const draw = () => { show(rows, said, sides); differ(differences, sides); };
+  const draw = () => { show(rows, said, sides); differ(differences, sides); onlyBase(base, sides); };
   const [alike, other] = JSON.parse(place.dataset.alike);
   const first = asked.get("a") ?? alike ?? runs[0];
   const second = asked.get("b") ?? (first === alike ? other : runs.find((name) => name !== first));
@@ -21,7 +22,7 @@ export async function mount(main, leaving) {
     new Side(say("Second"), "b", runs, second, draw, leaving),
   ];
   const fields = make("div", { className: "sides" }, ...sides.map((side) => side.node));
-  place.replaceChildren(fields, differences, said, rows);
+  place.replaceChildren(fields, base, differences, said, rows);
   await Promise.all(sides.map((side) => side.read()));
   const drawn = sides.map((side) => side.drawn());
   // At step 0 both are the base, which compares nothing.
@@ -87,8 +88,16 @@ class Side {
     const source = this.sheet.images[index]?.[this.step.value];
     if (!source) return make("span", { className: "missing", textContent: say("not drawn at this step") });
     const image = make("img", { src: source, alt: `${this.run.value}, ${this.sheet.steps[this.step.value].name}: ${prompt.text}`, translate: false });
-    return make("a", { href: source, target: "_blank" }, image);
+    const of = make("small", { textContent: `${this.run.value} · ${this.sheet.steps[this.step.value].name}`, translate: false });
+    return make("a", { href: source, target: "_blank" }, image, of);
   }
+}
+
+/** Name the sides of which there is nothing to see yet but what their base draws. */
+function onlyBase(place, sides) {
+  const names = sides.filter(({ sheet }) => sheet?.steps?.length && sheet.steps.every(({ step }) => step === 0)).map(({ run }) => run.value);
+  place.hidden = names.length === 0;
+  place.textContent = say("Of {} there are only pictures of the base yet: nothing that it learned.", [...new Set(names)].join(", "));
 }
 
 const same = (one, other) => one.text === other.text && one.seed === other.seed;

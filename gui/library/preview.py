@@ -1,16 +1,24 @@
 """The picture of a LoRA: the one beside its file, its preview first, else the last of its training; never the base's.
 
-Input: a file of the library. Outputs: the picture, and the address of a small copy of it.
+Input: a file of the library. Outputs: the picture, the address of a small copy of it, what its training drew with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.reporting.sample_files import PREVIEWS, newest_preview, own_samples
+from lora_trainer.common.wording import one_line
+from lora_trainer.reporting.sample_files import (
+    PREVIEWS,
+    newest_preview,
+    own_samples,
+    sample_prompt,
+)
 
 from ..lora_files import BEST_PICTURE_SUFFIX, PREVIEW_SUFFIX, LoraFile
-from ..media import thumb_url
+from ..media import run_url, thumb_url
 
 _THUMB_PX = 384
 
@@ -30,6 +38,39 @@ def preview_of(file: LoraFile) -> Path | None:
     drawn = sorted((samples / f"step-{file.step:08d}").glob("*.png")) if file.step else []
     own = next(iter(drawn or own_samples(samples)), None)
     return own or newest_preview(file.path.parent / PREVIEWS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSamples:
+    """What a training has drawn of its own prompts with one of its files: the step, address and prompt of each."""
+
+    step: str
+    images: tuple[Mapping[str, str], ...]
+
+
+def samples_of(file: LoraFile) -> TrainingSamples | None:
+    """Return the samples of the step of a file, of the result those of the last step; None without any."""
+    if not file.trained:
+        return None
+    samples = file.path.parent / "samples"
+    of_step = samples / f"step-{file.step or 0:08d}"
+    images = sorted(of_step.glob("[0-9]*.png")) if file.step else own_samples(samples)
+    shown = [{"url": _address(image, file), "prompt": _prompt(image)} for image in images]
+    if not shown:
+        return None
+    step = int(images[0].parent.name.removeprefix("step-"))
+    return TrainingSamples(step=f"{step:,}", images=tuple(shown))
+
+
+def _address(image: Path, file: LoraFile) -> str:
+    return f"{run_url(file.run, 'samples', image.parent.name, image.name)}?v={_changed_ns(image):x}"
+
+
+def _prompt(image: Path) -> str:
+    try:
+        return one_line(sample_prompt(image))
+    except (OSError, ValueError, SyntaxError):  # not a picture, or being written
+        return ""
 
 
 def small_url(image: Path, *, size_px: int = _THUMB_PX) -> str:

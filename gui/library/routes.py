@@ -32,7 +32,7 @@ from ..trash import store
 from ..upload_names import safe_name
 from ..workplace import Workplace
 from . import describe, tools, try_prompts, view
-from .preview import preview_of
+from .preview import preview_of, samples_of
 
 LongText = Annotated[str, StringConstraints(max_length=100_000)]
 Answer = Mapping[str, Any]
@@ -214,6 +214,7 @@ def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
         "warning": _(try_prompts.warning(work)),
         "tries": _tries_now(work, drawn, _),
         "jobs": _jobs_now(work, made, _),
+        "drawn_by_training": samples_of(file),
         "stem": file.path.stem,
         "note": file.note,
         "texts": description_of(header.metadata),

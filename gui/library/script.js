@@ -6,6 +6,6 @@ import { mountShelf } from "/ui/library/shelf.js";
 export function mount(main, leaving) {
   const lora = main.querySelector(".lora-page");
   if (lora) mountFile(lora, leaving);
-  else if (main.querySelector(".search")) mountShelf(main);
+  else if (main.querySelector(".search")) mountShelf(main, leaving);
   mountTrash(main);
 }

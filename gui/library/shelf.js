@@ -1,11 +1,13 @@
 // All LoRAs: what is searched for is asked as it is typed, and kept in the address for Back and a reload.
 import { ask } from "/ui/shared/ask.js";
+import { menus } from "/ui/shared/menus.js";
 
 const KEYS = { search: "text", base: "base" };
 
-export function mountShelf(main) {
+export function mountShelf(main, leaving) {
   const form = main.querySelector(".search");
   const shelf = main.querySelector("#shelf");
+  menus(shelf, leaving);
   let wished = null;
   let asking = false;
 

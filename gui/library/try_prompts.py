@@ -17,11 +17,11 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.config.prompt_line import SamplePrompt, plain_prompt, read_prompt, seeds
+from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_names
 
 from .. import command_lines, drawing, jobs, lora_files, runs
-from ..bases import title
 from ..lora_files import Header, LoraFile, recorded_base
 from ..lora_names import BestPicture
 from ..markup import inline

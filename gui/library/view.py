@@ -13,10 +13,10 @@ from urllib.parse import urlencode
 
 from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.lora_file.inspect import Inspection
+from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
 
 from .. import lora_files, runs
-from ..bases import title
 from ..lora_files import Entry, Header, LoraFile
 from ..markup import capital, inline
 from ..media import REPORT, run_url

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lora_trainer.gui import lora_files
 from lora_trainer.gui.library import describe, try_prompts, view
-from lora_trainer.gui.library.preview import preview_of
+from lora_trainer.gui.library.preview import preview_of, samples_of
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.trash import store as trash
 from lora_trainer.gui.workplace import Workplace
@@ -54,6 +54,10 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
     assert preview_of(result) == samples / "step-00000030" / "00.png"
     assert preview_of(save) == samples / "step-00000010" / "00.png"
     assert preview_of(other) is None, "a merge looks like neither of its parts"
+    of_result, of_save = samples_of(result), samples_of(save)
+    assert of_result is not None and of_save is not None and samples_of(other) is None
+    assert (of_result.step, of_save.step) == ("30", "10") and len(of_result.images) == 3
+    assert "/samples/step-00000010/00.png?v=" in of_save.images[0]["url"]
     for drawn in sorted(samples.glob("step-*"))[1:]:
         shutil.move(drawn, work.own / "kept" / drawn.name)
     assert preview_of(result) is None, "the base's picture shows nothing of the LoRA"
