@@ -9,15 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lora_trainer.common.wording import bytes_text
-from lora_trainer.reporting.plan_record import MemoryItemRecord, MemoryRecord
+from lora_trainer.common.wording import bytes_text, span_text
+from lora_trainer.reporting.plan_record import MemoryItemRecord, MemoryRecord, TimeRecord
 
 from .server.translation import Words
 
-_DAY_S = 24 * 3600.0
-_WEEK_DAYS = 7
-# From here on a time in weeks says too little.
-_MONTHS_DAYS = 90
 _PARTS = (
     ("program", "program {size}", ("runtime", "library workspaces")),
     ("base", "base model {size}", ("base weights", "VAE weights", "text encoder weights")),
@@ -26,9 +22,13 @@ _PARTS = (
         "LoRA and optimizer {size}",
         ("adapter weights", "adapter gradients", "optimizer states"),
     ),
-    ("margin", "room for others and holes {size}", ("desktop", "allocator slack")),
+    ("margin", "reserve {size}", ("desktop", "allocator slack")),
 )
 _REST = ("work", "working memory {size}")
+# How much longer the bar is than what it shows.
+_ROOM = 1.04
+# A limit that is so many times as high as the need would leave of the bar a strip at its left end.
+_FAR = 4
 _PHASES = {
     "loading": "loading the base model",
     "images": "preparing images",
@@ -53,36 +53,28 @@ class MemoryPart:
 
 
 def span(ends_s: tuple[float, float], said: Words, *, begins: bool = False) -> str:
-    """Return how long something takes, from its shortest and longest time; `begins` a sentence or goes on in one.
-
-    From two days on it is said in one unit, coarser and coarser: nobody plans by the difference of 14 and 55 days.
-    """
-    low_days, high_days = (end / _DAY_S for end in ends_s)
-    middle_days = (low_days + high_days) / 2
-    if high_days >= _WEEK_DAYS and middle_days < 1.5 * _WEEK_DAYS:
-        return said("About a week") if begins else said("about a week")
-    if high_days >= _WEEK_DAYS and middle_days < _MONTHS_DAYS:
-        return said("Several weeks") if begins else said("several weeks")
-    if high_days >= _WEEK_DAYS:
-        return said("Several months") if begins else said("several months")
-    if high_days < 2:
-        low, high = map(_coarse, ends_s)
-    elif max(1, round(low_days)) == round(high_days):
-        low = high = f"{round(high_days)} days"
-    else:
-        low, high = f"{max(1, round(low_days))}", f"{round(high_days)} days"
-    if low == high:
-        return said("About {#}", low) if begins else said("about {#}", low)
-    return said("About {#} to {#}", low, high) if begins else said("about {#} to {#}", low, high)
+    """Return how long something takes, from its shortest and longest time; `begins` a sentence or goes on in one."""
+    text = said.message(span_text(ends_s))
+    return text[:1].upper() + text[1:] if begins else text
 
 
-def _coarse(seconds: float) -> str:
-    """Return a duration as somebody says it who does not know it better."""
-    if seconds < 90:
-        return f"{max(10, 10 * round(seconds / 10))} s"
-    if seconds < 5400:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h"
+def from_now_s(time: TimeRecord) -> tuple[float, float] | None:
+    """Return the shortest and the longest time of a training that starts now, beside the programs that run now."""
+    pair, slower = time.range_s, max(1.0, time.beside_others)
+    return None if pair is None else (pair[0] * slower, pair[1] * slower)
+
+
+def bar_bytes(memory: MemoryRecord) -> float:
+    """Return how many bytes the bar is long: up to the limit, or what is needed where that is a small part of it."""
+    peak, limit = memory.peak_bytes, memory.limit_bytes
+    shown = limit if math.isfinite(limit) and peak < limit <= _FAR * peak else peak
+    return shown * _ROOM or 1.0
+
+
+def limit_share(memory: MemoryRecord) -> float | None:
+    """Return where in the bar the limit is, as a share of it; None where none is known or it is far off."""
+    share = memory.limit_bytes / bar_bytes(memory)
+    return share if share <= 1 else None
 
 
 def memory_parts(items: Sequence[MemoryItemRecord]) -> Iterator[MemoryPart]:

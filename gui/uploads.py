@@ -344,6 +344,11 @@ def _move(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def is_example(work: Workplace, folder: str) -> bool:
+    """Return whether a folder is the copy of the example's images."""
+    return Path(folder).resolve() == (work.own / FOLDER / EXAMPLE_NAME).resolve()
+
+
 def example(work: Workplace) -> Path:
     """Return a copy of the example's images among the uploads, made at the first time.
 

@@ -78,7 +78,7 @@ EMPTY = (
     Picture(name="queue-empty", path="/queue", ready="#queue .empty"),
     Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
     Picture(name="library-empty", path="/library", ready=".empty"),
-    Picture(name="doctor", path="/doctor", ready="h2:has-text('Versions')"),
+    Picture(name="doctor", path="/doctor", ready=".fits tbody:has(td):not(:has(.awaited))"),
 )
 STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".run-head .said"),)
 BUSY = (
@@ -115,7 +115,7 @@ BUSY = (
         name="datasets-write",
         path="/datasets?folder={mixed}",
         ready="img[src*='/media/thumb']",
-        click="summary:has-text('Have captions written')",
+        click="button:has-text('Have captions written')",
     ),
     Picture(name="trash", path="/trash", ready="text=Put back"),
     Picture(name="queue-busy", path="/queue", ready="#queue ol"),

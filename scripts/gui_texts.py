@@ -4,7 +4,8 @@
     python scripts/gui_texts.py de --file queue # only of files whose path has this word
 
 A text is a string literal of gui/ (Python, JavaScript or template) with a space or a capital in it, or what a
-family.toml says that a release is good for, or a sentence about a dataset in finding_texts.toml. Literals that
+family.toml says that a release is good for and catalogue.toml a captioner, or a sentence about a dataset in
+finding_texts.toml. Literals that
 never reach a page are listed too: the list helps to translate and is not a measure.
 """
 
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ROOT / "gui" / "languages"
 CHART = ROOT / "lora_trainer" / "reporting" / "chart.html"
 FINDINGS = ROOT / "lora_trainer" / "dataset" / "finding_texts.toml"
+CAPTIONERS = ROOT / "lora_trainer" / "captioning" / "catalogue.toml"
 PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _SCRIPT_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
 _SCRIPT_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\(.)")
@@ -55,6 +57,7 @@ def sources() -> Iterator[Path]:
     yield CHART
     yield from sorted((ROOT / "lora_trainer" / "families").glob("*/family.toml"))
     yield FINDINGS
+    yield CAPTIONERS
 
 
 def literals(path: Path) -> Iterator[str]:
@@ -103,7 +106,7 @@ def _python(source: str) -> Iterator[str]:
 
 
 def _table(source: str) -> Iterator[str]:
-    """Yield what a family.toml says that a release is good for, and each sentence and advice of the findings."""
+    """Yield what a release or a captioner is good for, and each sentence and advice of the findings."""
     values = tomllib.loads(source)
     for release in values.get("releases", ()):
         yield release.get("good_for", "")
@@ -114,7 +117,7 @@ def _findings(values: Mapping[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _findings(value)
-        elif key in ("what", "advice"):
+        elif key in ("what", "advice", "good_for"):
             said = _FORMATTED.sub("{}", value).replace("{{", "{").replace("}}", "}")
             yield plain(said)
 

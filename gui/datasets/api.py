@@ -45,9 +45,12 @@ class DatasetApi:
     def look(self, asked: requests.Look) -> Json:
         """Return all cards."""
         root = self.work.folder(asked.folder)
-        noted = notes.opened(self.work, root)
+        noted = known = notes.opened(self.work, root)
         if asked.trigger is not None:
             noted = replace(noted, trigger=asked.trigger.strip(), resolution=asked.resolution or "")
+        if asked.name is not None:
+            noted = replace(noted, name=" ".join(asked.name.split()))
+        if noted != known:
             notes.save(self.work, noted)
         return self._view(root)
 
@@ -320,7 +323,6 @@ class DatasetApi:
         return {
             **caption_job.state(job),
             "models": caption_job.models(),
-            "tags": caption_job.taggers(),
             "suggested": caption_job.suggested(notes.draft_for(self.work, root).base),
         }
 

@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from lora_trainer.captioning import captioners
-from lora_trainer.captioning.captioners import DEFAULT, KNOWN
+from lora_trainer.captioning.captioners import DEFAULT, KNOWN, CaptioningModel
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.event_kinds import (
     Caption,
@@ -39,30 +39,55 @@ from ..workplace import Workplace
 
 KIND = "caption"
 MODELS = tuple(KNOWN)
-_SMALL = "florence2-base"
+# Those that are offered first, without a GPU and with one, and the one that says most.
+_SMALL, _EXACT = "florence2-base", "qwen3-vl-8b"
+_TAGGER, _SMALL_TAGGER = "wd14", "wd14-vit"
+_OFFERED_FOR = {
+    DEFAULT: "Sentences, for FLUX, Qwen, SD3 and photographs",
+    _SMALL: "Sentences, for FLUX, Qwen, SD3 and photographs",
+    _TAGGER: "Tags, for Illustrious, Pony and other anime bases",
+    _SMALL_TAGGER: "Tags, for Illustrious, Pony and other anime bases",
+    _EXACT: "The most exact sentences, on a large GPU",
+}
 _LINES_READ = 400
 _REACHED_WITHIN_S = 4.0
 
 
-def models() -> list[list[str]]:
-    """Return the known models as [name, what it is good for and how large it is]."""
+def models() -> list[dict[str, Any]]:
+    """Return the known models: what each is called, what it is good for, what it takes, its licence.
+
+    `offered_for` is said of the few that are offered first, in their order; the others have "".
+    """
+    first = list(_offered().values())
+    order = sorted(KNOWN, key=lambda name: first.index(name) if name in first else len(first))
     return [
-        [
-            name,
-            f"For {model.good_for}. {model.download_gb:g} GB to download once, needs "
-            f"{model.memory_gib:g} GiB of memory{_in_8_bits(model.memory_8_bit_gib)}; {model.licence}.",
-        ]
-        for name, model in KNOWN.items()
+        {
+            "name": name,
+            "title": KNOWN[name].title,
+            "good_for": KNOWN[name].good_for,
+            "takes": _takes(KNOWN[name]),
+            "licence": KNOWN[name].licence,
+            "tags": KNOWN[name].writes == "tags",
+            "offered_for": _OFFERED_FOR[name] if name in first else "",
+        }
+        for name in order
     ]
 
 
-def _in_8_bits(gib: float | None) -> str:
-    return "" if gib is None else f", {gib:g} in 8 bits on a smaller GPU"
+def _takes(model: CaptioningModel) -> str:
+    """Return in a sentence what a model needs of the disk and of the memory."""
+    gigabytes, memory = f"{model.download_gb:g}", f"{model.memory_gib:g} GiB"
+    if model.memory_8_bit_gib is not None:
+        smaller = f"{model.memory_8_bit_gib:g} GiB"
+        return f"{gigabytes} GB to download once, {memory} of memory, or {smaller} in 8 bits"
+    return f"{gigabytes} GB to download once, {memory} of memory"
 
 
-def taggers() -> list[str]:
-    """Return the known models that write tags, which take no instruction."""
-    return [name for name, model in KNOWN.items() if model.writes == "tags"]
+def _offered() -> dict[str, str]:
+    """Return the models that are offered first, by what they write: those for this machine."""
+    if command_lines.has_gpu():
+        return {"sentences": DEFAULT, "tags": _TAGGER, "exact": _EXACT}
+    return {"sentences": _SMALL, "tags": _SMALL_TAGGER, "exact": _EXACT}
 
 
 def suggested(base: str) -> str:
@@ -70,9 +95,7 @@ def suggested(base: str) -> str:
 
     A base whose name says nothing has sentences, from the smallest model on a machine without a GPU.
     """
-    if is_trained_on_tags(base) and (tags := taggers()):
-        return tags[0]
-    return DEFAULT if command_lines.has_gpu() else _SMALL
+    return _offered()["tags" if is_trained_on_tags(base) else "sentences"]
 
 
 def start(

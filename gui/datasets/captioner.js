@@ -1,7 +1,7 @@
 // Captions written by a model, in a process of its own: it goes on when this page is closed. What it
 // writes shows on the cards as it comes.
 import { say } from "/ui/shared/words.js";
-import { button, choice, field, make } from "/ui/shared/elements.js";
+import { button, choice, field, make, opening } from "/ui/shared/elements.js";
 
 const LOOK_EVERY_MS = 1500;
 
@@ -10,9 +10,11 @@ export class Captioner {
     this.editor = editor;
     this.timer = 0;
     editor.leaving.addEventListener("abort", () => clearTimeout(this.timer));
-    this.models = choice(say("Model"), [], () => this.describe());
-    this.about = make("p", { class: "ds-quiet" });
+    this.first = make("div", { class: "cap-models" });
+    this.others = make("div", { class: "cap-models" });
+    this.more = make("details", {}, make("summary", {}, say("More models")), this.others);
     this.prompt = field(say("Instruction (optional)"), { maxlength: 2000, placeholder: say("Describe the image in two sentences.") });
+    this.prompt.node.classList.add("cap-prompt");
     this.names = button(say("Take words of the names instead"), () => this.takeNames(), { hidden: true });
     this.mode = choice(say("Which"), [
       ["missing", say("images without a caption")], ["chosen", say("the selected images, if they have none")],
@@ -24,15 +26,20 @@ export class Captioner {
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.bar = make("progress", { max: 1, value: 0, "aria-label": say("Captions written") });
     this.problems = make("ul", { class: "ds-quiet" });
-    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, say("Have captions written by a model \u2026")),
-      make("div", { class: "ds-line" }, this.models.node, this.mode.node, this.prompt.node, this.start, this.stop, this.names, this.back),
-      this.about, this.bar, this.said, this.problems);
+    this.node = make("div", { class: "ds-panel captioner" },
+      make("fieldset", { onchange: () => this.describe() }, make("legend", { class: "unseen" }, say("Model")), this.first, this.more),
+      make("div", { class: "ds-line" }, this.mode.node, this.prompt.node, this.start, this.stop, this.names, this.back),
+      this.bar, this.said, this.problems);
+    Object.assign(this, opening(say("Have captions written by a model \u2026"), this.node));
   }
+
+  /** The model that is chosen. */
+  get model() { return this.node.querySelector("input[type=radio]:checked")?.value ?? ""; }
 
   /** Open it where somebody came to have captions written. */
   showFirst() {
-    this.node.open = true;
-    this.node.scrollIntoView({ block: "start" });
+    this.open(true);
+    this.node.scrollIntoView({ block: "nearest" });
     this.start.focus({ preventScroll: true });
   }
 
@@ -52,15 +59,11 @@ export class Captioner {
       if (this.running) this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS); // it goes on, whoever answers
       return;
     }
-    if (answer.models && !this.models.input.options.length) {
-      this.known = new Map(answer.models);
-      this.tags = new Set(answer.tags ?? []);
-      const option = (value) => make("option", { value, selected: value === answer.suggested }, value);
-      const [tags, sentences] = [true, false].map((isTags) => [...this.known.keys()].filter((name) => this.tags.has(name) === isTags));
-      this.models.input.append(
-        make("optgroup", { label: say("Sentences, for FLUX, Qwen, SD3 and photographs") }, ...sentences.map(option)),
-        make("optgroup", { label: say("Tags, for Illustrious, Pony and other anime bases") }, ...tags.map(option)),
-      );
+    if (answer.models?.length && !this.known) {
+      this.known = new Map(answer.models.map((model) => [model.name, model]));
+      for (const model of answer.models) {
+        (model.offered_for ? this.first : this.others).append(modelCard(model, model.name === answer.suggested));
+      }
       this.describe();
     }
     const running = answer.state === "running";
@@ -79,7 +82,7 @@ export class Captioner {
     this.said.classList.toggle("ds-error", answer.state === "failed");
     this.problems.replaceChildren(...answer.problems.map((text) => make("li", {}, text)));
     if (running) {
-      this.node.open = true;
+      this.open(true);
       this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS);
     }
     if (fresh) this.editor.reload();
@@ -87,8 +90,7 @@ export class Captioner {
   }
 
   describe() {
-    this.about.textContent = this.known.get(this.models.input.value) ?? "";
-    this.prompt.node.hidden = this.tags.has(this.models.input.value); // a tagger takes none
+    this.prompt.node.hidden = Boolean(this.known.get(this.model)?.tags); // a tagger takes none
   }
 
   aim() { this.said.textContent = ""; }
@@ -102,7 +104,7 @@ export class Captioner {
     if (mode !== "missing" && !files.length) { this.said.textContent = say("Select images first."); return; }
     this.done = -1;
     const answer = await this.editor.ask("caption", {
-      files, model: this.models.input.value, mode: mode === "replace" ? "replace" : "missing",
+      files, model: this.model, mode: mode === "replace" ? "replace" : "missing",
       prompt: this.prompt.node.hidden ? "" : this.prompt.input.value,
     });
     if (answer.instead) this.showInstead(answer); else this.show(answer);
@@ -139,4 +141,14 @@ export class Captioner {
     if (answer.error) this.said.textContent = answer.error;
     else this.editor.changed(answer, answer.step);
   }
+}
+
+/** Return a model as a radio button with what it writes, what it is good for and what it takes. */
+function modelCard(model, checked) {
+  const named = make("span", { translate: "no" }, `${model.title} \u00b7 ${model.licence}`);
+  const good = model.good_for[0].toUpperCase() + model.good_for.slice(1);
+  return make("label", { class: "cap-model" },
+    make("input", { type: "radio", name: "captioner", value: model.name, checked, autocomplete: "off" }),
+    make("span", {}, make("b", { translate: model.offered_for ? null : "no" }, model.offered_for || model.title),
+      make("small", {}, `${good}.`), make("small", { class: "quiet" }, model.takes, ". ", named)));
 }

@@ -194,7 +194,7 @@ function place(node, left, top, width, height) {
 function sizeTexts(picture) {
   if (!picture.width_px) return [];
   const cropped = Math.round(100 * picture.cropped_fraction);
-  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, say(", goes to {}", picture.bucket)];
+  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, say(", goes to {}", picture.bucket.replace("x", "\u00d7"))];
   if (cropped > 0) parts.push(say(", {} % cropped", cropped));
   if (picture.upscaled) parts.push(say(", enlarged"));
   return parts.map((part) => make("span", {}, part));

@@ -1,8 +1,9 @@
 // One edit of many captions. Nothing is written before its preview, which shows every caption that
 // would change; applying is one step of undo.
 import { say } from "/ui/shared/words.js";
-import { button, choice, field, make } from "/ui/shared/elements.js";
+import { button, choice, field, make, opening } from "/ui/shared/elements.js";
 
+const THUMB_PX = 384; // that of the cards, which is there
 const KINDS = [
   ["prepend", say("put in front")], ["append", say("put at the end")], ["replace", say("replace words")],
   ["remove_tag", say("remove a tag")], ["trigger", say("set the trigger word")],
@@ -23,16 +24,15 @@ export class EditMany {
     this.preview = make("div", { class: "ds-preview", hidden: true },
       make("div", { class: "ds-rows", tabindex: "0", role: "region", "aria-label": say("Preview") },
         make("table", {}, make("thead", {}, make("tr", {},
-          ...["image", "before", "after"].map((text) => make("th", { scope: "col" }, say(text))))),
+          ...["image", "caption"].map((text) => make("th", { scope: "col" }, say(text))))),
         this.rows)),
       make("div", { class: "ds-line" }, this.apply, button(say("Cancel"), () => this.close())));
     const form = make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.look(); },
     }, this.kind.node, this.text.node, this.replacement.node, this.joint.node,
     make("button", { type: "submit" }, say("Preview")), this.target);
-    this.node = make("details", { class: "ds-bulk" },
-      make("summary", {}, say("Change many captions \u2026")),
-      form, this.said, this.preview);
+    this.node = make("div", { class: "ds-panel" }, form, this.said, this.preview);
+    Object.assign(this, opening(say("Change many captions \u2026"), this.node));
     this.changed();
   }
 
@@ -72,7 +72,7 @@ export class EditMany {
       ...(answer.have > 1 ? [say("{#} captions have it already and stay as they are.", answer.have)] : []),
     ].join(" ");
     if (answer.rows.length === 0) return;
-    this.rows.replaceChildren(...answer.rows.map(previewRow));
+    this.rows.replaceChildren(...answer.rows.map((row) => previewRow(this.editor.folder, row)));
     const count = answer.rows.length;
     this.apply.textContent = count === 1 ? say("Apply to 1 caption") : say("Apply to {#} captions", count);
     this.preview.hidden = false;
@@ -91,14 +91,17 @@ export class EditMany {
   }
 }
 
-function previewRow({ file, before, after }) {
+/** Return a row of the preview: the image, and its caption with what goes and what comes marked in it. */
+function previewRow(folder, { file, before, after }) {
   let start = 0;
   const shorter = Math.min(before.length, after.length);
   while (start < shorter && before[start] === after[start]) start += 1;
   let end = 0;
   while (end < shorter - start && before.at(-1 - end) === after.at(-1 - end)) end += 1;
-  const cell = (text, name) => make("td", { dir: "auto" }, text.slice(0, start),
-    make(name, {}, text.slice(start, text.length - end)), text.slice(text.length - end));
-  return make("tr", { translate: "no" }, make("th", { scope: "row", dir: "auto" }, file),
-    cell(before, "del"), cell(after, "ins"));
+  const part = (text, name) => (text.length > start + end ? make(name, {}, text.slice(start, text.length - end)) : null);
+  const thumb = make("img", {
+    src: `/media/thumb?${new URLSearchParams({ folder, file, size: THUMB_PX })}`, alt: "", loading: "lazy", decoding: "async",
+  });
+  return make("tr", { translate: "no" }, make("th", { scope: "row", dir: "auto" }, thumb, file),
+    make("td", { dir: "auto" }, after.slice(0, start), part(before, "del"), part(after, "ins"), after.slice(after.length - end)));
 }

@@ -36,6 +36,8 @@ class Notes:
     """How a folder is looked at; None leaves it to the draft that is about the folder."""
 
     folder: str
+    name: str = ""
+    """What somebody calls it; empty for the name of the folder."""
     opened_s: float = 0.0
     trigger: str | None = None
     resolution: str | None = None
@@ -154,5 +156,11 @@ def _read(file: Path) -> Notes | None:
             "trigger": str() | None as trigger,
             "resolution": str() | None as resolution,
         }:
-            return Notes(folder=folder, opened_s=opened_s, trigger=trigger, resolution=resolution)
+            return Notes(
+                folder=folder,
+                name=str(values.get("name") or ""),  # notes of earlier versions have none
+                opened_s=opened_s,
+                trigger=trigger,
+                resolution=resolution,
+            )
     return None

@@ -74,7 +74,10 @@ class OpenDataset:
 
     @property
     def name(self) -> str:
-        """What the dataset is called: its folder, or its trigger word where the upload came without a name."""
+        """What the dataset is called: as somebody named it, else as its folder, or for an upload without a name
+        by its trigger word."""
+        if self.notes.name:
+            return self.notes.name
         is_nameless = trash.uploaded(self.work, self.root) and is_unnamed(self.root.name)
         return self.trigger or self.root.name if is_nameless else self.root.name
 

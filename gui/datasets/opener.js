@@ -2,6 +2,7 @@
 import { browse } from "/ui/shared/browse.js";
 import { say } from "/ui/shared/words.js";
 import { ask } from "/ui/datasets/asking.js";
+import { dialog } from "/ui/dialog.js";
 import { button, field, make } from "/ui/shared/elements.js";
 
 const THUMB_PX = 384;
@@ -21,6 +22,7 @@ export class Opener {
     this.train = make("a", { class: "ui-button primary" }, say("Train on these images"));
     this.others = button(say("Open another one"), () => this.another(), { "aria-expanded": "false" });
     this.remove = button(say("Delete"), () => {});
+    this.rename = button(say("Rename"), () => this.call());
     this.form = make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
     }, this.path.node, this.list, button(say("Browse"), () => this.browse()), make("button", { type: "submit" }, say("Open")));
@@ -72,6 +74,24 @@ export class Opener {
     return () => { this.said.textContent = before; };
   }
 
+  /** Ask what the dataset is to be called; the folder keeps its name. */
+  call() {
+    const name = field(say("Name"), { maxlength: 100, value: this.title.textContent });
+    const shown = dialog(say("Rename the dataset"), {
+      fields: [name.node],
+      note: say("On these pages; the folder keeps its name. Left empty, it is called as the folder is."),
+      act: say("Rename"),
+      submit: () => this.editor.ask("look", { name: name.input.value }),
+    });
+    shown.done = (answer) => {
+      shown.node.close();
+      this.opened(answer);
+      this.editor.changed(answer, "");
+      this.rename.focus();
+    };
+    name.input.select();
+  }
+
   opened({ folder, name, uploaded }) {
     this.path.input.value = folder;
     this.title.replaceChildren(make("span", { translate: "no", dir: "auto", title: folder }, name));
@@ -79,7 +99,7 @@ export class Opener {
     this.remove.setAttribute("aria-label", say("Delete {}", name));
     this.train.href = `/train?${new URLSearchParams({ folder })}`;
     // A folder of the user's own is not ours to delete.
-    this.actions.replaceChildren(...(uploaded ? [this.remove] : []), this.others, this.train);
+    this.actions.replaceChildren(this.rename, ...(uploaded ? [this.remove] : []), this.others, this.train);
     this.actions.hidden = false;
     this.form.hidden = true;
     this.others.setAttribute("aria-expanded", "false");

@@ -50,8 +50,9 @@ class Undo(Folder):
 
 
 class Look(Folder):
-    """All cards; a trigger word and a size to judge the images for are remembered."""
+    """All cards; a name, and a trigger word and a size to judge the images for, are remembered."""
 
+    name: Annotated[str, StringConstraints(max_length=100)] | None = None
     trigger: Annotated[str, StringConstraints(max_length=100)] | None = None
     resolution: Resolution | None = None
 

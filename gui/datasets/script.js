@@ -71,9 +71,10 @@ class Editor {
     this.bulk = new EditMany(this);
     this.captioner = new Captioner(this);
     this.list = make("div");
-    this.tools.selection.append(make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")));
-    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.tools.selection, this.list);
-    this.tools.bulkPlace.append(this.bulk.node, this.captioner.node, this.tools.more);
+    this.tools.take(this.bulk, this.captioner, this.tools);
+    this.page = make("div", { hidden: true }, this.tools.node,
+      make("div", { class: "ds-line ds-many" }, this.tools.openers, this.tools.selection), this.tools.panels,
+      make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")), this.list);
     place.replaceChildren(this.live, this.opener.node, this.page);
     this.watcher = new IntersectionObserver((seen) => {
       for (const { target, isIntersecting } of seen) {

@@ -35,7 +35,11 @@ def _spoken(key: str, value: Any, code: str) -> Any:
             told = {part: _message(code, value[part]) for part in ("error", "verdict")}
             return {**value, **told}
         case "models":
-            return [[name, _message(code, about)] for name, about in value]
+            spoken = ("good_for", "takes", "offered_for")
+            return [
+                {**model, **{part: _message(code, model[part]) for part in spoken}}
+                for model in value
+            ]
         case "seen":
             return [{**crop, "said": _message(code, crop["said"])} for crop in value]
     return value

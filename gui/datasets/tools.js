@@ -1,6 +1,6 @@
 // The bars above the cards: undo, filters, order, what to look for, and what is said of the whole folder.
 import { say } from "/ui/shared/words.js";
-import { button, choice, field, make } from "/ui/shared/elements.js";
+import { button, choice, field, make, opening } from "/ui/shared/elements.js";
 import { tagsOf } from "/ui/datasets/tags.js";
 
 const MAX_TAGS = 60;
@@ -29,15 +29,28 @@ export class Tools {
     this.counter = make("span", { class: "ds-quiet" });
     this.excludeChosen = button(say("Exclude selected"), () => editor.exclude([...editor.chosen]));
     this.backChosen = button(say("Put selected back"), () => editor.putBack([...editor.chosen]));
-    this.bulkPlace = make("div", { class: "ds-folded" });
     this.sizes = make("p", { class: "ds-quiet" });
-    this.more = make("details", { class: "ds-bulk" }, make("summary", {}, say("Crops, size, trigger word, tags \u2026")),
+    this.panel = make("div", { class: "ds-panel" },
       make("div", { class: "ds-line" }, this.size.node, this.trigger.node, this.crop), this.sizes, this.tagBox);
+    this.panels = make("div");
+    this.openers = make("div", { class: "ds-line ds-openers" });
+    Object.assign(this, opening(say("Crops, size, trigger word, tags \u2026"), this.panel));
     this.selection = make("div", { class: "ds-line ds-selection" }, this.counter,
       button(say("Select all shown"), () => editor.selectAll(true), { class: "bare" }),
       button(say("Select none"), () => editor.selectAll(false), { class: "bare" }), this.excludeChosen, this.backChosen);
     this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
       make("div", { class: "ds-line ds-bar" }, this.search.node, this.filters, this.order.node, this.undo, this.redo));
+  }
+
+  /** Take the tools for many images: a button each, and one panel at a time below them. */
+  take(...tools) {
+    for (const { opener } of tools) {
+      opener.addEventListener("click", () => {
+        for (const other of tools) if (other.opener !== opener) other.open(false);
+      });
+    }
+    this.openers.append(...tools.map(({ opener }) => opener));
+    this.panels.append(...tools.map(({ node, panel }) => panel ?? node));
   }
 
   show(data) {
@@ -139,7 +152,7 @@ export class Tools {
   aim(chosen, away) {
     this.excludeChosen.hidden = away || !chosen;
     this.backChosen.hidden = !away || !chosen;
-    this.bulkPlace.hidden = away;
+    this.openers.hidden = this.panels.hidden = away;
   }
 }
 

@@ -1,4 +1,4 @@
-// The page Machine: which bases fit is asked for, the cache is cleared after a question, commands are copied.
+// The page Machine: it shows which bases fit, the cache is cleared after a question, commands are copied.
 import { ask } from "/ui/shared/ask.js";
 import { make } from "/ui/shared/elements.js";
 import { tell } from "/ui/shared/tell.js";
@@ -27,20 +27,24 @@ export function mount(main, leaving) {
       button.disabled = false;
       doctor.querySelector(".question").hidden = true;
       tell(said, answer);
-      if (answer.report) doctor.innerHTML = answer.report; // markup of our own server
-    },
-    fits: async (button) => {
-      button.disabled = true;
-      const answer = await ask("/doctor/bases");
-      tell(said, answer.error ? answer : {});
-      if (!answer.error) await showFits(doctor.querySelector(".fits"), answer.bases, leaving);
-      button.disabled = false;
+      if (!answer.report) return;
+      const fits = doctor.querySelector(".fits"); // which bases fit is the same
+      const open = [...doctor.querySelectorAll("details[open]")].map(({ id }) => id);
+      doctor.innerHTML = answer.report; // markup of our own server
+      doctor.querySelector(".fits").replaceWith(fits);
+      for (const id of open) doctor.querySelector(`#${id}`).open = true;
     },
   };
   doctor.addEventListener("click", ({ target }) => {
     const button = target.closest("button");
     const name = Object.keys(acts).find((each) => button?.dataset[each] !== undefined);
     if (name) acts[name](button);
+  });
+
+  ask("/doctor/bases").then((answer) => {
+    if (leaving.aborted) return;
+    tell(said, answer.error ? answer : {});
+    if (!answer.error) showFits(doctor.querySelector(".fits"), answer.bases, leaving);
   });
 
   const price = main.querySelector(".price");
@@ -52,9 +56,8 @@ export function mount(main, leaving) {
 
 /** Fill the table of base models, a row each as soon as its plan is there. */
 async function showFits(place, bases, leaving) {
-  place.hidden = false;
   const rows = bases.map(({ source, name }) => {
-    const [fits, time] = [make("td", {}, say("looking \u2026")), make("td")];
+    const [fits, time] = [make("td", { class: "awaited quiet" }, say("looking \u2026")), make("td")];
     return { source, fits, time, node: make("tr", {}, make("td", { translate: "no" }, name), fits, time) };
   });
   place.querySelector("tbody").replaceChildren(...rows.map((row) => row.node));

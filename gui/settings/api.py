@@ -104,10 +104,8 @@ class Api:
         """Return what the settings come to; takes as long as `lora-train plan`."""
         draft = drafts.read(self.work, asked.draft)
         if not draft.is_given:
-            said = _(
-                "Say on the page Train what it learns from, images or words: the plan needs it."
-            )
-            return {**view.planned(draft, command_lines.Answer(values=None), _), "said": [said]}
+            # Nothing to refuse: the plan comes with them, and a button leads there.
+            return {**view.planned(draft, command_lines.Answer(values=None), _), "lacks": True}
         try:
             answer = self.plans.of(draft)
         except (RequestError, InputError) as error:

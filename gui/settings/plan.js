@@ -32,6 +32,7 @@ export function planner(page, sections) {
   function draw() {
     const { plan } = page;
     place.querySelector(".said").replaceChildren(...plan.said.map((text) => make("p", {}, ...inline(text))));
+    place.querySelector(".lacks").hidden = !plan.lacks;
     drawMemory(plan.memory);
     for (const [key, field] of fields) {
       field.draw();

@@ -31,7 +31,7 @@ export function mount(main, leaving) {
     // Its last folder, as other pages call it; the whole path is a hint.
     const dataset = page.shown.dataset.split(/[\\/]/).filter(Boolean).pop();
     root.querySelector(".whose").title = page.shown.dataset;
-    root.querySelector(".whose span").textContent = dataset ? say("of the training on {}", dataset) : say("of a new training");
+    root.querySelector(".whose").textContent = dataset ? say("of the training on {}", dataset) : say("of a new training");
     for (const field of fields.values()) field.draw();
     file.json.draw();
     file.drawPresets();
@@ -66,5 +66,8 @@ export function mount(main, leaving) {
   draw();
   replan();
   page.recall();
-  if (location.hash) page.at(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
+  const wanted = location.hash && page.at(decodeURIComponent(location.hash.slice(1)));
+  if (!wanted) return;
+  sections.reveal(wanted);
+  wanted.scrollIntoView();
 }

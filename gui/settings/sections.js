@@ -3,7 +3,7 @@ import { Field, plainWords } from "/ui/settings/field.js";
 import { put } from "/ui/settings/state.js";
 import { say } from "/ui/shared/words.js";
 
-/** Draw the fields of the page; return {sortUnused, filter}. */
+/** Draw the fields of the page; return {sortUnused, filter, reveal}. */
 export function sectionsOf(page) {
   const { fields, root } = page;
   const search = page.at("search");
@@ -20,8 +20,23 @@ export function sectionsOf(page) {
       words: plainWords(`${box.dataset.section} ${box.querySelector("h2").textContent}`),
       fields: [...box.querySelectorAll(".field")].map((row) => new Field(page, row)),
       wasOpened: false, // by the search
+      whole: box.querySelector("details.whole"), // not of the first section, which is in sight
+      noted: new Set(), // fields for which it was opened already: who closes it has it closed
     };
   });
+
+  /** Open the section that an element is in. */
+  function reveal(node) {
+    const whole = node.closest("details.whole");
+    if (whole) whole.open = true;
+  }
+
+  /** Open the sections of settings that are changed, refused or to blame, once for each. */
+  function openNoted({ whole, fields: own, noted }) {
+    const now = own.filter((field) => field.isChanged || field.refused || field.row.classList.contains("blamed"));
+    if (whole && now.some((field) => !noted.has(field))) whole.open = true;
+    for (const field of now) noted.add(field);
+  }
 
   /** Fold the settings that do not matter here; one that is changed or in use stays where it is. */
   function sortUnused() {
@@ -44,6 +59,7 @@ export function sectionsOf(page) {
     const wanted = plainWords(search.value).split(" ").filter(Boolean).map((word) => (word.length < 4 ? ` ${word}` : word));
     let count = 0;
     for (const section of sections) count += filterSection(section, wanted);
+    for (const section of sections) openNoted(section);
     page.at("nothing-found").hidden = count > 0;
     const all = fields.size;
     put(page.at("counted"), count === all ? say("{#} settings", all) : say("{#} of {#} settings", count, all));
@@ -69,6 +85,10 @@ export function sectionsOf(page) {
     put(section.summary, say("Not used here: {}", folded));
     if (wanted.length && folded && !fold.open) section.wasOpened = fold.open = true;
     if (!wanted.length && section.wasOpened) section.wasOpened = fold.open = false;
+    const { whole } = section;
+    const looksFor = wanted.length > 0 || changedOnly.checked;
+    if (whole && looksFor && visible && !whole.open) section.wholeWasOpened = whole.open = true;
+    if (whole && !looksFor && section.wholeWasOpened) section.wholeWasOpened = whole.open = false;
     return visible;
   }
 
@@ -82,5 +102,9 @@ export function sectionsOf(page) {
     search.focus();
     search.select();
   }, { signal: page.leaving });
-  return { sortUnused, filter };
+  root.querySelector(".jumps").addEventListener("click", ({ target }) => {
+    const to = target.closest("a")?.hash.slice(1);
+    if (to) reveal(page.at(to));
+  });
+  return { sortUnused, filter, reveal };
 }

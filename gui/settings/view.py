@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,12 +19,13 @@ from lora_trainer.config.config import SettingInfo, all_settings, flatten
 from lora_trainer.config.layers import CONCEPT, AskedFor, Resolved, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.importing.words import words_of_settings
+from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, SettingRecord
 
 from ..command_lines import Answer
 from ..drafts import SLIDER, Draft
 from ..markup import capital, named, worded
-from ..plan_view import fit_sentence, memory_parts, span
+from ..plan_view import bar_bytes, fit_sentence, from_now_s, limit_share, memory_parts, span
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
 from ..setting_edit import FOLDER, as_json, given
@@ -38,8 +38,15 @@ _DEFAULT = "default"
 # Where a value comes from in words, by the layer of the plan; another layer is named itself.
 _FROM = {"default": _DEFAULT, "command line": "from you", "planner": "from planner"}
 _YES_NO = {True: "yes", False: "no"}
-# How much longer the bar is than the larger of peak and limit.
-_ROOM = 1.04
+# What is changed most often, in a section of its own before all others.
+USUAL = (
+    *("base.model", "output.name", "data.trigger", "data.resolution", "data.repeats", "data.flip"),
+    *("train.steps", "train.batch_size", "train.seed"),
+    *("adapter.kind", "adapter.rank", "adapter.alpha"),
+    *("optimizer.name", "optimizer.learning_rate", "optimizer.schedule"),
+    *("memory.base_precision", "memory.gradient_checkpointing"),
+    *("sampling.prompts", "sampling.every_steps", "output.save_every_steps"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +85,28 @@ class Section:
 
 @cache
 def form(language: str = ENGLISH) -> tuple[Section, ...]:
-    """Return the sections with their fields, in a language by its code."""
-    said, infos = words(language), all_settings()
-    return tuple(
+    """Return the sections with their fields, what is changed most often first, in a language by its code."""
+    said, infos = words(language), {info.key: info for info in all_settings()}
+    usual = Section(
+        name="usual",
+        label=said("Most used"),
+        doc=said("what is changed most often"),
+        fields=tuple(_field(infos[key], said) for key in USUAL),
+    )
+    others = (
         Section(
             name=name,
             label=said(name.capitalize()),
             doc=said(field.description or ""),
-            fields=tuple(_field(info, said) for info in infos if info.section == name),
+            fields=tuple(
+                _field(info, said)
+                for info in infos.values()
+                if info.section == name and info.key not in USUAL
+            ),
         )
         for name, field in Config.model_fields.items()
     )
+    return (usual, *others)
 
 
 def _field(info: SettingInfo, said: Words) -> Field:
@@ -213,21 +231,20 @@ def _preset(plan: PlanRecord) -> Resolved | None:
 
 def _sentences(plan: PlanRecord, said: Words) -> Iterator[str]:
     """Yield what is trained, for how long, and what the plan warns of."""
-    what = (plan.base, plan.preset, plan.priority, plan.time.steps)
-    if plan.time.range_s is not None:
-        time = span(plan.time.range_s, said)
-        yield said("{}, preset {}, {}: {} steps, {text}.", *what, time)
+    steps = "0" if plan.time.steps is None else f"{plan.time.steps:,}"
+    from_now = from_now_s(plan.time)
+    if from_now is not None:
+        yield said("{}: {#} steps, {text}.", title(plan.base), steps, span(from_now, said))
     else:
-        yield said("{}, preset {}, {}: {} steps.", *what)
+        yield said("{}: {#} steps.", title(plan.base), steps)
     for remark in plan.remarks:
-        yield f"{capital(worded(remark.what, said))}: {worded(remark.advice, said)}."
+        what, advice = (capital(worded(text, said)) for text in (remark.what, remark.advice))
+        yield f"{what}. {advice}."
 
 
 def _memory(memory: MemoryRecord, said: Words) -> dict[str, Any]:
     """Return the bar: its pieces and the limit as shares of its length."""
-    limit = memory.limit_bytes
-    known = math.isfinite(limit)
-    length = max(memory.peak_bytes, limit if known else 0.0) * _ROOM or 1.0
+    length = bar_bytes(memory)
     return {
         "said": said.message(fit_sentence(memory)),
         "fits": memory.fits is not False,
@@ -235,7 +252,7 @@ def _memory(memory: MemoryRecord, said: Words) -> dict[str, Any]:
             {"css": part.css, "text": said.message(part.text), "share": part.size_bytes / length}
             for part in memory_parts(memory.items)
         ],
-        "limit": limit / length if known else None,
+        "limit": limit_share(memory),
     }
 
 

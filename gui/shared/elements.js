@@ -39,6 +39,18 @@ export function field(label, attributes = {}) {
   return labelled(label, make("input", { type: "text", autocomplete: "off", ...attributes }));
 }
 
+/** Return a button that shows `node`, which is hidden at first, and hides it again, as {opener, open}. */
+export function opening(label, node, onopen = () => {}) {
+  const open = (is) => {
+    node.hidden = !is;
+    opener.setAttribute("aria-expanded", String(is));
+    if (is) onopen();
+  };
+  const opener = button(label, () => open(node.hidden), { class: "opener" });
+  open(false);
+  return { opener, open };
+}
+
 /** Return what calls `act` after a pause: `later` starts the pause anew, `now` ends it. */
 export function afterPause(pause_ms, act) {
   let timer = 0;

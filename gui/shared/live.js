@@ -77,10 +77,11 @@ function drawCockpit(run) {
   place.hidden = !now && !offered;
   place.querySelector("p").hidden = !now;
   if (!now) return;
-  const figures = now.figures.map(([name, value]) => make("span", {}, `${name} `, make("b", { textContent: value })));
+  const figures = now.figures.map(([name, value]) => make("span", {}, make("small", {}, name), " ", make("b", { textContent: value })));
   const bar = now.memory === null ? [] : [make("i", { className: now.memory > 1 ? "more" : "" })];
   if (bar.length) bar[0].style.setProperty("--share", `${Math.min(100, 100 * now.memory)}%`);
   figures[now.memory_at]?.append(...bar); // beside the figure that it draws
+  figures[now.memory_at]?.classList.add("of-memory");
   place.querySelector("p").replaceChildren(...figures);
   const warning = place.querySelector("strong"); // is read out when it changes, and not at each figure
   if (warning.textContent !== now.warning) warning.textContent = now.warning;

@@ -8,8 +8,7 @@ export function card(row, onclick) {
   const parts = pressed(row, onclick, [
     row.recommended && make("mark", { className: "badge", textContent: say("Recommended for ComfyUI") }),
     make("b", { textContent: row.name }),
-  ], [
-    row.licence_word && line(row.licence_word, `licence ${row.companies}`),
+  ], [row.licence_word && line(row.licence_word, `licence ${row.companies}`)], [
     row.gated && line(say("Accept its terms on Hugging Face first"), "slow"),
   ]);
   const facts = [
@@ -28,25 +27,28 @@ export function card(row, onclick) {
 
 /** Return {node, button, tell} of a model that another program has on this machine. */
 export function foundCard(row, onclick) {
-  const parts = pressed(row, onclick, [make("b", { textContent: row.name, translate: false })], [
+  const parts = pressed(row, onclick, [make("b", { textContent: row.name, translate: false })], [], [
     line(row.kind, "", false), line(say("{}, in {}", row.size, row.of), "quiet"),
   ]);
   return { node: make("div", { className: "base", title: row.source }, parts.button), ...parts };
 }
 
-function pressed(row, onclick, head, foot) {
+/** Return the button of a card: picture, `head`, verdict, one line of facts with `facts` in it, what it is for, `foot`. */
+function pressed(row, onclick, head, facts, foot) {
   const light = make("i", {});
   const words = make("strong", {});
   const load = make("span", { className: "load", textContent: row.download ?? "" });
-  const verdict = make("span", { className: "verdict fits" }, light, words);
+  const besides = make("small", {}); // beside how long it takes
+  const verdict = make("span", { className: "verdict fits" }, light, make("span", {}, words, besides));
   const small = make("span", { className: "slow", hidden: true });
   const button = make("button", { type: "button", className: "base-card", onclick },
     make("img", { src: row.picture, alt: "", loading: "lazy", className: row.isSample || row.own ? "sample" : "" }),
-    ...[...head, verdict, load, line(row.good_for, "quiet"), ...foot, small].filter(Boolean));
+    ...[...head, verdict, make("span", { className: "facts" }, load, ...facts.filter(Boolean)), line(row.good_for, "quiet"), ...foot, small].filter(Boolean));
   button.dataset.source = row.source;
   const tell = ({ fits = "", said = "", time = "", images = [], download = row.download }) => {
     verdict.className = `verdict fits ${fits}`;
-    words.textContent = [time, said].filter(Boolean).join(" \u00b7 ");
+    words.textContent = time || said;
+    besides.textContent = time ? said : "";
     load.textContent = download ?? "";
     small.replaceChildren(...images.map((textContent) => make("span", { textContent })));
     for (const badge of button.querySelectorAll(".badge")) badge.hidden = fits === "bad" || fits === "slow"; // none is recommended here

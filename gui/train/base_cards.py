@@ -142,7 +142,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         "said": said("A try-out, not for ComfyUI or Forge") if is_try_out else pace.word,
         "time": pace.time,
         "why": plan.fit(found, said),
-        "images": [remark["what"] for remark in plan.of_images(found, said)],
+        "images": [remark["short"] for remark in plan.of_images(found, said)],
         "picks": base_names.title(found.base),
         "picked": found.base,
     }

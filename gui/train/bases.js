@@ -41,9 +41,10 @@ export class Bases {
     this.all.setAttribute("aria-expanded", "false");
     this.none = make("p", { className: "quiet", hidden: true, textContent: say("No base model is all of that: take a filter off.") });
     this.none.setAttribute("role", "status");
-    this.here = make("div", { className: "found-models" });
-    place.before(this.lacks, this.filters());
-    place.after(this.none, this.all, this.here);
+    this.here = make("details", { className: "found-models" });
+    place.parentElement.querySelector(".base-head").append(this.filters());
+    place.before(this.lacks);
+    place.parentElement.querySelector(".more-bases").append(this.none, this.all, this.here);
     // A plan that a base is too large for has a button to leave it, and a try-out one to a base for other programs.
     document.addEventListener("click", ({ target }) => {
       const button = target.closest?.("[data-base]");
@@ -245,8 +246,9 @@ export class Bases {
       answer.others,
       ...(answer.broken ?? []).map(({ name, why }) => say("{} cannot be read: {}", name, why)),
     ].filter(Boolean);
+    this.here.open ||= models.length > 0;
     this.here.replaceChildren(
-      make("h3", { textContent: say("Checkpoints found on this machine") }), list,
+      make("summary", { textContent: say("Checkpoints found on this machine") }), list,
       ...said.map((textContent) => make("p", { className: "quiet", textContent })),
       make("p", { className: "actions" }, ...[more, another].filter(Boolean)),
     );

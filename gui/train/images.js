@@ -9,16 +9,18 @@ import { button, make } from "/ui/shared/elements.js";
 const SHOWN = 24;
 
 export class Images {
-  /** `changed` hears that the images are others, so that the page looks at the folder again. */
-  constructor(place, leaving, changed) {
-    Object.assign(this, { folder: "", cards: new Map(), away: new Set(), chosen: new Set(), tell: changed, leaving });
+  /** `changed` hears that the images are others, so that the page looks at the folder again; `named` what it is called. */
+  constructor(place, leaving, { changed, named }) {
+    Object.assign(this, { folder: "", cards: new Map(), away: new Set(), chosen: new Set(), tell: changed, named, leaving });
     this.said = make("p", { class: "line", role: "status" });
     this.list = make("ul", { class: "ds-cards", "aria-label": say("Your images and their captions") });
     this.more = make("p", { class: "ds-quiet" });
     this.captioner = new Captioner(this);
     this.captioner.mode.node.hidden = true; // all without a caption: what is chosen is chosen on the page Datasets
-    this.captioner.node.hidden = true;
-    place.replaceChildren(this.captioner.node, this.said, this.list, this.more);
+    this.many = make("a", { class: "ui-button" }, say("Change many at once"));
+    this.bar = make("div", { class: "images-bar", hidden: true },
+      make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")), this.captioner.opener, this.many);
+    place.replaceChildren(this.bar, this.captioner.node, this.said, this.list, this.more);
     window.addEventListener("beforeunload", (event) => {
       if ([...this.cards.values()].some((card) => card.dirty)) event.preventDefault();
     }, { signal: leaving });
@@ -33,7 +35,9 @@ export class Images {
       this.said.replaceChildren();
     }
     this.folder = folder;
-    this.captioner.node.hidden = !folder;
+    this.bar.hidden = !folder;
+    this.many.href = `/datasets?${new URLSearchParams({ folder })}`;
+    if (!folder) this.captioner.open(false);
     if (folder) await this.reload(); else this.draw({ pictures: [] });
     if (folder) await this.captioner.look();
   }
@@ -52,7 +56,8 @@ export class Images {
     if (answer.error) this.said.textContent = answer.error; else if (answer.folder === this.folder) this.draw(answer);
   }
 
-  draw({ pictures, excluded = [] }) {
+  draw({ pictures, excluded = [], name = "" }) {
+    this.named(name);
     this.away = new Set(excluded.map((row) => row.file));
     this.texts = pictures.map((row) => row.caption);
     const rows = pictures.slice(0, SHOWN);

@@ -34,8 +34,6 @@ CACHE = "cache"
 SLOW_S = 8 * 3600.0
 # Nobody waits for one of days.
 TOO_SLOW_S = 48 * 3600.0
-# How much longer the bar is than the larger of peak and limit.
-_ROOM = 1.04
 # Parts of the memory in plainer words than those of the planner.
 _PLAIN = {"runtime": "the program itself", "allocator slack": "gaps between what is kept"}
 # What the size that a base is trained in makes of the images, said where the base is chosen.
@@ -44,11 +42,13 @@ _OF_BASE = {
         "1 of {#} images is smaller than this base is trained at and would be enlarged",
         "{#} of {#} images are smaller than this base is trained at and would be enlarged",
         "What is learned from them is soft: give larger ones, or choose a smaller size.",
+        "{#} of {#} images are small",
     ),
     "blurred": (
         "1 of {#} images looks blurred at this size",
         "{#} of {#} images look blurred at this size",
         "Leave them out, or choose a smaller size.",
+        "{#} of {#} images look blurred in it",
     ),
 }
 
@@ -65,6 +65,8 @@ class Time:
     """Where the time comes from, in a few words."""
     now: str = ""
     """How long it takes beside the programs that run now, where these make a difference."""
+    alone: str = ""
+    """`text` within a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,12 @@ class Piece:
     text: str
 
 
-def plan(found: PlanRecord, said: Words) -> Html:
-    """Return a plan: one line and what it warns of; numbers and decisions folded."""
+def plan(found: PlanRecord, said: Words, *, leads_to: str = "", leads_to_time: str = "") -> Html:
+    """Return a plan: one line and what it warns of; numbers and decisions folded.
+
+    A try-out comes with the one press that leads to the base `leads_to`, which is for other programs and fits here,
+    and how long that takes; empty where none does.
+    """
     memory, time = found.memory, found.time
     return render(
         "train/plan.html",
@@ -105,6 +111,10 @@ def plan(found: PlanRecord, said: Words) -> Html:
         corrections=[said.message(text) for text in time.corrections],
         fits=memory.fits is not False,
         fit=fit(found, said),
+        is_try_out=found.base in MINIATURES,
+        leads_to=leads_to,
+        leads_to_name=title(leads_to),
+        leads_to_time=leads_to_time,
         remarks=[*of_images(found, said), *_remarks(found, said)],
         base=found.base,
         base_name=title(found.base),
@@ -114,7 +124,7 @@ def plan(found: PlanRecord, said: Words) -> Html:
         steps="unknown" if time.steps is None else time.steps,
         **_chosen(found),
         pieces=list(_pieces(memory, said)),
-        limit=_limit(memory),
+        limit=None if (share := plan_view.limit_share(memory)) is None else 100 * share,
         items=[(_PLAIN.get(item.name, item.name), item.bytes, item.note) for item in memory.items],
         disk=_disk(found, said),
         timesteps=timestep_bars(found.timesteps),
@@ -142,13 +152,10 @@ def together(plans: Sequence[PlanRecord], said: Words) -> str:
     )
 
 
-def beside(
-    found: PlanRecord, said: Words, *, of_all: str = "", leads_to: str = "", leads_to_time: str = ""
-) -> Html:
+def beside(found: PlanRecord, said: Words, *, of_all: str = "") -> Html:
     """Return what Train starts, in the words beside it: how long, how much, how large, on what.
 
-    `of_all` is what several trainings take together. A try-out comes with the one press that leads to the base
-    `leads_to`, which is for other programs and fits here, and how long that takes; empty where none does.
+    `of_all` is what several trainings take together.
     """
     return render(
         "train/beside.html",
@@ -157,9 +164,6 @@ def beside(
         base=found.base,
         is_try_out=found.base in MINIATURES,
         of_all=of_all,
-        leads_to=leads_to,
-        leads_to_name=title(leads_to),
-        leads_to_time=leads_to_time,
         **_chosen(found),
     )
 
@@ -189,7 +193,7 @@ def length(found: PlanRecord) -> Length:
 
 def duration(found: PlanRecord, said: Words) -> Time:
     """Return how long all of it takes, as far as that is known; its parts as a hint."""
-    time, pair, slower = found.time, found.time.range_s, found.time.beside_others
+    time, pair, from_now = found.time, found.time.range_s, plan_view.from_now_s(found.time)
     note = said.message(time.note)
     if pair is None:
         return Time(text=note, is_slow=False, steps=None, hint="", source="")
@@ -200,18 +204,22 @@ def duration(found: PlanRecord, said: Words) -> Time:
         steps=time.steps,
         hint=said("{}; counted are {}", note, parts) if parts else "",
         source=said.message(time.source),
-        now=plan_view.span((pair[0] * slower, pair[1] * slower), said) if slower > 1 else "",
+        alone=plan_view.span(pair, said),
+        now="" if from_now is None or from_now == pair else plan_view.span(from_now, said),
     )
 
 
 def pace(found: PlanRecord, said: Words) -> Pace:
-    """Return whether a plan is good, slow or bad for this machine, that in a word, and how long it takes."""
+    """Return whether a plan is good, slow or bad for this machine, that in a word, and how long it takes from now.
+
+    What other programs use now does not make a base slow: they end.
+    """
     if found.memory.fits is False:
         return Pace(light="bad", word=said("Does not fit"), time="")
-    pair = found.time.range_s
-    if pair is None:
+    pair, from_now = found.time.range_s, plan_view.from_now_s(found.time)
+    if pair is None or from_now is None:
         return Pace(light="good", word=said("Fits"), time="")
-    time = plan_view.span(pair, said)
+    time = plan_view.span(from_now, said)
     if max(pair) > TOO_SLOW_S:
         return Pace(light="slow", word=said("Too slow here: use a GPU"), time=time)
     if is_slow(pair):
@@ -240,21 +248,10 @@ def _chosen(found: PlanRecord) -> dict[str, Any]:
     return {name: found.value(key) for name, key in keys.items()}
 
 
-def _scale(memory: MemoryRecord) -> float:
-    limit = memory.limit_bytes if math.isfinite(memory.limit_bytes) else 0.0
-    return max(memory.peak_bytes, limit) * _ROOM or 1.0
-
-
 def _pieces(memory: MemoryRecord, said: Words) -> Iterator[Piece]:
     for part in plan_view.memory_parts(memory.items):
-        share = part.size_bytes / _scale(memory)
+        share = part.size_bytes / plan_view.bar_bytes(memory)
         yield Piece(css=part.css, share=100 * share, text=said.message(part.text))
-
-
-def _limit(memory: MemoryRecord) -> float | None:
-    """Return where in the bar the limit is, as a percentage; None where none is known."""
-    limit = memory.limit_bytes
-    return 100 * limit / _scale(memory) if math.isfinite(limit) else None
 
 
 def _disk(found: PlanRecord, said: Words) -> str:
@@ -277,13 +274,14 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
 
 
 def of_images(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
-    """Yield of how many images the planned size makes something that harms the training."""
+    """Yield of how many images the planned size makes something that harms the training; `short` is for a card."""
     of_all = f"{found.images.get('all', 0):,}"
-    for kind, (of_one, of_several, advice) in _OF_BASE.items():
+    for kind, (of_one, of_several, advice, short) in _OF_BASE.items():
         count = found.images.get(kind, 0)
         if count:
             told = said(of_one, of_all) if count == 1 else said(of_several, f"{count:,}", of_all)
-            yield {"what": told, "advice": said(advice), "severity": "warning"}
+            brief = said(short, f"{count:,}", of_all)
+            yield {"what": told, "advice": said(advice), "severity": "warning", "short": brief}
 
 
 def _remarks(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ stand together, with a link to where they are mended.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from ..server.templates import render
 from ..server.translation import Words
 from .messages import sentence
 
+# "masks are not used (2): a.png, b.png"
+_COUNTED = re.compile(r"\((?P<count>[\d,]+)\): (?P<names>.*)")
 _NAMED = 4
 # Remarks that are in sight; the others are folded.
 _IN_SIGHT = 3
@@ -75,6 +78,11 @@ KINDS = {
         one="1 image is small and would be enlarged",
         why="Enlarged images are soft, and so is what is learned from them.",
     ),
+    "no-mask": Kind(
+        some="{#} images have no mask, so the whole image counts",
+        one="1 image has no mask, so the whole image counts",
+        why="Give them one, or leave it if the whole image is meant.",
+    ),
     "exposure": Kind(
         some="{#} images are too dark, too bright or flat",
         one="1 image is too dark, too bright or flat",
@@ -100,6 +108,9 @@ class Remark:
     address: str
     is_written: bool = False
     """Mended by captions that are written here."""
+    sets: str = ""
+    """Mended by this setting of the draft, which the button makes `value`."""
+    value: str = ""
 
 
 def report(
@@ -125,7 +136,6 @@ def report(
         assumed=assumed,
         remarks=[_remark(folder, rows, said) for rows in _groups(findings)],
         most=_IN_SIGHT,
-        datasets_url=_datasets_url(folder),
         buckets=mapping(values, "buckets"),
     )
     return shown, is_good
@@ -148,6 +158,9 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
     kind, severity = str(first.get("kind")), str(first.get("severity", "note"))
     address = _datasets_url(folder, kind)
     named = KINDS.get(kind)
+    counted = _COUNTED.search(str(first.get("what", "")))
+    if kind == "unused-mask" and severity == "note" and counted:
+        return _unused_masks(counted["count"], counted["names"], said)
     if named is None:
         return _own_words(rows, said, severity=severity, address=address)
     count = _count(rows)
@@ -158,7 +171,7 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
         severity=severity,
         text=said(named.one) if count == 1 else said(named.some, f"{count:,}"),
         names=", ".join(names[:_NAMED]),
-        about="" if names else sentence(what, said),
+        about="" if names or kind == "no-caption" else sentence(what, said),
         more=max(0, len(names) - _NAMED),
         found=sentence(what, said) if of_reading else "",
         advice=sentence(str(first.get("advice", "")), said) if of_reading else "",
@@ -166,6 +179,21 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
         label=said(named.button),
         address=address,
         is_written=kind == "no-caption",
+    )
+
+
+def _unused_masks(count: str, names: str, said: Words) -> Remark:
+    """Return the remark on masks that are there while the setting leaves them out, with the button that uses them."""
+    some = "{#} masks are here and not used"
+    return Remark(
+        severity="warning",
+        text=said("1 mask is here and not used") if count == "1" else said(some, count),
+        names=names,
+        why=said("With them only what is white in them counts."),
+        label=said("Use it") if count == "1" else said("Use them"),
+        address="",
+        sets="data.masks",
+        value="files",
     )
 
 

@@ -79,7 +79,10 @@ export function mount(main, leaving) {
 
   const report = line("images", one("#report"));
   const plan = line("plan", one("#plan"));
-  const images = new Images(one(".train-images"), leaving, () => report());
+  const images = new Images(one(".train-images"), leaving, {
+    changed: () => report(),
+    named: (name) => { one(".from span").textContent = name; },
+  });
   const length = mountLength(one(".length"), fields, changed);
   const bases = new Bases(one(".bases"), {
     draft,
@@ -115,6 +118,8 @@ export function mount(main, leaving) {
     one("#next").hidden = !next;
     one("#next").textContent = next;
     page.classList.toggle("has-images", Boolean(folder));
+    if (!folder) chooseOthers(false); // the ways to images are all in sight
+    one(".from span").title = folder;
     images.open(folder);
   }
 
@@ -149,14 +154,28 @@ export function mount(main, leaving) {
     main.querySelector("h1").focus({ preventScroll: true });
   }
 
+  /** Have the draft set what mends a finding, and look at the images again. */
+  async function setIn({ dataset: { sets: key, value: text } }) {
+    const { error } = await ask("/settings/change", { draft, key, text });
+    tell(error ?? "");
+    if (!error) report();
+  }
+
   function tell(text) {
     said.textContent = text;
     said.hidden = !text;
     if (text) said.scrollIntoView({ block: "nearest" });
   }
 
+  /** Show the ways to other images, or the one line that stands for them once there are images. */
+  function chooseOthers(open) {
+    page.classList.toggle("chooses", open);
+    one("#other-images").setAttribute("aria-expanded", String(open));
+  }
+
   function showKind() {
     page.dataset.kind = fields.read("kind");
+    one(".from b").textContent = one("[data-field=kind] label:has(:checked)").textContent.trim();
     bases.onlyEditing(page.dataset.kind === "pairs");
   }
 
@@ -188,6 +207,8 @@ export function mount(main, leaving) {
   page.addEventListener("click", ({ target }) => {
     const reset = target.closest("[data-reset]");
     if (target.closest("[data-write]")) images.write();
+    const sets = target.closest("[data-sets]");
+    if (sets) setIn(sets);
     const opens = target.closest("[data-opens]");
     if (opens) document.getElementById(opens.dataset.opens).showModal();
     if (target.closest("[data-closes]") || target.localName === "dialog") target.closest("dialog").close();
@@ -200,6 +221,7 @@ export function mount(main, leaving) {
     keep();
     report();
   };
+  one("#other-images").onclick = () => chooseOthers(!page.classList.contains("chooses"));
   one("#browse").onclick = () => browse("dataset", trainIn);
   one("#next").onclick = () => go(2);
   for (const id of ["#back", "#to-images"]) one(id).onclick = () => go(1);

@@ -122,8 +122,10 @@ def wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
         drafts.save(work, newest)
     if folder and (newest.dataset, newest.step) != (folder, step):
         newest = replace(_of_images(newest), dataset=folder, step=max(newest.step, step))
-        if asked.get("example") and "data.trigger" not in newest.settings:
-            newest = newest.with_setting("data.trigger", uploads.EXAMPLE_TRIGGER)
+        drafts.save(work, newest)
+    # From the page Datasets too: each of its captions begins with the word.
+    if folder and uploads.is_example(work, folder) and "data.trigger" not in newest.settings:
+        newest = newest.with_setting("data.trigger", uploads.EXAMPLE_TRIGGER)
         drafts.save(work, newest)
     return newest
 
@@ -245,9 +247,17 @@ def brought(draft: Draft) -> Mapping[str, Any] | None:
         for key, value in found["settings"].items()
         if key in infos
     ]
+    # What changes something first; the rest is as it would be without the file.
+    changing = [row for row in rows if row["value"] != row["without"]]
     said = found.get("said")  # drafts of earlier versions do not know
     own = len(rows) if said is None else sum(row["key"] in said for row in rows)
-    return {**found, "rows": rows, "defaults": len(rows) - own if found["sources"] else 0}
+    return {
+        **found,
+        "rows": rows,
+        "changing": changing,
+        "same": [row for row in rows if row not in changing],
+        "defaults": len(rows) - own if found["sources"] else 0,
+    }
 
 
 def _as_words(info: SettingInfo, value: object) -> str:
@@ -296,8 +306,8 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
         nothing = _no_plan(draft, answer.error.removeprefix("error: "), said)
         return replace(nothing, verdict=verdict)
     single = PlanPart(
-        html=plan.plan(found, said),
-        beside=plan.beside(found, said, **_leads_to(plans, draft, found, said)),
+        html=plan.plan(found, said, **_leads_to(plans, draft, found, said)),
+        beside=plan.beside(found, said),
         filled=plan.filled(found),
         length=plan.length(found),
         button=said(_train_label(work, found)),
@@ -344,9 +354,7 @@ def _of_all(
         plans.append(answer.plan)
     return replace(
         single,
-        beside=plan.beside(
-            found, said, of_all=plan.together(plans, said), **_leads_to(asked, draft, found, said)
-        ),
+        beside=plan.beside(found, said, of_all=plan.together(plans, said)),
         button=said("Queue {#} trainings", len(plans)),
     )
 

@@ -63,6 +63,8 @@ class CaptioningModel:
     """Its folder, if it is on this machine."""
     name: str | None = None
     """Short name of a released model."""
+    title: str | None = None
+    """What its publisher calls it, with its size."""
     writes: Writes | None = None
     good_for: str | None = None
     licence: str | None = None

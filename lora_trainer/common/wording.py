@@ -16,6 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 GIB = 2**30
+_DAY_S = 24 * 3600.0
+_WEEK_DAYS = 7
+# From here on a time in weeks says too little.
+_MONTHS_DAYS = 90
 # Exit codes of a run that stopped because somebody asked for it, its state saved.
 INTERRUPTED_EXIT_CODES = frozenset({0, 130, 143})
 
@@ -32,6 +36,35 @@ def duration_text(seconds: float) -> str:
         if minutes < 60
         else f"{minutes // 60} h {minutes % 60:02d} min"
     )
+
+
+def span_text(ends_s: tuple[float, float]) -> str:
+    """Return how long something takes, from its shortest and longest time: `about 20 min to 35 min`.
+
+    From two days on it is said in one unit, coarser and coarser: nobody plans by the difference of 14 and 55 days.
+    """
+    low_days, high_days = (end / _DAY_S for end in ends_s)
+    middle_days = (low_days + high_days) / 2
+    if high_days >= _WEEK_DAYS and middle_days < 1.5 * _WEEK_DAYS:
+        return "about a week"
+    if high_days >= _WEEK_DAYS:
+        return "several weeks" if middle_days < _MONTHS_DAYS else "several months"
+    if high_days < 2:
+        low, high = map(_coarse, ends_s)
+    elif max(1, round(low_days)) == round(high_days):
+        low = high = f"{round(high_days)} days"
+    else:
+        low, high = f"{max(1, round(low_days))}", f"{round(high_days)} days"
+    return f"about {low}" if low == high else f"about {low} to {high}"
+
+
+def _coarse(seconds: float) -> str:
+    """Return a duration as somebody says it who does not know it better."""
+    if seconds < 90:
+        return f"{max(10, 10 * round(seconds / 10))} s"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def clock_text(seconds: float) -> str:

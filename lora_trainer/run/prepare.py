@@ -765,9 +765,9 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
     if config.base.model == "auto":  # so that a resume always loads the same base
         decided["base.model"] = (
             basis.facts.source,
-            "no base was named and no GPU can be used"
+            "no base was chosen, and without a GPU any other takes hours or days"
             if basis.facts.source in MINIATURES
-            else "the default on a GPU",
+            else "no base was chosen, and this is the usual one with a GPU",
         )
     if reading.reason:  # else the user set it; encoders without chunks keep auto
         tokens = reading.chunks * CHUNK_TOKENS if family.text.chunks else "auto"

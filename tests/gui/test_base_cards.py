@@ -87,11 +87,9 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
 
     good = verdict()
     assert (good["fits"], good["said"], good["time"]) == ("good", "Fits", "about 58 min to 68 min")
-    assert good["images"] == [
-        "2 of 2 images are smaller than this base is trained at and would be enlarged"
-    ]
+    assert good["images"] == ["2 of 2 images are small"]
     one = verdict(images={"all": 2, "blurred": 1})
-    assert one["images"] == ["1 of 2 images looks blurred at this size"]
+    assert one["images"] == ["1 of 2 images look blurred in it"]
     slow = verdict(time={**plan["time"], "run_s": [3e5, 9e5]})
     assert (slow["fits"], slow["said"]) == ("slow", "Too slow here: use a GPU")
     assert slow["time"] == "about a week"

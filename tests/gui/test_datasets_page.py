@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.captions import read_caption_file
+from lora_trainer.dataset.records import finding
 from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import ROOT
 from tests.gui.conftest import answered as answered_by
@@ -394,6 +395,13 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     assert re.search(r">\s*18 images have no caption", report) and "Some" not in report
     assert '<button type="button" class="primary" data-write>' in report
     assert "Judged for SDXL" in report
+    # A mask that is there is one press from being used, and the page does not speak as a terminal.
+    for count, said in ((1, "1 mask is here and not used"), (2, "2 masks are here and not used")):
+        found = finding("unused-mask.setting", count=count, names="a-masklabel.png")
+        answer = check_answer(findings=[asdict(found)], images=18)
+        report, _ = report_on(folder, answer, words(ENGLISH))
+        assert said in report and "--set" not in report
+        assert 'data-sets="data.masks" data-value="files"' in report
 
 
 def test_images_are_judged_for_the_base_that_is_chosen_or_recommended_and_the_example_for_the_miniature(
@@ -720,8 +728,24 @@ def test_the_captioner_that_is_suggested_writes_as_the_base_was_trained(
 ) -> None:
     drafts.save(api.work, replace(drafts.new(api.work, dataset=str(folder)), base=base))
     state = ask(api, "caption_state", folder)
-    assert (state["suggested"] in state["tags"]) == (writes == "tags")
-    assert state["suggested"] in dict(state["models"])
+    (suggested,) = (each for each in state["models"] if each["name"] == state["suggested"])
+    assert suggested["tags"] == (writes == "tags")
+    first = [each["offered_for"] for each in state["models"][:4]]
+    assert suggested["offered_for"] in first and all(first[:3]) and not first[3]
+
+
+def test_a_dataset_is_called_as_somebody_calls_it_and_its_folder_keeps_its_name(
+    api: DatasetApi, folder: Path
+) -> None:
+    def called(name: str) -> str:
+        return str(api.look(requests.Look(folder=str(folder), name=name))["name"])
+
+    assert ask(api, "look", folder)["name"] == folder.name
+    assert called("  My   fox ") == "My fox"
+    ask(api, "look", folder, trigger="kwil", resolution="")
+    assert ask(api, "glance", folder)["name"] == "My fox", "what else is remembered leaves it alone"
+    assert folder.is_dir()
+    assert called("") == folder.name
 
 
 NAMES = {
@@ -826,7 +850,8 @@ def test_a_script_is_answered_in_the_language_of_the_reader_with_names_and_capti
     assert answer["step"] == answer["undo"] == "2 Bilder ausschlie\u00dfen"
     assert told(work, "undo", whole, "en")[1]["step"] == "exclude 2 pictures"
     _, answer = told(work, "caption_state", whole)
-    assert dict(answer["models"]).keys() >= {"blip"}
+    (blip,) = (model for model in answer["models"] if model["name"] == "blip")
+    assert blip["good_for"].startswith("ein kurzer Satz") and "2 GiB Speicher" in blip["takes"]
     page = answered_by(Router(routes=routes(work)), "/datasets", accept_language="de")[2].decode()
     assert "<h1>Datens\u00e4tze</h1>" in page and "Bilder ausw\u00e4hlen" in page
 

@@ -200,7 +200,7 @@ def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
         (folder / image).with_suffix(".txt").write_text(TYPED)
     server.open(german, f"/datasets?folder={folder}", ".ds-card textarea")
     assert german.locator(".ds-card textarea").first.input_value() == TYPED
-    german.locator("summary", has_text="Tags \u2026").click()
+    german.get_by_role("button", name=re.compile("Tags \u2026$")).click()
     german.get_by_text("Tags (1)").wait_for()
     assert german.locator(".ds-tags button").all_inner_texts() == [f"{TYPED} 2"]
     server.open(german, "/library")
@@ -234,7 +234,7 @@ def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, pla
     live = place / "runs" / "live"
     write_status(live, state="stopped", exit_code=0)  # else it may be reading from the cache
     server.open(page, "/doctor")
-    page.get_by_text("2.0 KiB in 1 entries").wait_for()
+    page.locator("#folders summary", has_text="2.0 KiB in 1 entries").click()
     page.get_by_role("button", name="Clear the cache").click()
     page.get_by_role("button", name="Keep it").click()
     page.get_by_role("button", name="Keep it").wait_for(state="hidden")
@@ -242,7 +242,7 @@ def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, pla
     page.get_by_role("button", name="Clear the cache").click()
     page.get_by_role("button", name="Clear it").click()
     page.get_by_text("Removed 1 entries").wait_for()
-    page.get_by_text("0 B in 0 entries").wait_for()
+    page.get_by_text("0 B in 0 entries").first.wait_for()
     assert not entry.exists()
     write_status(live)
 
@@ -287,6 +287,7 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     assert (images / "p2.png").is_file()
     assert (images / "p1.txt").read_text() == "a toy on a shelf", "Undo is of the exclusion"
     write_dataset(tmp_path / "other", images=5)
+    page.get_by_role("button", name="Change, or take other images").click()
     page.get_by_text("Images that are already").click()
     with late(page, str(tmp_path / "other")) as wait:
         for chosen in (tmp_path / "other", images):
@@ -471,8 +472,8 @@ def test_edit_undo_reload_bulk_exclude(
     rows = page.locator(".ds-rows tbody tr")
     rows.nth(1).wait_for()
     assert rows.all_inner_texts() == [
-        "a.png\ta dog, big\tzibbo, a dog, big",
-        "c.png\ta bird\tzibbo, a bird",
+        "a.png\tzibbo, a dog, big",
+        "c.png\tzibbo, a bird",
     ]
     assert (folder / "a.txt").read_text() == "a dog, big"
     press(page, "Apply to 2 captions")
@@ -798,6 +799,7 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     settings.get_by_text("unknown setting 'adapter.rang'").wait_for()
     settings.locator("#json").press("Escape")
     saved(settings, work, draft, {"train.seed": 7})
+    settings.locator(".jumps a", has_text="Objective").click()  # folded until then
     offset = field(settings, "objective.noise_offset")
     offset.fill("0.00")  # a pause here, on the way to 0.001
     saved(settings, work, draft, {"train.seed": 7, "objective.noise_offset": 0.0})

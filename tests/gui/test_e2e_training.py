@@ -428,8 +428,9 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     bar = page.locator(".go-on")
     bar.get_by_text("Only a try-out, in 64 px: its file is not for ComfyUI.").wait_for()
     # No base is done in a night on a usual processor, so none is urged; a person may choose one all the same.
-    leads_on = bar.get_by_role("button", name=re.compile("^Take "))
-    leads_on.or_(bar.get_by_text("No base for ComfyUI is done here in a night")).wait_for()
+    plan = page.locator("#plan")
+    leads_on = plan.get_by_role("button", name=re.compile("^Take "))
+    leads_on.or_(plan.get_by_text("No base for ComfyUI is done here in a night")).wait_for()
     slow = page.locator(".base-card").filter(has_text=re.compile("slow"))
     (leads_on if leads_on.count() else slow.first).click()
     bar.get_by_text("Only a try-out").wait_for(state="detached")
@@ -474,6 +475,7 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     page.locator(".plan-line", has_text="Fits:").wait_for()
     assert page.get_by_label("Name (optional)").input_value() == "one", "what was filled in is kept"
     page.get_by_role("button", name="Back").click()
+    page.get_by_role("button", name="Change, or take other images").click()
     page.get_by_text(THERE).click()
     box = page.get_by_label("Folder with your images")
     box.wait_for()

@@ -66,6 +66,8 @@ def test_another_folder_begins_another_draft_unless_its_images_were_sent_from_on
     assert (Path(example.dataset).name, example.step) == ("example", view.CHECK)
     assert view.wanted(work, {"example": "1"}) == example
     assert example.settings["data.trigger"] == "zibbo", "as its captions begin"
+    again = view.wanted(work, {"draft": "new", "folder": example.dataset})  # from Datasets
+    assert again.id != example.id and again.settings["data.trigger"] == "zibbo"
     draft = replace(first, name="kept", step=view.CHECK)
     drafts.save(work, draft)
     asked = {"draft": draft.id, "folder": "/three"}
@@ -344,10 +346,10 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
     assert "About 60 s to 2 min" in html
     assert "not for ComfyUI" in plan.beside(found, SAID)
-    assert 'data-base="of/b"' in plan.beside(found, SAID, leads_to="of/b")
-    slow = plan.beside(found, SAID, leads_to="of/b", leads_to_time="about 4 to 15 days")
+    assert 'data-base="of/b"' in plan.plan(found, SAID, leads_to="of/b")
+    slow = plan.plan(found, SAID, leads_to="of/b", leads_to_time="about 4 to 15 days")
     assert "here about 4 to 15 days" in slow
-    assert "data-base" not in plan.beside(found, SAID), "none fits"
+    assert "data-base" not in html, "none fits"
     for shown in (plan.beside, plan.plan):
         assert "not for ComfyUI" not in shown(replace(found, base="owner/name"), SAID)
     assert "&lt;n&gt;" in html and "Train: Steps" in html and "Seed" not in html

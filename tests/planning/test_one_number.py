@@ -165,7 +165,7 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     length, is_slowed = shown.text, any("beside them" in each for each in time.corrections)
     if bool(shown.now) != is_slowed or shown.now not in page:
         yield "page: beside other programs", shown.now, str(time.corrections)
-    if pace.lower() not in length.lower():
+    if pace.lower() not in (shown.now or length).lower():
         yield "card: time", pace, length
     source = run.plan.time_source
     beside = words(str(plan_page.beside(values, said_in_english)))
