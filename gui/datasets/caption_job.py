@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from lora_trainer.captioning import captioners
-from lora_trainer.captioning.captioners import DEFAULT, KNOWN, CaptioningModel
+from lora_trainer.captioning.captioners import KNOWN, CaptioningModel
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.event_kinds import (
     Caption,
@@ -39,15 +39,11 @@ from ..workplace import Workplace
 
 KIND = "caption"
 MODELS = tuple(KNOWN)
-# Those that are offered first, without a GPU and with one, and the one that says most.
-_SMALL, _EXACT = "florence2-base", "qwen3-vl-8b"
-_TAGGER, _SMALL_TAGGER = "wd14", "wd14-vit"
+# What the models that are offered first are offered for, in their order.
 _OFFERED_FOR = {
-    DEFAULT: "Sentences, for FLUX, Qwen, SD3 and photographs",
-    _SMALL: "Sentences, for FLUX, Qwen, SD3 and photographs",
-    _TAGGER: "Tags, for Illustrious, Pony and other anime bases",
-    _SMALL_TAGGER: "Tags, for Illustrious, Pony and other anime bases",
-    _EXACT: "The most exact sentences, on a large GPU",
+    "sentences": "Sentences, for FLUX, Qwen, SD3 and photographs",
+    "tags": "Tags, for Illustrious, Pony and other anime bases",
+    "exact": "The most exact sentences, on a large GPU",
 }
 _LINES_READ = 400
 _REACHED_WITHIN_S = 4.0
@@ -58,8 +54,8 @@ def models() -> list[dict[str, Any]]:
 
     `offered_for` is said of the few that are offered first, in their order; the others have "".
     """
-    first = list(_offered().values())
-    order = sorted(KNOWN, key=lambda name: first.index(name) if name in first else len(first))
+    first = {name: of for of, name in _offered().items()}
+    order = [*first, *(name for name in KNOWN if name not in first)]
     return [
         {
             "name": name,
@@ -68,7 +64,7 @@ def models() -> list[dict[str, Any]]:
             "takes": _takes(KNOWN[name]),
             "licence": KNOWN[name].licence,
             "tags": KNOWN[name].writes == "tags",
-            "offered_for": _OFFERED_FOR[name] if name in first else "",
+            "offered_for": _OFFERED_FOR[first[name]] if name in first else "",
         }
         for name in order
     ]
@@ -84,10 +80,14 @@ def _takes(model: CaptioningModel) -> str:
 
 
 def _offered() -> dict[str, str]:
-    """Return the models that are offered first, by what they write: those for this machine."""
-    if command_lines.has_gpu():
-        return {"sentences": DEFAULT, "tags": _TAGGER, "exact": _EXACT}
-    return {"sentences": _SMALL, "tags": _SMALL_TAGGER, "exact": _EXACT}
+    """Return the models that are offered first on this machine, by what they are offered for."""
+    here = ("gpu" if command_lines.has_gpu() else "cpu", "any")
+    return {
+        of: name
+        for of in _OFFERED_FOR
+        for name, model in KNOWN.items()
+        if model.offered_for == of and model.offered_on in here
+    }
 
 
 def suggested(base: str) -> str:

@@ -73,6 +73,10 @@ class CaptioningModel:
     """Computed, not measured."""
     memory_8_bit_gib: float | None = None
     """The same with the blocks of its language model in 8 bits."""
+    offered_for: Literal["sentences", "tags", "exact"] | None = None
+    """What it is the first choice for."""
+    offered_on: Literal["gpu", "cpu", "any"] = "any"
+    """The machines for which it is: with a GPU, without one."""
     also: Sequence[str] = ()
     """Short names of earlier releases of this program."""
     system: str | None = None
