@@ -64,7 +64,7 @@ def fault(*_: object, **__: object) -> Any:
 
 
 def break_what_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dispatch mode of blocks that keep some results, and copies that run beside the computation."""
+    """Blocks that keep some results, and copies that run beside the computation."""
     runs, makes = BlockRunner.__call__, CopyStream.__init__
 
     def call(self: BlockRunner, block: nn.Module, *args: Any) -> Any:

@@ -47,6 +47,8 @@ from lora_trainer.network.gradient_checkpointing import (
 # The device whose fused kernels are traced. `cpu` gives the memory of a float32 run on the CPU to the byte.
 KernelsOf = Literal["cuda", "cpu"]
 _ATEN = torch.ops.aten
+# By this name blocks that keep results have another function while they are called.
+_TORCH_ATTENTION = F.scaled_dot_product_attention
 
 
 class FusedKernels(TorchFunctionMode):
@@ -60,7 +62,7 @@ class FusedKernels(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and _on_meta(*args, **kwargs):
+        if function is _TORCH_ATTENTION and _on_meta(*args, **kwargs):
             return _attention(self._cuda, *args, **kwargs)
         if function is F.rms_norm and self._cuda and _on_meta(*args, **kwargs):
             return _rms_norm(*args, **kwargs)

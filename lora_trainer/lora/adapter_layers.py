@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from lora_trainer.lora.dropout import Mask, gated
 from lora_trainer.lora.tensors import rotation
+from lora_trainer.network.kept_results import KeptProduct
 from lora_trainer.network.quantize import QuantizedLinear, Restore, frozen_parts, frozen_weight
 
 
@@ -48,10 +49,12 @@ class FusedLinear(Linear):
         base: Any = self.get_base_layer()
         # A layer computes more than W x + b where hooks copy its weights or change its output; those of
         # diffusers replace `forward`.
+        forward = vars(base).get("forward")
+        kept = forward if isinstance(forward, KeptProduct) else None
         is_product = (
             type(base) in (nn.Linear, QuantizedLinear)
             and not (base._forward_hooks or base._forward_pre_hooks)
-            and "forward" not in vars(base)
+            and (forward if kept is None else kept.replaced) is None
         )
         update = _Update(scale=self.scaling[name], gates=self.gates)
         weights = (self.lora_A[name].weight, self.lora_B[name].weight)
@@ -60,13 +63,13 @@ class FusedLinear(Linear):
             if self.before:  # [samples, rows, channels], as masks take four dimensions for an image
                 adapter_input = gated(x.reshape(x.shape[0], -1, x.shape[-1]), self.before)
             change: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]  # torch gives no types
-                adapter_input, *weights, update, None, None
+                adapter_input, *weights, update, None, None, None
             )
             outputs: Tensor = base(x)
             return outputs + change.view(outputs.shape)
         stored, restore = frozen_parts(base)
         fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]  # torch gives no types
-            x, *weights, update, base.bias, restore, *stored
+            x, *weights, update, kept, base.bias, restore, *stored
         )
         return fused
 
@@ -99,8 +102,8 @@ class _Update:
 class FrozenAndLowRank(torch.autograd.Function):
     """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T; the update alone without `restore`.
 
-    Saves x and the stored form of W. The product with W comes last and its result is the output, so that
-    selective checkpointing, which saves results of products, can save this one.
+    Saves x and the stored form of W. The output is the product with W as well, to which the update was added: where
+    results are kept (`kept`), this one is, and a recomputed block computes neither again.
     """
 
     @staticmethod
@@ -110,15 +113,21 @@ class FrozenAndLowRank(torch.autograd.Function):
         down: Tensor,
         up: Tensor,
         update: _Update,
+        kept: KeptProduct | None,
         bias: Tensor | None,
         restore: Restore | None,
         *stored: Tensor,
     ) -> Tensor:
         ctx.update, ctx.restore = update, restore
         ctx.save_for_backward(x, down, up, *stored)
-        outputs = update.of(x, down, up, bias)
-        if restore is not None:  # in place: another tensor of [rows, out] is saved
-            outputs.addmm_(_flat(x), restore(stored).T)
+
+        def computed() -> Tensor:
+            outputs = update.of(x, down, up, bias)
+            if restore is not None:  # in place: another tensor of [rows, out] is saved
+                outputs.addmm_(_flat(x), restore(stored).T)
+            return outputs
+
+        outputs = computed() if kept is None else kept.result(computed)
         return outputs.view(*x.shape[:-1], up.shape[0])
 
     @staticmethod
@@ -140,7 +149,7 @@ class FrozenAndLowRank(torch.autograd.Function):
             if ctx.restore is not None:
                 of_x.addmm_(gradient, ctx.restore(stored))
             of_x = of_x.view(x.shape)
-        return of_x, of_down, of_up, None, None, None, *(None for _ in stored)
+        return of_x, of_down, of_up, None, None, None, None, *(None for _ in stored)
 
 
 class LeanConv2d(Conv2d):

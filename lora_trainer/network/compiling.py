@@ -32,7 +32,7 @@ from lora_trainer.common.errors import (
 )
 from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing, CompileMode
 from lora_trainer.network.block_swap import repeated_blocks
-from lora_trainer.network.gradient_checkpointing import keeping
+from lora_trainer.network.kept_results import keeping
 
 # Upper bound of the graphs of one kind of block at one latent shape: the input of the first block has no
 # gradient, and blocks of one kind may be at several resolutions of a U-Net.
@@ -63,7 +63,7 @@ class CompiledBlocks:
     `layouts`: how many kinds of passes there may be that need code of their own at equal sizes.
 
     `kept`: blocks that the checkpointing level `light` or `selective` recomputes keep their results where the
-    compiler makes them: the compiled code saves what `is_worth_saving` names and recomputes the rest.
+    compiler makes them: the compiled code saves what `kernel_is_kept` names and recomputes the rest.
     Passes without gradients, such as the base's own prediction, run uncompiled, so that they need no code.
     """
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer import families
-from lora_trainer.config.declare import CHECKPOINTING
+from lora_trainer.config.declare import CHECKPOINTING, KEEP_ATTENTION
 from lora_trainer.costs.trace import LiveStorages
-from lora_trainer.network import gradient_checkpointing
+from lora_trainer.network import gradient_checkpointing, kept_results
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
+from lora_trainer.network.kept_results import KeepingBlock
 from tests.fakes.trainee import same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.NAMES)
@@ -94,7 +100,7 @@ ATEN = torch.ops.aten
     [("light", {"narrow", "wide", "square", "attention"}), ("selective", {"wide", "attention"})],
 )
 def test_what_each_kind_keeps(kind: Any, kept: set[str]) -> None:
-    worth = partial(gradient_checkpointing.is_worth_saving, kind, 4)
+    worth = partial(kept_results.kernel_is_kept, kind, 4)
     x = torch.zeros(2, 64)
     weights = {"narrow": (64, 256), "square": (64, 64), "wide": (64, 16), "low rank": (64, 4)}
     found = {
@@ -109,20 +115,29 @@ def test_what_each_kind_keeps(kind: Any, kept: set[str]) -> None:
     assert worth(ATEN.convolution.default, convolution)
 
 
+class Block(nn.Module):
+    """Two products, the second of more inputs than outputs, and an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32).requires_grad_(False)
+        self.down = nn.Linear(32, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(self.up(x).sin()).view(1, 1, 3, 8)
+        attended: Tensor = F.scaled_dot_product_attention(h, h, h)
+        return attended.cos()
+
+
 def test_what_is_kept_does_not_run_again() -> None:
     torch.manual_seed(0)
-    up, down = nn.Linear(8, 32).requires_grad_(False), nn.Linear(32, 8).requires_grad_(False)
-
-    def block(x: Tensor) -> Tensor:
-        h = down(up(x).sin()).view(1, 1, 3, 8)
-        return F.scaled_dot_product_attention(h, h, h).cos()
-
-    work = {}
+    block = Block()
+    work: dict[str, tuple[int, int]] = {}
     for kind in ("light", "selective", "full"):
         x = torch.randn(3, 8, requires_grad=True)
         keeping: Any = {}
         if kind != "full":
-            keeping["context_fn"] = partial(gradient_checkpointing.selective_contexts, kind, 2)
+            keeping["context_fn"] = KeepingBlock(block, kind, 2).contexts
         y = checkpoint(block, x, use_reentrant=False, **keeping)
         with LiveStorages() as live:
             y.sum().backward()
@@ -133,15 +148,98 @@ def test_what_is_kept_does_not_run_again() -> None:
     assert work["full"] == (3, again), "two products, and the attention"
 
 
-def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None:
-    weight, passes = torch.randn(8, 4), iter(range(2))
+@pytest.mark.parametrize("kind", KEEP_ATTENTION)
+@FAMILIES
+def test_layers_keep_every_result_that_is_worth_it(
+    name: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, kept, worth, kernels = trainee(name), [0], [0], [0]
+    rank = kept_results.largest_rank(at.denoiser)
 
-    def block(x: Tensor) -> Tensor:
-        y = x @ weight if next(passes) == 0 else torch.addmm(torch.zeros(4), x, weight)
-        return y.cos()
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kernels[0] += 1
+            worth[0] += kept_results.kernel_is_kept(kind, rank, kernel, args)
+            return kernel(*args, **(kwargs or {}))
+
+    contexts, result = KeepingBlock.contexts, kept_results._Call.result
+
+    def watched(block: KeepingBlock) -> Any:
+        first, again = contexts(block)
+        both = ExitStack()
+        both.enter_context(Watch())  # type: ignore[no-untyped-call]  # torch has no annotation
+        both.enter_context(first)
+        return both, again
+
+    def counted(call: Any, of: Any, compute: Any) -> Any:
+        kept[0] += call._saves
+        return result(call, of, compute)
+
+    monkeypatch.setattr(KeepingBlock, "contexts", watched)
+
+    def looked(mode: Any, *kernel: Any) -> Any:
+        looks[0] += 1
+        return look(mode, *kernel)
+
+    looks, look = [0], kept_results._KernelMode.__torch_dispatch__
+    monkeypatch.setattr(kept_results._Call, "result", counted)
+    monkeypatch.setattr(kept_results._KernelMode, "__torch_dispatch__", looked)
+    apply_checkpointing(at.denoiser, kind)
+    at.loss()
+    assert kept == worth and kept[0] > 0
+    assert looks[0] < kernels[0] / 8, "Python for each kernel takes as long as recomputing them"
+
+
+def test_layers_are_what_they_were_after_an_error() -> None:
+    torch.manual_seed(0)
+    block, function = Block(), F.scaled_dot_product_attention
+    block.up.forward = partial(nn.Linear.forward, block.up)  # type: ignore[method-assign]  # as hooks of diffusers do
+    own = block.up.forward
+    with pytest.raises(RuntimeError, match="shape"), KeepingBlock(block, "light", 2).contexts()[0]:
+        assert F.scaled_dot_product_attention is not function
+        block(torch.randn(3, 8))
+        block(torch.randn(3, 7))
+    assert F.scaled_dot_product_attention is function
+    assert block.up.forward is own and "forward" not in vars(block.down)
+
+
+def test_attention_in_another_thread_is_not_kept() -> None:
+    q = torch.randn(1, 1, 3, 8)
+    call, _ = KeepingBlock(Block(), "light", 2).contexts()
+    with call, ThreadPoolExecutor(1) as other:
+        other.submit(F.scaled_dot_product_attention, q, q, q).result()
+        assert not call._results
+        F.scaled_dot_product_attention(q, q, q)
+        assert len(call._results) == 1
+
+
+def test_results_and_layers_are_gone_without_a_search_for_garbage() -> None:
+    block, x = Block(), torch.randn(3, 8, requires_grad=True)
+    call, _ = KeepingBlock(block, "light", 2).contexts()
+    with call:
+        block(x)
+    layer, result = ref(block.up), ref(call._results[0][1])
+    assert result() is not None
+    gc.disable()
+    try:
+        del block, call, _
+        assert (layer(), result()) == (None, None)
+    finally:
+        gc.enable()
+
+
+def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None:
+    torch.manual_seed(0)
+    block, passes = Block(), iter(range(2))
+
+    def forward(x: Tensor) -> Any:
+        return block.up(x).cos() if next(passes) == 0 else block.down(x.repeat(1, 4)).cos()
 
     x = torch.randn(3, 8, requires_grad=True)
-    modes = partial(gradient_checkpointing.selective_contexts, "light", 0)
-    y = checkpoint(block, x, use_reentrant=False, context_fn=modes)
-    with pytest.raises(RuntimeError, match=r"calls aten\.addmm.*the forward pass called"):
+    y = checkpoint(
+        forward, x, use_reentrant=False, context_fn=KeepingBlock(block, "light", 0).contexts
+    )
+    with pytest.raises(RuntimeError, match=r"calls Linear\(8, 32\) where .*Linear\(32, 8\)"):
         y.sum().backward()
