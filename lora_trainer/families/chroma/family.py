@@ -43,11 +43,11 @@ class ChromaTextEncoder(TransformersEncoder):
         import torch
 
         states = self.run(self.last, tokens["ids"], tokens["mask"])[0]
-        mask = tokens["mask"].to(states.device)
+        mask = tokens["mask"]
         positions = torch.arange(mask.shape[1], device=mask.device)
         # `<=` and not `<`: the first token of padding stays visible, as in the base's training
         # (ChromaPipeline._get_t5_prompt_embeds in diffusers).
-        visible = positions <= mask.sum(dim=1, keepdim=True)
+        visible = (positions <= mask.sum(dim=1, keepdim=True)).to(states.device)
         return {"text": states * visible[..., None], "text_mask": visible.long()}
 
 
