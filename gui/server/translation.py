@@ -8,9 +8,9 @@ with which templates say `_("Put back {}", name)`; a text that a language does n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from html import unescape
 
 from lora_trainer.reporting.charts import Html
@@ -28,6 +28,8 @@ _PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]*[.,]\d)")
 _DAYS, _IN_DAYS = "{#} days", re.compile(r"([\d.,]+) days\b")
 _SAMPLE = "1,234.5"
+_REMEMBERED = 4096
+"""Messages of a language whose translation is kept: a page says a setting or a rate of the run again and again."""
 _FIGURE = r"(\d[^A-Za-z]*?(?:(?:[KMG]iB|B|days|h|min|ms|px|s|e-?\d+)\b[^A-Za-z]*?)*)"
 
 
@@ -70,8 +72,13 @@ class Words:
 
         Of several entries that fit, the one with the most letters counts that leaves less in English than it says.
         """
-        if not self.texts:
-            return english
+        return self._message(english) if self.texts else english
+
+    @cached_property
+    def _message(self) -> Callable[[str], str]:
+        return lru_cache(maxsize=_REMEMBERED)(self._put_together)
+
+    def _put_together(self, english: str) -> str:
         text = " ".join(english.split())
         if text in self.texts:
             return self.texts[text]
@@ -87,7 +94,7 @@ class Words:
             (pattern, found)
             for start in (text[:2], text[:1], "")
             for pattern in self._patterns.get(start, ())
-            if (found := pattern.form.fullmatch(text))
+            if pattern.longest_part in text and (found := pattern.form.fullmatch(text))
         )
         for pattern, found in sorted(fitting, key=lambda pair: -len(pair[0].english)):
             filled = self._filled(pattern, found.groups())
@@ -157,16 +164,24 @@ class _Pattern:
     english: str
     form: re.Pattern[str]
     placeholders: tuple[str, ...]
+    longest_part: str
+    """What stands between two values: to look for it takes a tenth of matching."""
 
     @classmethod
     def of(cls, english: str) -> _Pattern:
         placeholders = tuple(_PLACEHOLDER.findall(english))
         groups = [_FIGURE if found == "{#}" else "(.+?)" for found in placeholders]
-        parts = [re.escape(part) for part in _PLACEHOLDER.split(english)]
+        plain = _PLACEHOLDER.split(english)
+        parts = [re.escape(part) for part in plain]
         form = parts[0] + "".join(
             group + part for group, part in zip(groups, parts[1:], strict=True)
         )
-        return cls(english=english, form=re.compile(form, re.DOTALL), placeholders=placeholders)
+        return cls(
+            english=english,
+            form=re.compile(form, re.DOTALL),
+            placeholders=placeholders,
+            longest_part=max(plain, key=len),
+        )
 
 
 def _stays(element: str, tag: str) -> bool:
