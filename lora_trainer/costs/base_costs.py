@@ -326,7 +326,10 @@ class BaseCosts:
             )
             return asdict(self._network(built).sample_cost(workload))
 
-        return SampleCost(**self._remembered(json.dumps(asdict(workload)), trace))
+        reads, question = self.facts.references, asdict(workload)
+        if reads is not None:  # releases of one network differ in what their text encoders see
+            question["seen_tokens"] = reads.text_tokens(workload.references_px)
+        return SampleCost(**self._remembered(json.dumps(question), trace))
 
     @cached_property
     def _network(self) -> Callable[[Workload], TracedNetwork]:

@@ -74,9 +74,10 @@ CAPTIONS = ("x", "one toy", "two words more", "a red toy on a table by the windo
 
 
 def test_one_code_serves_all_sizes_and_texts_and_keeps_what_the_level_keeps() -> None:
-    """Six sizes of images, captions of several lengths: no more graphs than are declared.
+    """Six sizes of images, captions of several lengths: a graph of each of two kinds of blocks.
 
     The level `selective` and masks of the adapter are in the code. The base's own prediction has none of its own.
+    A first block whose inputs have no gradient, which makes a graph more: the next test.
     """
     torch.compiler.reset()
     at = trainee("chroma", dropout=0.2, rank_dropout=0.2)
@@ -103,13 +104,15 @@ def test_one_code_serves_all_sizes_and_texts_and_keeps_what_the_level_keeps() ->
     for number, (height, width) in enumerate(LATENTS):
         noisy = torch.randn(1, at.noisy.shape[1], height, width, generator=generator)
         told = conditioning_of(at.family, at.facts, (CAPTIONS[number % len(CAPTIONS)],))
+        for tensor in (noisy, *told.values()):
+            tensor.requires_grad_(tensor.is_floating_point())
         plain = gradients(noisy, told)
         assert blocks.takes(height, width, 1, has_references=True)
         with blocks.used():
             compiled = gradients(noisy, told)
         for one, other in zip(plain, compiled, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
-    assert 0 < len(graphs) / 2 <= blocks.most_graphs
+    assert len(graphs) / 2 == 2 <= blocks.most_graphs
     forward, backward = graphs[0], graphs[1]
     assert forward[1] == 1 and backward[1] == 1, "attention runs once and is differentiated once"
     assert backward[0] < 3 * forward[0], "its kept products are not done again"
