@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import subprocess
+import os
+import runpy
 import sys
+import warnings
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,28 +18,36 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer.families.files.weight_files import read_header
+from tests.fakes.runs import code_of_fork
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in the project's folder; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+def run(*words: str) -> int:
+    """Run a program in the project's folder, in this process; return its exit code."""
+    warnings.resetwarnings()  # pytest makes errors of them
+    warnings.simplefilter("ignore")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+    # A new process looks in the folder of the program, which adds that of the project by itself.
+    sys.path[:] = [str(ROOT / "benchmarks"), *(each for each in sys.path if Path(each) != ROOT)]
+    sys.argv = list(words)
+    os.chdir(ROOT)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
 
 
 def measured(script: str, words: str, folder: Path) -> Any:
-    """Run a benchmark; return what it wrote as JSON. FOLDER in `words` is `folder`."""
+    """Run a benchmark; return what it wrote as JSON. FOLDER in `words` is `folder`.
+
+    In a fork of this process: a new one would import for six seconds what this one has imported.
+    """
     file = folder / "out.json"
-    run(
-        f"benchmarks/{script}.py",
-        *words.replace("FOLDER", str(folder)).split(),
-        "--json",
-        str(file),
-    )
+    line = [*words.replace("FOLDER", str(folder)).split(), "--json", str(file)]
+    assert code_of_fork(partial(run, f"benchmarks/{script}.py", *line)) == 0
     return json.loads(file.read_bytes())
 
 

@@ -240,12 +240,7 @@ def run_killed(work: Sequence[tuple[list[str], Point]]) -> None:
     """
     gc.freeze()  # else collecting copies every page in every child
     for arguments, point in work:
-        child = forked(partial(_run_until_killed, arguments, point))
-        try:
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        except BaseException:  # a test that takes too long
-            os.kill(child, signal.SIGKILL)
-            raise
+        code = code_of_fork(partial(_run_until_killed, arguments, point))
         assert code == -signal.SIGKILL, f"exit code {code} without coming to {point}"
 
 
@@ -255,6 +250,16 @@ def _run_until_killed(arguments: list[str], point: Point) -> int:
     torch.set_num_threads(1)  # threads of a pool are not there after a fork
     kill_at(*point)
     return run_cli(arguments)
+
+
+def code_of_fork(does: Callable[[], int]) -> int:
+    """Let a fork of this process do something, and wait for its end; return the exit code, negative for a signal."""
+    child = forked(does)
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except BaseException:  # a test that takes too long
+        os.kill(child, signal.SIGKILL)
+        raise
 
 
 def forked(does: Callable[[], int]) -> int:
