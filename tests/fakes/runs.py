@@ -72,13 +72,6 @@ from tests.fakes.runs import run_killed
 load_everything()
 run_killed(json.loads(sys.argv[1]))
 """
-IN_PROCESSES = """
-import json, sys
-from pathlib import Path
-from scripts.reliability import kill
-kill.load_everything()
-print(kill.wait(kill.start(json.loads(sys.argv[1]), Path(sys.argv[2]), processes=int(sys.argv[3]))))
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,11 +219,11 @@ def python(
 
 
 def run_in_processes(arguments: list[str], count: int, log: Path) -> list[int]:
-    """Run a command line in several processes of one training, forks of a new process; return their exit codes."""
-    done = python(IN_PROCESSES, json.dumps(arguments), str(log), str(count), timeout_s=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    codes: list[int] = json.loads(done.stdout)
-    return codes
+    """Run a command line in several processes of one training, forks of this process; return their exit codes."""
+    from scripts.reliability import kill  # which imports this module
+
+    gc.freeze()  # else collecting copies every page in every child
+    return kill.wait(kill.start(arguments, log, processes=count))
 
 
 def run_killed(work: Sequence[tuple[list[str], Point]]) -> None:
