@@ -107,6 +107,22 @@ def test_the_buttons_ask_the_run_that_they_name_and_a_refusal_is_said(
     assert "error" in said
 
 
+def test_an_answer_of_the_bar_lists_the_runs_once(
+    work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of(work, "moth")
+    run_of(work, "done", state="finished", exit_code=0)
+    queued(work, "images", label="next")
+    listed: list[Path] = []
+
+    def counted(root: Path) -> tuple[RunEntry, ...]:
+        listed.append(root)
+        return find_runs(root)
+
+    monkeypatch.setattr(live.runs, "find_runs", counted)
+    assert heard(work)["waiting"] == 1 and listed == [work.runs]
+
+
 def test_compare_opens_with_two_runs_of_the_same_images(work: Workplace) -> None:
     for name, images in (("a", "x"), ("b", "y"), ("c", "x")):
         fake_run(work.runs / name).write()

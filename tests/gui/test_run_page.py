@@ -162,7 +162,7 @@ def test_the_film_has_the_previews_says_what_they_are_and_is_saved(
     live: Path, work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = page(live)["film"]
-    assert [frame["name"] for frame in samples["frames"]] == ["base", "step 10"]
+    assert [frame["name"] for frame in samples["frames"]] == ["base", "step 10"] and samples["goes"]
     assert {frame["how"] for frame in samples["frames"]} == {"A sample image, drawn in full."}
     add_previews(live, [0, 4, 8], drawn="approximate")
     assert [frame["step"] for frame in page(live)["film"]["frames"]] == [0, 4, 8, 10], (
