@@ -100,13 +100,13 @@ BUSY = (
     Picture(
         name="train-length",
         path="/train?draft=new&example=1",
-        ready="text=Fits:",
-        scroll_to=".plan",
+        ready=".plan-line .fit",
+        scroll_to=".length",
     ),
     Picture(
         name="settings",
         path="/train?draft=new&example=1",
-        ready="text=Fits:",
+        ready=".plan-line .fit",
         click="header a[href='/settings']",
         after=".come-to .fit",
     ),

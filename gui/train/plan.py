@@ -161,7 +161,6 @@ def beside(found: PlanRecord, said: Words, *, of_all: str = "") -> Html:
         "train/beside.html",
         said,
         time=duration(found, said),
-        base=found.base,
         is_try_out=found.base in MINIATURES,
         of_all=of_all,
         **_chosen(found),

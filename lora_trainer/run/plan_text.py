@@ -19,7 +19,7 @@ from rich.text import Text
 from lora_trainer.common.event_kinds import SEVERITIES
 from lora_trainer.common.events import Finding, shown
 from lora_trainer.common.processes import share
-from lora_trainer.common.wording import bytes_text, duration_text, gib, span_text
+from lora_trainer.common.wording import bytes_text, duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.config.inputs import NO_ASSISTANT
 from lora_trainer.dataset.records import finding
@@ -363,10 +363,9 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
         if side_px > config.data.resolution and count:
             yield finding("enlarged", count=count, images=len(records), side_px=side_px)
     # As on a GPU slower than its tier's.
-    priority, whole = prepared.resolved.priority, prepared.plan.run_time
-    if whole.seconds / 3600 > MOST_HOURS[priority]:
-        name = "time.speed" if priority == "speed" else "time.other"
-        yield finding(name, time=span_text((whole.low_s, whole.high_s)))
+    priority = prepared.resolved.priority
+    if prepared.plan.run_time.seconds / 3600 > MOST_HOURS[priority]:
+        yield finding("time.speed" if priority == "speed" else "time.other")
     adapter, count = config.adapter, len(prepared.trained)
     if adapter.dora:
         yield finding("adapter")

@@ -255,6 +255,20 @@ def test_what_is_found_about_a_dataset_is_said_in_each_language() -> None:
     )
 
 
+def test_an_entry_has_the_placeholders_of_its_text_else_it_is_never_used() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "gui").rglob("*.py")]
+    constants = (
+        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    )
+    asked = {
+        text for text in constants if isinstance(text, str) and re.search(r"\{(#|text)\}", text)
+    }
+    assert "{#} images have no caption" in asked
+    for entries in (gui_texts.known(code) for code in language.languages() if code != "en"):
+        forms = {gui_texts.normal(english) for english in entries}
+        assert {text for text in asked - set(entries) if gui_texts.normal(text) in forms} == set()
+
+
 def test_what_would_be_half_translated_stays_whole() -> None:
     texts = {
         "{text} of {text}": "{text} von {text}",
