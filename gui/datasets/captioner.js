@@ -68,6 +68,7 @@ export class Captioner {
     }
     const running = answer.state === "running";
     const fresh = this.done !== undefined && (this.done !== answer.done || this.running !== running);
+    const begins = running && !this.running;
     this.done = answer.done;
     this.running = running;
     this.start.disabled = running;
@@ -81,8 +82,8 @@ export class Captioner {
     if (answer.state !== "none") this.said.textContent = answer.said;
     this.said.classList.toggle("ds-error", answer.state === "failed");
     this.problems.replaceChildren(...answer.problems.map((text) => make("li", {}, text)));
+    if (begins) this.open(true); // who closes it has it closed
     if (running) {
-      this.open(true);
       this.timer = setTimeout(() => this.look(), LOOK_EVERY_MS);
     }
     if (fresh) this.editor.reload();

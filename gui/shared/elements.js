@@ -40,11 +40,10 @@ export function field(label, attributes = {}) {
 }
 
 /** Return a button that shows `node`, which is hidden at first, and hides it again, as {opener, open}. */
-export function opening(label, node, onopen = () => {}) {
+export function opening(label, node) {
   const open = (is) => {
     node.hidden = !is;
     opener.setAttribute("aria-expanded", String(is));
-    if (is) onopen();
   };
   const opener = button(label, () => open(node.hidden), { class: "opener" });
   open(false);
