@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -39,18 +39,27 @@ def numbers(network: nn.Module) -> int:
     return sum(tensor.numel() for tensor in {**tables, **counted}.values())
 
 
+@lru_cache(maxsize=1)
+def network_of(name: str, architecture: str) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """Return the denoiser of an architecture in JSON, by which the planner's table of costs knows it, and its layers.
+
+    Releases of one architecture stand next to each other: it is built once for them.
+    """
+    family, known = families.family(name), json.loads(architecture)
+    with torch.device("meta"):
+        denoiser = family.training_denoiser(known)
+    return denoiser, denoiser_layers(family, known)
+
+
 @pytest.mark.parametrize(("name", "source"), SOURCES, ids=lambda value: value)
 def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) -> None:
     family = families.family(name)
     facts = family.releases[source]
     for alias in next(each.ids for each in family.published if source in each.ids):
         assert families.known_base(alias) == replace(facts, source=alias)
+    denoiser, layers = network_of(name, json.dumps(dict(facts.release.architecture)))
     with torch.device("meta"):
-        denoiser, image, encoders = (
-            family.training_denoiser(facts.release.architecture),
-            vae(VAES[name]),
-            list(texts(name, facts)),
-        )
+        image, encoders = vae(VAES[name]), list(texts(name, facts))
     loaded = {
         "denoiser": numbers(denoiser),
         "vae": numbers(image),
@@ -64,9 +73,8 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
     if name in BF16:
         published = sum(numbers(network) for network, _ in encoders)
         assert facts.download_bytes == 2 * (loaded["denoiser"] + loaded["vae"] + published)
-    json.dumps(dict(facts.release.architecture))  # the planner's cost table is keyed by it
     # The scripts that write the tables of costs and layers were run after the last change of diffusers.
-    assert denoiser_layers(family, facts.release.architecture) in released_layers(name)
+    assert layers in released_layers(name)
     costs = BaseCosts(family=family, facts=facts)
     for targets in TARGETS:
         shapes = costs.adapter_shapes(targets)
