@@ -94,6 +94,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
         faults += scanned(page, shown)
     faults += workbench(page, server)
     faults += drawn(page, server)
+    faults += too_wide_in_german(page, server)
     page.goto("about:blank")  # as it is served it may run no script, not even axe
     page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
     faults += scan(page, "report", in_the_dark=True)
@@ -251,6 +252,20 @@ def scan(page: Any, name: str, part: str = "html", *, in_the_dark: bool = False)
     if in_the_dark:
         page.emulate_media(color_scheme="dark", reduced_motion="reduce")
         faults += violations(page, f"{name}, dark", COLOURS, part)
+    return faults
+
+
+def too_wide_in_german(page: Any, server: GuiServer) -> list[str]:
+    """Return where the header, whose words are longer in German, is wider than the window."""
+    faults = []
+    page.evaluate("document.cookie = 'lora_train_language=de; path=/'")
+    server.open(page, "/", ready="text=Warteschlange")
+    for width_px in (320, 1024, 1100):
+        page.set_viewport_size({"width": width_px, "height": 768})
+        found_px = page.evaluate("document.documentElement.scrollWidth")
+        if found_px > width_px:
+            faults.append(f"Home in German: {found_px} px wide on {width_px}")
+    page.evaluate("document.cookie = 'lora_train_language=; path=/; max-age=0'")
     return faults
 
 
