@@ -191,7 +191,7 @@ def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy, tmp_path
         "helped": ["embedded is trained together with ", few],
         "4 GiB": [few, "the GPU has 4.0 GiB"],
         "8 GiB": [few],
-        "long": ["about ", few],
+        "long": ["it takes long on this machine", few],
         "as meant": [few],
         "dora": ["adapter.dora runs in fp32 beside", "output.format=kohya: diffusers drops"],
         "oft": ["output.format=kohya: diffusers, Forge and InvokeAI cannot"],
