@@ -19,7 +19,7 @@ import psutil
 
 from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import shown
-from lora_trainer.common.processes import quiet_libraries
+from lora_trainer.common.processes import quiet_network_libraries
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.hardware.kept_memory import keep
 from lora_trainer.hardware.machine import detect
@@ -112,7 +112,7 @@ class Drawer:
 
     def _draw(self, job: Job) -> None:
         if self._bench is None:
-            quiet_libraries()
+            quiet_network_libraries()
             from lora_trainer.run.samples import Bench
 
             self._bench = Bench(before_pass=self._before_pass)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.event_kinds import Event
 from lora_trainer.common.events import Listener
-from lora_trainer.common.processes import made_to_stay, quiet_libraries, read_dist_env
+from lora_trainer.common.processes import made_to_stay, quiet_network_libraries, read_dist_env
 from lora_trainer.common.records import as_json
 from lora_trainer.config import Priority
 from lora_trainer.run.plan_text import plan_record
@@ -103,7 +103,7 @@ def train(
     `command` is noted in run.json. Raises LoraTrainError.
     """
     with made_to_stay():
-        quiet_libraries()
+        quiet_network_libraries()
         from lora_trainer.run.lead import lead
 
     request = Request.of(
@@ -157,7 +157,7 @@ def load_adapter(run: Path | str, *, base: str | None = None) -> LoadedAdapter:
 
     `base` replaces the base that the file names. Raises InputError and RequestError.
     """
-    quiet_libraries()
+    quiet_network_libraries()
     from lora_trainer.run.samples import load_adapter as load
 
     return load(Path(run), base=base)
@@ -176,7 +176,7 @@ def validate(
 
     `clip` names a CLIP image encoder on this machine. Raises LoraTrainError.
     """
-    quiet_libraries()
+    quiet_network_libraries()
     from lora_trainer.evaluate.validate import validate as measure
 
     return measure(

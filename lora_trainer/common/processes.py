@@ -16,12 +16,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
 
-from lora_trainer.common.errors import MachineError
+from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError
 
 if TYPE_CHECKING:
     import psutil
@@ -307,3 +310,45 @@ def quiet_libraries() -> None:
     from diffusers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+
+
+def quiet_network_libraries() -> None:
+    """Silence the libraries, and import bitsandbytes where it is installed, before networks are built.
+
+    peft imports it, and it asks torch to compile five functions at that moment, for which torch imports its compiler:
+    0.8 s of each start. They are compiled when they are first called instead. What is wrong with it is said where peft
+    imports it again.
+    """
+    quiet_libraries()
+    if "bitsandbytes" in sys.modules or find_spec("bitsandbytes") is None:
+        return
+    with compiled_when_called(), suppress(*BROKEN_PACKAGE):
+        import_module("bitsandbytes")
+
+
+@contextmanager
+def compiled_when_called() -> Iterator[None]:
+    """Let functions that are given to `torch.compile` meanwhile be given to it at their first call."""
+    import torch
+
+    compile_now = torch.compile
+
+    def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None:
+            return partial(compile_later, **options)
+
+        @cache
+        def compiled() -> Callable[..., Any]:
+            return compile_now(function, **options)
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return called
+
+    torch.compile = compile_later  # type: ignore[assignment]  # torch has one signature for each way to call it
+    try:
+        yield
+    finally:
+        torch.compile = compile_now

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch._native import common_utils
 
 from lora_trainer.common import processes
@@ -34,6 +37,28 @@ def test_a_user_who_wants_them_gets_them() -> None:
     environment = {"TORCH_DISABLE_NATIVE_JIT": "0"}
     processes.without_compilers(environment)
     assert environment == {"TORCH_DISABLE_NATIVE_JIT": "0"}
+
+
+def test_what_a_library_compiles_at_its_import_is_compiled_when_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[dict[str, Any]] = []
+
+    def compile_now(function: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    with processes.compiled_when_called():
+
+        @torch.compile
+        def doubled(number: int) -> int:
+            return 2 * number
+
+        halved = torch.compile(dynamic=False)(lambda number: number / 2)
+    assert vars(torch)["compile"] is compile_now and compiled == []
+    assert [doubled(2), doubled(number=3), halved(8)] == [4, 6, 4]
+    assert compiled == [{}, {"dynamic": False}], "each once"
 
 
 @pytest.mark.parametrize(("modules", "at_the_end"), [((), True), (("triton._C.libtriton",), False)])
