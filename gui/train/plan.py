@@ -134,8 +134,11 @@ def plan(found: PlanRecord, said: Words, *, leads_to: str = "", leads_to_time: s
 
 
 def together(plans: Sequence[PlanRecord], said: Words) -> str:
-    """Return in a sentence what several trainings take, one after another; all of them read the same cache."""
-    pairs = [found.time.range_s for found in plans]
+    """Return in a sentence what several trainings take, one after another; all of them read the same cache.
+
+    Beside what runs now, as the time of each of them is said.
+    """
+    pairs = [plan_view.from_now_s(found.time) for found in plans]
     known = [pair for pair in pairs if pair is not None]
     cache = max(found.disk.get(CACHE, 0) for found in plans)
     own = sum(size for found in plans for name, size in found.disk.items() if name != CACHE)

@@ -178,7 +178,7 @@ def clock(hardware: Hardware, cache: Path) -> MachineCheck:
     return _judged(
         predicted if known else estimated,
         is_bad=load_factor(hardware, gpu) > 1,
-        fix="close them if you can: a predicted time is without them",
+        fix="close them if you can: a training takes longer beside them",
     )
 
 

@@ -54,7 +54,9 @@ def draft(work: Workplace, tmp_path: Path) -> drafts.Draft:
     return draft
 
 
-def planned(*, rank: int = 16, answer: Callable[[str], str] = lambda _: "") -> Any:
+def planned(
+    *, rank: int = 16, beside_others: float = 1.0, answer: Callable[[str], str] = lambda _: ""
+) -> Any:
     """Return what answers for `lora-train plan`; `answer` is an error for a command line, or nothing."""
 
     def ask(asked: tuple[str, ...]) -> command_lines.Answer:
@@ -62,6 +64,7 @@ def planned(*, rank: int = 16, answer: Callable[[str], str] = lambda _: "") -> A
         if error := answer(line):
             return command_lines.Answer(values=None, error=error)
         time = {"steps": 60, "epochs": 2.0, "run_s": [600, 1200], "note": "", "source": ""}
+        time["beside_others"] = beside_others
         settings = {
             key: {"value": value, "origin": "planner", "reason": ""}
             for key, value in {
@@ -112,6 +115,10 @@ def test_the_time_and_the_disk_of_all_of_them_stand_beside_the_button(
     assert shown.button == "Queue 6 trainings" and shown.works
     # Six times 10 to 20 minutes; the cache is made once, six times 1 GiB of states and exports.
     assert "6 trainings, one after another: about 60 min to 2.0 h together, 7.0 GiB" in shown.beside
+    # Each of them says how long it takes beside other programs, so all together are not shorter.
+    slowed = command_lines.Plans(work, ask=planned(beside_others=3.0))
+    shown = train.plan_part(work, draft, SAID, slowed)
+    assert "one after another: about 3.0 h to 6.0 h together" in shown.beside
     shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=planned(rank=8)))
     assert not shown.works and "8 is what it has already" in shown.beside
     refuses = planned(answer=lambda line: "error: no room. Fix: x." if "rank=8" in line else "")

@@ -212,7 +212,9 @@ def test_200_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
             faults.append((name, "Machine: usable memory", page))
         load = others_text(hardware, hardware.accelerator()[0])
         if load != "other programs do not slow it now":
-            assert "Close them if you can: a predicted time is without them." in page, "a sentence"
+            assert "Close them if you can: a training takes longer beside them." in page, (
+                "a sentence"
+            )
         if load not in facts or load not in page:
             faults.append((name, "what other programs use", facts, page))
         for gpu in hardware.gpus:
