@@ -275,16 +275,23 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
         if dataset.is_file():
             return _words_part(dataset, said)
         folder, words = dataset, command_lines.check_words(draft, work)
-        answer = command_lines.ask(words)
+        answer, refusal = command_lines.ask(words), ""
+        if answer.values is None and draft.base:
+            # Settings that were brought name a base that may not be here: the images are, and are looked at without it.
+            draft, refusal = replace(draft, base=""), answer.error
+            words = command_lines.check_words(draft, work)
+            answer = command_lines.ask(words)
     except LoraTrainError as problem:
         return ImagesPart(html=error(str(problem), said))
     if answer.values is None:
-        return ImagesPart(html=error(answer.error, said))
+        return ImagesPart(html=error(refusal or answer.error, said))
     check.remember(work, folder, words, answer.values)  # for the cards of the images
     judged = command_lines.judged_for(draft, folder)
     assumed = base_names.title(judged) if judged != draft.base else ""
     shown, is_good = report(folder, answer.values, said, assumed=assumed)
-    on = "Looks good, next step" if is_good else "Continue anyway"
+    on = "Looks good, next step" if is_good and not refusal else "Continue anyway"
+    if refusal:
+        shown = Html(error(refusal, said) + shown)
     return ImagesPart(html=shown, folder=str(folder), next=said(on))
 
 

@@ -586,3 +586,17 @@ def test_ask_returns_json_or_the_line_of_the_refusal() -> None:
     assert (refused.values, refused.error) == (None, "error: no. Fix: do")
     assert "no JSON" in asked("print('hello')").error
     assert "/no/such/program" in command_lines.ask((), program=("/no/such/program",)).error
+
+
+def test_images_are_looked_at_although_the_settings_name_a_base_that_is_not_here(
+    work: Workplace, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "cats", images=3)
+    draft = drafts.new(work, dataset=str(tmp_path / "cats"))
+    missing = "/models/sd_xl_base_1.0.safetensors"
+    shown = view.images_part(work, replace(draft, base=missing), SAID)
+    assert (
+        f"base model &#x27;{missing}&#x27; does not exist" in shown.html
+        and "3 images" in shown.html
+    )
+    assert (shown.folder, shown.next) == (str(tmp_path / "cats"), "Continue anyway")
