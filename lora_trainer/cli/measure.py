@@ -13,7 +13,7 @@ from rich.text import Text
 from lora_trainer.cli.main import PLANNED, Json, PlanOptions, Reply, Sets, console, overrides
 from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
 from lora_trainer.common.files import write_atomic
-from lora_trainer.common.processes import quiet_libraries, read_dist_env
+from lora_trainer.common.processes import quiet_network_libraries, read_dist_env
 from lora_trainer.common.wording import gib
 from lora_trainer.reporting.run_record import RUN_FILE
 from lora_trainer.reporting.score import WEIGHTS
@@ -43,7 +43,7 @@ def sample(
     :param strength: strength of the LoRA, repeatable [default: 1]
     :param reference: image to edit, of a base that edits; repeatable, the first reference first
     """
-    quiet_libraries()
+    quiet_network_libraries()
     out = console()
     from lora_trainer.run.samples import make_images
 
@@ -175,7 +175,7 @@ def profile(
             f"profile measures one process, and the launcher started {processes}",
             fix="start it without the launcher",
         )
-    quiet_libraries()
+    quiet_network_libraries()
     from lora_trainer.measuring.profile import profile_run
     from lora_trainer.reporting.console import ConsoleListener
     from lora_trainer.run.prepare import Request

@@ -58,7 +58,7 @@ DEQUANTISE_KERNELS: Mapping[BasePrecision, int] = {"int8": 2, "fp8": 2, "nf4": 3
 OTHER_KERNELS = 0.32
 # Where blocks keep results, the layers that make them run some Python in both passes, as a share of the time to start a
 # step's kernels: measured on a processor for all families (docs/experiments/speed.md).
-KEEPING = 0.1
+KEEPING_KERNELS = 0.1
 # Kernels of a pass without gradients, as a share of a training step's.
 FORWARD_KERNELS = 1 / 3
 # A streamed block is copied once for the forward pass and once to be recomputed for the backward pass.
@@ -128,7 +128,9 @@ def step_work(
     return StepWork(
         flops=flops,
         other_flops=OTHER_KERNELS * spared_flops * images,
-        kernels=round(started * (1 + KEEPING * keeps_results) + dequantised * _layer_kernels(base)),
+        kernels=round(
+            started * (1 + KEEPING_KERNELS * keeps_results) + dequantised * _layer_kernels(base)
+        ),
         dequantised_bytes=dequantised * _layer_bytes(base),
         bus_bytes=blocks * streamed,
         ordered_bytes=inputs * offloaded,
