@@ -21,6 +21,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from lora_trainer.common.files import user_cache_folder
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.hardware.kept_memory import KEPT_MEMORY_FILE, take_back
+from tests.forks import live_in
 
 # A loaded machine is not a failure; CI tries the same examples every time, people get new ones.
 settings.register_profile(
@@ -64,9 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(patch.undo)
     for name in [name for name in os.environ if name.startswith(("HF_", "LORA_TRAIN", "WANDB_"))]:
         patch.delenv(name)
-    patch.setenv("HOME", home.name)
-    patch.setenv("XDG_CACHE_HOME", f"{home.name}/.cache")
-    patch.setenv("HF_HOME", f"{home.name}/huggingface")
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        patch.setenv(name, "")  # given back at the end
+    live_in(Path(home.name))
     patch.setenv("HF_HUB_OFFLINE", "1")
     # Not in the home of this run: what it reads out of our sources takes each test process 2 s and is the same in all.
     set_hypothesis_home_dir(config.rootpath / ".pytest_cache" / "hypothesis")

@@ -1,7 +1,7 @@
 """The interface with late answers: each is held back up to 0.7 s, as over a bad connection.
 
     python -m tests.fakes.late_answers gui --runs=FOLDER ...      the words of `python -m lora_trainer`
-    LATE_ANSWERS=3 python -m pytest -n 0 tests/gui/test_e2e_run_page.py
+    LATE_ANSWERS=3 python -m pytest tests/gui/test_e2e_run_page.py
 
 With the variable LATE_ANSWERS, a seed, `start_gui` starts this program in place of the other. What the server found
 out is found out at once; only its answer waits, so that answers arrive in another order than they were asked for.

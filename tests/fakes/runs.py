@@ -258,7 +258,7 @@ def code_of_fork(does: Callable[[], int]) -> int:
 def forked(does: Callable[[], int]) -> int:
     """Let a fork of this process do something and end with the code that it returns; return the fork's number."""
     with warnings.catch_warnings():
-        # Since Python 3.12 a fork beside threads is warned of. Those of a test process wait for xdist or a library;
+        # Since Python 3.12 a fork beside threads is warned of. Those of a test process wait for a library;
         # none holds a lock that a training needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
