@@ -7,6 +7,7 @@ temporary folder of its own. A test that ends its process fails, and a new fork 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -218,7 +219,9 @@ def work(
         other.close()  # else they would stay open when that process ends
     config = session.config
     plugins = config.pluginmanager
-    plugins.unregister(name="terminalreporter")
+    reporter: Any = plugins.get_plugin("terminalreporter")
+    if reporter is not None:  # it stays: pytest-timeout writes through it
+        reporter._tw._file = io.StringIO()
     plugins.register(told := Told(config, connection))
     told.is_new = False
     capture: Any = plugins.get_plugin("capturemanager")

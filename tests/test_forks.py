@@ -9,8 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULE = """
-import os, signal, sys, warnings
+import os, signal, threading, warnings
 from pathlib import Path
+import pytest
 NAME = Path(__file__).stem
 def told(what):
     with Path(__file__).with_suffix(".told").open("a") as file:
@@ -25,6 +26,9 @@ def test_ends_its_process():
     if NAME == "test_a":
         os.kill(os.getpid(), signal.SIGKILL)
     assert NAME != "test_b"
+@pytest.mark.timeout(0.2)
+def test_waits():
+    threading.Event().wait(None if NAME == "test_c" else 0)
 def test_last():
     told("last")
 """
@@ -61,11 +65,14 @@ def test_each_test_runs_once_and_one_that_ends_its_process_fails_alone(tmp_path:
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert "its process ended with -9 (negative: a signal)" in lines
     assert sorted(line.split()[1] for line in lines if line.startswith("FAILED")) == [
-        f"test_{name}.py::test_ends_its_process" for name in "ab"
+        "test_a.py::test_ends_its_process",
+        "test_b.py::test_ends_its_process",
+        "test_c.py::test_waits",
     ]
+    assert "Failed: Timeout" in done.stdout
     assert lines.count("said by test_b") == lines.count("said by test_c") == 1
     assert done.stdout.count("UserWarning: is told") == 3
-    assert "2 failed, 7 passed" in lines[-1]
+    assert "3 failed, 9 passed" in lines[-1]
     places = {}
     for name in "abc":
         told = (tmp_path / f"test_{name}.told").read_text(encoding="utf-8").split("\n")[:-1]
