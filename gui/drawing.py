@@ -1,14 +1,16 @@
 """The process that draws with LoRAs and keeps their base loaded for the next picture: how to ask it, what it keeps.
 
 Inputs: jobs (jobs.py) with what is to be drawn. Outputs in `<runs>/.gui/drawing/`: `asked/ID`, an empty file for each
-job that waits; `process.json`, the process and the base that it has loaded. Like trainings it outlives these pages, so
-everything goes through files. It is started when something is to be drawn and none runs, and ends by itself when
-nothing was drawn for `KEPT_S`, or while a training runs; a training that starts ends it first where it needs the memory
+job that waits; `process.json`, the process and the base that it has loaded; in the folder of a job `far.json`, how far
+it is. Like trainings it outlives these pages, so everything goes through files. It is started when something is to be
+drawn and none runs, and ends by itself when nothing was drawn for `KEPT_S`, or while a training runs; a training that
+starts ends it first where it needs the memory
 (hardware/kept_memory.py).
 """
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -36,7 +38,7 @@ KEPT_S = 300.0
 """So long after its last picture the process keeps the base loaded."""
 STOPPED, GAVE_WAY = 130, 143
 """Exit codes of a job that somebody stopped, and of one whose process was ended by what needs its memory."""
-STOP_FILE = "stop"
+STOP_FILE, FAR_FILE = "stop", "far.json"
 _LOCK_WITHIN_S = 10.0
 
 
@@ -117,6 +119,30 @@ def stop(job: Job) -> None:
         (job.folder / STOP_FILE).touch()
     except OSError as error:
         raise disk_error(job.folder, error) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Far:
+    """How far a job is: its whole pictures, the share of the one that is being drawn, seconds since the first pass."""
+
+    pictures: int
+    share: float
+    seconds: float
+
+    def left_s(self, count: int) -> float:
+        """Return the seconds that the rest of `count` pictures takes at this pace; NaN where nothing is drawn yet."""
+        done = self.pictures + self.share
+        return self.seconds / done * max(0.0, count - done) if done else math.nan
+
+
+def far(job: Job) -> Far | None:
+    """Return how far a job is, None before its first pass."""
+    try:
+        record = read_json_object(job.folder / FAR_FILE)
+        found = {name: float(record[name]) for name in ("pictures", "share", "seconds")}
+    except (RequestError, KeyError, TypeError, ValueError):
+        return None
+    return Far(pictures=int(found["pictures"]), share=found["share"], seconds=found["seconds"])
 
 
 def loaded(work: Workplace) -> tuple[str, Keeper] | None:

@@ -19,17 +19,20 @@ import psutil
 
 from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import shown
+from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.processes import quiet_network_libraries
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.hardware.kept_memory import keep
 from lora_trainer.hardware.machine import detect
 
 from . import jobs, runs
-from .drawing import GAVE_WAY, KEPT_S, STOP_FILE, STOPPED, Folder
+from .drawing import FAR_FILE, GAVE_WAY, KEPT_S, STOP_FILE, STOPPED, Folder
 from .jobs import LOG_FILE, Job
 from .workplace import Workplace
 
 _LOOK_S = 0.05
+# A page asks each second.
+_TOLD_EACH_S = 0.5
 # An older process needs so long to end.
 _ENDS_WITHIN_S = 30.0
 
@@ -49,6 +52,12 @@ class Drawer:
     _job: Job | None = None
     _gpu_uuid: str = ""
     _record: dict[str, Any] = field(default_factory=dict)
+    # Of the job: its whole pictures, the passes of the one that is being drawn, those of the one before it.
+    _pictures: int = 0
+    _passes: int = 0
+    _usual: int = 0
+    _began_s: float = 0.0
+    _told_s: float = 0.0
 
     def serve(self) -> None:
         """Draw what waits; return when nothing was drawn for `kept_s`, or something is being trained."""
@@ -121,6 +130,7 @@ class Drawer:
         from lora_trainer.run.samples import make_images
 
         about = job.about
+        self._pictures = self._passes = self._usual = 0
         for each in about["files"]:
             for _ in make_images(
                 Path(each["path"]),
@@ -131,13 +141,33 @@ class Drawer:
                 strengths=about["strengths"],
                 bench=self._bench,
             ):
+                self._pictures, self._passes, self._usual = self._pictures + 1, 0, self._passes
                 self._tell()
                 self._refuse_stopped()
 
     def _before_pass(self) -> None:
+        if not self._pictures and not self._passes:
+            self._began_s = time.monotonic()
+        self._tell_far()
+        self._passes += 1
         if self._bench.base != self._record.get("base"):
             self._tell()
         self._refuse_stopped()
+
+    def _tell_far(self) -> None:
+        """Say how far the job is, with the share of the picture that is done before this pass."""
+        now_s = time.monotonic()
+        if self._job is None or now_s - self._told_s < _TOLD_EACH_S:
+            return
+        self._told_s = now_s
+        # A picture may take several passes a step, which is known from the second one on.
+        passes = self._usual or self._bench.steps
+        record = {
+            "pictures": self._pictures,
+            "share": min(self._passes / passes, 0.99) if passes else 0.0,
+            "seconds": now_s - self._began_s,
+        }
+        write_atomic(self._job.folder / FAR_FILE, json_bytes(record), durable=False)
 
     def _refuse_stopped(self) -> None:
         if self._job is not None and (self._job.folder / STOP_FILE).exists():

@@ -26,6 +26,7 @@ from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.lora_file.base_layers import recognise
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
+from lora_trainer.lora_file.metadata import steps_trained
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.reporting.run_record import RunRecord, read
 from lora_trainer.reporting.status import read_status
@@ -115,8 +116,7 @@ class Header:
 
     @property
     def steps(self) -> int | None:
-        text = self.metadata.get("ss_steps", "")
-        return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
+        return steps_trained(self.metadata)
 
     @property
     def thumbnail(self) -> str:
@@ -164,6 +164,11 @@ def find(work: Workplace, ref: str) -> LoraFile:
 def read_header(file: LoraFile) -> Header:
     """Return what the file says of itself, with the reason for one that cannot be read."""
     return _header(file.path, (file.changed_ns, file.size_bytes))
+
+
+def step_of(file: LoraFile) -> int | None:
+    """Return after how many steps a training wrote a file, as its name or its header says; None for neither."""
+    return file.step or read_header(file).steps
 
 
 def recorded_base(file: LoraFile) -> str:

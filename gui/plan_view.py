@@ -27,8 +27,6 @@ _PARTS = (
 _REST = ("work", "working memory {size}")
 # How much longer the bar is than what it shows.
 _ROOM = 1.04
-# A limit that is so many times as high as the need would leave of the bar a strip at its left end.
-_FAR = 4
 _PHASES = {
     "loading": "loading the base model",
     "images": "preparing images",
@@ -65,14 +63,16 @@ def from_now_s(time: TimeRecord) -> tuple[float, float] | None:
 
 
 def bar_bytes(memory: MemoryRecord) -> float:
-    """Return how many bytes the bar is long: up to the limit, or what is needed where that is a small part of it."""
-    peak, limit = memory.peak_bytes, memory.limit_bytes
-    shown = limit if math.isfinite(limit) and peak < limit <= _FAR * peak else peak
-    return shown * _ROOM or 1.0
+    """Return how many bytes the bar is long: all that may be used, or what is needed where that is more.
+
+    A bar of what is needed alone is full whatever the machine has, and looks as though it were about to burst.
+    """
+    limit = memory.limit_bytes if math.isfinite(memory.limit_bytes) else 0.0
+    return max(memory.peak_bytes, limit) * _ROOM or 1.0
 
 
 def limit_share(memory: MemoryRecord) -> float | None:
-    """Return where in the bar the limit is, as a share of it; None where none is known or it is far off."""
+    """Return where in the bar the limit is, as a share of it; None where none is known."""
     share = memory.limit_bytes / bar_bytes(memory)
     return share if share <= 1 else None
 

@@ -37,6 +37,7 @@ _DOING = {
     "load": "Loading the base model.",
     "images": "Preparing the images.",
     "captions": "Preparing the captions.",
+    "base": "Looking at what the base model does before the training.",
     "train": "Training.",
     "sample": "Making sample images.",
     "export": "Writing the LoRA file.",
@@ -52,7 +53,7 @@ _STARTING = (
     (frozenset({"", "scan", "plan"}), "Check your images"),
     (frozenset({"cache"}), "Prepare the images and captions"),
     (frozenset({"load"}), "Load the base model"),
-    (frozenset({"sample"}), "Draw what the base makes of the prompts"),
+    (frozenset({"base", "sample"}), "See what the base model does before the training"),
     (frozenset({"train"}), "Train the first step"),
 )
 _PHASES_OF_STAGES = {"caching": "cache", "training": "train"}

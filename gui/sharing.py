@@ -31,8 +31,9 @@ from lora_trainer.common.files import (
 from lora_trainer.common.wording import public_text
 from lora_trainer.families.files.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
+from lora_trainer.lora_file.metadata import steps_trained
 from lora_trainer.lora_file.tensor_file import whole_or_absent
-from lora_trainer.reporting.sample_files import own_samples
+from lora_trainer.reporting.sample_files import SAMPLES, own_samples
 from lora_trainer.run.hub_upload import WRITE_REFUSED, shared_samples
 
 from . import command_lines, jobs
@@ -170,7 +171,8 @@ def zip_for_civitai(
 
     Civitai reads the prompt of a sample from its file, as A1111 writes it. Raises MachineError when the disk refuses.
     """
-    samples = shared_samples(own_samples(file.path.parent / "samples"), inspection.metadata)
+    drawn = own_samples(file.path.parent / SAMPLES, up_to=steps_trained(inspection.metadata))
+    samples = shared_samples(drawn, inspection.metadata)
     target = unused(folder / f"{file.path.stem}.zip")
     # Nothing in it gets smaller by packing.
     with (

@@ -239,7 +239,8 @@ def _converted(received: Received) -> dict[str, Any]:
 
 def sentence(received: Received) -> str:
     """Say in lines what an upload has brought, and what of it was left out, the first by name."""
-    images = "1 image" if received.images == 1 else f"{received.images:,} images"
+    # Which of them can be read is not known yet.
+    images = "1 image file" if received.images == 1 else f"{received.images:,} image files"
     captions = "1 caption" if received.captions == 1 else f"{received.captions:,} captions"
     said = [f"Added: {images} and {captions}." if received.captions else f"Added: {images}."]
     for each in received.left_out[:MAX_LEFT_OUT_NAMED]:

@@ -273,7 +273,7 @@ def test_the_newest_sample_is_the_thumbnail_and_one_that_cannot_be_read_costs_th
     images[2].write_bytes(images[2].read_bytes()[:2000])
     images[3].write_bytes(b"nothing")
     left = iter([*images, tmp_path / "gone" / "00.png"])
-    monkeypatch.setattr("lora_trainer.run.saving.own_samples", lambda _: [next(left)])
+    monkeypatch.setattr("lora_trainer.run.saving.own_samples", lambda _, up_to: [next(left)])
     place = toy(tmp_path, images=3).with_base()
     assert place.train(steps=5, output__save_every_steps=1, output__keep_last=9, **QUIET) == 0
     files = [place.run / f"toy-step{step:08d}.safetensors" for step in range(1, 5)]

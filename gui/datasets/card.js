@@ -190,11 +190,12 @@ function place(node, left, top, width, height) {
   });
 }
 
-/** Return "1024 x 768 px", ", goes to 832x640", ", 4 % cropped" as elements, as far as it is known. */
+/** Return "1024x768 \u2192 832x640 px", ", 4 % cropped" as elements, as far as it is known. */
 function sizeTexts(picture) {
   if (!picture.width_px) return [];
   const cropped = Math.round(100 * picture.cropped_fraction);
-  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, say(", goes to {}", picture.bucket.replace("x", "\u00d7"))];
+  // Short, so that a narrow card shows the half that is of use.
+  const parts = [`${picture.width_px}\u00d7${picture.height_px} \u2192 ${picture.bucket.replace("x", "\u00d7")} px`];
   if (cropped > 0) parts.push(say(", {} % cropped", cropped));
   if (picture.upscaled) parts.push(say(", enlarged"));
   return parts.map((part) => make("span", {}, part));

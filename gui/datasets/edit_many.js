@@ -87,7 +87,7 @@ export class EditMany {
     this.apply.disabled = false;
     if (answer.error) { this.said.textContent = say("Not applied: {}", answer.error); return; }
     this.close();
-    this.editor.changed(answer, say("Done: {}", answer.step || say("nothing")));
+    this.editor.changed(answer, say("Done: {}", answer.step || say("nothing")), true);
   }
 }
 

@@ -291,7 +291,8 @@ class Editor {
 }
 
 /** Return "3 images in /the/folder". */
-function imagesIn({ folder, pictures: { length } }) {
+function imagesIn({ folder, pictures }) {
+  const { length } = pictures.filter((row) => !row.unreadable); // as the heading counts them
   return length === 1 ? say("1 image in {}", folder) : say("{#} images in {}", length.toLocaleString("en"), folder);
 }
 

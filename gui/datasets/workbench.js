@@ -33,6 +33,7 @@ class Workbench {
     this.picture = make("img", { alt: "", onload: () => this.fit() });
     this.stage = make("div", { class: "wb-stage" }, this.picture);
     this.bar = make("div", { class: "wb-bar" });
+    this.seen = make("div"); // what the training sees of what is done on the picture
     this.before = make("div", { class: "wb-before" });
     this.name = make("h3", { dir: "auto", translate: "no" });
     this.counter = make("p", { class: "ds-quiet", role: "status" });
@@ -47,7 +48,7 @@ class Workbench {
     this.shown = dialog(say("Image and caption"), {
       fields: [make("div", { class: "workbench" }, make("div", {}, make("div", { class: "wb-pair" }, this.before, make("div", { class: "wb-image" }, this.stage)), this.bar),
         make("div", {}, this.name, this.counter, this.caption, this.was, this.tags,
-          make("p", { class: "actions" }, this.back, this.next, this.crop, this.mask, this.exclude)))],
+          make("p", { class: "actions" }, this.back, this.next, this.crop, this.mask, this.exclude), this.seen))],
       note: say("Enter saves and goes to the next image, Shift and Enter begins a line."),
       act: say("Save and next"),
       submit: async () => { if (this.holds()) return { error: this.unsaved }; await this.card.save(); return this.card.failed ? { error: say("The caption is not saved.") } : {}; },
@@ -85,7 +86,7 @@ class Workbench {
     this.before.hidden = !picture.references.length;
     this.before.replaceChildren(...this.card.references(LARGE_PX));
     this.name.textContent = picture.file;
-    this.counter.textContent = say("Image {#} of {#}", at + 1, order.length);
+    this.counter.textContent = say("{#} of {#}", at + 1, order.length);
     this.caption.replaceChildren(...this.card.lend());
     this.back.disabled = at < 1;
     this.next.disabled = at + 1 >= order.length;
@@ -163,7 +164,8 @@ class Workbench {
     this.stage.replaceChildren(this.picture, node);
     this.bar.replaceChildren(make("div", { class: "ds-line" }, ...tools), make("p", { class: "actions" },
       button(save, act, { class: "primary" }), ...onwards, ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })),
-    this.refused, ...(note ? [make("p", { class: "ds-quiet" }, note)] : []), more);
+    this.refused, ...(note ? [make("p", { class: "ds-quiet" }, note)] : []));
+    this.seen.replaceChildren(more);
   }
 
   /** Save a crop or a mask and return whether that was done; what is refused is said, and what was drawn stays. */
@@ -185,6 +187,7 @@ class Workbench {
     const { file, crop, width_px, height_px } = this.card.picture;
     const size = this.sizes.get(file) ?? [width_px, height_px]; // the check may not have come yet
     this.bar.replaceChildren();
+    this.seen.replaceChildren();
     const kept = crop && size[0] ? make("i") : null;
     if (kept) {
       const [left, top, right, bottom] = crop.map((edge, at) => `${(100 * edge / size[at % 2]).toFixed(3)}%`);

@@ -12,10 +12,10 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import write_atomic
-from lora_trainer.reporting.sample_files import own_samples
+from lora_trainer.reporting.sample_files import SAMPLES, own_samples
 from lora_trainer.tools.describe import describe
 
-from ..lora_files import PREVIEW_SUFFIX, LoraFile
+from ..lora_files import PREVIEW_SUFFIX, LoraFile, step_of
 from ..sharing import png_bytes
 from ..workplace import Workplace
 from . import try_prompts
@@ -60,7 +60,7 @@ def shown_choices(work: Workplace, file: LoraFile) -> Sequence[Mapping[str, Any]
 
 
 def _drawn(work: Workplace, file: LoraFile) -> Iterator[tuple[str, Path]]:
-    for image in own_samples(file.path.parent / "samples"):
+    for image in own_samples(file.path.parent / SAMPLES, up_to=step_of(file)):
         yield f"sample {image.parent.name}/{image.name}", image
     for job in try_prompts.of_file(work, file):
         for image in try_prompts.images(work, job).values():

@@ -28,7 +28,8 @@ function mountTry(panel, head, file, leaving) {
   const place = panel.querySelector(".tries");
   const openAgain = keepOpen(place);
   countSince(place, leaving);
-  const asked = follow(place, "/library/tries", leaving, ({ goes }) => {
+  const asked = follow(place, "/library/tries", leaving, ({ goes, head: newHead }) => {
+    if (!head.contains(document.activeElement)) head.innerHTML = newHead; // markup of our own server
     openAgain();
     countSince(place, leaving);
     if (!goes && document.activeElement === stop) form.querySelector("[type=submit]").focus();
@@ -51,7 +52,6 @@ function mountTry(panel, head, file, leaving) {
     const [job, row, of, strength] = mark.split(" ");
     const answer = await asked({ mark: { job, row: Number(row), file: Number(of), strength: Number(strength) } });
     tell(said, answer);
-    if (answer.head !== undefined) head.innerHTML = answer.head; // markup of our own server
     place.querySelector(`[data-mark="${CSS.escape(mark)}"]`)?.focus(); // the grid was drawn anew
   });
   stop.addEventListener("click", async () => tell(said, await asked({ stop: true })));

@@ -1,4 +1,4 @@
-"""The picture of a LoRA: the one beside its file, its preview first, else the last of its training; never the base's.
+"""The picture of a LoRA: the one beside its file, its preview first, else the last that its training drew with it.
 
 Input: a file of the library. Outputs: the picture, the address of a small copy of it, what its training drew with it.
 """
@@ -12,12 +12,13 @@ from pathlib import Path
 from lora_trainer.common.wording import one_line
 from lora_trainer.reporting.sample_files import (
     PREVIEWS,
+    SAMPLES,
     newest_preview,
     own_samples,
     sample_prompt,
 )
 
-from ..lora_files import BEST_PICTURE_SUFFIX, PREVIEW_SUFFIX, LoraFile
+from ..lora_files import BEST_PICTURE_SUFFIX, PREVIEW_SUFFIX, LoraFile, step_of
 from ..media import run_url, thumb_url
 
 _THUMB_PX = 384
@@ -26,7 +27,7 @@ _THUMB_PX = 384
 def preview_of(file: LoraFile) -> Path | None:
     """Return the picture beside a file or, of the result or a save of a run, its last sample, else its last preview.
 
-    None where only the base has drawn any: its picture shows nothing of the LoRA.
+    Of a save those up to its step: later ones show another LoRA. None where only the base has drawn any until then.
     """
     for suffix in (PREVIEW_SUFFIX, BEST_PICTURE_SUFFIX, ".png"):
         image = file.path.with_name(f"{file.path.stem}{suffix}")
@@ -34,10 +35,9 @@ def preview_of(file: LoraFile) -> Path | None:
             return image
     if not file.trained:
         return None
-    samples = file.path.parent / "samples"
-    drawn = sorted((samples / f"step-{file.step:08d}").glob("*.png")) if file.step else []
-    own = next(iter(drawn or own_samples(samples)), None)
-    return own or newest_preview(file.path.parent / PREVIEWS)
+    folder, step = file.path.parent, step_of(file)
+    own = own_samples(folder / SAMPLES, up_to=step)
+    return own[0] if own else newest_preview(folder / PREVIEWS, up_to=step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,10 @@ class TrainingSamples:
 
 
 def samples_of(file: LoraFile) -> TrainingSamples | None:
-    """Return the samples of the step of a file, of the result those of the last step; None without any."""
+    """Return the last samples up to the step of a file, as `preview_of`; None without any."""
     if not file.trained:
         return None
-    samples = file.path.parent / "samples"
-    of_step = samples / f"step-{file.step or 0:08d}"
-    images = sorted(of_step.glob("[0-9]*.png")) if file.step else own_samples(samples)
+    images = own_samples(file.path.parent / SAMPLES, up_to=step_of(file))
     shown = [{"url": _address(image, file), "prompt": _prompt(image)} for image in images]
     if not shown:
         return None

@@ -212,7 +212,7 @@ def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
         "more": [(each.ref, each.ref.removesuffix(lora_files.SUFFIX)) for each in more],
         **try_prompts.form(file, header, drawn),
         "warning": _(try_prompts.warning(work)),
-        "tries": _tries_now(work, drawn, _),
+        "tries": _tries_now(work, file, _),
         "jobs": _jobs_now(work, made, _),
         "drawn_by_training": samples_of(file),
         "stem": file.path.stem,
@@ -258,19 +258,21 @@ def tries(work: Workplace, asked: Tries, _: Words) -> Answer:
         if (mark := asked.mark) is not None:
             place = try_prompts.Place(row=mark.row, file=mark.file, strength=mark.strength)
             try_prompts.mark(work, file, mark.job, place)
-            return {"head": view.head_html(find(work, asked.file), _)}
         if asked.give_back:
             drawing.give_back()
         return {}
 
     done = attempted(act, _, folder=work.own)
-    now = _tries_now(work, try_prompts.of_file(work, file), _)
+    now = _tries_now(work, find(work, asked.file), _)
     return {**done, **_changed(now, asked.stamp)}
 
 
-def _tries_now(work: Workplace, found: list[jobs.Job], _: Words) -> Answer:
+def _tries_now(work: Workplace, file: LoraFile, _: Words) -> Answer:
+    """Return the tries of a file, and the top of its page: which step is the best changes while it trains."""
+    found, head = try_prompts.of_file(work, file), view.head_html(file, _)
     return {
-        "stamp": _stamp(try_prompts.stamp(work, found)),
+        "stamp": _stamp((try_prompts.stamp(work, found), head)),
+        "head": head,
         "goes": any(job.state == "running" for job in found),
         "html": try_prompts.shown(work, found, _),
     }

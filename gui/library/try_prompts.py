@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.wording import bytes_text, one_line
+from lora_trainer.common.wording import bytes_text, duration_text, one_line
 from lora_trainer.config.prompt_line import SamplePrompt, plain_prompt, read_prompt, seeds
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
@@ -38,6 +39,8 @@ MAX_IMAGES = 200
 # A browser knows no larger whole numbers.
 MAX_SEED = 2**53
 SHOWN = 4
+# From this share of a picture on the rest can be told.
+_TELLS = 0.2
 # Exit codes of a job that somebody stopped; of an earlier version, -15.
 STOPPED = frozenset({-15, drawing.STOPPED})
 
@@ -183,11 +186,15 @@ def kept(work: Workplace, _: Words) -> str:
 
 def warning(work: Workplace) -> str:
     """Return what to know before drawing, an empty text for nothing."""
-    if any(run.status.state == "running" for run in runs.find_runs(work.runs)):
+    if _trains(work):
         return (
             "A training runs here: drawing shares the machine with it, and may run out of memory."
         )
     return ""
+
+
+def _trains(work: Workplace) -> bool:
+    return any(run.status.state == "running" for run in runs.find_runs(work.runs))
 
 
 def form(file: LoraFile, header: Header, tries: Sequence[jobs.Job]) -> Mapping[str, Any]:
@@ -246,7 +253,9 @@ def others(
 
 def stamp(work: Workplace, tries: Sequence[jobs.Job]) -> tuple[object, ...]:
     """Return a value that changes when what is shown of these tries does."""
-    shown = tuple((job.id, job.state, len(images(work, job)), best(work, job)) for job in tries)
+    shown = tuple(
+        (job.id, job.state, len(images(work, job)), best(work, job), _far(job)) for job in tries
+    )
     return shown, drawing.loaded(work) is not None
 
 
@@ -320,7 +329,9 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
     """Return what tries.html shows of one: a row for each prompt, in it a cell for each file and strength."""
     found, marked, files, prompts = images(work, job), best(work, job), _files(job), _prompts(job)
     columns = [(index, value) for index in range(len(files)) for value in _numbers(job)]
-    rows = []
+    far, rows = _far(job), []
+    # In the order in which they are drawn.
+    next_place = next((place for place in _in_order(job) if place not in found), None)
     for row, prompt in enumerate(prompts):
         places = [Place(row=row, file=index, strength=value) for index, value in columns]
         cells = [
@@ -330,6 +341,7 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
                 "of": files[place.file].stem if len(files) > 1 else "",
                 "url": _url(found.get(place)),
                 "best": place in marked,
+                "share": f"{100 * far.share:.0f}" if far and place == next_place else "",
             }
             for place in places
         ]
@@ -340,11 +352,34 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
         "error": _error(job, _),
         "draws": job.state == "running",
         "since_s": _since_s(job),
+        "left": _left(job, len(columns) * len(prompts), _),
+        "beside": job.state == "running" and _trains(work),
         "columns": [
             (files[index].stem if len(files) > 1 else "", f"{value:g}") for index, value in columns
         ],
         "rows": rows,
     }
+
+
+def _far(job: jobs.Job) -> drawing.Far | None:
+    """Return how far a job is that draws, None for every other."""
+    return drawing.far(job) if job.state == "running" else None
+
+
+def _left(job: jobs.Job, count: int, _: Words) -> str:
+    """Return how long the rest takes at the pace so far; empty before a part of a picture is drawn that tells."""
+    far = _far(job)
+    if far is None or far.pictures + far.share < _TELLS:
+        return ""
+    return _("about {#} left", duration_text(far.left_s(count)))
+
+
+def _in_order(job: jobs.Job) -> Iterator[Place]:
+    """Yield the places of a grid as they are drawn: a file after the other, a prompt at all strengths."""
+    for file, row, strength in product(
+        range(len(_files(job))), range(len(_prompts(job))), _numbers(job)
+    ):
+        yield Place(row=row, file=file, strength=strength)
 
 
 def _since_s(job: jobs.Job) -> int:

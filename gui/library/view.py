@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -15,6 +16,7 @@ from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.lora_file.inspect import Inspection
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.sample_files import step_drawn_at
 
 from .. import lora_files, runs
 from ..lora_files import Entry, Header, LoraFile
@@ -126,6 +128,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "stem": file.path.stem,
         "url": page_url(file),
         "image": small_url(image) if image else header.thumbnail,
+        "drawn_at": _drawn_at(image, file),
         "title": header.title if header.title not in ("", file.path.stem, name) else "",
         "note": file.note,
         "problem": inline(_.message(header.problem)),
@@ -135,6 +138,12 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "run_url": runs.page_url(file.run),
         "report_url": run_url(file.run, REPORT) if has_report else "",
     }
+
+
+def _drawn_at(image: Path | None, file: LoraFile) -> str:
+    """Return after which step the picture of a file was drawn, empty for its own step and for other pictures."""
+    drawn_at = None if image is None else step_drawn_at(image)
+    return "" if drawn_at in (None, lora_files.step_of(file)) else f"{drawn_at:,}"
 
 
 def _facts(entry: Entry, _: Words) -> Iterator[Fact]:

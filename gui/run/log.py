@@ -150,7 +150,10 @@ def _words(event: Event) -> str:
             return "Measured the base on the images, to compare the LoRA with it"
         case Learned():
             change = f"{100 * event.change:,.0f} %"
-            return f"{_where(event.step)}: at this pace, the losses on its own images change by {change} in all"
+            return (
+                f"{_where(event.step)}: it learns. At this pace, the losses on its own images change by {change} in "
+                "all; nearly 0 % would mean that it learns nothing"
+            )
         case Uploaded():
             return f"Uploaded to {event.address}"
         case Measured():

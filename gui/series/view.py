@@ -33,6 +33,7 @@ from ..media import run_url
 from ..queue.times import clock_text, dataset_of
 from ..run.starting import shown_photos
 from ..run_best import losses, standing_of
+from ..run_state import left_text
 from ..server.templates import render
 from ..server.translation import Words
 from ..variants import MAX_TRAININGS
@@ -44,6 +45,9 @@ _TRIAL = "-trial-"
 # As many lines as the style sheet tells apart; further ones begin again.
 _COLOURS = 6
 _PICTURES_OF_CARD = 4
+# A training that the queue has begun has no run before its program has started.
+_GOING = ("waiting", "starting", "running")
+_WITHOUT_RUN = ("waiting", "starting", "gone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +78,14 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training of the series as far as it is."""
+    """A training of the series as far as it is: of one that runs `fraction` of 1, and `left`, its time left."""
 
     name: str
     label: str
     state: str
     recorded: Recorded
+    fraction: float = 0.0
+    left: str = ""
 
     @property
     def best(self) -> int | None:
@@ -176,7 +182,7 @@ def _card(work: Workplace, url: str, found: Named, _: Words) -> Mapping[str, Any
         "keys": ", ".join(setting_said(key, _) for key in found.keys),
         "count": len(trained),
         "chips": [{"text": _chip(each, found, _), "best": each is best} for each in trained],
-        "trained": sum(each.state not in ("waiting", "running", "gone") for each in trained),
+        "trained": sum(each.state not in (*_GOING, "gone") for each in trained),
         "best": "" if best is None else best.label,
         "said": "" if best is None or best.recorded.good is None else best.recorded.good.said,
         "pictures": [cell for cell in cells if cell["url"]][:_PICTURES_OF_CARD]
@@ -234,7 +240,9 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
             "name": each.name,
             "label": each.label,
             "state": each.state,
-            "url": runs.page_url(each.name) if each.state not in ("waiting", "gone") else "",
+            "fraction": each.fraction,
+            "left": each.left,
+            "url": runs.page_url(each.name) if each.state not in _WITHOUT_RUN else "",
             "again": "/train?" + urlencode({"again": each.name}),
             "said": "" if each.recorded.good is None else each.recorded.good.said,
             "gain": "" if each.gain is None else f"{each.gain:.2%}",
@@ -244,7 +252,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         }
         for index, each in enumerate(trained)
     ]
-    goes = any(each.state in ("waiting", "running") for each in trained)
+    goes = any(each.state in _GOING for each in trained)
     all_wait = bool(trained) and all(each.state == "waiting" for each in trained)
     html = render(
         "series/members.html",
@@ -269,18 +277,27 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
 def _trained(
     work: Workplace, found: Named, name: str, values: Mapping[str, Any], _: Words
 ) -> Trained:
+    fraction, left = 0.0, ""
     try:
         folder = runs.run_folder(work.runs, name)
     except RequestError:
-        waits = any(item.label == name and not item.has_ended for item in commands.items(work.runs))
-        state, recorded = "waiting" if waits else "gone", _NOTHING
+        of_it = [item for item in commands.items(work.runs) if item.label == name]
+        begun = any(item.state == "running" for item in of_it)
+        waits = any(not item.has_ended for item in of_it)
+        state = "starting" if begun else "waiting" if waits else "gone"
+        recorded = _NOTHING
     else:
-        state = read_status(folder).state
+        status = read_status(folder)
+        state = status.state
+        if state == "running" and status.steps:
+            fraction, left = status.step / status.steps, left_text(status)
         # The folder's own stamp: the step to take depends on which files are there.
         stamps = [runs.file_stamp(folder / file) for file in runs.RECORDS]
         recorded = _recorded(folder, (*stamps, runs.file_stamp(folder)))
     label = _label({**found.planned, **recorded.settings, **values}, found.keys, _)
-    return Trained(name=name, label=label, state=state, recorded=recorded)
+    return Trained(
+        name=name, label=label, state=state, recorded=recorded, fraction=fraction, left=left
+    )
 
 
 @lru_cache(maxsize=4 * MAX_TRAININGS)
@@ -317,8 +334,11 @@ def _chart(trained: Sequence[Trained], _: Words) -> Html | None:
             label=each.label,
             css=f"s{index % _COLOURS}",
             points=[
-                (step, 100 * (1 - loss / each.recorded.base_loss))
-                for step, loss in sorted(each.recorded.losses.items())
+                (0, 0.0),  # the base itself, so that the first measurement is a line already
+                *(
+                    (step, 100 * (1 - loss / each.recorded.base_loss))
+                    for step, loss in sorted(each.recorded.losses.items())
+                ),
             ],
         )
         for index, each in enumerate(trained)

@@ -18,6 +18,8 @@ from .cookies import cookies
 
 ENGLISH = "en"
 COOKIE = "lora_train_language"
+# In which a script says the language of its page.
+HEADER = "lora-train-language"
 _FOLDER = Path(__file__).parents[1] / "languages"
 # The text whose translation is the name of the language itself: `Deutsch`.
 _OWN_NAME = "English"
@@ -55,13 +57,14 @@ def families_words(code: str) -> dict[str, str]:
 
 
 def wanted(headers: Mapping[str, str]) -> str:
-    """Return the language of a request: the chosen one, else the first that the browser asks for.
+    """Return the language of a request: of the page whose script asks, else the chosen one, else the browser's first.
 
-    `headers` are by their names in lower case.
+    Another tab may have chosen another language meanwhile: a page stays in one. `headers` are by their names in lower
+    case.
     """
-    chosen = next(cookies(headers.get("cookie", ""), COOKIE), "")
-    if chosen in languages():
-        return chosen
+    for code in (headers.get(HEADER, ""), next(cookies(headers.get("cookie", ""), COOKIE), "")):
+        if code in languages():
+            return code
     return next((code for code in _accepted(headers) if code in languages()), ENGLISH)
 
 

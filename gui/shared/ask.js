@@ -1,6 +1,6 @@
 // The one way in which a page asks the server: a JSON object goes out, one comes back. A refusal of the server and a
 // server that is away are answers as well, {error}, so that who asks has one case to show.
-import { say } from "/ui/shared/words.js";
+import { language, say } from "/ui/shared/words.js";
 
 const AWAY = "The program does not answer; is it still running?";
 
@@ -8,7 +8,7 @@ export async function ask(path, body = {}) {
   try {
     const answer = await fetch(path, {
       method: "POST",
-      headers: { "content-type": "application/json" },
+      headers: { "content-type": "application/json", ...language },
       body: JSON.stringify(body),
     });
     return await answer.json();
@@ -26,7 +26,7 @@ export function newBatch() {
 export async function sendFile(file) {
   const batch = newBatch();
   try {
-    const answer = await fetch(`/upload/${batch}/0`, { method: "PUT", body: file });
+    const answer = await fetch(`/upload/${batch}/0`, { method: "PUT", body: file, headers: language });
     return answer.ok ? { batch } : { error: await answer.text() };
   } catch {
     return { error: say(AWAY), isAway: true };

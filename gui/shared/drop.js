@@ -3,7 +3,7 @@
 
 import { newBatch } from "/ui/shared/ask.js";
 import { bring, settingsIn } from "/ui/shared/bring.js";
-import { say } from "/ui/shared/words.js";
+import { language, say } from "/ui/shared/words.js";
 
 const AT_ONCE = 4;
 const TRIES = 3;
@@ -136,7 +136,7 @@ async function asked(address, options) {
   for (let tries = 1; ; tries += 1) {
     let answer = null;
     try {
-      answer = await fetch(address, { credentials: "same-origin", ...options });
+      answer = await fetch(address, { credentials: "same-origin", ...options, headers: { ...language, ...options.headers } });
     } catch (problem) {
       if (options.signal.aborted) throw problem;
       if (tries === TRIES) throw new Error(say("The upload broke off: is lora-train-gui still running?"));

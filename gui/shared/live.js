@@ -3,7 +3,7 @@
 // again when somebody comes back to it.
 import { make } from "/ui/dialog.js";
 import { toast } from "/ui/shared/toast.js";
-import { say } from "/ui/shared/words.js";
+import { language, say } from "/ui/shared/words.js";
 
 const AGAIN_MS = 2000;
 const before = new Map();
@@ -26,7 +26,7 @@ export async function look() {
   underWay = true;
   let now;
   try {
-    const answer = await fetch("/live", { credentials: "same-origin" });
+    const answer = await fetch("/live", { credentials: "same-origin", headers: language });
     if (!answer.ok) throw new Error(answer.statusText);
     now = await answer.json();
   } catch {

@@ -2,6 +2,8 @@
 // stays English.
 
 const code = document.documentElement.dataset.language ?? "en";
+/** In which language the server is to answer: this page's, whatever another tab has chosen meanwhile. */
+export const language = { "lora-train-language": code };
 const texts = code === "en" ? {} : await read(`/ui/language/${code}.json`);
 
 async function read(address) {

@@ -40,7 +40,7 @@ function pressed(row, onclick, head, facts, foot) {
   const load = make("span", { className: "load", textContent: row.download ?? "" });
   const besides = make("small", {}); // beside how long it takes
   const verdict = make("span", { className: "verdict fits" }, light, make("span", {}, words, besides));
-  const small = make("span", { className: "slow", hidden: true });
+  const small = make("span", { className: "images quiet", hidden: true }); // said as a warning once it is chosen
   const button = make("button", { type: "button", className: "base-card", onclick },
     make("img", { src: row.picture, alt: "", loading: "lazy", className: row.isSample || row.own ? "sample" : "" }),
     ...[...head, verdict, make("span", { className: "facts" }, load, ...facts.filter(Boolean)), line(row.good_for, "quiet"), ...foot, small].filter(Boolean));

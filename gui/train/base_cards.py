@@ -139,7 +139,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
     is_try_out = found.base in MINIATURES
     return {
         "fits": "slow" if is_try_out else pace.light,
-        "said": said("A try-out, not for ComfyUI or Forge") if is_try_out else pace.word,
+        "said": said("A try-out") if is_try_out else pace.word,
         "time": pace.time,
         "why": plan.fit(found, said),
         "images": [remark["short"] for remark in plan.of_images(found, said)],

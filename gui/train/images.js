@@ -1,9 +1,10 @@
-// The images of the folder, with their captions, which are edited in place. The cards are those of the page
-// Datasets; whole folders, filters and changes of many captions are there.
+// The images of the folder, with their captions, which are edited in place, one by one or many at once. The cards are
+// those of the page Datasets; whole folders and filters are there.
 import { say } from "/ui/shared/words.js";
 import { askInTurn } from "/ui/datasets/asking.js";
 import { Captioner } from "/ui/datasets/captioner.js";
 import { Card } from "/ui/datasets/card.js";
+import { EditMany } from "/ui/datasets/edit_many.js";
 import { button, make } from "/ui/shared/elements.js";
 
 const SHOWN = 24;
@@ -17,10 +18,14 @@ export class Images {
     this.more = make("p", { class: "ds-quiet" });
     this.captioner = new Captioner(this);
     this.captioner.mode.node.hidden = true; // all without a caption: what is chosen is chosen on the page Datasets
-    this.many = make("a", { class: "ui-button" }, say("Change many at once"));
+    this.bulk = new EditMany(this);
+    const panels = [this.captioner, this.bulk];
+    for (const { opener } of panels) {
+      opener.addEventListener("click", () => { for (const each of panels) if (each.opener !== opener) each.open(false); });
+    }
     this.bar = make("div", { class: "images-bar", hidden: true },
-      make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")), this.captioner.opener, this.many);
-    place.replaceChildren(this.bar, this.captioner.node, this.said, this.list, this.more);
+      make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")), this.captioner.opener, this.bulk.opener);
+    place.replaceChildren(this.bar, this.captioner.node, this.bulk.node, this.said, this.list, this.more);
     window.addEventListener("beforeunload", (event) => {
       if ([...this.cards.values()].some((card) => card.dirty)) event.preventDefault();
     }, { signal: leaving });
@@ -36,8 +41,7 @@ export class Images {
     }
     this.folder = folder;
     this.bar.hidden = !folder;
-    this.many.href = `/datasets?${new URLSearchParams({ folder })}`;
-    if (!folder) this.captioner.open(false);
+    if (!folder) for (const panel of [this.captioner, this.bulk]) panel.open(false);
     if (folder) await this.reload(); else this.draw({ pictures: [] });
     if (folder) await this.captioner.look();
   }
@@ -60,6 +64,8 @@ export class Images {
     this.named(name);
     this.away = new Set(excluded.map((row) => row.file));
     this.texts = pictures.map((row) => row.caption);
+    this.files = pictures.map((row) => row.file);
+    this.bulk.aim(say("for all {#} images", pictures.length.toLocaleString("en")));
     const rows = pictures.slice(0, SHOWN);
     const names = new Set(rows.map((row) => row.file));
     for (const name of this.cards.keys()) if (!names.has(name)) this.cards.delete(name);
@@ -88,13 +94,19 @@ export class Images {
   }
 
   /** Captions were written: the report on the images is another now. */
-  captioned() { this.tell(); }
+  captioned() { this.said.replaceChildren(); this.tell(); }
 
-  /** Take over a whole view, and let the page look at the folder again. */
-  changed(answer) {
+  /** Take over a whole view, and let the page look at the folder again; what was changed of many can be taken back. */
+  changed(answer, done = "", ofMany = false) {
     if (answer.error) { this.said.textContent = answer.error; return; }
     if (answer.folder !== this.folder) return;
     this.draw(answer);
+    if (ofMany) {
+      this.said.replaceChildren(make("span", {}, done), " ", button(say("Undo"), async () => {
+        this.said.replaceChildren();
+        this.changed(await this.ask("undo", {}));
+      }));
+    }
     this.tell();
   }
 
@@ -103,7 +115,12 @@ export class Images {
   cardOf(name) { return this.cards.get(name); }
   captions() { return this.texts; }
 
-  saved(answer) { for (const row of answer.cards) this.cards.get(row.file)?.show(row); }
+  saved(answer) {
+    this.said.replaceChildren(); // what stands there would take back this caption now
+    for (const row of answer.cards) this.cards.get(row.file)?.show(row);
+  }
+
+  targets() { return this.files; }
   announce(text) { this.said.textContent = text; }
   selected() {}
 }

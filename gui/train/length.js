@@ -9,6 +9,10 @@ export function mountLength(place, fields, changed) {
   const steps = fields.inputs.get(STEPS);
   const epochs = place.querySelector("#epochs");
   const said = place.querySelector(".length-said");
+  const keeps = place.querySelector(".keeps");
+  const [onAll, back] = keeps.children;
+  onAll.addEventListener("click", () => { back.hidden = false; back.focus(); }); // a press is taken back by another
+  back.addEventListener("click", () => { onAll.hidden = false; onAll.focus(); back.hidden = true; });
   let plan = null;
   let typing = false; // in `epochs`
 
@@ -22,14 +26,17 @@ export function mountLength(place, fields, changed) {
 
   function sentence() {
     const count = Number(steps.value);
+    keeps.hidden = !plan?.images;
     if (!plan || !count) { said.textContent = say("Left empty, it is chosen for your images."); return; }
     const { images, held_out: kept, batch } = plan;
     if (!images) { said.textContent = ""; return; } // of a slider, which has none
     const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
     const how = count * ratio() < 0.95 ? say("{} steps of {} = some of the {} images.", length, batch, all)
       : say("{} steps of {} = each of the {} images about {}\u00d7.", length, batch, all, often);
-    const aside = kept && say("{} more kept aside, to measure how well it learns; the setting Validation fraction 0 trains on all.", kept);
-    said.textContent = [how, aside].filter(Boolean).join(" ");
+    const aside = kept ? say("{} more kept aside, to measure how well it learns.", kept) : say("None is kept aside, so how well it learns is not measured.");
+    said.textContent = `${how} ${aside}`;
+    if (kept) onAll.textContent = say("Train on all {}", images + kept);
+    onAll.hidden = !kept;
   }
 
   function draw() {

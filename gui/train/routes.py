@@ -132,6 +132,7 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
         "texts": fields.texts(draft),
         "brought": view.brought(draft),
         "advice": view.advice(),
+        "lacks": view.lacks(draft, said),
         "step": draft.step,
         # The report on them takes seconds, in which the page must not look as though they were lost.
         "reads": bool(draft.dataset) and draft.kind != drafts.SLIDER,

@@ -113,10 +113,12 @@ export function mount(main, leaving) {
     else if (step === 0) show(at);
   }
 
-  function drawImages({ html, folder, next }) {
+  function drawImages({ html, folder, next, lacks }) {
     one("#report").innerHTML = html; // markup of our own server, in which every text is escaped
     one("#next").hidden = !next;
+    one("#next").disabled = Boolean(lacks);
     one("#next").textContent = next;
+    one("#lacks").textContent = lacks;
     page.classList.toggle("has-images", Boolean(folder));
     if (!folder) chooseOthers(false); // the ways to images are all in sight
     one(".from span").title = folder;
@@ -154,11 +156,15 @@ export function mount(main, leaving) {
     main.querySelector("h1").focus({ preventScroll: true });
   }
 
-  /** Have the draft set what mends a finding, and look at the images again. */
+  /** Have the draft set what a button says, without a value leave it to lora-train; show what comes of it. */
   async function setIn({ dataset: { sets: key, value: text } }) {
-    const { error } = await ask("/settings/change", { draft, key, text });
+    await writing; // what was typed before
+    const { error } = text === undefined
+      ? await ask("/settings/reset", { draft, key }) : await ask("/settings/change", { draft, key, text });
     tell(error ?? "");
-    if (!error) report();
+    if (error) return;
+    bases.forget();
+    if (step === 1) report(); else planAll();
   }
 
   function tell(text) {
@@ -186,7 +192,8 @@ export function mount(main, leaving) {
     if (key === "kind") showKind();
     keep();
     if (step === 1 && (key === "kind" || key.startsWith("slider:"))) {
-      one("#next").hidden = true; // it continues with what is judged
+      one("#next").disabled = true; // it continues with what is judged
+      delete seen.images; // so that the answer is drawn even where it says what it said before
       report();
     }
     if (key === "output.name") return;

@@ -23,7 +23,7 @@ from lora_trainer.reporting.plan_record import PlanRecord
 
 from .. import command_lines, drafts, run_actions, slider_words, uploads, variants
 from ..datasets import caption_job, check
-from ..drafts import SLIDER, Draft
+from ..drafts import PAIRS, SLIDER, Draft
 from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.templates import render
@@ -51,6 +51,7 @@ _ADVICE = (
         "It says what else is in the image, so that this can change later. You may have them written here.",
     ),
 )
+_NEXT = "Next step"
 # As many settings of a refusal are led to.
 _LINKS = 3
 
@@ -66,11 +67,15 @@ class DraftPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesPart:
-    """The report on the images; `folder` is empty and `next` too where there are none to go on with."""
+    """The report on the images, and what the button that goes on says; `folder` is empty where there are none.
+
+    `lacks` is what has to be there before it can be pressed, empty where it can or a report says what is wrong.
+    """
 
     html: Html
     folder: str = ""
     next: str = ""
+    lacks: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +272,9 @@ def _as_words(info: SettingInfo, value: object) -> str:
 
 def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     """Return the report on the images; takes as long as `lora-train check`."""
-    is_begun = draft.kind != SLIDER or any(draft.slider.get(key) for key in (MORE, LESS))
-    if not draft.is_given or not is_begun:
+    if missing := lacks(draft, said):
+        return ImagesPart(html=Html(""), next=said(_NEXT), lacks=missing)
+    if not draft.is_given:
         return ImagesPart(html=Html(""))
     try:
         dataset = command_lines.dataset_of(draft, work)
@@ -295,11 +301,23 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     return ImagesPart(html=shown, folder=str(folder), next=said(on))
 
 
+def lacks(draft: Draft, said: Words) -> str:
+    """Return what is still to be given before a slider or pairs can go on, empty for nothing.
+
+    Of images the page says so itself: there is nothing else on it.
+    """
+    if draft.kind == SLIDER and not any(draft.slider.get(key, "").strip() for key in (MORE, LESS)):
+        return said("Fill in More of or Less of, and it goes on here.")
+    if draft.kind == PAIRS and not draft.is_given:
+        return said("Give the images before and after, and it goes on here.")
+    return ""
+
+
 def _words_part(file: Path, said: Words) -> ImagesPart:
     """Return what a slider does, from the file of its words; raises InputError."""
     directions = slider_words.read(file)
     shown = render("train/slider.html", said, directions=directions)
-    return ImagesPart(html=shown, next=said("Next step"))
+    return ImagesPart(html=shown, next=said(_NEXT))
 
 
 def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.Plans) -> PlanPart:

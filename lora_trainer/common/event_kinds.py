@@ -73,7 +73,7 @@ class Phase(Event):
 
     kind: ClassVar = "phase"
     phase: str
-    """download, scan, plan, cache, load, train, sample, export, report; stop and quit when the run was asked to end."""
+    """download, scan, plan, cache, load, base, train, sample, export, report; stop and quit when asked to end."""
     message: str
     done: int
     """Finished parts."""

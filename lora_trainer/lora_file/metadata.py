@@ -335,6 +335,7 @@ DATASET_SETTINGS = (
 )
 
 # Settings that name a model: a Hub id is for everybody, a folder on this machine is not.
+_MAX_DIGITS = 15
 _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train.init_from")
 
 
@@ -406,6 +407,12 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
 def header_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings in the header of a file of ours, none where they cannot be read."""
     return json_object(metadata.get(SETTINGS_ENTRY, ""))
+
+
+def steps_trained(metadata: Mapping[str, str]) -> int | None:
+    """Return after how many steps a training wrote a file, None where its header does not say so."""
+    text = metadata.get("ss_steps", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 def tells_of_dataset(metadata: Mapping[str, str]) -> bool:

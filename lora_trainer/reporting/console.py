@@ -50,13 +50,14 @@ from lora_trainer.common.wording import (
 from lora_trainer.reporting.status import Smoothed, TimeLeft
 
 INTERVAL_S = 30.0
-_QUIET_PHASES = ("training", "sampling", "stopping")
+_QUIET_PHASES = ("measuring base", "training", "sampling", "stopping")
 PHASES: Mapping[str, str] = {
     "download": "downloading base",
     "scan": "reading images",
     "plan": "planning",
     "cache": "encoding",
     "load": "loading base",
+    "base": "measuring base",
     "train": "training",
     "sample": "sampling",
     "export": "exporting",

@@ -191,6 +191,7 @@ _PHASE_STATES: dict[str, State] = {
     "plan": "starting",
     "load": "starting",
     "cache": "caching",
+    "base": "training",
     "train": "training",
 }
 

@@ -23,9 +23,9 @@ from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
-from lora_trainer.lora_file.metadata import header_settings, tells_of_dataset
+from lora_trainer.lora_file.metadata import header_settings, steps_trained, tells_of_dataset
 from lora_trainer.reporting.run_record import read
-from lora_trainer.reporting.sample_files import own_samples, sample_prompt
+from lora_trainer.reporting.sample_files import SAMPLES, own_samples, sample_prompt
 
 if TYPE_CHECKING:
     from lora_trainer.lora_file.read import Contents
@@ -76,7 +76,7 @@ def push(
 
     contents, fit = check_usable(file, names=None)
     check_upload(repository, asked_by=asked_by)
-    samples = own_samples(file.parent / "samples")
+    samples = own_samples(file.parent / SAMPLES, up_to=steps_trained(contents.metadata))
     words = embedding_path(file)
     embedding = words if words.is_file() else None
     api, contents_by_name = HfApi(), dict[str, Path | bytes]({file.name: file})

@@ -143,7 +143,6 @@ def run_job(job: TrainingJob) -> Path:
         previews = Previews(job=job, samples=samples)
         samples.seen = previews.seen
         training = replace(training, look_on=previews)
-    events.emit(Phase(phase="train", message="training", done=start.step, total=config.train.steps))
     began = time.monotonic()
     with writer:
         end = train_steps(training, start)

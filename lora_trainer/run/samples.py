@@ -461,6 +461,11 @@ class Bench:
         facts = self._base[0] if self._pipeline is not None else None
         return facts.source if isinstance(facts, BaseFacts) else ""
 
+    @property
+    def steps(self) -> int:
+        """The denoising steps of an image of the LoRA that is loaded, if its prompt asks for no others; 0 for none."""
+        return 0 if self._adapter is None else self._adapter.drawing.steps
+
     def load(self, run: Path, *, base: str | None = None) -> LoadedAdapter:
         """Return the LoRA of a run folder or an adapter file on its base; raises as `load_adapter` does."""
         chosen = _chosen(run, base=base)

@@ -47,7 +47,7 @@ from lora_trainer.lora_file.write import (
 from lora_trainer.network.quantize import weight_on
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import read_history
-from lora_trainer.reporting.sample_files import own_samples
+from lora_trainer.reporting.sample_files import SAMPLES, own_samples
 from lora_trainer.reporting.score import (
     DEAD_BELOW,
     SANE_UP_TO,
@@ -75,7 +75,7 @@ def exporter(
     It raises as `write_export` and `write_embedding`. It may run in any thread while training goes on, so the
     sample images for the thumbnail are listed now.
     """
-    images = own_samples(job.folder / "samples")
+    images = own_samples(job.folder / SAMPLES, up_to=progress.step)
     tensors = {
         key: replace(
             module,

@@ -35,7 +35,7 @@ from lora_trainer.common.errors import (
     TrainingStopped,
     first_line,
 )
-from lora_trainer.common.event_kinds import Step
+from lora_trainer.common.event_kinds import Phase, Step
 from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
 from lora_trainer.network.out_of_memory import device_memory, free_memory, is_lost, is_out_of_memory
 from lora_trainer.network.pinned_memory import AsyncRead
@@ -70,8 +70,11 @@ def train_steps(training: Training, start: Progress) -> Progress:
     """
     progress = start
     if start.step == 0:  # a resumed run has already validated and sampled the untouched base
+        training.events.emit(Phase(phase="base", message="before the first step", done=0, total=0))
         progress = _act(training, _due(training, progress), progress)
         training.look_on(progress)
+    steps = training.settings.steps
+    training.events.emit(Phase(phase="train", message="training", done=start.step, total=steps))
     while True:
         try:
             return _train(training, progress)

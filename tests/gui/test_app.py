@@ -484,6 +484,8 @@ def test_no_cookie_of_another_program_locks_out(
         assert through(local, cookie=header, host=own)[0] == 200
         chosen = Headers({"accept-language": "en", "cookie": f"{others}; {language.COOKIE}=de"})
         assert language.wanted(chosen) == "de"
+        page = Headers({language.HEADER: "en", "cookie": f"{language.COOKIE}=de"})
+        assert language.wanted(page) == "en", "another tab has chosen German meanwhile"
     assert through(local, cookie=f"{others}; {name}=x", host=own)[0] == 403
 
 

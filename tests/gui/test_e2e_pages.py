@@ -458,7 +458,7 @@ def test_edit_undo_reload_bulk_exclude(
     shows(page, "a.png", "a cat, big")
     page.keyboard.press("Control+y")
     shows(page, "a.png", "a dog, big")
-    page.locator(".ds-size", has_text="goes to").first.wait_for()
+    page.locator(".ds-size", has_text="→").first.wait_for()
     assert page.locator(".ds-frame").first.is_hidden()
     page.get_by_text("Crops, size, trigger word").click()
     press(page, "Show crop")
@@ -563,7 +563,7 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
         wait()
         caption(page, "c.png").fill("a bird")
         page.locator(".ds-state", has_text="Saved in").wait_for()
-    page.locator(".ds-size", has_text="goes to").first.wait_for()
+    page.locator(".ds-size", has_text="→").first.wait_for()
     assert caption(page, "c.png").input_value() == "a bird"
     until(lambda: bool(page.wait_for_timeout(20) or not states))
     page.get_by_text("Crops, size, trigger word").click()

@@ -58,11 +58,19 @@ def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_o
     assert of_result is not None and of_save is not None and samples_of(other) is None
     assert (of_result.step, of_save.step) == ("30", "10") and len(of_result.images) == 3
     assert "/samples/step-00000010/00.png?v=" in of_save.images[0]["url"]
+    shutil.move(samples / "step-00000020", work.own / "kept" / "step-00000020")
+    between = lora_files.find(work, "a/zorble-step00000020.safetensors")
+    drawn_before = samples_of(between)
+    assert preview_of(between) == samples / "step-00000010" / "00.png", "not what a later step drew"
+    assert drawn_before is not None and drawn_before.step == "10"
+    assert "samples/step-00000030" not in "".join(describe.preview_choices(work, between))
+    head = view.head_html(between, ENGLISH)
+    assert "picture of step 10" in head and "picture of step" not in view.head_html(save, ENGLISH)
     for drawn in sorted(samples.glob("step-*"))[1:]:
         shutil.move(drawn, work.own / "kept" / drawn.name)
     assert preview_of(result) is None, "the base's picture shows nothing of the LoRA"
-    previews = [picture(run / "previews" / f"step-{step:08d}.jpg") for step in (0, 6)]
-    assert preview_of(result) == previews[1]
+    previews = [picture(run / "previews" / f"step-{step:08d}.jpg") for step in (0, 6, 24)]
+    assert [preview_of(result), preview_of(save)] == [previews[2], previews[1]]
     shutil.copytree(work.own / "kept", samples, dirs_exist_ok=True)
     beside = picture(run / "zorble.preview.png")
     assert preview_of(result) == beside

@@ -180,9 +180,17 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
     assert markup.count("<img") == 2
     assert "two &lt;b&gt;" in markup
     assert f"/media/own/tries/{job.about['folder']}/zorble-5-x0.4.png" in markup
+    assert " left" not in markup and " %" not in markup, "before anything tells"
+    far = {"pictures": 2, "share": 0.25, "seconds": 180.0}
+    job.folder.mkdir(parents=True)
+    (job.folder / drawing.FAR_FILE).write_text(json.dumps(far))
+    stamps.append(try_prompts.stamp(work, [job]))
+    markup = try_prompts.shown(work, [job], ENGLISH)
+    assert "about 2 min 20 s left" in markup and markup.count("<span>25 %</span>") == 1
+    assert markup.index("<span>25 %</span>") < markup.index("two &lt;b&gt;"), "of the next one"
     done = replace(job, state="finished", exit_code=0)
     stamps.append(try_prompts.stamp(work, [done]))
-    assert len(set(stamps)) == 3
+    assert len(set(stamps)) == 4
     assert "4 images, seed 5" in try_prompts.shown(work, [done], ENGLISH)
 
 

@@ -144,6 +144,12 @@ def test_one_sentence_says_what_it_does_and_before_the_first_step_there_are_stag
     assert stages == ["done", "now", "later", "later", "later"]
     assert "1 of 9" in shown and 'aria-current="step"' in shown and 'aria-valuenow="11"' in shown
     assert "begins with the first step" in page(new)["chart"]["drawn"]
+    # In the order of a training, no tick is taken back: the base is looked at before the first step.
+    at = []
+    for phase in ("scan", "cache", "load", "base", "sample", "train"):
+        write_status(new, step=0, steps_here=0, phase=phase, done=0, total=4)
+        at.append(re.findall(r'<li class="(\w+)"', head(new)).index("now"))
+    assert at == [0, 1, 2, 3, 3, 4]
     write_status(new, step=0, phase="train", done=0, total=30)
     assert "stages" not in head(new), "the first step is done"
 
@@ -774,7 +780,7 @@ def test_the_film_of_a_finished_run_opens_at_the_sample_of_the_best_step(finishe
 def test_each_kind_of_record_has_words_in_the_log() -> None:
     for event, said in (
         (BaseLosses(step=0, seconds=1.0, losses=[1.0]), "Measured the base on the images"),
-        (Learned(step=60, seconds=1.0, change=1.8), "change by 180 % in all"),
+        (Learned(step=60, seconds=1.0, change=1.8), "Step 60: it learns."),
         (Measured(step=60, parts={"gain": 0.5}), "from 0 (bad) to 1 (good): what it learned 0.50"),
     ):
         assert said in line_of(event).words

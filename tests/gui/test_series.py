@@ -246,6 +246,16 @@ def test_trainings_that_wait_say_when_the_first_one_starts(
     assert re.search(r"starts when before ends, at about [\d:-]+", page.get(address).text)
     write_status(work.runs / "before", left_s=None)
     assert "the first one starts when before ends." in page.get(address).text
+    first = next(item for item in commands.items(work.runs) if item.label != "before")
+    commands.write(work.runs, replace(first, state="running"))
+    shown = page.get(address).text
+    assert "None has begun yet" not in shown and "starting</p>" in shown, "as the header says"
+    assert f'translate="no">{first.label}</p>' in shown, "under the name that the header has"
+    fake_run(work.runs / first.label, steps=30).write()
+    write_status(work.runs / first.label, left_s=180.0)
+    commands.write(work.runs, replace(first, state="running", run=first.label))
+    shown = page.get(address).text
+    assert 'role="progressbar"' in shown and "about 3 min 00 s left" in shown
 
 
 def test_what_the_plan_chose_names_a_training_before_it_begins(

@@ -238,10 +238,17 @@ def test_a_slider_is_trained_on_a_file_of_its_words_which_no_later_words_change(
         found: dict[str, Any] = answer["images"]
         return found
 
-    assert images(target="a person")["html"] == "", "nothing is wrong with words that are begun"
+    begun = images(target="a person")
+    assert begun["html"] == "", "nothing is wrong with words that are begun"
+    assert (begun["next"], begun["lacks"][:10]) == ("Next step", "Fill in Mo"), (
+        "a grey button, and why"
+    )
+    grey = re.search(r'id="next"[^>]*>', page.get(f"/train?draft={draft.id}").text)
+    assert grey is not None and " disabled" in grey[0] and "hidden" not in grey[0]
     assert "says the same twice" in images(more="a man", less="a man")["html"]
     shown = images(more="an <b>old</b> person", less="", keep="a dog\n\na house ")
     assert "an &lt;b&gt;old" in shown["html"] and shown["next"] == "Next step"
+    assert shown["lacks"] == ""
     assert ask(page, "/train/start", draft=draft.id)["url"] == starting.page_url(draft.id)
     assert "an b old b person" in page.get(starting.page_url(draft.id)).text
     (item,) = commands.items(work.runs)
@@ -344,8 +351,9 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     found = plan_of(values)
     html = plan.plan(found, SAID)
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
-    assert "About 60 s to 2 min" in html
-    assert "not for ComfyUI" in plan.beside(found, SAID)
+    beside = plan.beside(found, SAID)
+    assert "About 60 s to 2 min" in beside and "not for ComfyUI" in beside
+    assert "About 60 s to 2 min" not in html, "one time on the page"
     assert 'data-base="of/b"' in plan.plan(found, SAID, leads_to="of/b")
     slow = plan.plan(found, SAID, leads_to="of/b", leads_to_time="about 4 to 15 days")
     assert "here about 4 to 15 days" in slow
@@ -357,7 +365,7 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     assert "Does not fit: needs 2.0 GiB, and 1.0 GiB may be used" in plan.plan(plan_of(over), SAID)
     unknown = {**values, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}
     html = plan.plan(plan_of(unknown), SAID)
-    assert "no limit is known" in html and "unmeasured" in html
+    assert "no limit is known" in html and "unmeasured" in plan.beside(plan_of(unknown), SAID)
 
 
 EMPTY = drafts.Draft(id="0" * 12)

@@ -154,7 +154,7 @@ def test_names_are_made_safe_and_their_own_in_a_new_folder(work: Workplace) -> N
     assert got == wanted, "no picture has the caption of another"
     got, _ = uploaded(work, "x", {"a.png": b"0", "A.PNG": b"1", "a.txt": b"2"})
     assert got == {"a.png": b"0", "A-2.PNG": b"1", "a.txt": b"2"}
-    assert said.startswith("Added: 3 images and 2 captions.")
+    assert said.startswith("Added: 3 image files and 2 captions.")
     assert "virus.exe: is neither a picture nor a caption" in said
     uploaded(work, "my ../ cats", sent)
     assert sorted(path.name for path in (work.own / "uploads").glob("c*")) == ["cats", "cats-2"]
@@ -244,7 +244,7 @@ def test_pictures_and_captions_are_unpacked_and_the_rest_is_told(work: Workplace
     names = ("a.png", "a.txt", "10_cat/b.JPG", "notes.pdf")
     got, said = unpacked(work, packed(*((name, name.encode()) for name in names)))
     assert got == {name: name.encode() for name in names[:3]}
-    assert said.startswith("Added: 2 images and 1 caption.")
+    assert said.startswith("Added: 2 image files and 1 caption.")
     assert "notes.pdf: is neither a picture nor a caption" in said
     litter = ["my set/", "my set/a.png", "my set/b/c.png", "__MACOSX/._a.png", "my set/.DS_Store"]
     got, said = unpacked(work, packed(*((name, b"x") for name in litter)))

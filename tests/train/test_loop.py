@@ -123,6 +123,7 @@ def test_every_step_reports_what_happened_and_its_loss_is_the_weighted_mean_of_t
     assert tiny.losses[0] == pytest.approx(wanted, rel=1e-5)
     assert min(sample.weight for sample in samples) < 0.9, "else the weights are not tested"
     steps = tiny.of_kind("step")
+    assert [fields["phase"] for fields in tiny.of_kind("phase")] == ["base", "train"]
     assert [fields["step"] for fields in steps] == [1, 2, 3, 4, 5]
     assert [fields["images"] for fields in steps] == [4, 8, 12, 16, 20]
     assert [fields["epoch"] for fields in steps] == pytest.approx([4 * k / 7 for k in range(1, 6)])
