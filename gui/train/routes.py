@@ -130,7 +130,7 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
         "fault_line": fault,
         "fields": fields.FIELDS,
         "texts": fields.texts(draft),
-        "brought": view.brought(draft),
+        "brought": view.brought(draft, said),
         "advice": view.advice(),
         "lacks": view.lacks(draft, said),
         "step": draft.step,

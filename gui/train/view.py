@@ -52,6 +52,17 @@ _ADVICE = (
     ),
 )
 _NEXT = "Next step"
+# What is looked for first in the settings of another trainer.
+_KNOWN = frozenset(
+    {
+        "optimizer.learning_rate",
+        "adapter.rank",
+        "adapter.alpha",
+        "train.steps",
+        "train.batch_size",
+        "data.resolution",
+    }
+)
 # As many settings of a refusal are led to.
 _LINKS = 3
 
@@ -235,15 +246,19 @@ def draft_part(_work: Workplace, draft: Draft, _said: Words) -> DraftPart:
     return DraftPart(texts=fields.texts(draft), step=draft.step, is_started=bool(draft.started_as))
 
 
-def brought(draft: Draft) -> Mapping[str, Any] | None:
-    """Return what there is to say of the file that the settings are from, None where they are from no file."""
+def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
+    """Return what there is to say of the file that the settings are from, None where they are from no file.
+
+    What everybody knows comes first, then what the file says, then the defaults of its trainer.
+    """
     if not draft.brought:
         return None
     found = json.loads(draft.brought)
     infos = {info.key: info for info in all_settings()}
+    stated = found.get("said")  # drafts of earlier versions do not know
     rows = [
         {
-            "label": infos[key].label,
+            "label": setting_said(key, said),
             "key": key,
             "source": found["sources"].get(key, ""),
             "value": _as_words(infos[key], value),
@@ -252,12 +267,14 @@ def brought(draft: Draft) -> Mapping[str, Any] | None:
         for key, value in found["settings"].items()
         if key in infos
     ]
+    rows.sort(key=lambda row: (row["key"] not in _KNOWN, row["key"] not in (stated or ())))
     # What changes something first; the rest is as it would be without the file.
     changing = [row for row in rows if row["value"] != row["without"]]
-    said = found.get("said")  # drafts of earlier versions do not know
-    own = len(rows) if said is None else sum(row["key"] in said for row in rows)
+    own = len(rows) if stated is None else sum(row["key"] in stated for row in rows)
     return {
         **found,
+        "trainer": found["trainer"].replace("sd-scripts", "kohya sd-scripts"),  # as people call it
+        "own": own if found["sources"] else len(rows),
         "rows": rows,
         "changing": changing,
         "same": [row for row in rows if row not in changing],

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts, markup, setting_edit
+from lora_trainer.gui.server.translation import words as language
 from lora_trainer.gui.setting_text import text_of
 from lora_trainer.gui.settings import routes, view
 from lora_trainer.gui.settings.api import Api
@@ -450,8 +451,14 @@ def test_a_file_that_is_dropped_becomes_a_draft_of_what_the_command_imports(
     wanted = {key: value for key, value in imported["settings"].items() if key != "output.folder"}
     brought_draft(call, work, draft, name=file.name, text=file.read_text("utf-8"), wanted=wanted)
     shown = TestClient(Starlette(routes=train.routes(work))).get("/train").text
+    listed = train_view.brought(drafts.current(work), language("en"))
+    assert listed is not None and listed["own"] + listed["defaults"] == len(wanted)
+    assert listed["own"] <= len(file.read_text("utf-8").splitlines()), "not the trainer's defaults"
+    labels = [row["label"] for row in listed["rows"]]
+    assert len(set(labels)) == len(labels), "no two rows have one name"
+    trainer = str(imported["trainer"]).replace("sd-scripts", "kohya sd-scripts", 1)
     said = (
-        f"{file.name}, of {imported['trainer']}: {len(wanted)} settings come over, "
+        f"{file.name}, of {trainer}: {listed['own']} settings come over, "
         f"{len(imported['nearest'])} differ, "
     )
     assert said in html.unescape(shown)
@@ -470,7 +477,7 @@ def brought_draft(
     assert setting_edit.given(draft) == wanted and draft.dataset == shown.dataset
     assert drafts.read(work, shown.id) == shown
     # What changes something by the file is listed before what would be the same without it.
-    listed = train_view.brought(draft)
+    listed = train_view.brought(draft, language("en"))
     assert listed is not None
     assert all(row["value"] != row["without"] for row in listed["changing"])
     assert all(row["value"] == row["without"] for row in listed["same"])
