@@ -77,7 +77,7 @@ EMPTY = (
     Picture(name="datasets-empty", path="/datasets", ready=".ds-open"),
     Picture(name="queue-empty", path="/queue", ready="#queue .empty"),
     Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
-    Picture(name="library-empty", path="/library", ready=".empty"),
+    Picture(name="library-empty", path="/library", ready=".nothing-here"),
     Picture(name="doctor", path="/doctor", ready=".fits tbody:has(td):not(:has(.awaited))"),
 )
 STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".run-head .said"),)

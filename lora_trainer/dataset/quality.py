@@ -183,8 +183,7 @@ def _judged(record: ImageRecord, *, is_twin: bool) -> tuple[dict[str, float], li
     enlargement = max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
     # What was measured nearest to the size of the bucket.
     side_px = math.sqrt(bucket.width_px * bucket.height_px)
-    levels = record.measures.crispness
-    crispness = min(levels, key=lambda pair: abs(math.log(pair[0] / side_px)))[1]
+    crispness = _crispness(record.measures.crispness, side_px=side_px)
     fault = exposure_fault(record.measures)
     parts = {
         "resolution": 1 / enlargement,
@@ -208,6 +207,16 @@ def _judged(record: ImageRecord, *, is_twin: bool) -> tuple[dict[str, float], li
         kind = "cropped" if placed.cropped_fraction <= MOSTLY_CROPPED else "cropped.most"
         findings.append(finding(kind, record.name, **words))
     return parts, findings
+
+
+def _crispness(levels: Sequence[tuple[int, float]], *, side_px: float) -> float:
+    """Return how crisp an image is at about this size, from what was measured at some.
+
+    What is blurred when it is small is blurred when it is large. Measured there alone, a strong blur looks crisp: it
+    leaves slopes of less than a level a pixel, and their rounding has sharp steps.
+    """
+    nearest_px = min(levels, key=lambda pair: abs(math.log(pair[0] / side_px)))[0]
+    return min(value for px, value in levels if px <= nearest_px)
 
 
 def _in_plain_values(record: ImageRecord, parts: Mapping[str, float]) -> dict[str, Any]:

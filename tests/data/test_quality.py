@@ -155,6 +155,9 @@ def test_resolution_and_sharpness_are_judged_at_the_trained_size(check: Check) -
     assert scores["sharp.png"] > 0.95 and scores["small.png"] < 0.9
     for name in ("down.png", "right.png"):
         assert scores["blurred.png"] < scores[name] < 0.95, "also what moved in one direction"
+    # Strongly, so that its slopes are rounded to single levels, whose steps are sharp.
+    strongly = photo(4, (512, 512)).filter(ImageFilter.GaussianBlur(12))
+    assert {*said(check({"strongly.png": strongly}, side_px=512), "blurred")} == {"strongly.png"}
     report = check({"blurred.png": blurred, "small.png": small}, side_px=64)
     assert report["parts"]["sharpness"] == 1 and report["findings"] == []
 
