@@ -66,7 +66,7 @@ async function showFits(place, bases, leaving) {
     if (leaving.aborted) return;
     fits.textContent = answer.error ?? answer.said;
     fits.className = `fits-${answer.fits}`;
-    time.textContent = answer.time || (answer.fits === "bad" ? answer.needs ?? "" : "");
-    fits.title = answer.why ?? ""; // eight times the same sentence would say less
+    time.textContent = answer.time || (answer.fits === "bad" ? answer.why : ""); // how much memory it needs
+    time.className = answer.time ? "" : "needs quiet";
   }
 }

@@ -142,7 +142,6 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         "said": said("A try-out") if is_try_out else pace.word,
         "time": pace.time,
         "why": plan.fit(found, said),
-        "needs": said("needs {#}", bytes_text(found.memory.peak_bytes)),
         "images": [remark["short"] for remark in plan.of_images(found, said)],
         "picks": base_names.title(found.base),
         "picked": found.base,
