@@ -24,7 +24,7 @@ from lora_trainer.hardware.nvml import CardState
 from lora_trainer.reporting.best_step import held_out, judgement
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory
-from lora_trainer.reporting.status import RunStatus
+from lora_trainer.reporting.status import FIRST_STEPS, RunStatus
 
 from ..markup import capital, inline
 from ..media import run_url
@@ -48,6 +48,8 @@ from ..server.translation import Words
 _LOSS_STEPS = 20
 # Losses that differ by less are within the noise of a few held-out images.
 _AS_GOOD = 1.02
+# A training is called longer than planned from so many times the longest time of the plan on.
+_LONGER = 1.3
 
 Figure = tuple[str, str, str]
 
@@ -239,7 +241,7 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     if status.state == "running" and not seen.stopping:
         left = left_text(status)
         if left:
-            yield "Time left", left, "" if left == FINISHING else status.left_from
+            yield "Time left", left, "" if left == FINISHING else _told_from(seen, history)
     elif history.seconds:
         yield "Took", duration_text(history.seconds), ""
     pace_s = step_s(history)
@@ -252,6 +254,16 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
         predicted = found.predicted_bytes
         note = f"at most; predicted {bytes_text(predicted)}" if predicted > 0 else "at most"
         yield "Memory", bytes_text(found.highest_bytes), note
+
+
+def _told_from(seen: Look, history: RunHistory) -> str:
+    """Return what the time left is told from, and whether it all takes longer than the plan had said."""
+    status, planned = seen.status, history.run.plan.time
+    if planned.range_s is None or status.steps_here < FIRST_STEPS:
+        return status.left_from
+    longest_s = max(planned.range_s) * max(1.0, planned.beside_others)
+    is_longer = history.seconds + status.left_s > _LONGER * longest_s
+    return f"{status.left_from}; longer than planned" if is_longer else status.left_from
 
 
 def _percent(seen: Look) -> int:

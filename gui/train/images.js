@@ -94,7 +94,10 @@ export class Images {
   }
 
   /** Captions were written: the report on the images is another now. */
-  captioned() { this.said.replaceChildren(); this.tell(); }
+  captioned() { this.forgetUndo(); this.tell(); }
+
+  /** Offer no longer to take back what was changed of many: it was the last step of the folder. */
+  forgetUndo() { this.said.querySelector(".of-many")?.replaceChildren(); }
 
   /** Take over a whole view, and let the page look at the folder again; what was changed of many can be taken back. */
   changed(answer, done = "", ofMany = false) {
@@ -102,10 +105,10 @@ export class Images {
     if (answer.folder !== this.folder) return;
     this.draw(answer);
     if (ofMany) {
-      this.said.replaceChildren(make("span", {}, done), " ", button(say("Undo"), async () => {
-        this.said.replaceChildren();
+      this.said.replaceChildren(make("span", { class: "of-many" }, done, " ", button(say("Undo"), async () => {
+        this.forgetUndo();
         this.changed(await this.ask("undo", {}));
-      }));
+      })));
     }
     this.tell();
   }
@@ -116,7 +119,7 @@ export class Images {
   captions() { return this.texts; }
 
   saved(answer) {
-    this.said.replaceChildren(); // what stands there would take back this caption now
+    this.forgetUndo(); // it would take back this caption now
     for (const row of answer.cards) this.cards.get(row.file)?.show(row);
   }
 

@@ -152,6 +152,12 @@ def test_one_sentence_says_what_it_does_and_before_the_first_step_there_are_stag
     assert at == [0, 1, 2, 3, 3, 4]
     write_status(new, step=0, phase="train", done=0, total=30)
     assert "stages" not in head(new), "the first step is done"
+    record = json.loads((live / "run.json").read_text())
+    record["plan"] = {**record.get("plan", {}), "time": {"run_s": [60, 120], "beside_others": 2.0}}
+    (live / "run.json").write_text(json.dumps(record))
+    for left_s, said_too in ((60.0, False), (3600.0, True)):
+        write_status(live, left_s=left_s)
+        assert ("from the first 12 steps; longer than planned" in head(live)) == said_too
 
 
 def add_previews(folder: Path, steps: Sequence[int], **more: object) -> None:
