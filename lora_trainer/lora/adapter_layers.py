@@ -4,7 +4,7 @@ peft runs A and B beside the layer in float32: with a 16-bit base each layer sav
 input for the backward pass, and adds and casts outputs four times. Here a linear layer is one autograd operation,
 y = W x + b + s B A x: A x and B (A x) are computed in the dtype of the layer, the product with W is added in place,
 and the backward pass computes A x again. Only the input itself is saved, and layers with the same input share it.
-A, B and their gradients stay float32.
+A, B and their gradients stay float32; a block casts those of all its layers at once (`network/adapter_copies.py`).
 
 OFT (Qiu et al. 2023, arXiv 2306.07280) rotates the outputs of a frozen layer in groups of channels. peft's OFT
 rotates the inputs, which no image program supports; this is the diagonal OFT of LyCORIS, ComfyUI and Forge
@@ -26,11 +26,12 @@ from torch.nn import functional as F
 
 from lora_trainer.lora.dropout import Mask, gated
 from lora_trainer.lora.tensors import rotation
+from lora_trainer.network.adapter_copies import ComputesWithCopies
 from lora_trainer.network.kept_results import KeptProduct
 from lora_trainer.network.quantize import QuantizedLinear, Restore, frozen_parts, frozen_weight
 
 
-class FusedLinear(Linear):
+class FusedLinear(Linear, ComputesWithCopies):
     """peft's LoRA of a linear layer, with its parameters, names and state, as one operation.
 
     DoRA needs more than this product and runs peft's code.
@@ -41,9 +42,20 @@ class FusedLinear(Linear):
     gates: Sequence[Mask] = ()
     """Masks of the adapter's ranks."""
 
+    def copied_weights(self) -> Sequence[Tensor]:
+        """Return A and B where they are computed with here and not by peft."""
+        (name,) = self.active_adapters
+        return () if self._is_peft_s(name) else self._weights(name)
+
+    def _is_peft_s(self, name: str) -> bool:
+        return self.disable_adapters or self.merged or name in self.lora_variant
+
+    def _weights(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.lora_A[name].weight, self.lora_B[name].weight
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
-        if self.disable_adapters or self.merged or name in self.lora_variant:
+        if self._is_peft_s(name):
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
         base: Any = self.get_base_layer()
@@ -56,20 +68,20 @@ class FusedLinear(Linear):
             and not (base._forward_hooks or base._forward_pre_hooks)
             and (forward if kept is None else kept.replaced) is None
         )
+        weights = self._weights(name)
         update = _Update(scale=self.scaling[name], gates=self.gates)
-        weights = (self.lora_A[name].weight, self.lora_B[name].weight)
         if self.before or not is_product:
             adapter_input = x
             if self.before:  # [samples, rows, channels], as masks take four dimensions for an image
                 adapter_input = gated(x.reshape(x.shape[0], -1, x.shape[-1]), self.before)
             change: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]  # torch gives no types
-                adapter_input, *weights, update, None, None, None
+                adapter_input, *weights, update, self.copies, None, None, None
             )
             outputs: Tensor = base(x)
             return outputs + change.view(outputs.shape)
         stored, restore = frozen_parts(base)
         fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]  # torch gives no types
-            x, *weights, update, kept, base.bias, restore, *stored
+            x, *weights, update, self.copies, kept, base.bias, restore, *stored
         )
         return fused
 
@@ -102,8 +114,10 @@ class _Update:
 class FrozenAndLowRank(torch.autograd.Function):
     """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T; the update alone without `restore`.
 
-    Saves x and the stored form of W. The output is the product with W as well, to which the update was added: where
-    results are kept (`kept`), this one is, and a recomputed block computes neither again.
+    `copies`: of A and B in the dtype of x, or empty.
+
+    Saves x, A, B (or their copies) and the stored form of W. The output is the product with W as well, to which the
+    update was added: where results are kept (`kept`), this one is, and a recomputed block computes neither again.
     """
 
     @staticmethod
@@ -113,12 +127,15 @@ class FrozenAndLowRank(torch.autograd.Function):
         down: Tensor,
         up: Tensor,
         update: _Update,
+        copies: Sequence[Tensor],
         kept: KeptProduct | None,
         bias: Tensor | None,
         restore: Restore | None,
         *stored: Tensor,
     ) -> Tensor:
-        ctx.update, ctx.restore = update, restore
+        ctx.update, ctx.restore, ctx.dtypes = update, restore, (down.dtype, up.dtype)
+        if copies and copies[0].dtype == x.dtype:
+            down, up = copies
         ctx.save_for_backward(x, down, up, *stored)
 
         def computed() -> Tensor:
@@ -135,21 +152,23 @@ class FrozenAndLowRank(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # Read once only: under checkpointing a second access of `saved_tensors` raises.
         x, down, up, *stored = ctx.saved_tensors
+        down = down.to(x.dtype)
         update, gradient = ctx.update, _flat(gradient)
+        dtype_of_down, dtype_of_up = ctx.dtypes
         of_middle = _product(gradient, up.to(gradient.dtype), scale=update.scale)
         of_middle = update.gated(of_middle, x)
         of_x = of_down = of_up = None
         if ctx.needs_input_grad[1]:
-            of_down = (of_middle.T @ _flat(x)).to(down.dtype)
+            of_down = (of_middle.T @ _flat(x)).to(dtype_of_down)
         if ctx.needs_input_grad[2]:
             # x A^T is computed again, which takes less time than memory to save it; it is gone before x's gradient.
-            of_up = _product(gradient.T, update.middle(x, down), scale=update.scale).to(up.dtype)
+            of_up = _product(gradient.T, update.middle(x, down), scale=update.scale).to(dtype_of_up)
         if ctx.needs_input_grad[0]:
-            of_x = of_middle @ down.to(x.dtype)
+            of_x = of_middle @ down
             if ctx.restore is not None:
                 of_x.addmm_(gradient, ctx.restore(stored))
             of_x = of_x.view(x.shape)
-        return of_x, of_down, of_up, None, None, None, None, *(None for _ in stored)
+        return of_x, of_down, of_up, None, None, None, None, None, *(None for _ in stored)
 
 
 class LeanConv2d(Conv2d):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
 from lora_trainer.hardware.device_calls import may_copy_ahead
+from lora_trainer.network.adapter_copies import BlockCopies
 from lora_trainer.network.kept_results import KeepingBlock, largest_rank
 from lora_trainer.network.pinned_memory import pinned
 
@@ -46,6 +48,7 @@ class BlockRunner:
     def __init__(self, network: nn.Module, kind: Checkpointing) -> None:
         self._kind = kind
         self._rank = largest_rank(network)
+        self._copies: dict[nn.Module, BlockCopies] = {}
         self._keeping: dict[nn.Module, KeepingBlock] = {}
         self.host = HostInputs()
         # Saving and restoring the random generators costs every block a wait, so it is left out unless a
@@ -56,22 +59,44 @@ class BlockRunner:
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         modes: dict[str, Any] = {}
-        if self._kind in KEEP_ATTENTION:
-            # Compiled code that keeps these results recomputes the others by itself; other code, all.
-            kept = getattr(block.forward, "kept", None)
-            if kept == self._kind:
-                return block(*args)
-            if kept is None:
-                modes["context_fn"] = self._keeping_block(block).contexts
+        # Compiled code that keeps these results recomputes the others by itself; other code, all.
+        kept_by_code = getattr(block.forward, "kept", None)
+        if kept_by_code == self._kind and self._kind in KEEP_ATTENTION:
+            return block(*args)
+        if kept_by_code is None:
+            modes["context_fn"] = partial(self._contexts, block, _dtype(args))
         with self.host.holding(args) if self._kind == "offloaded" else nullcontext():
             return checkpoint(
                 block, *args, use_reentrant=False, preserve_rng_state=self._draws, **modes
             )
 
-    def _keeping_block(self, block: nn.Module) -> KeepingBlock:
+    def _contexts(
+        self, block: nn.Module, dtype: torch.dtype
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of the forward pass and of the recomputation of one call of the block."""
+        if block not in self._copies:
+            self._copies[block] = BlockCopies(block)
+            if self._kind in KEEP_ATTENTION:
+                self._keeping[block] = KeepingBlock(block, self._kind, self._rank)
+        copies = self._copies[block]
         if block not in self._keeping:
-            self._keeping[block] = KeepingBlock(block, self._kind, self._rank)
-        return self._keeping[block]
+            return copies.made(dtype), copies.made(dtype)
+        forward, recomputed = self._keeping[block].contexts()
+        return _both(copies.made(dtype), forward), _both(copies.made(dtype), recomputed)
+
+
+@contextmanager
+def _both(
+    first: AbstractContextManager[None], second: AbstractContextManager[None]
+) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _dtype(inputs: tuple[Any, ...]) -> torch.dtype:
+    """Return the dtype of a block's first input, its stream of latents or tokens."""
+    dtype: torch.dtype = inputs[0].dtype
+    return dtype
 
 
 class HostInputs:

@@ -96,6 +96,19 @@ def trainee(
     )
 
 
+def in_16_bits(at: Trainee) -> Trainee:
+    """Return one whose base and inputs are bfloat16, as on most GPUs; the adapter stays float32."""
+    trained = {id(parameter) for parameter in at.parameters}
+    for parameter in at.denoiser.parameters():
+        if id(parameter) not in trained:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    conditioning = {
+        name: value.to(torch.bfloat16) if value.is_floating_point() else value
+        for name, value in at.conditioning.items()
+    }
+    return replace(at, noisy=at.noisy.to(torch.bfloat16), conditioning=conditioning)
+
+
 def with_references_in_text(at: Trainee) -> Trainee:
     """Return one whose samples have two references each, of unlike sizes, behind 3 and 9 tokens of their texts."""
     generator = torch.Generator().manual_seed(2)

@@ -20,9 +20,10 @@ from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING, KEEP_ATTENTION
 from lora_trainer.costs.trace import LiveStorages
 from lora_trainer.network import gradient_checkpointing, kept_results
+from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.kept_results import KeepingBlock
-from tests.fakes.trainee import same, trainee
+from tests.fakes.trainee import PROMPTS, in_16_bits, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.NAMES)
 
@@ -36,6 +37,60 @@ def test_loss_and_gradients_are_the_same_bits_whatever_is_recomputed(name: str) 
         apply_checkpointing(at.denoiser, kind)
         assert same(at.gradients(), whole), kind
     assert same(at.gradients(micro_batch=1), split)
+
+
+@pytest.mark.parametrize("name", ["sd15", "chroma", "qwen21"])  # an image, two streams, one
+def test_in_16_bits_a_recomputed_block_casts_its_adapter_in_one_kernel_to_the_same_bits(
+    name: str,
+) -> None:
+    at = in_16_bits(trainee(name))
+    whole = at.gradients()
+    weights = {parameter.data_ptr() for parameter in at.parameters}
+    for kind in ("light", "full"):
+        apply_checkpointing(at.denoiser, kind)
+        with _Casts(weights) as casts:
+            found = at.gradients()
+        assert same(found, whole), kind
+        assert all(gradient.dtype is torch.float32 for gradient in found[1:])
+        in_blocks = {
+            parameter.data_ptr()
+            for block in casts.recomputed(at.denoiser)
+            for parameter in block.parameters()
+        }
+        assert in_blocks & weights and not casts.single & in_blocks, kind
+        # Nothing of a call is left behind, so that samples between two steps have their own casts.
+        assert not any(getattr(module, "copies", ()) for module in at.denoiser.modules())
+
+
+class _Casts(TorchDispatchMode):
+    """Notes which weights are cast alone, and how often all of a block are."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
+        self._weights = weights
+        self.single: set[int] = set()
+        self._together: list[set[int]] = []
+
+    def __torch_dispatch__(
+        self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if kernel is ATEN._to_copy.default:
+            self.single |= {args[0].data_ptr()} & self._weights
+        if kernel is ATEN._foreach_copy_.default:
+            self._together.append({source.data_ptr() for source in args[1]})
+        return kernel(*args, **(kwargs or {}))
+
+    def recomputed(self, denoiser: nn.Module) -> list[nn.Module]:
+        """Return the blocks whose weights were cast in each forward pass and in each recomputation.
+
+        Some families call their blocks once for each sample.
+        """
+        blocks = []
+        for block in repeated_blocks(denoiser).values():
+            own = {parameter.data_ptr() for parameter in block.parameters()} & self._weights
+            if self._together.count(own) in (2, 2 * len(PROMPTS)):
+                blocks.append(block)
+        return blocks
 
 
 def test_random_draws_inside_a_network_are_repeated() -> None:
