@@ -1,0 +1,54 @@
+"""Copies of adapter weights in the dtype that a block computes in, made by one kernel for a call of the block.
+
+Adapters are float32, most bases compute in 16 bits. Layers that cast their weights wherever they need them start seven
+kernels a layer and step, for which a fast GPU waits longer than for the copies themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class ComputesWithCopies:
+    """A layer that takes copies of its weights where its block has made some."""
+
+    copies: Sequence[Tensor] = ()
+    """Of the weights that `copied_weights` names, while the block is called; else empty."""
+
+    def copied_weights(self) -> Sequence[Tensor]:
+        """Return the weights that a call needs copies of; none where it computes otherwise."""
+        raise NotImplementedError
+
+
+class BlockCopies:
+    """Makes the copies for all layers of a block that is recomputed.
+
+    Layers save them for their backward pass, so they live as long as that of the block. In a block that is not
+    recomputed they would live for the whole step, a second adapter in 16 bits.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._layers = [each for each in block.modules() if isinstance(each, ComputesWithCopies)]
+
+    @contextmanager
+    def made(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Give the layers copies of `dtype` inside the context, of weights in that dtype none; without one nothing."""
+        weights = {layer: layer.copied_weights() for layer in self._layers} if dtype else {}
+        sources = [weight for each in weights.values() for weight in each if weight.dtype != dtype]
+        with torch.no_grad():
+            targets = [torch.empty_like(source, dtype=dtype) for source in sources]
+            if sources:
+                torch._foreach_copy_(targets, sources)
+        copies = dict(zip(map(id, sources), targets, strict=True))
+        for layer, each in weights.items():
+            layer.copies = [copies.get(id(weight), weight) for weight in each]
+        del targets, copies  # else this frame holds them until the context ends, after their layers
+        try:
+            yield
+        finally:
+            for layer in weights:
+                layer.copies = ()
