@@ -51,7 +51,9 @@ class FusedLinear(Linear, ComputesWithCopies):
         return self.disable_adapters or self.merged or name in self.lora_variant
 
     def _weights(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.lora_A[name].weight, self.lora_B[name].weight
+        down: Tensor = self.lora_A[name].weight  # type: ignore[assignment]  # peft's dictionaries have no types
+        up: Tensor = self.lora_B[name].weight  # type: ignore[assignment]
+        return down, up
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters

@@ -35,9 +35,9 @@ class BlockCopies:
         self._layers = [each for each in block.modules() if isinstance(each, ComputesWithCopies)]
 
     @contextmanager
-    def made(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """Give the layers copies of `dtype` inside the context, of weights in that dtype none; without one nothing."""
-        weights = {layer: layer.copied_weights() for layer in self._layers} if dtype else {}
+    def made(self, dtype: torch.dtype) -> Iterator[None]:
+        """Give the layers copies in `dtype` inside the context; weights that have it already stand for their own."""
+        weights = {layer: layer.copied_weights() for layer in self._layers}
         sources = [weight for each in weights.values() for weight in each if weight.dtype != dtype]
         with torch.no_grad():
             targets = [torch.empty_like(source, dtype=dtype) for source in sources]
