@@ -52,7 +52,7 @@ class FusedLinear(Linear, ComputesWithCopies):
 
     def _weights(self, name: str) -> tuple[Tensor, Tensor]:
         down: Tensor = self.lora_A[name].weight  # type: ignore[assignment]  # peft's dictionaries have no types
-        up: Tensor = self.lora_B[name].weight  # type: ignore[assignment]
+        up: Tensor = self.lora_B[name].weight  # type: ignore[assignment]  # the same
         return down, up
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
