@@ -1,11 +1,12 @@
 """Several processes, one trajectory: equal to one process, also when a process fails, freezes or is killed.
 
-One child process runs all trainings (tests/fakes/many.py); what is asserted here is what they left.
+One fork of this process runs all trainings (tests/fakes/many.py); what is asserted here is what they left.
 MPR-01 to 03 of the fault list.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +26,9 @@ from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.reporting.run_record import read as read_record
 from scripts.reliability.kill import free_port
+from tests.fakes import many
 from tests.fakes.many import ALONE, CONFIG, HANGING_STARTS, SETTINGS, SPOILT, STEPS
-from tests.fakes.runs import ROOT, Toy, events, last_state, trajectory
+from tests.fakes.runs import ROOT, Toy, code_of_fork, events, last_state, trajectory
 from tests.fakes.training import distance
 
 SPLITS = ("of 2", "of 5", "cold")
@@ -52,16 +55,8 @@ pytestmark = pytest.mark.timeout(1500)  # the first test waits for all trainings
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     folder = tmp_path_factory.mktemp("many")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.many", str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    gc.freeze()  # else collecting copies every page in every child
+    assert code_of_fork(partial(many.main, folder)) == 0
     return Toy(folder=folder)
 
 

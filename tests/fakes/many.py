@@ -1,7 +1,7 @@
 """Trainings of several processes, many of them in one go: imported once, forked for every process.
 
-`python -m tests.fakes.many FOLDER` runs the scenarios below and writes FOLDER/results.json; a test
-reads them. Faults are put into the children, by rank. Without a launcher: each child has the
+`main` runs the scenarios below, in a fork of the test process, and writes results.json; a test
+reads it. Faults are put into the children, by rank. Without a launcher: each child has the
 environment that one gives.
 """
 
@@ -23,7 +23,7 @@ import psutil
 
 from lora_trainer.common.errors import InputError
 from scripts.reliability.kill import free_port, load_everything
-from tests.fakes.runs import Toy, toy, write_priors
+from tests.fakes.runs import Toy, speak_into, toy, write_priors
 
 STEPS = 10
 TIMEOUT_S = 300.0
@@ -94,9 +94,7 @@ def run(
 def _be(
     rank: int, count: int, notes: Path, line: list[str], port: int, fault: Fault | None
 ) -> None:
-    log = os.open(notes / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    speak_into(notes / f"{rank}.log")
     if count > 1:
         for name, value in {"RANK": rank, "WORLD_SIZE": count}.items():
             os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
@@ -315,10 +313,9 @@ def scenarios(place: Toy) -> dict[str, Run]:
     return found | {name: wait() for name, (_, wait) in starting.items()}
 
 
-def main() -> None:
-    """Run the scenarios in the folder named on the command line."""
-    folder = Path(sys.argv[1])
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def main(folder: Path) -> int:
+    """Run the scenarios in a folder."""
+    os.chdir(folder)
     load_everything()
     place = toy(folder, images=14)
     child = os.fork()  # this process only forks: torch must not compute in it
@@ -330,7 +327,4 @@ def main() -> None:
     (place.dataset / "cut.png").write_bytes((place.dataset / "p0.png").read_bytes()[:200])
     results = {**scenarios(place), "priors": PRIORS}
     (folder / "results.json").write_text(json.dumps(results), "utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -273,6 +273,14 @@ def forked(does: Callable[[], int]) -> int:
     os._exit(code)
 
 
+def speak_into(log: Path) -> None:
+    """Let this process, a fork, write all that it says to the end of a file: of pytest it has what catches output."""
+    file = log.open("a", encoding="utf-8", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+
+
 def run_killed_elsewhere(
     work: Sequence[tuple[list[str], Point]], *, timeout_s: float = 280
 ) -> None:

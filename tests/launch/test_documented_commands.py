@@ -10,20 +10,32 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.reporting.run_record import read as read_record
-from tests.fakes.runs import ROOT, events
+from tests.fakes.runs import ROOT, code_of_fork, events, speak_into
 
 STEPS = 8
 QUICKER = "--set sampling.steps=2 --set 'sampling.prompts=[\"a zibbo\"]' --set output.measure=false"
 
 pytestmark = pytest.mark.timeout(1200)
+
+
+def launched(words: list[str], folder: Path, log: Path) -> int:
+    """Be an installed program in a folder, with its output in a file; return its exit code."""
+    os.chdir(folder)
+    speak_into(log)
+    os.environ |= {"PYTHONPATH": str(ROOT)}
+    sys.argv = words
+    (program,) = entry_points(group="console_scripts", name=words[0])
+    code = program.load()()
+    return int(code or 0)
 
 
 def test_two_processes_are_one_training(tmp_path: Path) -> None:
@@ -38,19 +50,13 @@ def test_two_processes_are_one_training(tmp_path: Path) -> None:
     for name in ("datasets", "launch"):  # a folder that looks like the checkout to the command
         (tmp_path / name).symlink_to(ROOT / name)
     own = f"--name two --set data.cache_dir={tmp_path}/cache {QUICKER}"
-    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def launch(program: str, *more: str) -> None:
-        done = subprocess.run(
-            [*shlex.split(f"{commands[program]} {own}"), *more],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        """Run a launcher in a fork of this process, which has what it imports; what it starts are new processes."""
+        words = [*shlex.split(f"{commands[program]} {own}"), *more]
+        log = tmp_path / f"{program}.log"
+        code = code_of_fork(partial(launched, words, tmp_path, log))
+        assert code == 0, log.read_text(encoding="utf-8")[-3000:]
 
     launch("accelerate")
     run = tmp_path / "runs" / "two"
