@@ -53,15 +53,14 @@ _ADVICE = (
 )
 _NEXT = "Next step"
 # What is looked for first in the settings of another trainer.
-_KNOWN = frozenset(
-    {
-        "optimizer.learning_rate",
-        "adapter.rank",
-        "adapter.alpha",
-        "train.steps",
-        "train.batch_size",
-        "data.resolution",
-    }
+_KNOWN = (
+    "base.model",
+    "optimizer.learning_rate",
+    "adapter.rank",
+    "adapter.alpha",
+    "train.steps",
+    "train.batch_size",
+    "data.resolution",
 )
 # As many settings of a refusal are led to.
 _LINKS = 3
@@ -267,9 +266,11 @@ def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
         for key, value in found["settings"].items()
         if key in infos
     ]
-    rows.sort(key=lambda row: (row["key"] not in _KNOWN, row["key"] not in (stated or ())))
-    # What changes something first; the rest is as it would be without the file.
-    changing = [row for row in rows if row["value"] != row["without"]]
+    places = {key: place for place, key in enumerate(_KNOWN)}
+    last = len(places)
+    rows.sort(key=lambda row: (places.get(row["key"], last), row["key"] not in (stated or ())))
+    # What changes something, and what is looked for; the rest is as it would be without the file.
+    changing = [row for row in rows if row["value"] != row["without"] or row["key"] in places]
     own = len(rows) if stated is None else sum(row["key"] in stated for row in rows)
     return {
         **found,

@@ -479,7 +479,11 @@ def brought_draft(
     # What changes something by the file is listed before what would be the same without it.
     listed = train_view.brought(draft, language("en"))
     assert listed is not None
-    assert all(row["value"] != row["without"] for row in listed["changing"])
+    looked_for = {"base.model", "optimizer.learning_rate", "adapter.rank", "adapter.alpha"}
+    looked_for |= {"train.steps", "train.batch_size", "data.resolution"}
+    for row in listed["changing"]:
+        assert row["value"] != row["without"] or row["key"] in looked_for
+    assert not looked_for & {row["key"] for row in listed["same"]}
     assert all(row["value"] == row["without"] for row in listed["same"])
     assert len(listed["changing"]) + len(listed["same"]) == len(listed["rows"]) > 0
 
