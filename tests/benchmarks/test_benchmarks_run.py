@@ -115,3 +115,24 @@ def test_released_bases_are_of_their_families_as_folder_and_as_single_file(tmp_p
         file = bases.write_file(tiny, tmp_path / f"{name}-lacks", tmp_path / f"{name}.safetensors")
         family, parts = families.detect_file(read_header(file))
         assert family.name == name and {"denoiser", "vae", "text_encoder"} <= parts
+
+
+def test_other_trainers_measures_ours_and_writes_the_settings_of_others(tmp_path: Path) -> None:
+    """Ours for real, with a tiny base; theirs are not here."""
+    words = "--folder FOLDER/work --tiny --rounds 1 --steps 2 --side-px 64"
+    result = measured("other_trainers", words, tmp_path)
+    (row,) = result["rows"]
+    assert row["trainer"] == "ours" and row["ratios"] == [1.0]
+    assert len(row["steps_cpu_s"][0]) == 2 and min(row["steps_cpu_s"][0]) > 0
+    assert row["trained_values"] > 0
+    benchmark = importlib.import_module("benchmarks.other_trainers")
+    asked = {"side_px": 64, "batch": 2, "precision": "fp32", "targets": "transformer"}
+    work = benchmark.Work(folder=tmp_path / "work", steps=2, **asked)
+    for name, command in benchmark.COMMANDS.items():
+        place = tmp_path / name
+        place.mkdir()
+        line = command(work, place)
+        settings = place / "settings.json"
+        said = " ".join(line) + (settings.read_text() if settings.is_file() else "")
+        assert str(work.base) in said and str(benchmark.LEARNING_RATE) in said, name
+        assert name in benchmark.CACHES
