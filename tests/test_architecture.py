@@ -200,7 +200,7 @@ def test_the_quick_commands_start_without_torch() -> None:
 ABOUT_RELEASES = """lora_trainer/families lora_trainer/importing/trainers lora_trainer/captioning/captioners.py
 scripts/readers scripts/trainers scripts/allocator_table.py scripts/timestep_table.py benchmarks/random_bases.py
 benchmarks/released_bases.py benchmarks/true_size.py benchmarks/gpu_day benchmarks/mid_size_base.py
-benchmarks/quantised_load.py"""
+benchmarks/other_trainers.py benchmarks/quantised_load.py"""
 """The families, and what is about releases by the names the world has for them: other trainers' keys; captioning
 models, which share names with families; programs run by hand about other programs, what trainers draw, and true
 sizes."""
