@@ -167,7 +167,7 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     # The bar beside Train says what it takes now, the page what it would take without other programs.
     if is_slowed != bool(shown.now) or (shown.now or length).lower() not in beside.lower():
         yield "beside Train: time", beside, str(shown)
-    if shown.now not in ("", length) and length.lower() not in page.lower():
+    if shown.now and shown.now != shown.alone and shown.alone.lower() not in page.lower():
         yield "page: time without other programs", page, str(shown)
     yield from said("beside Train: steps", r"([\d,]+) steps", beside, str(time.steps))
     for place, said_there in {"plan": text, "page": page}.items():
