@@ -260,6 +260,8 @@ REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
     "leader refuses": at_start(0, PREPARE[0], unreadable),
     "follower refuses": at_start(1, PREPARE[1], unreadable),
 }
+UNHURRIED: Mapping[str, Any] = {"hardware__process_timeout_s": 60}
+"""Of trainings in which no process is lost: on a busy machine one may come seconds after the others."""
 
 
 def signalled_at_a_state(rank: int, number: int) -> Callable[[list[int], Path], None]:
@@ -291,14 +293,14 @@ def scenarios(place: Toy) -> dict[str, Run]:
     # Only a rollback cuts events: at the start others' problems may be on their way to the file.
     uncut = {0: replaced("lora_trainer.run.run_job", "cut_events", unreadable)}
     for count in (2, 5):
-        found[f"of {count}"] = run(place, f"of {count}", count, faults=uncut)
+        found[f"of {count}"] = run(place, f"of {count}", count, faults=uncut, **UNHURRIED)
     full = {1: losses_at(IN_A_STEP, out_of_memory)}
     cold = str(place.folder / "cold")
-    found["cold"] = run(place, "cold", 2, faults=full, data__cache_dir=cold)
+    found["cold"] = run(place, "cold", 2, faults=full, data__cache_dir=cold, **UNHURRIED)
     found["bug"] = run(place, "bug", 2, faults={1: losses_at(IN_A_STEP, broken)}, **ALONE)
     found["apart"] = run(place, "apart", 2, faults={1: other_weights}, **ALONE)
     for name, how in REFUSED_STARTS.items():  # however late the others come
-        found[name] = run(place, name, 2, hardware__process_timeout_s=60, **how)
+        found[name] = run(place, name, 2, **UNHURRIED, **how)
     freeze = signalled_at_a_state(1, signal.SIGSTOP)
     found["frozen"] = run(place, "frozen", 2, meanwhile=freeze, **ALONE)
     stop = signalled_at_a_state(1, signal.SIGTERM)
