@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -73,6 +74,14 @@ class Fork:
     pid: int
     connection: Connection[Any, Any]
     left: deque[int] = field(default_factory=deque)
+    status: int | None = None
+    """What it ended with, once that has been asked for."""
+
+    def ended_with(self) -> int:
+        """Wait for its end, and return the status of it."""
+        if self.status is None:
+            self.status = os.waitpid(self.pid, 0)[1]
+        return self.status
 
 
 class Forks:
@@ -91,6 +100,8 @@ class Forks:
     def run(self, count: int) -> None:
         """Run all tests with so many forks, fewer where there are fewer modules; stop where pytest says so."""
         session = self.session
+        folders: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]  # private, but where tests' folders are
+        folders.getbasetemp()  # one for all forks, which this process clears away
         try:
             for _ in range(min(count, len(self.modules))):
                 self.start()
@@ -108,7 +119,9 @@ class Forks:
             for fork in self.forks:
                 fork.connection.close()  # it ends with the test under way
             for fork in self.forks:
-                os.waitpid(fork.pid, 0)
+                fork.ended_with()
+        if self.modules and not (session.shouldfail or session.shouldstop):
+            session.shouldfail = "no test process is left for the rest of the tests"
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
@@ -131,7 +144,7 @@ class Forks:
         try:
             kind, told = fork.connection.recv()
         except (EOFError, ConnectionResetError):
-            self.has_ended(fork, os.waitpid(fork.pid, 0)[1])
+            self.has_ended(fork)
             return
         match kind:
             case "report":
@@ -145,19 +158,27 @@ class Forks:
                 hook.pytest_warning_recorded.call_historic(kwargs=told)
             case "idle":
                 fork.left = deque(self.modules.popleft() if self.modules else ())
-                fork.connection.send(list(fork.left))
+                with suppress(BrokenPipeError):  # it has just been killed: heard next
+                    fork.connection.send(list(fork.left))
+            case "stopped":  # by a plugin's own rule, such as a limit of time for all tests
+                self.session.shouldfail, self.session.shouldstop = told
 
     def see_end(self, fork: Fork) -> None:
         """See whether a fork that says nothing has ended."""
-        pid, status = os.waitpid(fork.pid, os.WNOHANG)
-        if pid and not fork.connection.poll():
-            self.has_ended(fork, status)
+        if fork.status is None:
+            pid, status = os.waitpid(fork.pid, os.WNOHANG)
+            fork.status = status if pid else None
+        if fork.status is not None and not fork.connection.poll():
+            self.has_ended(fork)
 
-    def has_ended(self, fork: Fork, status: int) -> None:
-        """Let the test fail in which a fork has ended, and give those after it to another."""
+    def has_ended(self, fork: Fork) -> None:
+        """Let the test fail in which a fork has ended, and give those after it to another; else the whole session."""
         self.forks.remove(fork)
         fork.connection.close()
+        code = os.waitstatus_to_exitcode(fork.ended_with())
         if not fork.left:
+            if code:
+                self.session.shouldfail = f"a test process ended with {code} where it ran no test"
             return
         item = self.session.items[fork.left.popleft()]
         report = pytest.TestReport(
@@ -165,7 +186,7 @@ class Forks:
             location=item.location,
             keywords={},
             outcome="failed",
-            longrepr=f"its process ended with {os.waitstatus_to_exitcode(status)} (negative: a signal)",
+            longrepr=f"its process ended with {code} (negative: a signal)",
             when="call",
         )
         item.config.hook.pytest_runtest_logreport(report=report)
@@ -230,7 +251,7 @@ def work(
         capture.start_global_capturing()
         capture.suspend_global_capture()
     live_in(Path(os.environ["HOME"]) / name)
-    folders: Any = config._tmp_path_factory  # type: ignore[attr-defined] # private, but where the folders of tests come from
+    folders: Any = config._tmp_path_factory  # type: ignore[attr-defined]  # private, as above
     folders._basetemp = folders.getbasetemp() / name
     folders._basetemp.mkdir()
     try:
@@ -239,11 +260,16 @@ def work(
             for place, following in zip_longest(places, places[1:]):
                 after = None if following is None else session.items[following]
                 config.hook.pytest_runtest_protocol(item=session.items[place], nextitem=after)
-                if connection.poll() or session.shouldfail or session.shouldstop:
+                if session.shouldfail or session.shouldstop:
+                    connection.send(("stopped", (session.shouldfail, session.shouldstop)))
+                    return 0
+                if connection.poll():
                     return 0  # to be told anything amid a module is to be told to stop
             connection.send(("idle", None))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
+    except KeyboardInterrupt:
+        return 130
     finally:
         session._setupstate.teardown_exact(None)
     return 0

@@ -1,6 +1,7 @@
 """Tests run in forks as they do in one process: each once, and one that ends its process takes no other with it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_ends_its_process():
     if NAME == "test_a":
         os.kill(os.getpid(), signal.SIGKILL)
     assert NAME != "test_b"
-@pytest.mark.timeout(0.2)
+@pytest.mark.timeout(1 if NAME == "test_c" else 0)
 def test_waits():
     threading.Event().wait(None if NAME == "test_c" else 0)
 def test_last():
@@ -85,3 +86,10 @@ def test_each_test_runs_once_and_one_that_ends_its_process_fails_alone(tmp_path:
     stopped = run(tmp_path, "-x", "--deselect=test_a.py")
     assert stopped.returncode == pytest.ExitCode.TESTS_FAILED
     assert "stopping after 1 failures" in stopped.stdout
+    assert "Traceback" not in stopped.stderr
+    for number in (1, 2):  # homes that cannot be made: the processes end before their first test
+        shutil.rmtree(tmp_path / f"fork-{number}")
+        (tmp_path / f"fork-{number}").write_text("", encoding="utf-8")
+    lost = run(tmp_path, "--deselect=test_a.py")
+    assert lost.returncode == pytest.ExitCode.TESTS_FAILED, lost.stdout
+    assert "a test process ended with 1 where it ran no test" in lost.stdout

@@ -32,6 +32,7 @@ from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.masks import decode_mask
 from lora_trainer.families.base.latents import ImageEncoder
 from lora_trainer.families.base.texts import WEIGHTS, TextEncoder
+from lora_trainer.network.offload import MOST_TOGETHER
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 
 # Of images that are decoded ahead together: 200 MB as they are decoded, twice that while turned.
@@ -86,15 +87,17 @@ def fill(
             if settings.caption_tokens in (75, 150):
                 fix += ", or raise data.caption_tokens"
             with _encoding(load_text_encoder, devices, events) as do:
-                waiting = texts
-                while waiting:
+                done = 0
+                while done < len(texts):
                     work.obey()
+                    # No encoder takes more at once; of a list of all a part would be made for each text.
+                    waiting = texts[done : done + MOST_TOGETHER]
                     entries = do(partial(_encode_texts, waiting, texts_as, settings))
                     for job, entry in zip(waiting, entries, strict=False):
                         words = texts_as.words(job.text)
                         do(partial(_say_if_cut, words, events=events, fix=fix))
                         work.add(job.key, entry, message="captions")
-                    waiting = waiting[len(entries) :]
+                    done += len(entries)
     counts = {"latents": len(latents), "texts": len(texts), "masks": len(masks)}
     return {**counts, "found": cached_count}
 

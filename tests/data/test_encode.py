@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
+from lora_trainer.cache import encode
 from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import InputError, StoppedBySignal
@@ -46,6 +47,22 @@ def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> 
     done, *encoders = studio.encode()
     assert encoders == [None, None], "a warm run loads no encoder"
     assert done == {"latents": 0, "texts": 0, "masks": 0, "found": 8}
+
+
+def test_no_text_costs_a_look_at_all_others(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at, real = [], encode._encode_texts
+
+    def encoded(jobs: Any, *others: Any) -> Any:
+        looked_at.append(len(jobs))
+        return real(jobs, *others)
+
+    monkeypatch.setattr(encode, "_encode_texts", encoded)
+    monkeypatch.setattr(encode, "MOST_TOGETHER", 2)
+    assert studio.work() == (3, sorted(TEXTS))
+    # This encoder takes one at a time. With all that wait in each list 100,000 texts took hours.
+    assert looked_at == [2, 2, 2, 2, 1]
 
 
 def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studio) -> None:
