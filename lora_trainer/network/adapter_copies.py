@@ -1,7 +1,7 @@
 """Copies of adapter weights in the dtype that a block computes in, made by one kernel for a call of the block.
 
-Adapters are float32, most bases compute in 16 bits. Layers that cast their weights wherever they need them start seven
-kernels a layer and step, for which a fast GPU waits longer than for the copies themselves.
+Adapters are float32, most bases compute in 16 bits. Layers that cast their weights wherever they need them start five to
+seven kernels a layer and step, for which a fast GPU waits longer than for the copies themselves.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ComputesWithCopies:
 class BlockCopies:
     """Makes the copies for all layers of a block that is recomputed.
 
-    Layers save them for their backward pass, so they live as long as that of the block. In a block that is not
-    recomputed they would live for the whole step, a second adapter in 16 bits.
+    Layers save them for their backward pass, which follows the recomputation, so those of one block are alive at a
+    time. In blocks that are not recomputed those of all would be, a second adapter in 16 bits.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -51,4 +51,5 @@ class BlockCopies:
             yield
         finally:
             for layer in weights:
-                layer.copies = ()
+                # The class's own again: compiled code of the block was made for layers without copies of theirs.
+                vars(layer).pop("copies", None)
