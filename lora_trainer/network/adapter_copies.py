@@ -1,7 +1,7 @@
 """Copies of adapter weights in the dtype that a block computes in, made by one kernel for a call of the block.
 
-Adapters are float32, most bases compute in 16 bits. Layers that cast their weights wherever they need them start five to
-seven kernels a layer and step, for which a fast GPU waits longer than for the copies themselves.
+Adapters are float32, most bases compute in 16 bits. Layers that cast their weights wherever they need them start
+five to seven kernels a layer and step, for which a fast GPU waits longer than for the copies themselves.
 """
 
 from __future__ import annotations
