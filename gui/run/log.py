@@ -149,10 +149,12 @@ def _words(event: Event) -> str:
         case BaseLosses():
             return "Measured the base on the images, to compare the LoRA with it"
         case Learned():
-            change = f"{100 * event.change:,.0f} %"
+            percent = 100 * event.change
+            change = f"{percent:,.0f} %" if percent >= 1 else f"{percent:.2g} %"
+            verdict = "it learns" if event.learns else "it learns nothing"
             return (
-                f"{_where(event.step)}: it learns. At this pace, the losses on its own images change by {change} in "
-                "all; nearly 0 % would mean that it learns nothing"
+                f"{_where(event.step)}: {verdict}. At this pace, the losses on its own images change by {change} in "
+                "all; nearly 0 % means that it learns nothing"
             )
         case Uploaded():
             return f"Uploaded to {event.address}"

@@ -33,7 +33,7 @@ from ..media import run_url
 from ..queue.times import clock_text, dataset_of
 from ..run.starting import shown_photos
 from ..run_best import losses, standing_of
-from ..run_state import left_text
+from ..run_state import FINISHING, left_text
 from ..server.templates import render
 from ..server.translation import Words
 from ..variants import MAX_TRAININGS
@@ -242,6 +242,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
             "state": each.state,
             "fraction": each.fraction,
             "left": each.left,
+            "finishes": each.left == FINISHING,
             "url": runs.page_url(each.name) if each.state not in _WITHOUT_RUN else "",
             "again": "/train?" + urlencode({"again": each.name}),
             "said": "" if each.recorded.good is None else each.recorded.good.said,

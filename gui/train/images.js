@@ -104,11 +104,13 @@ export class Images {
     if (answer.error) { this.said.textContent = answer.error; return; }
     if (answer.folder !== this.folder) return;
     this.draw(answer);
+    this.forgetUndo(); // the last step of the folder is another now
     if (ofMany) {
-      this.said.replaceChildren(make("span", { class: "of-many" }, done, " ", button(say("Undo"), async () => {
+      const back = button(say("Undo"), async () => {
         this.forgetUndo();
-        this.changed(await this.ask("undo", {}));
-      })));
+        this.changed(await this.ask("undo", { step: answer.undo }));
+      });
+      this.said.replaceChildren(make("span", { class: "of-many" }, done, ...(answer.step ? [" ", back] : [])));
     }
     this.tell();
   }

@@ -296,6 +296,10 @@ class BaseLosses(Event):
     """Empty where one is not a number."""
 
 
+# With a smaller change of its losses a run learns nothing.
+LEAST_CHANGE = 3e-4
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learned(Event):
     """How far the losses of a few training images have moved, once in a run."""
@@ -304,7 +308,12 @@ class Learned(Event):
     step: int
     seconds: float
     change: float
-    """The share of the losses that the whole run will have moved."""
+    """The relative change of the loss at some noise level by the end of the run, extrapolated."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether the losses move at all; where they do not, the training is stopped."""
+        return self.change >= LEAST_CHANGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.training.dataloader import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import BASE_STEP, LEAST_CHANGE, GuardState, no_effect
+from lora_trainer.training.guards import BASE_STEP, GuardState, no_effect
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import restore_optimizer
 
@@ -187,8 +187,9 @@ class LearningAction:
             self.events.emit(BaseLosses(step=step, seconds=seconds, losses=base))
             return replace(guard, learning=replace(guard.learning, base=base))
         change = guard.learning.least_change(losses, so_far=self.so_far)
-        self.events.emit(Learned(step=step, seconds=seconds, change=change))
-        if change < LEAST_CHANGE:
+        looked = Learned(step=step, seconds=seconds, change=change)
+        self.events.emit(looked)
+        if not looked.learns:
             raise no_effect(
                 progress.step, change=change, rate=self.rate, alpha_over_rank=self.alpha_over_rank
             )

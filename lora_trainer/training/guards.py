@@ -271,9 +271,6 @@ BASE_STEP = 1
 LOOK_IMAGES, LOOK_STEPS, LOOK_SHARE = 200, 50, 0.2
 # Below it gradients vanish from 32-bit sums of squares.
 TINY_LOSS = 1e-20
-# Least relative change of the loss at some noise level by the end of the run, extrapolated: below it the run
-# learns nothing.
-LEAST_CHANGE = 3e-4
 _NOT_MPS = "use another release of torch, or --set hardware.device=cpu"
 
 

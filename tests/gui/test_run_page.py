@@ -787,6 +787,11 @@ def test_each_kind_of_record_has_words_in_the_log() -> None:
     for event, said in (
         (BaseLosses(step=0, seconds=1.0, losses=[1.0]), "Measured the base on the images"),
         (Learned(step=60, seconds=1.0, change=1.8), "Step 60: it learns."),
+        (
+            Learned(step=60, seconds=1.0, change=0.0004),
+            "it learns. At this pace, the losses on its own images change by 0.04 %",
+        ),
+        (Learned(step=60, seconds=1.0, change=0.0001), "Step 60: it learns nothing."),
         (Measured(step=60, parts={"gain": 0.5}), "from 0 (bad) to 1 (good): what it learned 0.50"),
     ):
         assert said in line_of(event).words

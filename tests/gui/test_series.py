@@ -256,6 +256,8 @@ def test_trainings_that_wait_say_when_the_first_one_starts(
     commands.write(work.runs, replace(first, state="running", run=first.label))
     shown = page.get(address).text
     assert 'role="progressbar"' in shown and "about 3 min 00 s left" in shown
+    write_status(work.runs / first.label, left_s=0.0)
+    assert "running, finishing</p>" in page.get(address).text
 
 
 def test_what_the_plan_chose_names_a_training_before_it_begins(
