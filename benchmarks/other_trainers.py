@@ -104,7 +104,7 @@ class Trainer:
 
     @property
     def commit(self) -> str:
-        """The commit of the checkout; empty where it is no repository."""
+        """The commit of the checkout; empty where it is not a repository."""
         line = ["git", "-C", str(self.checkout), "rev-parse", "HEAD"]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         return done.stdout.strip() if (self.checkout / ".git").exists() else ""

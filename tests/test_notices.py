@@ -165,8 +165,8 @@ def test_a_cause_depends_on_driver_device_and_settings() -> None:
     assert not found(busy, gpu=GPU), "the GPU needs few processors"
     (cause,) = found(busy, gpu=None)
     assert cause.name == "processor"
-    (cause,) = found(busy, before=busy, gpu=None)
-    assert cause.observation == "other programs use 3.0 of 8 processors, as they did before"
+    (cause,) = found(busy, before=replace(busy, cores_taken=2.6), gpu=None)
+    assert cause.observation == "other programs use 3.0 of 8 processors, 2.6 before"
     giving_way = replace(UNCHANGED, cores_taken=0.4, gives_way=True)
     (cause,) = found(giving_way, gpu=None)
     assert cause[:2] == ("processor", "the training's threads gave way to other programs")

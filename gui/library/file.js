@@ -28,8 +28,11 @@ function mountTry(panel, head, file, leaving) {
   const place = panel.querySelector(".tries");
   const openAgain = keepOpen(place);
   countSince(place, leaving);
+  let drawnHead = "";
   const asked = follow(place, "/library/tries", leaving, ({ goes, head: newHead }) => {
-    if (!head.contains(document.activeElement)) head.innerHTML = newHead; // markup of our own server
+    if (newHead !== drawnHead && !head.contains(document.activeElement)) {
+      head.innerHTML = drawnHead = newHead; // markup of our own server
+    }
     openAgain();
     countSince(place, leaving);
     if (!goes && document.activeElement === stop) form.querySelector("[type=submit]").focus();

@@ -39,8 +39,6 @@ MAX_IMAGES = 200
 # A browser knows no larger whole numbers.
 MAX_SEED = 2**53
 SHOWN = 4
-# From this share of a picture on the rest can be told.
-_TELLS = 0.2
 # Exit codes of a job that somebody stopped; of an earlier version, -15.
 STOPPED = frozenset({-15, drawing.STOPPED})
 
@@ -329,7 +327,10 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
     """Return what tries.html shows of one: a row for each prompt, in it a cell for each file and strength."""
     found, marked, files, prompts = images(work, job), best(work, job), _files(job), _prompts(job)
     columns = [(index, value) for index in range(len(files)) for value in _numbers(job)]
-    far, rows = _far(job), []
+    far, rows, share = _far(job), [], ""
+    # Between a saved picture and the first pass of the next one, what is told is of the one before.
+    if far is not None and far.pictures == len(found):
+        share = f"{100 * far.share:.0f}"
     # In the order in which they are drawn.
     next_place = next((place for place in _in_order(job) if place not in found), None)
     for row, prompt in enumerate(prompts):
@@ -341,7 +342,7 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
                 "of": files[place.file].stem if len(files) > 1 else "",
                 "url": _url(found.get(place)),
                 "best": place in marked,
-                "share": f"{100 * far.share:.0f}" if far and place == next_place else "",
+                "share": share if place == next_place else "",
             }
             for place in places
         ]
@@ -367,9 +368,12 @@ def _far(job: jobs.Job) -> drawing.Far | None:
 
 
 def _left(job: jobs.Job, count: int, _: Words) -> str:
-    """Return how long the rest takes at the pace so far; empty before a part of a picture is drawn that tells."""
+    """Return how long the rest takes at the pace so far; empty before the first whole picture.
+
+    Until then nobody knows how many passes of the denoiser a picture takes.
+    """
     far = _far(job)
-    if far is None or far.pictures + far.share < _TELLS:
+    if far is None or not far.pictures:
         return ""
     return _("about {#} left", duration_text(far.left_s(count)))
 

@@ -26,6 +26,7 @@ from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import FIRST_STEPS, RunStatus
 
+from .. import plan_view
 from ..markup import capital, inline
 from ..media import run_url
 from ..run_best import exports, losses, read_best, recommended, standing_of
@@ -259,10 +260,10 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
 def _told_from(seen: Look, history: RunHistory) -> str:
     """Return what the time left is told from, and whether it all takes longer than the plan had said."""
     status, planned = seen.status, history.run.plan.time
-    if planned.range_s is None or status.steps_here < FIRST_STEPS:
+    from_now_s = plan_view.from_now_s(planned)
+    if from_now_s is None or status.steps_here < FIRST_STEPS:
         return status.left_from
-    longest_s = max(planned.range_s) * max(1.0, planned.beside_others)
-    is_longer = history.seconds + status.left_s > _LONGER * longest_s
+    is_longer = history.seconds + status.left_s > _LONGER * from_now_s[1]
     return f"{status.left_from}; longer than planned" if is_longer else status.left_from
 
 

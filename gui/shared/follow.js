@@ -19,10 +19,26 @@ export function follow(place, path, leaving, drawn, of = {}) {
     draw(now) {
       if (now.html === undefined || "held" in place.dataset) return; // somebody drags in it: the next answer is drawn
       ({ stamp } = now);
+      const focusAgain = keepFocus(place);
       place.innerHTML = now.html; // markup of our own server, in which every text is escaped
       drawn(now);
+      focusAgain();
     },
   });
+}
+
+/** Note what has the keyboard in `place`; return a function that gives it to the same thing of what was drawn anew. */
+function keepFocus(place) {
+  const held = document.activeElement;
+  if (held === place || !place.contains(held)) return () => {};
+  const named = [...held.attributes].filter(({ name }) => ["id", "href", "name"].includes(name) || name.startsWith("data-"));
+  const own = held.localName + named.map(({ name, value }) => `[${name}="${CSS.escape(value)}"]`).join("");
+  const around = held.closest("[data-key]");
+  const selector = around && around !== held ? `[data-key="${CSS.escape(around.dataset.key)}"] ${own}` : own;
+  const at = [...place.querySelectorAll(selector)].indexOf(held);
+  return () => {
+    if (document.activeElement === document.body) place.querySelectorAll(selector)[at]?.focus({ preventScroll: true });
+  };
 }
 
 /** Follow `path`: `shown` says what the page shows, `draw` gets each answer. Return a function that asks for more than

@@ -65,7 +65,8 @@ export class Images {
     this.away = new Set(excluded.map((row) => row.file));
     this.texts = pictures.map((row) => row.caption);
     this.files = pictures.map((row) => row.file);
-    this.bulk.aim(say("for all {#} images", pictures.length.toLocaleString("en")));
+    const { length } = pictures.filter((row) => !row.unreadable); // as the report counts them
+    this.bulk.aim(length === 1 ? say("for the one image") : say("for all {#} images", length.toLocaleString("en")));
     const rows = pictures.slice(0, SHOWN);
     const names = new Set(rows.map((row) => row.file));
     for (const name of this.cards.keys()) if (!names.has(name)) this.cards.delete(name);

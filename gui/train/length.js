@@ -11,8 +11,6 @@ export function mountLength(place, fields, changed) {
   const said = place.querySelector(".length-said");
   const keeps = place.querySelector(".keeps");
   const [onAll, back] = keeps.children;
-  onAll.addEventListener("click", () => { back.hidden = false; back.focus(); }); // a press is taken back by another
-  back.addEventListener("click", () => { onAll.hidden = false; onAll.focus(); back.hidden = true; });
   let plan = null;
   let typing = false; // in `epochs`
 
@@ -33,10 +31,14 @@ export function mountLength(place, fields, changed) {
     const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
     const how = count * ratio() < 0.95 ? say("{} steps of {} = some of the {} images.", length, batch, all)
       : say("{} steps of {} = each of the {} images about {}\u00d7.", length, batch, all, often);
-    const aside = kept ? say("{} more kept aside, to measure how well it learns.", kept) : say("None is kept aside, so how well it learns is not measured.");
+    const aside = kept ? say("{} more kept aside, to measure how well it learns.", kept.toLocaleString("en")) : say("None is kept aside, so how well it learns is not measured.");
     said.textContent = `${how} ${aside}`;
-    if (kept) onAll.textContent = say("Train on all {}", images + kept);
+    if (kept) onAll.textContent = say("Train on all {}", (images + kept).toLocaleString("en"));
+    const pressed = document.activeElement;
     onAll.hidden = !kept;
+    back.hidden = !plan.trains_on_all || !onAll.hidden; // a press is taken back by another
+    if (pressed === onAll && onAll.hidden) back.focus();
+    if (pressed === back && back.hidden) onAll.focus();
   }
 
   function draw() {

@@ -21,6 +21,7 @@ from lora_trainer.reporting.charts import Html, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
+from ..drafts import Draft
 from ..markup import setting_said
 from ..server.templates import render
 from ..server.translation import Words
@@ -86,6 +87,8 @@ class Length:
     images: int
     held_out: int
     batch: int
+    trains_on_all: bool
+    """Whether the draft says so; that none is kept aside may have another reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +185,7 @@ def filled(found: PlanRecord) -> dict[str, str]:
     return {row.key: fields.as_text(row, chosen[row.key]) for row in fields.planned()}
 
 
-def length(found: PlanRecord) -> Length:
+def length(found: PlanRecord, draft: Draft) -> Length:
     """Return what the fields of the length are computed with."""
     time = found.time
     return Length(
@@ -190,6 +193,7 @@ def length(found: PlanRecord) -> Length:
         images=time.images,
         held_out=time.held_out,
         batch=found.value("train.batch_size"),
+        trains_on_all=draft.settings.get("data.validation_fraction") == 0,
     )
 
 

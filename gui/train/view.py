@@ -352,7 +352,7 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
         html=plan.plan(found, said, **_leads_to(plans, draft, found, said)),
         beside=plan.beside(found, said),
         filled=plan.filled(found),
-        length=plan.length(found),
+        length=plan.length(found, draft),
         button=said(_train_label(work, found)),
         works=True,
         verdict=verdict,

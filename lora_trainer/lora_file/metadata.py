@@ -334,8 +334,9 @@ DATASET_SETTINGS = (
     *("sampling.prompts", "sampling.negative_prompt", "output.hub_repo"),
 )
 
-# Settings that name a model: a Hub id is for everybody, a folder on this machine is not.
 _MAX_DIGITS = 15
+
+# Settings that name a model: a Hub id is for everybody, a folder on this machine is not.
 _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train.init_from")
 
 

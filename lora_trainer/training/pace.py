@@ -246,13 +246,14 @@ def causes(
     lacks_cores = now.processors - now.cores_taken < threads
     more = now.cores_taken - before.cores_taken > _SHARED_CORES
     taken = f"other programs use {now.cores_taken:.1f} of {now.processors} processors"
+    taken += f", {before.cores_taken:.1f} before"
     if more and lacks_cores:
-        yield Cause("processor", f"{taken}, {before.cores_taken:.1f} before", _WAIT)
+        yield Cause("processor", taken, _WAIT)
     elif now.gives_way and not before.gives_way:
         yield Cause("processor", "the training's threads gave way to other programs", _WAIT)
     elif now.cores_taken > _SHARED_CORES and lacks_cores:
-        # As many as at the first look, whose second may have been a busy one; still the likeliest of all causes.
-        yield Cause("processor", f"{taken}, as they did before", _WAIT)
+        # About as many as at the first look, whose second may have been a busy one; still the likeliest of all causes.
+        yield Cause("processor", taken, _WAIT)
     beside = ", the disk and `nvidia-smi`" if gpu is not None else " and the disk"
     look_at = f"look at other programs{beside}; the result stays the same"
     yield Cause("unknown", "no cause was found", look_at)

@@ -188,6 +188,11 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
     markup = try_prompts.shown(work, [job], ENGLISH)
     assert "about 2 min 20 s left" in markup and markup.count("<span>25 %</span>") == 1
     assert markup.index("<span>25 %</span>") < markup.index("two &lt;b&gt;"), "of the next one"
+    for other in ({"pictures": 1, "share": 0.97}, {"pictures": 0, "share": 0.99}):
+        (job.folder / drawing.FAR_FILE).write_text(json.dumps(far | other))
+        markup = try_prompts.shown(work, [job], ENGLISH)
+        assert " %" not in markup, "of a picture that is drawn already"
+        assert (" left" in markup) == bool(other["pictures"]), "one may take more passes than steps"
     done = replace(job, state="finished", exit_code=0)
     stamps.append(try_prompts.stamp(work, [done]))
     assert len(set(stamps)) == 4

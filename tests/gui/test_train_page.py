@@ -314,6 +314,10 @@ def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_
     plans = command_lines.Plans(work, ask=lambda _: refused)
     shown = view.plan_part(work, draft, SAID, plans)
     assert (shown.filled, shown.length, shown.works) == ({}, None, False)
+    empty = plan_of({})
+    all_of_them = replace(draft, settings={"data.validation_fraction": 0.0})
+    assert plan.length(empty, all_of_them).trains_on_all
+    assert not plan.length(empty, draft).trains_on_all, "none kept aside may have another reason"
     texts = fields.texts(draft)
     assert {row.key: texts.get(row.key) for row in fields.planned()} == {
         "train.steps": None,
