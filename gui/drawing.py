@@ -4,8 +4,7 @@ Inputs: jobs (jobs.py) with what is to be drawn. Outputs in `<runs>/.gui/drawing
 job that waits; `process.json`, the process and the base that it has loaded; in the folder of a job `far.json`, how far
 it is. Like trainings it outlives these pages, so everything goes through files. It is started when something is to be
 drawn and none runs, and ends by itself when nothing was drawn for `KEPT_S`, or while a training runs; a training that
-starts ends it first where it needs the memory
-(hardware/kept_memory.py).
+starts ends it first where it needs the memory (hardware/kept_memory.py).
 """
 
 from __future__ import annotations

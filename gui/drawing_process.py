@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lora_trainer.hardware.kept_memory import keep
 from lora_trainer.hardware.machine import detect
 
 from . import jobs, runs
-from .drawing import FAR_FILE, GAVE_WAY, KEPT_S, STOP_FILE, STOPPED, Folder
+from .drawing import FAR_FILE, GAVE_WAY, KEPT_S, STOP_FILE, STOPPED, Far, Folder
 from .jobs import LOG_FILE, Job
 from .workplace import Workplace
 
@@ -70,7 +70,7 @@ class Drawer:
         while True:
             if (job := self._next()) is not None:
                 self._do(job)
-                until_s = time.monotonic() + (0 if self._trains() else self.kept_s)
+                until_s = time.monotonic() + (0 if runs.trains(self.work.runs) else self.kept_s)
             elif time.monotonic() >= until_s:
                 with folder.changing():
                     if not any(folder.asked.iterdir()):
@@ -90,9 +90,6 @@ class Drawer:
             if job.state == "running":
                 return job
         return None
-
-    def _trains(self) -> bool:
-        return any(run.status.state == "running" for run in runs.find_runs(self.work.runs))
 
     def _do(self, job: Job) -> None:
         """Draw a job; its result says how it ended."""
@@ -162,12 +159,12 @@ class Drawer:
         self._told_s = now_s
         # A picture may take several passes a step, which is known from the second one on.
         passes = self._usual or self._bench.steps
-        record = {
-            "pictures": self._pictures,
-            "share": min(self._passes / passes, 0.99) if passes else 0.0,
-            "seconds": now_s - self._began_s,
-        }
-        write_atomic(self._job.folder / FAR_FILE, json_bytes(record), durable=False)
+        far = Far(
+            pictures=self._pictures,
+            share=min(self._passes / passes, 0.99) if passes else 0.0,
+            seconds=now_s - self._began_s,
+        )
+        write_atomic(self._job.folder / FAR_FILE, json_bytes(asdict(far)), durable=False)
 
     def _refuse_stopped(self) -> None:
         if self._job is not None and (self._job.folder / STOP_FILE).exists():

@@ -47,6 +47,11 @@ def find_runs(root: Path) -> tuple[RunEntry, ...]:
     return tuple(sorted(entries, key=lambda entry: entry.status.state != "running"))
 
 
+def trains(root: Path) -> bool:
+    """Say whether a run of a folder is being trained now."""
+    return any(entry.status.state == "running" for entry in find_runs(root))
+
+
 def run_folder(root: Path, name: str | None) -> Path:
     """Return the folder of a run; raises RequestError for any other name."""
     # One part of a path, as the system sees it: it cannot lead to another folder.

@@ -100,7 +100,7 @@ class Forks:
     def run(self, count: int) -> None:
         """Run all tests with so many forks, fewer where there are fewer modules; stop where pytest says so."""
         session = self.session
-        folders: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]  # private, but where tests' folders are
+        folders: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]  # private: pytest has no other way to it
         folders.getbasetemp()  # one for all forks, which this process clears away
         try:
             for _ in range(min(count, len(self.modules))):
@@ -251,7 +251,7 @@ def work(
         capture.start_global_capturing()
         capture.suspend_global_capture()
     live_in(Path(os.environ["HOME"]) / name)
-    folders: Any = config._tmp_path_factory  # type: ignore[attr-defined]  # private, as above
+    folders: Any = config._tmp_path_factory  # type: ignore[attr-defined]  # private: pytest sets it for a process, not a fork
     folders._basetemp = folders.getbasetemp() / name
     folders._basetemp.mkdir()
     try:

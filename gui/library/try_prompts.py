@@ -184,15 +184,11 @@ def kept(work: Workplace, _: Words) -> str:
 
 def warning(work: Workplace) -> str:
     """Return what to know before drawing, an empty text for nothing."""
-    if _trains(work):
+    if runs.trains(work.runs):
         return (
             "A training runs here: drawing shares the machine with it, and may run out of memory."
         )
     return ""
-
-
-def _trains(work: Workplace) -> bool:
-    return any(run.status.state == "running" for run in runs.find_runs(work.runs))
 
 
 def form(file: LoraFile, header: Header, tries: Sequence[jobs.Job]) -> Mapping[str, Any]:
@@ -354,7 +350,7 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
         "draws": job.state == "running",
         "since_s": _since_s(job),
         "left": _left(job, len(columns) * len(prompts), _),
-        "beside": job.state == "running" and _trains(work),
+        "beside": job.state == "running" and runs.trains(work.runs),
         "columns": [
             (files[index].stem if len(files) > 1 else "", f"{value:g}") for index, value in columns
         ],

@@ -105,7 +105,7 @@ def shown(work: Workplace, found: Hardware, cache: CacheState, links: Hub) -> Ma
     return {
         "kept_bytes": 0 if kept is None else kept.gpu_bytes or kept.ram_bytes,
         "found": found,
-        "trains": any(run.status.state == "running" for run in runs.find_runs(work.runs)),
+        "trains": runs.trains(work.runs),
         "gpu": gpu,
         "reason": reason,
         "clock": clock(found, cache.folder.root),

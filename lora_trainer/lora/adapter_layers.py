@@ -45,19 +45,16 @@ class FusedLinear(Linear, ComputesWithCopies):
     def copied_weights(self) -> Sequence[Tensor]:
         """Return A and B where they are computed with here and not by peft."""
         (name,) = self.active_adapters
-        return () if self._is_peft_s(name) else self._weights(name)
-
-    def _is_peft_s(self, name: str) -> bool:
-        return self.disable_adapters or self.merged or name in self.lora_variant
+        return () if _is_peft_s(self, name) else self._weights(name)
 
     def _weights(self, name: str) -> tuple[Tensor, Tensor]:
         down: Tensor = self.lora_A[name].weight  # type: ignore[assignment]  # peft's dictionaries have no types
-        up: Tensor = self.lora_B[name].weight  # type: ignore[assignment]  # the same
+        up: Tensor = self.lora_B[name].weight  # type: ignore[assignment]  # peft's dictionaries have no types
         return down, up
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
-        if self._is_peft_s(name):
+        if _is_peft_s(self, name):
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
         base: Any = self.get_base_layer()
@@ -188,8 +185,7 @@ class LeanConv2d(Conv2d):
         (name,) = self.active_adapters
         down: Any = self.lora_A[name]
         plain_padding = down.padding_mode == "zeros" and not isinstance(down.padding, str)
-        peft_s = self.disable_adapters or self.merged or name in self.lora_variant
-        if peft_s or not plain_padding:
+        if _is_peft_s(self, name) or not plain_padding:
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
         # The layer first: gradients of `x` are summed in the reverse order of these calls.
@@ -254,6 +250,11 @@ class RotatedLayer(nn.Module):
             bias = self.bias.float()
             outputs = outputs + (bias - _rotated(matrices, bias))
         return outputs.movedim(-1, self.channel_dim).to(plain.dtype)
+
+
+def _is_peft_s(layer: FusedLinear | LeanConv2d, name: str) -> bool:
+    """Say whether a layer leaves a call to peft's code: no adapter is active, it is merged, or it is DoRA."""
+    return layer.disable_adapters or layer.merged or name in layer.lora_variant
 
 
 def _rotated(matrices: Tensor, values: Tensor) -> Tensor:
