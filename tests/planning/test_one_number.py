@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.machine import report
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.templates import render
@@ -126,7 +127,7 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     whole = run.plan.run_time
     said_in_english = words_of(ENGLISH)
     page = words(str(plan_page.plan(values, said_in_english)))
-    filled, length_of = plan_page.filled(values), plan_page.length(values)
+    filled, length_of = plan_page.filled(values), plan_page.length(values, Draft(id="a"))
 
     def said(
         place: str, pattern: str, found_in: str, wanted: str
