@@ -122,15 +122,16 @@ def stop(job: Job) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Far:
-    """How far a job is: its whole pictures, the share of the one that is being drawn, seconds since the first pass."""
+    """How far a job is: its whole pictures, the steps done of the one that is being drawn, seconds since the first."""
 
     pictures: int
-    share: float
+    step: int
+    steps: int
     seconds: float
 
     def left_s(self, count: int) -> float:
         """Return the seconds that the rest of `count` pictures takes at this pace; NaN where nothing is drawn yet."""
-        done = self.pictures + self.share
+        done = self.pictures + self.step / self.steps
         return self.seconds / done * max(0.0, count - done) if done else math.nan
 
 
@@ -138,10 +139,11 @@ def far(job: Job) -> Far | None:
     """Return how far a job is, None before its first pass."""
     try:
         record = read_json_object(job.folder / FAR_FILE)
-        found = {name: float(record[name]) for name in ("pictures", "share", "seconds")}
+        pictures, step, steps = (int(record[name]) for name in ("pictures", "step", "steps"))
+        seconds = float(record["seconds"])
     except (RequestError, KeyError, TypeError, ValueError):
         return None
-    return Far(pictures=int(found["pictures"]), share=found["share"], seconds=found["seconds"])
+    return Far(pictures=pictures, step=step, steps=steps, seconds=seconds) if steps > 0 else None
 
 
 def loaded(work: Workplace) -> tuple[str, Keeper] | None:

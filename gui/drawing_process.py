@@ -6,6 +6,7 @@ its runner, its log with the reason of a failure, and its result.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from lora_trainer.common.events import shown
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.processes import quiet_network_libraries
 from lora_trainer.common.wording import without_secrets
+from lora_trainer.config.prompt_line import read_prompt
 from lora_trainer.hardware.kept_memory import keep
 from lora_trainer.hardware.machine import detect
 
@@ -52,10 +54,10 @@ class Drawer:
     _job: Job | None = None
     _gpu_uuid: str = ""
     _record: dict[str, Any] = field(default_factory=dict)
-    # Of the job: its whole pictures, the passes of the one that is being drawn, those of the one before it.
+    # Of the job: its whole pictures, the steps begun of the one that is being drawn, the timestep of the last of them.
     _pictures: int = 0
-    _passes: int = 0
-    _usual: int = 0
+    _steps: int = 0
+    _timestep: float = math.nan
     _began_s: float = 0.0
     _told_s: float = 0.0
 
@@ -127,7 +129,7 @@ class Drawer:
         from lora_trainer.run.samples import make_images
 
         about = job.about
-        self._pictures = self._passes = self._usual = 0
+        self._pictures, self._steps, self._timestep = 0, 0, math.nan
         for each in about["files"]:
             for _ in make_images(
                 Path(each["path"]),
@@ -138,33 +140,41 @@ class Drawer:
                 strengths=about["strengths"],
                 bench=self._bench,
             ):
-                self._pictures, self._passes, self._usual = self._pictures + 1, 0, self._passes
+                self._pictures, self._steps, self._timestep = self._pictures + 1, 0, math.nan
                 self._tell()
                 self._refuse_stopped()
 
-    def _before_pass(self) -> None:
-        if not self._pictures and not self._passes:
+    def _before_pass(self, timestep: float) -> None:
+        if not self._pictures and not self._steps:
             self._began_s = time.monotonic()
-        self._tell_far()
-        self._passes += 1
+        if timestep != self._timestep:  # a step may take several passes
+            self._tell_far()
+            self._steps += 1
+            self._timestep = timestep
         if self._bench.base != self._record.get("base"):
             self._tell()
         self._refuse_stopped()
 
     def _tell_far(self) -> None:
-        """Say how far the job is, with the share of the picture that is done before this pass."""
+        """Say how far the job is, with the whole steps of the picture that is being drawn."""
         now_s = time.monotonic()
         if self._job is None or now_s - self._told_s < _TOLD_EACH_S:
             return
         self._told_s = now_s
-        # A picture may take several passes a step, which is known from the second one on.
-        passes = self._usual or self._bench.steps
         far = Far(
             pictures=self._pictures,
-            share=min(self._passes / passes, 0.99) if passes else 0.0,
+            step=self._steps,
+            steps=max(self._steps + 1, self._wished_steps(self._job)),
             seconds=now_s - self._began_s,
         )
         write_atomic(self._job.folder / FAR_FILE, json_bytes(asdict(far)), durable=False)
+
+    def _wished_steps(self, job: Job) -> int:
+        """Return the steps of the picture that is being drawn: as its prompt says, else the usual ones."""
+        prompts = job.about["prompts"]
+        row = self._pictures // len(job.about["strengths"]) % len(prompts)
+        usual: int = self._bench.steps
+        return read_prompt(prompts[row]).steps or usual
 
     def _refuse_stopped(self) -> None:
         if self._job is not None and (self._job.folder / STOP_FILE).exists():

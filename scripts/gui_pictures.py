@@ -107,7 +107,7 @@ BUSY = (
         name="settings",
         path="/train?draft=new&example=1",
         ready=".plan-line .fit",
-        click="header a[href='/settings']",
+        click="main a[href^='/settings?draft']:visible",
         after=".come-to .fit",
     ),
     Picture(name="datasets", path="/datasets?folder={images}", ready="img[src*='/media/thumb']"),

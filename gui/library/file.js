@@ -1,6 +1,7 @@
 // The page of one LoRA. What its tabs Try and Tools began is followed until it has ended.
 import { mountDescribe } from "/ui/library/describe.js";
 import { onSubmit } from "/ui/library/form.js";
+import { strengths } from "/ui/library/strengths.js";
 import { ask } from "/ui/shared/ask.js";
 import { follow } from "/ui/shared/follow.js";
 import { keepOpen } from "/ui/shared/keep_open.js";
@@ -27,6 +28,7 @@ function mountTry(panel, head, file, leaving) {
   const stop = panel.querySelector("[data-stop]");
   const place = panel.querySelector(".tries");
   const openAgain = keepOpen(place);
+  const chosen = strengths(form.querySelector(".strengths"));
   countSince(place, leaving);
   let drawnHead = "";
   const asked = follow(place, "/library/tries", leaving, ({ goes, head: newHead }) => {
@@ -41,7 +43,7 @@ function mountTry(panel, head, file, leaving) {
   onSubmit(form, async () => {
     const seed = form.seed.valueAsNumber;
     const others = [...form.querySelectorAll("[name=others]:checked")].map((box) => box.value);
-    const draw = { prompts: form.prompts.value, strengths: form.strengths.value, seed: Number.isNaN(seed) ? null : seed, base: form.base.value, others };
+    const draw = { prompts: form.prompts.value, strengths: chosen(), seed: Number.isNaN(seed) ? null : seed, base: form.base.value, others };
     tell(said, await asked({ draw }));
   });
   place.addEventListener("click", async ({ target }) => {

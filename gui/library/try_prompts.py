@@ -112,20 +112,26 @@ def wish(
 
 
 def _strengths(text: str) -> tuple[float, ...]:
-    words = text.replace(",", " ").split()
-    try:
-        # As they stand in the names of the images.
-        found = tuple(sorted({float(f"{float(word):g}") for word in words}))
-    except ValueError:
-        found = ()
-    fits = all(math.isfinite(value) and abs(value) <= MAX_STRENGTH for value in found)
-    if not (1 <= len(found) <= MAX_STRENGTHS and fits):
+    typed = text.replace(",", " ").split()
+    wrong = [word for word in typed if not _is_strength(word)]
+    # As they stand in the names of the images.
+    found = tuple(sorted({float(f"{float(word):g}") for word in typed if word not in wrong}))
+    if wrong or not 1 <= len(found) <= MAX_STRENGTHS:
+        said = " ".join(wrong) or text
         raise RequestError(
-            f"{text!r} are not strengths",
+            f"{said!r} are not strengths",
             fix=f"type up to {MAX_STRENGTHS} numbers from -{MAX_STRENGTH:g} to {MAX_STRENGTH:g}, "
             "such as 0.6 0.8 1",
         )
     return found
+
+
+def _is_strength(word: str) -> bool:
+    try:
+        value = float(word)
+    except ValueError:
+        return False
+    return math.isfinite(value) and abs(value) <= MAX_STRENGTH
 
 
 def start(work: Workplace, file: LoraFile, asked: Wish) -> jobs.Job:
@@ -323,10 +329,10 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
     """Return what tries.html shows of one: a row for each prompt, in it a cell for each file and strength."""
     found, marked, files, prompts = images(work, job), best(work, job), _files(job), _prompts(job)
     columns = [(index, value) for index in range(len(files)) for value in _numbers(job)]
-    far, rows, share = _far(job), [], ""
+    far, rows = _far(job), []
     # Between a saved picture and the first pass of the next one, what is told is of the one before.
-    if far is not None and far.pictures == len(found):
-        share = f"{100 * far.share:.0f}"
+    if far is not None and far.pictures != len(found):
+        far = None
     # In the order in which they are drawn.
     next_place = next((place for place in _in_order(job) if place not in found), None)
     for row, prompt in enumerate(prompts):
@@ -338,7 +344,7 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
                 "of": files[place.file].stem if len(files) > 1 else "",
                 "url": _url(found.get(place)),
                 "best": place in marked,
-                "share": share if place == next_place else "",
+                "far": far if place == next_place else None,
             }
             for place in places
         ]
@@ -364,14 +370,11 @@ def _far(job: jobs.Job) -> drawing.Far | None:
 
 
 def _left(job: jobs.Job, count: int, _: Words) -> str:
-    """Return how long the rest takes at the pace so far; empty before the first whole picture.
-
-    Until then nobody knows how many passes of the denoiser a picture takes.
-    """
+    """Return how long the rest takes at the pace so far; empty before the first steps."""
     far = _far(job)
-    if far is None or not far.pictures:
+    if far is None or math.isnan(left_s := far.left_s(count)):
         return ""
-    return _("about {#} left", duration_text(far.left_s(count)))
+    return _("about {#} left", duration_text(left_s))
 
 
 def _in_order(job: jobs.Job) -> Iterator[Place]:

@@ -50,6 +50,8 @@ _LOG_LINES = 20
 # As much of a card's UUID as tells the cards of a machine apart.
 _DEVICE_LENGTH = 12
 _LOG_END_BYTES = 16_384
+# What the record of a run still says that goes on, until its new process has written its own.
+_BEFORE = frozenset({"stopped", "interrupted", "failed"})
 # What an error ends with that nobody foresaw; the others say what to do.
 _FAULT_EXIT_CODE = 1
 
@@ -247,7 +249,7 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
 
 def _doing(status: RunStatus | None) -> str:
     """Return what an item does: its step and loss while it trains, what it works at before and between."""
-    if status is None:
+    if status is None or status.state in _BEFORE:
         return "starting"
     says_itself = status.state != "running" or status.phase == "train"
     return status.message if says_itself else doing(status)
@@ -291,7 +293,7 @@ def _left_from(status: RunStatus | None, said: Words) -> str:
 
 def _finishes(status: RunStatus) -> str:
     """Return the time of day at which a training ends, an empty text where it does not say."""
-    if not math.isfinite(status.left_s) or status.left_s < 0:
+    if status.state in _BEFORE or not math.isfinite(status.left_s) or status.left_s < 0:
         return ""
     now_s = time.time()
     return clock_text(now_s + status.left_s, now_s=now_s)

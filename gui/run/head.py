@@ -119,6 +119,8 @@ class TakeSoFar:
 
     trains: bool
     step: str = ""
+    is_best: bool = False
+    """It did best of several that were saved."""
     file: str = ""
     page: str = ""
     again: str = ""
@@ -133,13 +135,15 @@ def take_so_far(seen: Look, history: RunHistory) -> TakeSoFar:
     again = _again(run) if offers_again else ""
     files = exports(seen.folder, history)
     step, file = max(files.items(), default=(0, ""))
+    is_best = False
     if not trains and (best := recommended(files, losses(history), read_best(seen.folder))):
-        step, file = best.step, best.file
+        step, file, is_best = best.step, best.file, best.is_found and len(files) > 1
     if not file:
         return TakeSoFar(trains=trains, again=again)
     return TakeSoFar(
         trains=trains,
         step=f"{step:,}",
+        is_best=is_best,
         file=run_url(run, file),
         page="/library?" + urlencode({"file": f"{run}/{file}"}),
         again=again,

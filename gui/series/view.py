@@ -260,7 +260,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         _,
         rows=rows,
         awaited=_awaited(work, _) if all_wait else "",
-        images=_images(work, found) if all_wait else (),
+        images=() if any(each.recorded.images for each in trained) else _images(work, found),
         best=", ".join(each.label for each in best),
         goes=goes,
         chart=_chart(trained, _),

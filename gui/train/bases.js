@@ -41,7 +41,7 @@ export class Bases {
     this.all.setAttribute("aria-expanded", "false");
     this.none = make("p", { className: "quiet", hidden: true, textContent: say("No base model is all of that: take a filter off.") });
     this.none.setAttribute("role", "status");
-    this.here = make("details", { className: "found-models" });
+    this.here = make("details", { className: "found-models", hidden: true });
     place.parentElement.querySelector(".base-head").append(this.filters());
     place.before(this.lacks);
     place.parentElement.querySelector(".more-bases").append(this.none, this.all, this.here);
@@ -246,6 +246,7 @@ export class Bases {
       answer.others,
       ...(answer.broken ?? []).map(({ name, why }) => say("{} cannot be read: {}", name, why)),
     ].filter(Boolean);
+    this.here.hidden = false;
     this.here.open ||= models.length > 0;
     this.here.replaceChildren(
       make("summary", { textContent: say("Checkpoints found on this machine") }), list,

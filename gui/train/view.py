@@ -274,7 +274,7 @@ def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
     own = len(rows) if stated is None else sum(row["key"] in stated for row in rows)
     return {
         **found,
-        "trainer": found["trainer"].replace("sd-scripts", "kohya sd-scripts"),  # as people call it
+        "trainer": found["trainer"].replace("sd-scripts", "kohya"),  # as people call it
         "own": own if found["sources"] else len(rows),
         "rows": rows,
         "changing": changing,

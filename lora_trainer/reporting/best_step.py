@@ -88,10 +88,7 @@ def judgement(good: Standing | None, *, held_out: int) -> str:
     if good is None or math.isnan(good.gain):
         return "Nothing was kept aside to measure how well it learned: look at the samples."
     if good.gain >= _LEARNED and held_out < _FEW_IMAGES:
-        return (
-            f"It learned: on the few images kept aside, it is {good.said}. "
-            "How well that looks, the samples show."
-        )
+        return f"It learned: on the few images kept aside, it is {good.said}."
     if good.gain >= _LEARNED_WELL:
         return f"It learned well: on images it never saw, it is {good.said}."
     if good.gain >= _LEARNED:

@@ -15,7 +15,7 @@ import gc
 import glob
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -440,11 +440,12 @@ class LoadedAdapter:
 class Bench:
     """Keeps the base of the last LoRA loaded, for the next LoRA of the same base and the same LoRA at other strengths.
 
-    What is drawn is equal to what `load_adapter` alone draws. `before_pass` is called before each pass of the denoiser;
-    what it raises ends the drawing, and the base stays loaded.
+    What is drawn is equal to what `load_adapter` alone draws. `before_pass` is called before each pass of the denoiser
+    with its timestep, which the passes of a step have in common; what it raises ends the drawing, and the base stays
+    loaded.
     """
 
-    before_pass: Callable[[], None] = lambda: None
+    before_pass: Callable[[float], None] = lambda _: None
     _base: tuple[object, ...] = ()
     _pipeline: Any = None
     _adapter: LoadedAdapter | None = None
@@ -480,7 +481,9 @@ class Bench:
             self.empty()  # before another base is loaded beside it
             self._pipeline = _plain(chosen, precision=precision, device=device)
             denoiser = getattr(self._pipeline, chosen.family.traits.folder)
-            denoiser.register_forward_pre_hook(lambda *_: self.before_pass())
+            denoiser.register_forward_pre_hook(
+                lambda _, words, named: self.before_pass(_timestep(words, named)), with_kwargs=True
+            )
             self._base = loaded
         else:
             self._pipeline.unload_lora_weights()
@@ -504,6 +507,15 @@ class Bench:
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
             give_back_heap()
+
+
+def _timestep(words: Sequence[Any], named: Mapping[str, Any]) -> float:
+    """Return the timestep of a pass, which a denoiser of diffusers gets by its name or as its second argument."""
+    names = ("timestep", "timesteps", "t")
+    timestep = next((named[name] for name in names if name in named), None)
+    if timestep is None:
+        timestep = words[1]
+    return float(torch.as_tensor(timestep).flatten()[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -438,7 +438,17 @@ def test_a_lora_is_found_tried_described_exported_and_converted(page: Any, place
     page.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "toy"
     page.get_by_label("Prompts").fill(f"a toy\n{HOSTILE}")
-    page.get_by_label("Strengths").fill("0 1")
+    page.get_by_role("button", name="Remove 0.4").focus()
+    for key in (
+        "Enter",
+        "Enter",
+        "Enter",
+        "Tab",
+        "Enter",
+    ):  # whichever goes, the next one has the keyboard
+        page.keyboard.press(key)
+    page.keyboard.type("0")
+    page.keyboard.press("Enter")
     page.get_by_role("button", name="Draw", exact=True).click()
     page.get_by_text("4 images, seed 1234").wait_for()
     images = page.locator(".try-grid img")

@@ -181,18 +181,18 @@ def test_texts_of_the_form_arrive_as_values_and_the_grid_fills_as_images_come(
     assert "two &lt;b&gt;" in markup
     assert f"/media/own/tries/{job.about['folder']}/zorble-5-x0.4.png" in markup
     assert " left" not in markup and " %" not in markup, "before anything tells"
-    far = {"pictures": 2, "share": 0.25, "seconds": 180.0}
+    far = {"pictures": 2, "step": 5, "steps": 20, "seconds": 180.0}
     job.folder.mkdir(parents=True)
     (job.folder / drawing.FAR_FILE).write_text(json.dumps(far))
     stamps.append(try_prompts.stamp(work, [job]))
     markup = try_prompts.shown(work, [job], ENGLISH)
-    assert "about 2 min 20 s left" in markup and markup.count("<span>25 %</span>") == 1
-    assert markup.index("<span>25 %</span>") < markup.index("two &lt;b&gt;"), "of the next one"
-    for other in ({"pictures": 1, "share": 0.97}, {"pictures": 0, "share": 0.99}):
+    assert "about 2 min 20 s left" in markup and markup.count("<span>5 of 20 steps</span>") == 1
+    assert markup.index("5 of 20 steps") < markup.index("two &lt;b&gt;"), "of the next one"
+    for other in ({"pictures": 1, "step": 19}, {"pictures": 0, "step": 0}):
         (job.folder / drawing.FAR_FILE).write_text(json.dumps(far | other))
         markup = try_prompts.shown(work, [job], ENGLISH)
-        assert " %" not in markup, "of a picture that is drawn already"
-        assert (" left" in markup) == bool(other["pictures"]), "one may take more passes than steps"
+        assert " steps" not in markup, "of a picture that is drawn already"
+        assert (" left" in markup) == bool(other["step"]), "before the first step nothing tells"
     done = replace(job, state="finished", exit_code=0)
     stamps.append(try_prompts.stamp(work, [done]))
     assert len(set(stamps)) == 4

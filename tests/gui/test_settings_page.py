@@ -456,7 +456,7 @@ def test_a_file_that_is_dropped_becomes_a_draft_of_what_the_command_imports(
     assert listed["own"] <= len(file.read_text("utf-8").splitlines()), "not the trainer's defaults"
     labels = [row["label"] for row in listed["rows"]]
     assert len(set(labels)) == len(labels), "no two rows have one name"
-    trainer = str(imported["trainer"]).replace("sd-scripts", "kohya sd-scripts", 1)
+    trainer = str(imported["trainer"]).replace("sd-scripts", "kohya", 1)
     said = (
         f"{file.name}, of {trainer}: {listed['own']} settings come over, "
         f"{len(imported['nearest'])} differ, "
