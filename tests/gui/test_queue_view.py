@@ -94,6 +94,8 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
         ({"phase": "load", "message": "owner/name"}, "Loading the base model", "Lädt das Basismodell"),
         ({"phase": "scan", "total": 0}, "Reading the images", "Liest die Bilder"),
         ({}, "step 12 of 30, loss 0.1000", "Schritt 12 von 30, Loss 0,1000"),
+        # It is resumed, and its process has not written yet.
+        ({"state": "stopped", "message": "stopped. Fix: resume."}, "starting", "startet"),
     ],
 )  # fmt: skip
 def test_what_a_training_does_is_said_in_words_and_not_by_a_file(

@@ -395,6 +395,10 @@ def test_a_finished_run_names_the_best_step_that_has_a_file_and_where_its_lora_w
     shown = head(folder)
     assert "Step 20 did best" in shown and "compare its samples below" in shown
     assert "Download step 20 (best)" in shown and "Around step" not in shown
+    write_status(folder, state="stopped", exit_code=143)
+    parts = run_parts.parts(now(folder), runs.Followed().read(folder))
+    assert "Download step 20, the best saved" in str(parts["take"].draw(words_of("en")))
+    write_status(folder, state="finished", exit_code=0)
     measured(15, 15, 0.001)
     shown = head(folder)
     assert "Step 20 did best" in shown and "Download step 20 (best)" in shown
