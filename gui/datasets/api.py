@@ -16,17 +16,18 @@ from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.dataset.listing import ImageFile, list_dataset
+from lora_trainer.reporting.history import number
 
 from .. import jobs
 from ..trash import store as trash
 from ..workplace import Workplace
-from . import caption_job, check, crop_edit, exclusion, mask_edit, notes, requests
+from . import caption_job, check, crop_edit, exclusion, findings, mask_edit, notes, requests
 from .caption_edit import Edit
 from .edit_many import EditMany
 from .journal import History, Journal, Outcome
 from .name_captions import caption_without_model
 from .open_dataset import Counters, OpenDataset, open_dataset
-from .view import DONE_HERE, summary
+from .view import summary
 
 MAX_CAPTION_CHARACTERS = 20_000
 _BY_HAND = "type what is in the images, or go on: each is trained with the trigger word"
@@ -66,6 +67,7 @@ class DatasetApi:
         step = max(1, len(can_be_shown) // _SHOWN)
         return {
             "name": opened.name,
+            "others": opened.others,
             "uploaded": trash.uploaded(self.work, opened.root),
             "images": len(can_be_shown),
             "without_caption": sum(opened.reader.lacks_caption(each) for each in opened.pictures),
@@ -79,6 +81,17 @@ class DatasetApi:
         if opened.pictures:
             check.run(self.work, opened.root, opened.words, stamp=opened.stamp)
         return {}
+
+    def findings(self, asked: requests.Folder) -> tuple[float, list[Mapping[str, Any]]]:
+        """Return how good the images are, 0 to 1 or NaN, and what is odd about them and their captions now."""
+        opened = self._open(asked)
+        return number(opened.known.values, "score"), findings.of_dataset(opened)
+
+    def use_masks(self, asked: requests.Folder) -> Json:
+        """Have the newest draft about the folder train with the masks that are there."""
+        root = self.work.folder(asked.folder)
+        self._follow_masks(root)
+        return self._view(root)
 
     def save(self, asked: requests.Save) -> Json:
         """Write one caption; answers {saved} with the cards it changed, or {newer} with what stands in the file now."""
@@ -352,19 +365,14 @@ class DatasetApi:
         history = self._journal(root).history()  # first: it may finish what was cut short
         opened = self._opened(root)
         reader = opened.reader
-        others = reader.checked.others or [
-            {"file": finding.file, "what": finding.what, "advice": finding.advice}
-            for finding in opened.listing.findings
-            if finding.kind not in DONE_HERE
-        ]
         return {
             "folder": str(root),
             "name": opened.name,
+            "others": opened.others,
             "uploaded": trash.uploaded(self.work, root),
             "pictures": [reader.card(picture) for picture in opened.pictures],
             "excluded": [opened.away.card(picture) for picture in opened.excluded],
             "problem": opened.problem,
-            "notes": [_note(finding) for finding in others],
             "check": {
                 "fresh": opened.known.fresh or not opened.pictures,
                 "error": opened.known.error,
@@ -410,11 +418,6 @@ def _steps(history: History) -> Json:
         "undo": history.done[-1].title if history.done else "",
         "redo": history.undone[-1].title if history.undone else "",
     }
-
-
-def _note(finding: Mapping[str, Any]) -> str:
-    name = f"{finding['file']} " if finding.get("file") else ""
-    return f"{name}{finding.get('what', '')}: {finding.get('advice', '')}"
 
 
 def _day(time_s: float) -> str:

@@ -74,12 +74,26 @@ class OpenDataset:
 
     @property
     def name(self) -> str:
-        """What the dataset is called: as somebody named it, else as its folder, or for an upload without a name
-        by its trigger word."""
-        if self.notes.name:
-            return self.notes.name
+        """What the dataset is called: as somebody named it, else as its folder; an upload without a name is called
+        by its trigger word, else as its first image."""
+        if self._is_a_heap:
+            return Path(self.pictures[0].name).stem
         is_nameless = trash.uploaded(self.work, self.root) and is_unnamed(self.root.name)
-        return self.trigger or self.root.name if is_nameless else self.root.name
+        return self.notes.name or (self.trigger if is_nameless else "") or self.root.name
+
+    @property
+    def others(self) -> int:
+        """How many images that can be read there are beside the one that the dataset is called after."""
+        if not self._is_a_heap:
+            return 0
+        return sum(not self.reader.is_unreadable(each) for each in self.pictures[1:])
+
+    @property
+    def _is_a_heap(self) -> bool:
+        """Whether loose images were uploaded, of which nobody has said what they are."""
+        is_nameless = trash.uploaded(self.work, self.root) and is_unnamed(self.root.name)
+        is_told = bool(self.notes.name or self.trigger)
+        return is_nameless and not is_told and bool(self.pictures)
 
     @property
     def trained_as(self) -> str:

@@ -92,11 +92,18 @@ export class Opener {
     name.input.select();
   }
 
-  opened({ folder, name, uploaded }) {
-    this.path.input.value = folder;
-    this.title.replaceChildren(make("span", { translate: "no", dir: "auto", title: folder }, name));
-    for (const [key, value] of Object.entries({ trash: "dataset", ref: folder, next: "/datasets" })) this.remove.dataset[key] = value;
+  /** Show what the dataset is called. */
+  entitle(answer) {
+    const name = nameOf(answer);
+    this.title.replaceChildren(make("span", { translate: "no", dir: "auto", title: answer.folder }, name));
     this.remove.setAttribute("aria-label", say("Delete {}", name));
+  }
+
+  opened(answer) {
+    const { folder, uploaded } = answer;
+    this.path.input.value = folder;
+    this.entitle(answer);
+    for (const [key, value] of Object.entries({ trash: "dataset", ref: folder, next: "/datasets" })) this.remove.dataset[key] = value;
     this.train.href = `/train?${new URLSearchParams({ folder })}`;
     // A folder of the user's own is not ours to delete.
     this.actions.replaceChildren(this.rename, ...(uploaded ? [this.remove] : []), this.others, this.train);
@@ -114,6 +121,11 @@ export class Opener {
   }
 }
 
+/** Return what a dataset is called: a heap of photos after the first, "IMG_2000 and 18 more". */
+export function nameOf({ name, others }) {
+  return others ? `${name} ${say("and {#} more", others.toLocaleString("en"))}` : name;
+}
+
 /** Return the card of a folder; what is in it comes later, by `show`. */
 function folderCard(folder) {
   const name = make("b", { translate: "no", dir: "auto" }, folder.split(/[\\/]/).at(-1));
@@ -123,7 +135,7 @@ function folderCard(folder) {
   const node = make("li", {}, make("a", { class: "panel", href: `/datasets?${new URLSearchParams({ folder })}` }, images, name, about, place));
   const show = (answer) => {
     if (answer.error) { about.textContent = answer.error; return; }
-    name.textContent = answer.name;
+    name.textContent = nameOf(answer);
     const lacking = answer.without_caption;
     about.textContent = [
       answer.images === 1 ? say("1 image") : say("{#} images", answer.images.toLocaleString("en")),

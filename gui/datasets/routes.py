@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.routing import Route
 
 from ..server.pages import Body, answer, page
+from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import requests
 from .api import DatasetApi
+from .findings import IN_SIGHT, remarks
 from .spoken import in_language
+from .view import is_warned_of, verdict
 
 Asked = TypeVar("Asked", bound=Body)
 
@@ -20,12 +24,24 @@ Asked = TypeVar("Asked", bound=Body)
 def routes(work: Workplace) -> list[Route]:
     """Return the routes."""
     api = DatasetApi(work=work)
+
+    def remarks_on(asked: requests.Folder, _: Words) -> Mapping[str, Any]:
+        score, found = api.findings(asked)
+        listed = remarks(Path(asked.folder), found, _)
+        return {
+            "findings": render("datasets/remarks.html", _, remarks=listed, most=IN_SIGHT),
+            "verdict": _(verdict(score, found)),
+            "good": not is_warned_of(found),
+        }
+
     return [
         page("/datasets", "datasets/page.html", title="Datasets", look=lambda _request, _: {}),
         _route("recent", requests.Recent, api.recent),
         _route("glance", requests.Folder, api.glance),
         _route("look", requests.Look, api.look),
         _route("check", requests.Folder, api.check),
+        answer("/datasets/findings", requests.Folder, remarks_on),
+        _route("use_masks", requests.Folder, api.use_masks),
         _route("save", requests.Save, api.save),
         _route("preview", requests.Preview, api.preview),
         _route("apply", requests.Apply, api.apply),

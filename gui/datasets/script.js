@@ -68,13 +68,14 @@ class Editor {
     this.live = make("div", { class: "unseen", role: "status", "aria-live": "polite" });
     this.opener = new Opener(this);
     this.tools = new Tools(this);
+    leaving.addEventListener("abort", () => this.tools.aboutRemarks.drop());
     this.bulk = new EditMany(this);
     this.captioner = new Captioner(this);
     this.list = make("div");
-    this.tools.take(this.bulk, this.captioner, this.tools);
+    this.tools.take(this.bulk, this.captioner, this.tools.judged, this.tools.tagged);
     this.page = make("div", { hidden: true }, this.tools.node,
       make("div", { class: "ds-line ds-many" }, this.tools.openers, this.tools.selection), this.tools.panels,
-      make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")), this.list);
+      this.list);
     place.replaceChildren(this.live, this.opener.node, this.page);
     this.watcher = new IntersectionObserver((seen) => {
       for (const { target, isIntersecting } of seen) {
@@ -109,6 +110,8 @@ class Editor {
     this.opener.opened(answer);
     this.captioner.look();
     if (address.searchParams.has("write")) this.captioner.showFirst();
+    this.data = answer;
+    await this.tools.showRemarks(); // before the buttons and cards below them, which would move
     this.changed(answer, imagesIn(answer));
   }
 
@@ -146,11 +149,13 @@ class Editor {
       this.wish = "";
     }
     this.page.hidden = false;
+    this.opener.entitle(answer); // a heap of photos is called after how many of them can be read
     if (this.found) {
       this.tools.search.input.value = this.found;
       this.found = "";
     }
     this.tools.show(answer);
+    this.tools.aboutRemarks.now();
     if (said) { this.announce(said); }
     if (answer.left && answer.left.length) this.tools.say(answer.left.join("; "), true);
     else if (answer.step) this.tools.say(said);
@@ -186,6 +191,7 @@ class Editor {
     }
     Object.assign(this.data, { undo: answer.undo, redo: answer.redo });
     this.tools.show(this.data);
+    this.tools.aboutRemarks.later();
     this.announce(said);
   }
 
@@ -243,6 +249,16 @@ class Editor {
     const card = this.cards.get(key);
     card.check.checked = this.chosen.has(row.file);
     return card;
+  }
+
+  /** Whether an image has a remark of a kind. */
+  has(kind) { return this.data.pictures.some((row) => row.badges.some((badge) => badge.kind === kind)); }
+
+  /** Have captions written where there are none. */
+  async write() {
+    this.captioner.showFirst();
+    await this.captioner.look();
+    await this.captioner.begin();
   }
 
   // What the workbench asks for.

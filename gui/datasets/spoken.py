@@ -10,7 +10,7 @@ from ..server.translation import Words, words
 
 # By their keys: a sentence, a list of sentences, a list of cards.
 _SENTENCES = frozenset({"error", "problem", "redo", "said", "step", "trained_as", "undo"})
-_LISTS = frozenset({"instead", "left", "notes", "problems"})
+_LISTS = frozenset({"instead", "left", "problems"})
 _CARDS = frozenset({"cards", "excluded", "pictures"})
 
 

@@ -1,9 +1,10 @@
 // The bars above the cards: undo, filters, order, what to look for, and what is said of the whole folder.
 import { say } from "/ui/shared/words.js";
-import { button, choice, field, make, opening } from "/ui/shared/elements.js";
+import { afterPause, button, choice, field, make, opening } from "/ui/shared/elements.js";
 import { tagsOf } from "/ui/datasets/tags.js";
 
 const MAX_TAGS = 60;
+const REMARKS_PAUSE_MS = 300; // of captions that are saved one after another
 const ORDERS = [["name", say("by name")], ["worst", say("worst first")], ["best", say("best first")]];
 const SIZES = [["", ""], ["512", "512 px"], ["768", "768 px"], ["1024", "1024 px"]];
 
@@ -11,11 +12,12 @@ export class Tools {
   constructor(editor) {
     this.editor = editor;
     const redraw = () => editor.refilter();
-    this.head = make("p", { class: "ds-head" });
+    this.head = make("p", { class: "judged" });
+    this.verdict = make("b", { class: "verdict", hidden: true });
     this.status = make("p", { class: "ds-quiet", role: "status" });
     this.message = make("p", { class: "ds-message", role: "status", hidden: true });
-    this.notes = make("ul");
-    this.notesBox = make("details", { hidden: true }, make("summary", {}, ""), this.notes);
+    this.remarks = make("div", { onclick: ({ target }) => this.mend(target.closest("button")) });
+    this.aboutRemarks = afterPause(REMARKS_PAUSE_MS, () => this.showRemarks());
     this.undo = button(say("Undo"), () => editor.undo());
     this.redo = button(say("Redo"), () => editor.redo());
     this.search = field(say("Find"), { type: "search", placeholder: say("Find a name or caption"), oninput: redraw });
@@ -25,20 +27,22 @@ export class Tools {
     this.crop = button(say("Show crop"), () => this.toggleCrop(), { "aria-pressed": "false" });
     this.filters = make("div", { class: "ds-filters", role: "group", "aria-label": say("Filter by remark") });
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Filter by tag") });
-    this.tagBox = make("div", {}, make("p", { class: "ds-quiet" }, say("Tags")), this.tags);
     this.counter = make("span", { class: "ds-quiet" });
     this.excludeChosen = button(say("Exclude selected"), () => editor.exclude([...editor.chosen]));
     this.backChosen = button(say("Put selected back"), () => editor.putBack([...editor.chosen]));
     this.sizes = make("p", { class: "ds-quiet" });
-    this.panel = make("div", { class: "ds-panel" },
-      make("div", { class: "ds-line" }, this.size.node, this.trigger.node, this.crop), this.sizes, this.tagBox);
+    const judging = make("div", { class: "ds-panel" },
+      make("div", { class: "ds-line" }, this.size.node, this.trigger.node), this.sizes);
+    const tagging = make("div", { class: "ds-panel" }, this.tags);
+    this.judged = { ...opening(say("Size and trigger word \u2026"), judging), node: judging };
+    this.tagged = { ...opening(say("Tags \u2026"), tagging), node: tagging };
     this.panels = make("div");
     this.openers = make("div", { class: "ds-line ds-openers" });
-    Object.assign(this, opening(say("Crops, size, trigger word, tags \u2026"), this.panel));
+    this.selectNone = button(say("Select none"), () => editor.selectAll(false), { class: "bare" });
     this.selection = make("div", { class: "ds-line ds-selection" }, this.counter,
       button(say("Select all shown"), () => editor.selectAll(true), { class: "bare" }),
-      button(say("Select none"), () => editor.selectAll(false), { class: "bare" }), this.excludeChosen, this.backChosen);
-    this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
+      this.selectNone, this.excludeChosen, this.backChosen);
+    this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.remarks,
       make("div", { class: "ds-line ds-bar" }, this.search.node, this.filters, this.order.node, this.undo, this.redo));
   }
 
@@ -49,8 +53,36 @@ export class Tools {
         for (const other of tools) if (other.opener !== opener) other.open(false);
       });
     }
-    this.openers.append(...tools.map(({ opener }) => opener));
-    this.panels.append(...tools.map(({ node, panel }) => panel ?? node));
+    this.openers.append(...tools.map(({ opener }) => opener), this.crop);
+    this.panels.append(...tools.map(({ node }) => node));
+  }
+
+  /** Show what is odd about the images and captions as they are now. */
+  async showRemarks() {
+    const { folder, leaving } = this.editor;
+    const { findings, verdict, good } = await this.editor.ask("findings", {});
+    if (findings === undefined || leaving.aborted || folder !== this.editor.folder) return;
+    this.verdict.textContent = verdict;
+    this.verdict.hidden = !verdict;
+    this.verdict.classList.toggle("good", good);
+    if (this.drawn === findings) return; // the keyboard keeps its place
+    this.drawn = findings;
+    this.remarks.innerHTML = findings; // markup of our own server, in which every text is escaped
+    for (const shows of this.remarks.querySelectorAll("button[data-kind]")) {
+      shows.hidden = !shows.dataset.find && !this.editor.has(shows.dataset.kind);
+    }
+  }
+
+  /** Do what the button of a remark says. */
+  mend(pressed) {
+    if (!pressed) return;
+    const { editor } = this;
+    const { write, sets, find, kind } = pressed.dataset;
+    if (write !== undefined) editor.write();
+    else if (sets) editor.act("use_masks", {}, () => say("The masks are used."));
+    else if (find) { this.search.input.value = find; editor.refilter(); }
+    else { editor.kinds.clear(); editor.kinds.add(kind); editor.refilter(); }
+    if (find || kind) editor.list.scrollIntoView({ block: "nearest" });
   }
 
   show(data) {
@@ -60,7 +92,7 @@ export class Tools {
     const images = count === 1 ? say("1 image") : say("{#} images", count.toLocaleString("en"));
     const others = unreadable === 1
       ? say("1 more file that cannot be read") : say("{#} more files that cannot be read", unreadable);
-    this.head.textContent = [images, unreadable ? `, ${others}` : "", data.check.verdict ? `, ${data.check.verdict}` : ""].join("");
+    this.head.replaceChildren(make("b", {}, images), this.verdict, unreadable ? make("span", {}, others) : "");
     const error = data.problem || data.check.error;
     this.sizes.textContent = buckets.length ? say("Trained as: {}", buckets.join(", ")) : "";
     if (!this.editor.examining) this.status.textContent = error;
@@ -74,10 +106,6 @@ export class Tools {
     this.size.input.options[0].textContent = data.trained_as;
     this.size.input.value = data.resolution;
     if (document.activeElement !== this.trigger.input) this.trigger.input.value = data.trigger;
-    this.notesBox.hidden = data.notes.length === 0;
-    this.notesBox.firstChild.textContent = data.notes.length === 1
-      ? say("1 note on the folder") : say("{#} notes on the folder", data.notes.length);
-    this.notes.replaceChildren(...data.notes.map((text) => make("li", {}, text)));
     this.showFilters();
   }
 
@@ -101,8 +129,8 @@ export class Tools {
     ]);
     const common = [...tags].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).slice(0, MAX_TAGS);
     redrawn(this.tags, common.map(([tag, count]) => this.filter(editor.tags, tag, count)));
-    this.tagBox.hidden = tags.size === 0;
-    this.tagBox.firstChild.textContent = say("Tags ({})", tags.size.toLocaleString("en"));
+    this.tagged.opener.hidden = tags.size === 0;
+    if (tags.size === 0) this.tagged.open(false);
   }
 
   filter(on, name, count) {
@@ -150,6 +178,7 @@ export class Tools {
   }
 
   aim(chosen, away) {
+    this.selectNone.hidden = !chosen;
     this.excludeChosen.hidden = away || !chosen;
     this.backChosen.hidden = !away || !chosen;
     this.openers.hidden = this.panels.hidden = away;

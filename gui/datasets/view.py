@@ -46,7 +46,7 @@ _BADGES: Mapping[str, tuple[str, str | None]] = {
     "two-captions": ("two captions", "two captions"),
     "unusable": ("unreadable", "unreadable"),
 }
-_FROM_THE_TEXT = frozenset({"bare-caption", "caption-text", "no-caption", "no-trigger"})
+FROM_THE_TEXT = frozenset({"bare-caption", "caption-text", "no-caption", "no-trigger"})
 # Said of all images together: no card has a badge of it.
 _OF_ALL = frozenset({"same-caption"})
 # That `_excluded/` is not read is what pressing Exclude is for; the page counts what is in it.
@@ -54,7 +54,7 @@ DONE_HERE = frozenset({"excluded"})
 # Said by the verdict itself, or done on these pages.
 NOT_JUDGED = frozenset({"score"}) | DONE_HERE
 _GOOD, _FAIR = 0.8, 0.6
-_SAID_OTHERWISE = _FROM_THE_TEXT | DONE_HERE
+_SAID_OTHERWISE = FROM_THE_TEXT | DONE_HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,10 @@ class Badge:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedPictures:
-    """The answer of the check, by picture; `others` are findings about nothing that is shown."""
+    """The answer of the check, by picture."""
 
     pictures: Mapping[str, Mapping[str, Any]]
     findings: Mapping[str, Sequence[Mapping[str, Any]]]
-    others: Sequence[Mapping[str, Any]]
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, names: frozenset[str]) -> CheckedPictures:
@@ -92,15 +91,12 @@ class CheckedPictures:
             if isinstance(picture, dict) and "file" in picture
         }
         findings: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
-        others = []
         for finding in sequence(values, "findings"):
             if not isinstance(finding, dict) or finding.get("kind") in _SAID_OTHERWISE:
                 continue
             if finding.get("file") in names:
                 findings[str(finding["file"])].append(finding)
-            else:
-                others.append(finding)
-        return cls(pictures=pictures, findings=findings, others=others)
+        return cls(pictures=pictures, findings=findings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +109,7 @@ class Reader:
     counter: Tokenizer | None = None
     room_tokens: int = 0
     checked: CheckedPictures = field(
-        default_factory=lambda: CheckedPictures(pictures={}, findings={}, others=())
+        default_factory=lambda: CheckedPictures(pictures={}, findings={})
     )
 
     def card(self, picture: ImageFile) -> dict[str, Any]:
@@ -200,7 +196,7 @@ def _has_trigger(caption: str, trigger: str) -> bool:
 
 def badge_kind(finding: str) -> str:
     """Return the kind of badge, by which the page filters, for a kind of finding."""
-    if finding in _FROM_THE_TEXT:
+    if finding in FROM_THE_TEXT:
         kinds = {
             "bare-caption": "says nothing",
             "no-caption": "no caption",

@@ -33,7 +33,6 @@ class Workbench {
     this.picture = make("img", { alt: "", onload: () => this.fit() });
     this.stage = make("div", { class: "wb-stage" }, this.picture);
     this.bar = make("div", { class: "wb-bar" });
-    this.seen = make("div"); // what the training sees of what is done on the picture
     this.before = make("div", { class: "wb-before" });
     this.name = make("h3", { dir: "auto", translate: "no" });
     this.counter = make("p", { class: "ds-quiet", role: "status" });
@@ -45,10 +44,12 @@ class Workbench {
     this.crop = button(say("Crop"), () => this.begin("crop"));
     this.mask = button(say("Mask"), () => this.begin("mask"));
     this.exclude = button(say("Exclude"), () => this.leaveOut());
+    this.head = make("div", { class: "wb-head" }, this.name, this.counter,
+      make("p", { class: "actions" }, this.crop, this.mask, this.exclude), make("p", { class: "actions" }, this.back, this.next));
     this.shown = dialog(say("Image and caption"), {
-      fields: [make("div", { class: "workbench" }, make("div", {}, make("div", { class: "wb-pair" }, this.before, make("div", { class: "wb-image" }, this.stage)), this.bar),
-        make("div", {}, this.name, this.counter, this.caption, this.was, this.tags,
-          make("p", { class: "actions" }, this.back, this.next, this.crop, this.mask, this.exclude), this.seen))],
+      fields: [make("div", { class: "workbench" }, this.head,
+        make("div", { class: "wb-pair" }, this.before, make("div", { class: "wb-image" }, this.stage)), this.bar,
+        make("div", { class: "wb-beside" }, this.caption, this.was, this.tags))],
       note: say("Enter saves and goes to the next image, Shift and Enter begins a line."),
       act: say("Save and next"),
       submit: async () => { if (this.holds()) return { error: this.unsaved }; await this.card.save(); return this.card.failed ? { error: say("The caption is not saved.") } : {}; },
@@ -60,7 +61,10 @@ class Workbench {
     const { node } = this.shown;
     node.classList.add("whole");
     const leave = node.querySelector("[type=submit] + button");
-    leave.textContent = say("Close"); // all that was typed is saved
+    leave.textContent = "\u00d7";
+    leave.className = "wb-close";
+    leave.ariaLabel = leave.title = say("Close"); // all that was typed is saved
+    this.head.append(leave);
     leave.onclick = () => { if (!this.holds()) node.close(); };
     node.addEventListener("cancel", (event) => { if (this.holds()) event.preventDefault(); });
     // Below what it saves, not below the picture.
@@ -156,16 +160,16 @@ class Workbench {
     pane.canvas.focus();
   }
 
-  /** Put what is done on the picture there, and below it its tools and the buttons that end it. */
+  /** Put what is done on the picture there, and its tools and the buttons that end it in the place of the caption. */
   work(kind, node, tools, { save, act, remove, note = "", more = "" }) {
     this.refused = make("p", { class: "ds-error", role: "alert" });
     const goOn = async () => { if (await act() && this.turn(1)) this.begin(kind); };
     const onwards = this.next.disabled ? [] : [button(say("Save, then the next image"), goOn)];
     this.stage.replaceChildren(this.picture, node);
-    this.bar.replaceChildren(make("div", { class: "ds-line" }, ...tools), make("p", { class: "actions" },
-      button(save, act, { class: "primary" }), ...onwards, ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })),
-    this.refused, ...(note ? [make("p", { class: "ds-quiet" }, note)] : []));
-    this.seen.replaceChildren(more);
+    this.press(kind);
+    this.bar.replaceChildren(make("div", { class: "ds-line" }, ...tools), ...(note ? [make("p", { class: "ds-quiet" }, note)] : []), more,
+      this.refused, make("p", { class: "actions" }, button(save, act, { class: "primary big" }), ...onwards,
+        ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })));
   }
 
   /** Save a crop or a mask and return whether that was done; what is refused is said, and what was drawn stays. */
@@ -181,13 +185,19 @@ class Workbench {
     return true;
   }
 
+  /** Mark the button of what is done on the picture, "" of nothing. */
+  press(kind) {
+    this.crop.setAttribute("aria-pressed", String(kind === "crop"));
+    this.mask.setAttribute("aria-pressed", String(kind === "mask"));
+  }
+
   /** End what is done on the picture; show the crop that was chosen. */
   end() {
     this.unsaved = "";
+    this.press("");
     const { file, crop, width_px, height_px } = this.card.picture;
     const size = this.sizes.get(file) ?? [width_px, height_px]; // the check may not have come yet
     this.bar.replaceChildren();
-    this.seen.replaceChildren();
     const kept = crop && size[0] ? make("i") : null;
     if (kept) {
       const [left, top, right, bottom] = crop.map((edge, at) => `${(100 * edge / size[at % 2]).toFixed(3)}%`);

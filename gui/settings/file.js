@@ -7,13 +7,18 @@ import { say } from "/ui/shared/words.js";
 export function fileOf(page) {
   const { fields, places } = page;
   const area = page.at("json");
+  const fold = page.at("as-file");
   const error = page.at("json-error");
 
   const json = {
     dirty: false,
+    wasEmpty: true,
     basis: "", // the stamp of what the text was made from
     read() { return area.value; },
     draw() {
+      const isEmpty = page.shown.json.trim() === "{}";
+      if (this.wasEmpty && !isEmpty) fold.open = true; // who closes it then has it closed
+      this.wasEmpty = isEmpty;
       if (this.dirty) return;
       this.basis = page.shown.stamp;
       if (area.value === page.shown.json) return;
@@ -22,6 +27,7 @@ export function fileOf(page) {
     },
     /** Show what was typed before a reload, to be tried again. */
     recall(text) {
+      fold.open = true;
       area.value = text;
       this.typed();
     },

@@ -5,6 +5,7 @@ import { askInTurn } from "/ui/datasets/asking.js";
 import { Captioner } from "/ui/datasets/captioner.js";
 import { Card } from "/ui/datasets/card.js";
 import { EditMany } from "/ui/datasets/edit_many.js";
+import { nameOf } from "/ui/datasets/opener.js";
 import { button, make } from "/ui/shared/elements.js";
 
 const SHOWN = 24;
@@ -60,8 +61,8 @@ export class Images {
     if (answer.error) this.said.textContent = answer.error; else if (answer.folder === this.folder) this.draw(answer);
   }
 
-  draw({ pictures, excluded = [], name = "" }) {
-    this.named(name);
+  draw({ pictures, excluded = [], name = "", others = 0 }) {
+    this.named(nameOf({ name, others }));
     this.away = new Set(excluded.map((row) => row.file));
     this.texts = pictures.map((row) => row.caption);
     this.files = pictures.map((row) => row.file);

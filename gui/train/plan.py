@@ -23,10 +23,10 @@ from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 from .. import plan_view
 from ..drafts import Draft
 from ..markup import setting_said
+from ..messages import message, sentence
 from ..server.templates import render
 from ..server.translation import Words
 from . import fields
-from .messages import message, sentence
 
 Light = Literal["good", "slow", "bad", ""]
 # Of what a plan puts on the disk: what all trainings on the same images read.

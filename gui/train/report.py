@@ -1,116 +1,21 @@
-"""What is in a folder of images, at a glance: how many, what is odd about them, in plain words.
+"""What is in a folder of images, at a glance: how many, how good, what is odd about them.
 
-Inputs: the folder and the JSON of `lora-train check --json`. Output: what report.html shows. Remarks of a kind
-stand together, with a link to where they are mended.
+Inputs: the folder and the JSON of `lora-train check --json`. Output: what report.html shows.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import mapping, number, sequence
 
-from ..datasets.view import NOT_JUDGED, badge_kind, is_warned_of, verdict
+from ..datasets.findings import IN_SIGHT, remarks
+from ..datasets.view import NOT_JUDGED, is_warned_of, verdict
 from ..server.templates import render
 from ..server.translation import Words
-from .messages import sentence
-
-# "masks are not used (2): a.png, b.png"
-_COUNTED = re.compile(r"\((?P<count>[\d,]+)\): (?P<names>.*)")
-_NAMED = 4
-# Remarks that are in sight; the others are folded.
-_IN_SIGHT = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of remark: what it says of some images, and of one; why it matters (in other words of one); the button."""
-
-    some: str
-    one: str
-    why: str
-    why_of_one: str = ""
-    button: str = "Show"
-
-
-KINDS = {
-    "no-caption": Kind(
-        some="{#} images have no caption",
-        one="1 image has no caption",
-        why="A caption says what is in an image; what it names can be left out or changed later.",
-        button="Write captions",
-    ),
-    "bare-caption": Kind(
-        some="{#} captions say nothing but the trigger word or a number",
-        one="1 caption says nothing but the trigger word or a number",
-        why="A caption says what is in an image; what it names can be left out or changed later.",
-        button="Show",
-    ),
-    "same-caption": Kind(
-        some="{#} captions say the same",
-        one="1 caption says the same as others",
-        why="Captions that are all alike teach everything as one: place, pose and light cannot be asked for later.",
-    ),
-    "unusable": Kind(
-        some="{#} files cannot be read as images",
-        one="1 file cannot be read as an image",
-        why="They are left out of the training.",
-        why_of_one="It is left out of the training.",
-    ),
-    "duplicate": Kind(
-        some="{#} images are there twice",
-        one="1 image is there twice",
-        why="What is there twice counts twice, and is learned by heart.",
-    ),
-    "near-duplicate": Kind(
-        some="{#} images are nearly the same as another",
-        one="1 image is nearly the same as another",
-        why="Different views teach more than many alike.",
-    ),
-    "low-resolution": Kind(
-        some="{#} images are small and would be enlarged",
-        one="1 image is small and would be enlarged",
-        why="Enlarged images are soft, and so is what is learned from them.",
-    ),
-    "no-mask": Kind(
-        some="{#} images have no mask, so the whole image counts",
-        one="1 image has no mask, so the whole image counts",
-        why="Give them one, or leave it if the whole image is meant.",
-    ),
-    "exposure": Kind(
-        some="{#} images are too dark, too bright or flat",
-        one="1 image is too dark, too bright or flat",
-        why="The look of the photograph is learned with what it shows.",
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remark:
-    """What is said of some images, why it matters, and the link to where it is mended."""
-
-    severity: str
-    text: str
-    names: str = ""
-    about: str = ""
-    """Of which images it is said, where no names are known."""
-    more: int = 0
-    found: str = ""
-    advice: str = ""
-    why: str = ""
-    label: str
-    address: str
-    is_written: bool = False
-    """Mended by captions that are written here."""
-    sets: str = ""
-    """Mended by this setting of the draft, which the button makes `value`."""
-    value: str = ""
 
 
 def report(
@@ -134,94 +39,8 @@ def report(
         verdict=verdict(number(values, "score"), findings),
         is_good=is_good,
         assumed=assumed,
-        remarks=[_remark(folder, rows, said) for rows in _groups(findings)],
-        most=_IN_SIGHT,
+        remarks=remarks(folder, findings, said),
+        most=IN_SIGHT,
         buckets=mapping(values, "buckets"),
     )
     return shown, is_good
-
-
-def _groups(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the findings by kind, the gravest kind first."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for row in findings:
-        kind = str(row.get("kind"))
-        # Files that cannot be read have different reasons, each with its own cure.
-        group = f"{kind}: {row.get('what')}" if kind == "unusable" else kind
-        kinds.setdefault(group, []).append(row)
-    order = {"error": 0, "warning": 1}
-    return sorted(kinds.values(), key=lambda rows: order.get(str(rows[0].get("severity")), 2))
-
-
-def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Remark:
-    first = rows[0]
-    kind, severity = str(first.get("kind")), str(first.get("severity", "note"))
-    address = _datasets_url(folder, kind)
-    named = KINDS.get(kind)
-    counted = _COUNTED.search(str(first.get("what", "")))
-    if kind == "unused-mask" and severity == "note" and counted:
-        return _unused_masks(counted["count"], counted["names"], said)
-    if named is None:
-        return _own_words(rows, said, severity=severity, address=address)
-    count = _count(rows)
-    names = [str(row["file"]) for row in rows if row.get("file")]
-    what = str(first.get("what", ""))
-    of_reading = kind == "unusable"
-    return Remark(
-        severity=severity,
-        text=said(named.one) if count == 1 else said(named.some, f"{count:,}"),
-        names=", ".join(names[:_NAMED]),
-        about="" if names or kind == "no-caption" else sentence(what, said),
-        more=max(0, len(names) - _NAMED),
-        found=sentence(what, said) if of_reading else "",
-        advice=sentence(str(first.get("advice", "")), said) if of_reading else "",
-        why=said(named.why_of_one if count == 1 and named.why_of_one else named.why),
-        label=said(named.button),
-        address=address,
-        is_written=kind == "no-caption",
-    )
-
-
-def _unused_masks(count: str, names: str, said: Words) -> Remark:
-    """Return the remark on masks that are there while the setting leaves them out, with the button that uses them."""
-    some = "{#} masks are here and not used"
-    return Remark(
-        severity="warning",
-        text=said("1 mask is here and not used") if count == "1" else said(some, count),
-        names=names,
-        why=said("With them only what is white in them counts."),
-        label=said("Use it") if count == "1" else said("Use them"),
-        address="",
-        sets="data.masks",
-        value="files",
-    )
-
-
-def _own_words(
-    rows: Sequence[Mapping[str, Any]], said: Words, *, severity: str, address: str
-) -> Remark:
-    """Return a remark of a kind that the page has no words for, in those of the command."""
-    first = rows[0]
-    name = f"{first['file']} " if first.get("file") else ""
-    return Remark(
-        severity=severity,
-        text=sentence(f"{name}{first.get('what', '')}", said),
-        about=sentence(str(first.get("advice", "")), said),
-        why=said("And {} more like it.", f"{len(rows) - 1:,}") if len(rows) > 1 else "",
-        label=said("Show"),
-        address=address,
-    )
-
-
-def _count(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return of how many images a remark is: one that is about several of them begins with their number."""
-    said = (str(row.get("what", "")).partition(" ")[0].replace(",", "") for row in rows)
-    return sum(
-        int(first) if first.isdecimal() and not row.get("file") else 1
-        for first, row in zip(said, rows, strict=True)
-    )
-
-
-def _datasets_url(folder: Path, kind: str = "") -> str:
-    of_kind = {"kind": badge_kind(kind)} if kind else {}
-    return "/datasets?" + urlencode({"folder": folder} | of_kind)

@@ -25,6 +25,7 @@ from .. import command_lines, drafts, run_actions, slider_words, uploads, varian
 from ..datasets import caption_job, check
 from ..drafts import PAIRS, SLIDER, Draft
 from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
+from ..messages import error, message
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.templates import render
 from ..server.translation import Words
@@ -33,7 +34,6 @@ from ..slider_words import LESS, MORE
 from ..workplace import Workplace
 from . import fields, plan
 from .base_cards import that_fits, verdict_of
-from .messages import error, message
 from .report import report
 
 IMAGES, CHECK = drafts.STEPS

@@ -331,7 +331,11 @@ def test_a_folder_has_a_card_with_images_that_can_be_shown_and_says_how_many_lac
     for name, called in (("dataset-2", "mukbot"), ("my robots", "my robots")):
         upload = work.own / "uploads" / name
         add(upload, "a.png")
-        assert ask(api, "glance", upload)["name"] == name
+        add(upload, "b.png")
+        glance = ask(api, "glance", upload)
+        assert (glance["name"], glance["others"]) == (
+            ("a", 1) if name == "dataset-2" else (name, 0)
+        )
         ask(api, "look", upload, trigger="mukbot")
         assert ask(api, "glance", upload)["name"] == called
 
@@ -436,7 +440,12 @@ def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
     assert (badges(answer, "p0.png"), badges(answer, "p1.png")) == (["blurry"], ["looks like x"])
     (text,) = badges(answer, "p2.png")
     assert text.endswith(" of 7 tokens")
-    assert len(answer["notes"]) == 1
+    kinds = [row["kind"] for row in api.findings(requests.Folder(folder=str(folder)))[1]]
+    assert kinds == [
+        "blurred",
+        "near-duplicate",
+        "ignored-files",
+    ]  # "no-caption" is told by the captions now
     judged = {"verdict": "usable, with weak points", "score": 0.7, "buckets": {"16x16": 3}}
     assert answer["check"] == {"fresh": True, "error": "", **judged}
     assert ask(DatasetApi(work=api.work), "look", folder)["check"]["fresh"]
@@ -582,8 +591,8 @@ def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
     move(api, root, "b.png")
     kinds = {finding.kind for finding in scan(root, settings=build_config({}).data).findings}
     assert "excluded" in kinds and not any("caption" in kind for kind in kinds - {"no-caption"})
-    notes = ask(api, "look", root)["notes"]
-    assert notes and "_excluded" not in " ".join(notes), (
+    _, found = api.findings(requests.Folder(folder=str(root)))
+    assert found and "excluded" not in {row["kind"] for row in found}, (
         "the page does not warn of what was done on it"
     )
     move(api, root, "b.png", back=True)

@@ -437,7 +437,6 @@ def test_edit_undo_reload_bulk_exclude(
     expected.append("a.png&size=")  # it may be asked for while its image is moved
     open_folder(page, server, folder)
     assert caption(page, ODD).input_value() == SCRIPT
-    page.get_by_text("Click into a caption to change it; it saves itself.").wait_for()
     caption(page, "c.png").focus()
     page.locator(".ds-state", has_text="Saves itself").wait_for()
     # Saved after a pause, without a button and without leaving the field.
@@ -459,8 +458,8 @@ def test_edit_undo_reload_bulk_exclude(
     page.keyboard.press("Control+y")
     shows(page, "a.png", "a dog, big")
     page.locator(".ds-size", has_text="→").first.wait_for()
+    page.get_by_text("4 images are small").wait_for()
     assert page.locator(".ds-frame").first.is_hidden()
-    page.get_by_text("Crops, size, trigger word").click()
     press(page, "Show crop")
     assert page.locator(".ds-frame").first.is_visible()
     # A bulk edit shows what it will do before it does it.
@@ -566,7 +565,8 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     page.locator(".ds-size", has_text="→").first.wait_for()
     assert caption(page, "c.png").input_value() == "a bird"
     until(lambda: bool(page.wait_for_timeout(20) or not states))
-    page.get_by_text("Crops, size, trigger word").click()
+    page.get_by_text("4 images are small").wait_for()  # above the button, which moves
+    page.get_by_text("Size and trigger word").click()
     trigger = page.get_by_label("Trigger word for the check")
     with late(page, "/datasets/save") as wait:
         caption(page, "c.png").fill("birds")
@@ -790,6 +790,7 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     typing.fill("x")
     row(settings, "train.steps").get_by_text("\u201cTrain: Steps\u201d = 'x'").wait_for()
     other.bring_to_front()
+    other.get_by_text("Changed settings as JSON").click()  # folded while it is empty
     other.locator("#json").fill('{"train": {"seed": 7}}')
     other.wait_for_function("() => document.getElementById('set-train.seed').value === '7'")
     settings.bring_to_front()

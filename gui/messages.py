@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lora_trainer.reporting.charts import Html
 
-from ..markup import capital, inline, plain, tag
-from ..server.translation import Words
+from .markup import capital, inline, plain, tag
+from .server.translation import Words
 
 
 def message(text: str, said: Words) -> Html:
