@@ -24,6 +24,7 @@ from lora_trainer.common.errors import (
 )
 from lora_trainer.common.files import disk_error
 
+from . import offline
 from .programs import Tools
 from .server.access import (
     KEY_PARAMETER,
@@ -75,6 +76,7 @@ def serve(options: Options) -> None:
     work = workplace(options)
     access = access_for(options, work)
     server.quiet_gradio(work)
+    offline.apply(work)
     pages = server.application(work, access=access, tools=options.mcp)
     # The host name of the pages leads to either loopback address: nobody else may listen on the other.
     others = LOOPBACK_ADDRESSES if isinstance(access, KeyAccess) else ()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from lora_trainer.common.processes import detached
+from lora_trainer.queue.rules import is_offline
 
 from .bases import releases
 
@@ -41,6 +42,7 @@ class PlanProcess:
 
     within_s: float
     _process: subprocess.Popen[bytes] | None = None
+    _is_offline: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, words: Sequence[str]) -> Done:
@@ -61,7 +63,12 @@ class PlanProcess:
             self.run(words)
 
     def _alive(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._is_offline != is_offline(os.environ):
+            self._process.kill()  # it has read at its start whether it may download
+            self._process.wait()
+            self._process = None
         if self._process is None or self._process.poll() is not None:
+            self._is_offline = is_offline(os.environ)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lora_trainer.gui.plan_process"],
                 stdin=subprocess.PIPE,

@@ -139,9 +139,10 @@ function folderCard(folder) {
     const lacking = answer.without_caption;
     about.textContent = [
       answer.images === 1 ? say("1 image") : say("{#} images", answer.images.toLocaleString("en")),
-      lacking ? say("{#} without a caption", lacking.toLocaleString("en")) : say("all with captions"), answer.used,
+      lacking ? say("{#} without a caption", lacking.toLocaleString("en")) : say("all with captions"),
+      answer.used.replaceAll("-", "\u2011"), // a date stays on its line
     ].slice(answer.images ? 0 : 2).filter(Boolean).join(" \u00b7 ");
-    place.textContent = answer.uploaded ? "" : folder;
+    place.textContent = place.title = answer.uploaded ? "" : folder;
     images.replaceChildren(...answer.shown.map((file) => make("img", {
       src: `/media/thumb?${new URLSearchParams({ folder, file, size: THUMB_PX })}`, alt: "", loading: "lazy", decoding: "async",
       onerror: (event) => event.target.remove(),

@@ -6,6 +6,7 @@ is ever read into it, only whether there is one.
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sys
@@ -23,6 +24,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.dataset.scan import cache_in
 from lora_trainer.hardware.kept_memory import keeper
 from lora_trainer.hardware.machine import PURPOSES, Hardware, is_optional, package_notes
+from lora_trainer.queue.rules import is_offline_by_user
 from lora_trainer.run.machine_report import clock
 
 from .. import runs
@@ -31,9 +33,10 @@ from ..workplace import Workplace
 
 @dataclass(frozen=True, kw_only=True)
 class Hub:
-    """How downloads from the Hugging Face Hub would go."""
+    """How downloads from the Hugging Face Hub would go; `is_fixed`: forbidden by who started the program."""
 
     offline: bool
+    is_fixed: bool = False
     token: bool
     folder: Path
 
@@ -53,6 +56,7 @@ def hub() -> Hub:
 
     return Hub(
         offline=bool(constants.HF_HUB_OFFLINE),
+        is_fixed=is_offline_by_user(os.environ),
         token=get_token() is not None,
         folder=Path(constants.HF_HUB_CACHE),
     )

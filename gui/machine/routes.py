@@ -1,7 +1,7 @@
 """The page Machine and the clearing of its cache.
 
 The page looks at the machine when it is opened, and plans trainings of the example when it is asked which base
-models fit; only the cache can be changed here.
+models fit; the cache, the price of power and whether anything may be downloaded can be changed here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import detect
 from lora_trainer.reporting import base_names
 
-from .. import command_lines, uploads
+from .. import command_lines, offline, uploads
 from ..cockpit import keep_power_price, power_price
 from ..drafts import Draft
 from ..server.pages import Body, Nothing, Text, answer, page
@@ -36,6 +36,12 @@ class Fits(Body):
     """Whether a training fits on a base model."""
 
     source: Source
+
+
+class Offline(Body):
+    """Forbid downloads, or allow them."""
+
+    offline: bool
 
 
 class Price(Body):
@@ -67,6 +73,13 @@ def routes(work: Workplace) -> list[Route]:
         price = keep_power_price(work, asked.typed)
         return {"done": _("The price is kept.") if price else _("The price is forgotten.")}
 
+    def switch(asked: Offline, _: Words) -> Mapping[str, Any]:
+        offline.switch(work, offline=asked.offline)
+        done = (
+            "Nothing is downloaded any more." if asked.offline else "Downloads are allowed again."
+        )
+        return {"done": _(done), "report": render("machine/report.html", _, **look(work))}
+
     def question(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         cache = report.cache_state()
         return {"isEmpty": cache.files == 0, "question": question_text(cache, _)}
@@ -84,6 +97,7 @@ def routes(work: Workplace) -> list[Route]:
         answer("/doctor/cache", Nothing, question),
         answer("/doctor/clear", Nothing, clear),
         answer("/doctor/price", Price, keep_price),
+        answer("/doctor/offline", Offline, switch),
     ]
 
 

@@ -1,4 +1,5 @@
-// The page Machine: it shows which bases fit, the cache is cleared after a question, commands are copied.
+// The page Machine: it shows which bases fit, the cache is cleared after a question, downloads are forbidden or
+// allowed, commands are copied.
 import { ask } from "/ui/shared/ask.js";
 import { make } from "/ui/shared/elements.js";
 import { tell } from "/ui/shared/tell.js";
@@ -27,14 +28,28 @@ export function mount(main, leaving) {
       button.disabled = false;
       doctor.querySelector(".question").hidden = true;
       tell(said, answer);
-      if (!answer.report) return;
-      const fits = doctor.querySelector(".fits"); // which bases fit is the same
-      const open = [...doctor.querySelectorAll("details[open]")].map(({ id }) => id);
-      doctor.innerHTML = answer.report; // markup of our own server
-      doctor.querySelector(".fits").replaceWith(fits);
-      for (const id of open) doctor.querySelector(`#${id}`).open = true;
+      redraw(answer);
     },
   };
+
+  /** Draw the report anew, with what is open in it and which bases fit, which is the same. */
+  function redraw(answer) {
+    if (!answer.report) return;
+    const fits = doctor.querySelector(".fits");
+    const open = [...doctor.querySelectorAll("details[open]")].map(({ id }) => id);
+    doctor.innerHTML = answer.report; // markup of our own server
+    doctor.querySelector(".fits").replaceWith(fits);
+    for (const id of open) doctor.querySelector(`#${id}`).open = true;
+  }
+
+  doctor.addEventListener("change", async ({ target }) => {
+    if (target.id !== "offline") return;
+    const answer = await ask("/doctor/offline", { offline: target.checked });
+    tell(said, answer);
+    if (answer.error) target.checked = !target.checked;
+    redraw(answer);
+    doctor.querySelector("#offline").focus();
+  });
   doctor.addEventListener("click", ({ target }) => {
     const button = target.closest("button");
     const name = Object.keys(acts).find((each) => button?.dataset[each] !== undefined);

@@ -1,4 +1,5 @@
-"""When the queue may start a training: paused, only at night, only while nothing else works on the machine.
+"""When the queue may start a training: paused, only at night, only while nothing else works on the machine; and
+whether what it starts may download.
 
 Input: `.queue/rules.json`, the time of day, whether other programs use the device. Output: why nothing starts now, in
 words. What runs already goes on; "pause all" asks it to save and stop, and it is the first to go on.
@@ -7,6 +8,7 @@ words. What runs already goes on; "pause all" asks it to save and stop, and it i
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,13 +23,15 @@ from lora_trainer.reporting.control import Control
 When = Literal["always", "idle", "night"]
 Hour = Annotated[int, Field(ge=0, le=23)]
 _FILE = "rules.json"
+# huggingface_hub reads the first when it is imported; the second says that it is ours to take away again.
+_OFFLINE, _OURS = OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "LORA_TRAIN_SWITCHED_OFFLINE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """`when` trainings may start, the night from `night_from` to `night_to` o'clock; `paused`: none until it goes on.
 
-    `stopped` are the items that a pause has stopped.
+    `stopped` are the items that a pause has stopped. `offline`: what is started downloads nothing.
     """
 
     paused: bool = False
@@ -35,6 +39,7 @@ class Rules:
     night_from: Hour = 22
     night_to: Hour = 7
     stopped: tuple[str, ...] = ()
+    offline: bool = False
 
     def is_night(self, hour: int) -> bool:
         """Return whether an hour of the day is in the night; one that ends as it begins lasts all day."""
@@ -79,6 +84,31 @@ def change_when(runs: Path, *, when: When, night: tuple[int, int] | None = None)
                 fix="choose always, idle or night, and hours from 0 to 23",
             ) from None
         return _write(runs, rules)
+
+
+def switch_offline(runs: Path, *, offline: bool) -> Rules:
+    """Forbid or allow downloads of all that is started from now on; raises MachineError."""
+    with commands.changing(runs):
+        return _write(runs, replace(read_rules(runs), offline=offline))
+
+
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Whether an environment forbids downloads, by the words that huggingface_hub takes for yes."""
+    word = environment.get(_OFFLINE) or environment.get("TRANSFORMERS_OFFLINE", "")
+    return word.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def is_offline_by_user(environment: Mapping[str, str]) -> bool:
+    """Whether whoever started the program has forbidden downloads, which no switch takes back."""
+    return is_offline(environment) and _OURS not in environment
+
+
+def environment_of(rules: Rules, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which a process downloads as the rules say."""
+    if is_offline_by_user(environment):
+        return dict(environment)
+    free = {key: word for key, word in environment.items() if key not in OFFLINE_VARIABLES}
+    return free | ({_OFFLINE: "1", _OURS: "1"} if rules.offline else {})
 
 
 def pause(runs: Path, *, stop: bool) -> Rules:

@@ -55,7 +55,7 @@ from lora_trainer.queue.commands import (
     write,
 )
 from lora_trainer.queue.notices import Notice, read_notices, send
-from lora_trainer.queue.rules import read_rules, take_up_stopped
+from lora_trainer.queue.rules import environment_of, read_rules, take_up_stopped
 from lora_trainer.reporting.status import STATUS_FILE, read_status, wrote_status
 
 TRAINER = (sys.executable, "-m", "lora_trainer")
@@ -177,7 +177,8 @@ class Worker:
 
     def spawn(self, item: Item) -> Child:
         """Start the trainer of an item; raises OSError, and ValueError for words no process accepts."""
-        environment = {**os.environ, ITEM_VARIABLE: self._mark(item)}
+        environment = environment_of(read_rules(self.runs), os.environ)
+        environment[ITEM_VARIABLE] = self._mark(item)
         if item.device:
             environment[_DEVICES] = item.device
         with item_file(self.runs, item.id, "log").open("ab") as log:

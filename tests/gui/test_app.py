@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import re
 import socket
 import stat
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -37,6 +39,7 @@ from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.kept_memory import Keeper
 from lora_trainer.hardware.machine import detect
 from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.queue.rules import OFFLINE_VARIABLES, environment_of, read_rules
 from scripts import gui_texts
 from tests.fakes.live_runs import write_status
 from tests.fakes.nvml import GIB
@@ -753,6 +756,51 @@ def test_the_page_machine_says_which_bases_fit(
     assert "--base=of/1" in asked[0]
 
 
+def test_downloads_are_forbidden_for_this_process_and_all_it_starts_and_allowed_again(
+    work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from huggingface_hub import constants
+    from lora_trainer.gui import offline, plan_process
+    from lora_trainer.gui.machine import routes as machine
+    from starlette.applications import Starlette
+    from starlette.testclient import TestClient
+
+    def process(*_words: object, **_options: object) -> SimpleNamespace:
+        ends = {"kill": lambda: None, "wait": lambda: 0}
+        return SimpleNamespace(poll=lambda: None, **ends)
+
+    for name in OFFLINE_VARIABLES:
+        monkeypatch.setenv(name, "")  # given back at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(plan_process.subprocess, "Popen", process)
+    plans = plan_process.PlanProcess(within_s=1)
+    first = plans._alive()
+    client = TestClient(Starlette(routes=machine.routes(work)))
+    forbidden = client.post("/doctor/offline", json={"offline": True}).json()
+    assert forbidden["done"] == "Nothing is downloaded any more."
+    assert "checked>" in forbidden["report"]
+    assert os.environ["HF_HUB_OFFLINE"] == "1" and constants.HF_HUB_OFFLINE
+    assert plans._alive() is not first, "it has read at its start that it may download"
+    # A program that is started later on the same runs keeps to it; one that its user has forbidden downloads stays so.
+    assert environment_of(read_rules(work.runs), {"A": "b"}).items() >= {
+        ("A", "b"),
+        ("HF_HUB_OFFLINE", "1"),
+    }
+    allowed = client.post("/doctor/offline", json={"offline": False}).json()
+    assert allowed["done"] == "Downloads are allowed again." and "checked" not in allowed["report"]
+    assert not {*OFFLINE_VARIABLES} & {*os.environ} and not constants.HF_HUB_OFFLINE
+    # A worker that was started meanwhile hands on what is allowed now.
+    begun = {"HF_HUB_OFFLINE": "1", OFFLINE_VARIABLES[1]: "1"}
+    assert environment_of(read_rules(work.runs), begun) == {}
+    own = {"HF_HUB_OFFLINE": "1"}
+    assert environment_of(read_rules(work.runs), own) == own
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    offline.apply(work)
+    assert constants.HF_HUB_OFFLINE
+
+
 def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stays(
     work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -770,10 +818,13 @@ def test_folders_network_and_login_are_told_and_no_token_and_a_cache_in_use_stay
     off, here = doctor.hub(), detect()  # tests are offline
     markup = machine_page(work, here, links=off)
     assert off.token and secret not in f"{off} {markup}"
-    assert "nothing is downloaded" in markup and "Signed in" in markup
-    on = replace(off, offline=False, token=False, folder=work.runs / "not" / "there")
+    assert off.is_fixed and "HF_HUB_OFFLINE was set at the start" in markup
+    assert "checked disabled" in markup and "Signed in" in markup
+    on = replace(
+        off, offline=False, is_fixed=False, token=False, folder=work.runs / "not" / "there"
+    )
     markup = machine_page(work, here, links=on)
-    assert "are downloaded when" in markup and "page Train" in markup
+    assert "checked" not in markup and "Train asks for it then" in markup
     assert "2.0 KiB in 1 entries" in markup and str(work.runs) in markup
     folders = markup[markup.index("Folders") : markup.index("Versions")]
     assert folders.count("GiB") + folders.count("MiB") >= 3

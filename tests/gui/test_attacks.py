@@ -315,6 +315,7 @@ ASKED = (
         "/doctor/clear",
         "/doctor/bases",
         "/doctor/fits",
+        "/doctor/offline",
         "/browse/look",
         "/browse/chosen",
         "/datasets/recent",

@@ -50,7 +50,7 @@ def test_a_path_that_is_not_there_is_named(source: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_without_a_connection_the_download_says_so() -> None:
-    with pytest.raises(MachineError, match="no connection, or offline mode"):
+    with pytest.raises(MachineError, match="offline mode forbids downloads"):
         locate(base("nobody/nothing"))
 
 

@@ -178,6 +178,7 @@ def fetch(
     """
     from huggingface_hub import (
         HfApi,
+        constants,
         hf_hub_download,
         snapshot_download,
         try_to_load_from_cache,
@@ -235,6 +236,9 @@ def fetch(
         ) from None
     except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         fault, fix = f"could not be downloaded ({_reason(error)})", f"connect once, or {instead}"
+        if constants.HF_HUB_OFFLINE:
+            fault = "is not on this machine, and offline mode forbids downloads"
+            fix = f"allow them (Offline on the page Machine, or unset HF_HUB_OFFLINE), or {instead}"
         # With the name of a file it is the disk that refuses, not the network.
         if isinstance(error, OSError) and error.filename is not None:
             fault = f"cannot be stored: {error.filename}: {error.strerror}"
@@ -285,7 +289,7 @@ def _reason(error: Exception) -> str:
     response = getattr(error, "response", None)
     if response is not None:
         return f"the Hub answers {response.status_code}"
-    return f"{type(error).__name__}: no connection, or offline mode"
+    return f"{type(error).__name__}: no connection"
 
 
 def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
