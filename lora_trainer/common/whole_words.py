@@ -128,11 +128,17 @@ _RUNS = regex.compile(
 )
 
 
+_ASCII_WORDS = regex.compile(r"\w+", regex.ASCII)
+
+
 def words_in(text: str) -> Iterator[str]:
     """Yield the words of a text, casefolded; of scripts without blanks every two characters that follow each other.
 
     Which of their characters are words only a dictionary knows; most words of Chinese have two.
     """
+    if text.isascii():  # the same in less time: all captions of a dataset are looked at
+        yield from _ASCII_WORDS.findall(text.casefold())
+        return
     composed = unicodedata.normalize("NFC", text).casefold()
     for run in _RUNS.finditer(composed):
         if run["solid"] is None:
