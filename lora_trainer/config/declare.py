@@ -92,6 +92,9 @@ SNR_WEIGHTINGS: tuple[Weighting, ...] = ("min_snr", "soft_min_snr", "debiased", 
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+# How a U-Net's convolutions are computed: `channels_last` is a layout of their weights, `benchmark` lets cuDNN time its
+# algorithms, `both` does both.
+ConvolutionWay = Literal["plain", "channels_last", "benchmark", "both"]
 ScheduleName = Literal[
     "constant",
     "linear",

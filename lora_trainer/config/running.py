@@ -18,6 +18,7 @@ from lora_trainer.config.declare import (
     BasePrecision,
     Checkpointing,
     CompileMode,
+    ConvolutionWay,
     Count,
     Decided,
     Interval,
@@ -134,6 +135,14 @@ class HardwareSettings(Section, Generic[A_co]):
         resume="rounding",
         replans=True,
         works_anywhere="default",
+    )
+    convolutions: ConvolutionWay | A_co | Literal["fastest"] = setting(
+        "auto",
+        "channels_last, cuDNN's benchmark, both, or the fastest by the first steps: docs/machines.md",
+        only_for=CUDA,
+        resume="rounding",
+        replans=True,
+        works_anywhere="plain",
     )
     process_timeout_s: Annotated[float, Field(ge=5, le=86_400)] = setting(
         120.0,

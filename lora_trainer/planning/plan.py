@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.wording import duration_text, step_seconds_text
+from lora_trainer.common.wording import GIB, duration_text, gib, step_seconds_text
 from lora_trainer.config.config import build_run_config, flatten, value_of, with_value
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import (
@@ -29,6 +29,7 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.image_size import with_image_size
+from lora_trainer.planning.known_convolutions import MOST_STEPS
 from lora_trainer.planning.known_pace import STEPS, RunKind, pace_here
 from lora_trainer.planning.machine_needs import unmet_needs
 from lora_trainer.planning.memory import Load, Prediction
@@ -55,6 +56,10 @@ COMPILE_S = 40.0
 COMPILED_SAVES = (0.10, 0.37)
 # Seconds that are saved, by the lower of these, for each that compiling takes: from here on `auto` compiles.
 PAYS_FROM = 2.0
+# A run with so many times the steps of a comparison of convolutions makes it.
+COMPARED_FROM = 10
+# Memory that the other ways may take: copies in another layout, and workspaces, whose size cuDNN decides.
+COMPARED_WITH_BYTES = GIB // 2
 # Triton has kernels from this compute capability on.
 TRITON_CAPABILITY = (7, 0)
 # (width, height) in pixels, images at once.
@@ -434,6 +439,7 @@ class _Planner:
         for decision in decisions:
             self.decide(*decision)
         self.decide_compiling(memory_choice)
+        self.decide_convolutions(memory_choice)
         return memory_choice
 
     def decide_compiling(self, memory_choice: MemoryChoice) -> None:
@@ -523,6 +529,40 @@ class _Planner:
             return f"peft's {kind} layers are not a single piece"
         if config.memory.attention == "xformers":
             return "memory.attention=xformers cannot be compiled"
+        return ""
+
+    def decide_convolutions(self, memory_choice: MemoryChoice) -> None:
+        """Decide how convolutions are computed: as earlier runs found on this card, or by the first steps."""
+        key, asked = "hardware.convolutions", self.config.hardware.convolutions
+        if asked == "auto":
+            self.decide(key, *self._convolutions_by_itself(memory_choice))
+        elif asked != "plain" and (obstacle := self._against_convolutions(asked)):
+            self.decide(key, "plain", f"instead of {asked}: {obstacle}")
+
+    def _convolutions_by_itself(self, memory_choice: MemoryChoice) -> tuple[str, str]:
+        """Return the value of `hardware.convolutions=auto` and its reason."""
+        if obstacle := self._against_convolutions("fastest"):
+            return "plain", obstacle
+        if known := self.inputs.fastest_way(self.config):
+            return known.way, str(known)
+        steps, memory = settled(self.config.train.steps), memory_choice.memory
+        if steps < COMPARED_FROM * MOST_STEPS:
+            return "plain", f"comparing other ways takes up to {MOST_STEPS} of {steps:,} steps"
+        if memory.limit_bytes - memory.peak_bytes < COMPARED_WITH_BYTES:
+            return "plain", f"less than {gib(COMPARED_WITH_BYTES)} are free to compare other ways"
+        return "fastest", f"not compared on this card yet: up to {MOST_STEPS} first steps do that"
+
+    def _against_convolutions(self, asked: str) -> str:
+        """Return why convolutions cannot be computed in the way that was asked for, else ""."""
+        if self.gpu is None or self.gpu.can.torch_type != "cuda":
+            return "chosen on NVIDIA's and AMD's GPUs only"
+        kernels = (shape[2:] for shape in self.inputs.costs.layer_shapes("all").values())
+        if not any(elements > 1 for (elements,) in filter(None, kernels)):
+            return "the base's blocks have no convolutions"
+        if asked != "channels_last" and self.config.train.deterministic:
+            return "a way that is chosen by its time may give other bits"
+        if asked == "fastest" and self.inputs.processes > 1:
+            return "each step of several processes takes as long as the slowest of them"
         return ""
 
     def finish(self, memory_choice: MemoryChoice) -> Plan:

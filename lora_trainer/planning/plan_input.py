@@ -17,10 +17,12 @@ from typing import Any
 
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.layers import Resolved
+from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base.facts import BaseFacts
 from lora_trainer.families.base.family import Family
 from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.known_convolutions import FastestWay, steps_alike
 from lora_trainer.planning.known_pace import PastRun
 
 
@@ -45,6 +47,7 @@ class PlanInput:
     run, which keeps its plan. `directions` are those of a slider from words, and `keeping` the share of them with
     prompts to keep; `pairs` are the pairs of images of a slider from images. `held_out_count` counts images held out
     for validation. `past_runs` are finished runs of this family on this device, which correct the predicted time.
+    `fastest_ways` are what earlier runs found of the convolutions of this family on this card, by `steps_alike`.
     """
 
     resolved: Resolved
@@ -71,6 +74,7 @@ class PlanInput:
     keeping: float = 0.0
     pairs: int = 0
     past_runs: tuple[PastRun, ...] = ()
+    fastest_ways: Mapping[str, FastestWay] = field(default_factory=dict)
 
     @cached_property
     def costs(self) -> BaseCosts:
@@ -82,6 +86,10 @@ class PlanInput:
         other = replace(self, **values)
         vars(other)["costs"] = self.costs
         return other
+
+    def fastest_way(self, config: Config | RunConfig) -> FastestWay | None:
+        """Return which way of computing convolutions was the fastest in steps like these, None: nobody knows."""
+        return self.fastest_ways.get(steps_alike(config))
 
     @property
     def epoch(self) -> int:

@@ -82,6 +82,7 @@ from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, t
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.key_formats import format_for, planned_contents
 from lora_trainer.planning.image_size import smaller_sides
+from lora_trainer.planning.known_convolutions import known_ways
 from lora_trainer.planning.known_pace import known_runs
 from lora_trainer.planning.plan import Plan, device_of, plan
 from lora_trainer.planning.plan_input import PlanInput, area_of, known_oom
@@ -329,6 +330,12 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         sharing=request.sharing,
         kept_at_once=_kept_at_once(request),
         past_runs=known_runs(
+            cache_root,
+            basis.hardware,
+            gpu=device_of(settings, basis.hardware, sharing=request.sharing),
+            family=basis.family.name,
+        ),
+        fastest_ways=known_ways(
             cache_root,
             basis.hardware,
             gpu=device_of(settings, basis.hardware, sharing=request.sharing),

@@ -31,7 +31,9 @@ from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.network.convolutions import Convolutions
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
+from lora_trainer.planning.known_convolutions import remember_way, steps_alike
 from lora_trainer.planning.plan import compiled_sizes
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
 from lora_trainer.reporting.run_record import RUN_FILE
@@ -46,6 +48,7 @@ from lora_trainer.run.build import (
 from lora_trainer.run.device import (
     oom_as_error,
     oom_fallbacks,
+    training_gpu,
 )
 from lora_trainer.run.hub_upload import push
 from lora_trainer.run.image_losses import measure_images
@@ -61,6 +64,7 @@ from lora_trainer.training.actions import (
     Progress,
     ValidateAction,
 )
+from lora_trainer.training.convolution_trial import ConvolutionTrial
 from lora_trainer.training.dataloader import Feeder, TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import (
@@ -340,6 +344,7 @@ def _training(
             kept=config.memory.gradient_checkpointing,
             mode=config.hardware.compile_mode,
         )
+    convolutions, trial = _convolutions(job, parts)
     adapter, afterwards = parts.adapter, list[Callable[[int], None]]()
     if (limit := config.optimizer.max_weight_norm) is not None:
         afterwards.append(lambda _: adapter.limit_norms(limit))
@@ -356,7 +361,7 @@ def _training(
         feeder=feeder,
         micro_batch=config.memory.micro_batch,
         events=job.events,
-        actions=actions,
+        actions=(*trial, *actions),
         stop=job.stop,
         ranks=job.ranks,
         images_at_once=images_at_once,
@@ -368,7 +373,42 @@ def _training(
         afterwards=afterwards,
         from_zero=parts.from_zero,
         compiled=compiled,
+        convolutions=convolutions,
     )
+
+
+def _convolutions(
+    job: TrainingJob, parts: TrainComponents
+) -> tuple[Convolutions | None, Sequence[ConvolutionTrial]]:
+    """Return how convolutions are computed, None where it is as always, and the comparison of all ways if it is due.
+
+    A resumed run does not compare again what it, or another run, has found meanwhile.
+    """
+    prepared, way, trials = (
+        job.prepared,
+        job.prepared.config.hardware.convolutions,
+        list[ConvolutionTrial](),
+    )
+    if way == "plain":
+        return None, trials
+    compares = False
+    if way == "fastest":
+        known = prepared.inputs.fastest_way(prepared.config)
+        compares, way = known is None, "plain" if known is None else known.way
+    convolutions = Convolutions(parts.networks.denoiser, way)
+    if compares and (gpu := training_gpu(prepared)) is not None:
+        remember = partial(
+            remember_way,
+            prepared.cache_root,
+            prepared.hardware,
+            gpu=gpu,
+            family=prepared.family.name,
+            alike=steps_alike(prepared.config),
+        )
+        trials.append(
+            ConvolutionTrial(convolutions=convolutions, events=job.events, remember=remember)
+        )
+    return convolutions, trials
 
 
 def fixed_loss_actions(

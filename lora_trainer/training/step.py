@@ -37,6 +37,7 @@ from lora_trainer.config.declare import Decided
 from lora_trainer.config.learning import TrainSettings
 from lora_trainer.families.base.references import references_in
 from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.network.convolutions import Convolutions
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.actions import Action, Progress
 from lora_trainer.training.dataloader import Feeder, Sample, split
@@ -85,6 +86,7 @@ class Training:
     change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
     `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
     `compiled` are the compiled blocks, None in a run without.
+    `convolutions` says how those of the denoiser are computed in a step; None: as they are.
     `look_on` is called before the first step and after each, once the actions have run; it changes nothing and
     raises nothing but a stop.
     """
@@ -110,6 +112,7 @@ class Training:
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()
     compiled: CompiledBlocks | None = None
+    convolutions: Convolutions | None = None
     look_on: Callable[[Progress], None] = lambda progress: None
 
     def tell_change(self, key: str, old: object, new: object, *, reason: str) -> None:
@@ -192,7 +195,10 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
             )
     # Masks and strength stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
-    with model.strengthened(batch), compiled:
+    convolutions: AbstractContextManager[None] = nullcontext()
+    if training.convolutions is not None:
+        convolutions = training.convolutions.used(batch.latents.shape)
+    with model.strengthened(batch), compiled, convolutions:
         batch = model.drawn(batch)
         with model.masking(batch):
             # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
