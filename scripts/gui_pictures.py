@@ -75,7 +75,7 @@ EMPTY = (
     Picture(name="home-empty", path="/", ready=".drop"),
     Picture(name="train-empty", path="/train?draft=new", ready=".drop button"),
     Picture(name="datasets-empty", path="/datasets", ready=".ds-open"),
-    Picture(name="queue-empty", path="/queue", ready="#queue .empty"),
+    Picture(name="queue-empty", path="/queue", ready="#queue .nothing-here"),
     Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
     Picture(name="library-empty", path="/library", ready=".nothing-here"),
     Picture(name="doctor", path="/doctor", ready=".fits tbody:has(td):not(:has(.awaited))"),

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -406,6 +407,29 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
         report, _ = report_on(folder, answer, words(ENGLISH))
         assert said in report and "--set" not in report
         assert 'data-sets="data.masks" data-value="files"' in report
+
+
+def test_the_page_lists_what_is_odd_now_with_a_button_each(
+    api: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(monkeypatch, check_answer())
+    for name in ("p2.png", "p3.png", "p4.png", "p5.png"):
+        add(folder, name, "mukbot on grass")
+    add(folder, "p6.png")
+    (folder / "p1.txt").write_text("mukbot")
+    ask(api, "look", folder, trigger="mukbot", resolution="")
+    ask(api, "check", folder)
+    _, said = told(api.work, "findings", {"folder": str(folder)})
+    in_german = said["findings"]
+    assert said["good"] is False and said["verdict"] == "brauchbar, mit Schwächen"
+    assert 'data-kind="blurry"' in in_german and "data-write" in in_german
+    # What the captions lack is told of them as they are, not as they were when they were checked.
+    kinds = Counter(row["kind"] for row in api.findings(requests.Folder(folder=str(folder)))[1])
+    assert (kinds["no-caption"], kinds["bare-caption"], kinds["same-caption"]) == (1, 1, 0)
+    (folder / "p0.txt").write_text("mukbot on grass")
+    _, rows = api.findings(requests.Folder(folder=str(folder)))
+    alike = [row for row in rows if row["kind"] == "same-caption"]
+    assert len(alike) == 5 and {row["find"] for row in alike} == {"mukbot on grass"}
 
 
 def test_images_are_judged_for_the_base_that_is_chosen_or_recommended_and_the_example_for_the_miniature(

@@ -219,7 +219,7 @@ def test_a_disk_that_hangs_holds_up_only_what_needs_it(
     other = page.context.new_page()
     for path, ready in (
         ("/", ".home img"),
-        ("/queue", "#queue .empty, #queue .entry"),
+        ("/queue", "#queue .nothing-here, #queue .entry"),
         ("/doctor", "h2"),
     ):
         setup.server.open(other, path, ready)
