@@ -128,7 +128,7 @@ class MaskEdit:
         for flip in (False, True) if self.settings.flip else (False,):
             pixels = cut(image, placement, flip=flip)
             pixels.thumbnail((_SHOWN_PX, _SHOWN_PX))
-            said = f"cropped to {bucket}, mirrored" if flip else f"cropped to {bucket}"
+            said = f"cropped to {width} \u00d7 {height} px" + (", mirrored" if flip else "")
             yield {"said": said, "src": _jpeg_url(pixels)}
 
 

@@ -80,9 +80,13 @@ export class Tools {
     const { write, sets, find, kind } = pressed.dataset;
     if (write !== undefined) editor.write();
     else if (sets) editor.act("use_masks", {}, () => say("The masks are used."));
-    else if (find) { this.search.input.value = find; editor.refilter(); }
-    else { editor.kinds.clear(); editor.kinds.add(kind); editor.refilter(); }
-    if (find || kind) editor.list.scrollIntoView({ block: "nearest" });
+    else { // these images, and no others that were looked for before
+      editor.kinds.clear();
+      editor.tags.clear();
+      if (!find) editor.kinds.add(kind);
+      this.search.input.value = find;
+      editor.refilter();
+    }
   }
 
   show(data) {

@@ -29,7 +29,7 @@ export function mount(main, leaving) {
   function draw() {
     put(page.at("note"), page.shown.started ? say("This training is started: its settings stay as they are.") : "");
     // Its last folder, as other pages call it; the whole path is a hint.
-    const dataset = page.shown.dataset.split(/[\\/]/).filter(Boolean).pop();
+    const dataset = page.shown.called || page.shown.dataset.split(/[\\/]/).filter(Boolean).pop();
     root.querySelector(".whose").title = page.shown.dataset;
     root.querySelector(".whose").textContent = dataset ? say("of the training on {}", dataset) : say("of a new training");
     for (const field of fields.values()) field.draw();

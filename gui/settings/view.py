@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import SettingInfo, all_settings, flatten
 from lora_trainer.config.layers import CONCEPT, AskedFor, Resolved, resolve
@@ -23,6 +23,7 @@ from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, SettingRecord
 
 from ..command_lines import Answer
+from ..datasets import notes
 from ..drafts import SLIDER, Draft
 from ..markup import capital, named, worded
 from ..plan_view import bar_bytes, fit_sentence, from_now_s, limit_share, memory_parts, span
@@ -139,6 +140,16 @@ def stamp(draft: Draft) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
+def _called(work: Workplace, draft: Draft) -> str:
+    """Return the name that somebody gave the dataset on its page, else an empty text."""
+    if draft.kind == SLIDER or not draft.dataset:
+        return ""
+    try:
+        return notes.read(work, work.folder(draft.dataset)).name
+    except InputError:  # gone, which the plan says
+        return ""
+
+
 def state(work: Workplace, draft: Draft) -> dict[str, Any]:
     """Return what a draft sets, as the fields and the JSON beside them show it."""
     values = given(draft)
@@ -147,6 +158,7 @@ def state(work: Workplace, draft: Draft) -> dict[str, Any]:
         "id": draft.id,
         "stamp": stamp(draft),
         "dataset": name_of(draft.slider) if draft.kind == SLIDER else draft.dataset,
+        "called": _called(work, draft),
         "started": bool(draft.started_as),
         "given": {key: text_of(infos[key], value) for key, value in values.items()},
         "json": as_json(values),

@@ -581,7 +581,10 @@ def test_the_crops_are_those_of_the_trainer(
     drawn.save(folder / "p0.png")
     ask(api, "check", folder)
     seen = ask(api, "closer", folder, file="p0.png")["seen"]
-    assert [each["said"] for each in seen] == ["cropped to 16x16", "cropped to 16x16, mirrored"]
+    assert [each["said"] for each in seen] == [
+        "cropped to 16 \u00d7 16 px",
+        "cropped to 16 \u00d7 16 px, mirrored",
+    ]
     brightest = []
     for each in seen:
         crop = Image.open(io.BytesIO(base64.b64decode(each["src"].partition(",")[2])))

@@ -458,7 +458,8 @@ def test_edit_undo_reload_bulk_exclude(
     page.keyboard.press("Control+y")
     shows(page, "a.png", "a dog, big")
     page.locator(".ds-size", has_text="→").first.wait_for()
-    page.get_by_text("4 images are small").wait_for()
+    page.locator(".findings li", has_text="4 images are small").get_by_role("button").click()
+    page.get_by_role("button", name="small 4", pressed=True).click()  # shown by it, and all again
     assert page.locator(".ds-frame").first.is_hidden()
     press(page, "Show crop")
     assert page.locator(".ds-frame").first.is_visible()

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts, markup, setting_edit
+from lora_trainer.gui.datasets import notes
 from lora_trainer.gui.server.translation import words as language
 from lora_trainer.gui.setting_text import text_of
 from lora_trainer.gui.settings import routes, view
@@ -139,6 +140,12 @@ def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
     first = state_of(opened(work, f"/settings?draft={draft.id}"))
     before = first["stamp"]
     assert call("look", stamp="") == first
+    images = work.runs / "toys"
+    images.mkdir(parents=True)
+    about = replace(draft, dataset=str(images))
+    assert view.state(work, about)["called"] == ""
+    notes.save(work, notes.Notes(folder=str(images), name="Our toys"))
+    assert view.state(work, about)["called"] == "Our toys"
     assert "the draft" in opened(work, "/settings?draft=x")
     now = call("change", key="train.seed", text="7")
     assert json.loads(now["json"]) == {"train.seed": 7} and now["given"] == {"train.seed": "7"}
