@@ -289,7 +289,7 @@ class DatasetApi:
 
     def _captions_without_model(self, asked: requests.Caption) -> Json:
         told, written, left, same = self._write_without_model(asked)
-        why = f"{asked.model} is not on this machine yet, and huggingface.co cannot be reached."
+        why = f"{caption_job.why_out_of_reach(asked.model)}."
         done = f"{written} captions were taken from the images' own descriptions and from names."
         if written == 1:
             done = "1 caption was taken from the image's own description or from names."

@@ -113,8 +113,13 @@ def start(
     if running is not None and running.state == "running":
         raise RequestError("captions are being written already", fix="wait for them, or stop them")
     if is_out_of_reach(model):
+        if constants.HF_HUB_OFFLINE:
+            raise RequestError(
+                why_out_of_reach(model),
+                fix="allow downloads there and press Start again, or write the captions here",
+            )
         raise RequestError(
-            f"{model} is not on this machine yet, and huggingface.co cannot be reached",
+            why_out_of_reach(model),
             fix="connect this machine to the internet and press Start again, or write the captions here",
         )
     argv = [*command_lines.TRAINER, "caption", str(root), f"--model={model}", "--json"]
@@ -128,6 +133,13 @@ def start(
 def is_out_of_reach(model: str) -> bool:
     """Whether a model is not on this machine while the Hub cannot be reached."""
     return captioners.find(model).folder is None and not _reaches_hub()
+
+
+def why_out_of_reach(model: str) -> str:
+    """Return why a model cannot come, without a full stop."""
+    if constants.HF_HUB_OFFLINE:
+        return f"{model} is not on this machine yet, and the page Machine is set to offline"
+    return f"{model} is not on this machine yet, and huggingface.co cannot be reached"
 
 
 def _reaches_hub() -> bool:

@@ -7,6 +7,7 @@ or the miniature has drawn; any other card has the emblem of its family (emblem.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.files import json_bytes, read_json_object, write_atomic
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.config.inputs import MINIATURES
+from lora_trainer.queue.rules import is_offline
 from lora_trainer.reporting import base_names
 from lora_trainer.reporting.run_record import read
 
@@ -48,6 +50,7 @@ def cards(
     Those on this machine come first; all but those and the usual ones are folded away.
     """
     here, drawn = bases.downloaded(), own_samples(work)
+    to_download = "offline: {#} missing" if is_offline(os.environ) else "{#} to download"
     found = [
         {
             "source": row["source"],
@@ -60,7 +63,7 @@ def cards(
             "folded": row["source"] not in here and row["offered"] > _IN_SIGHT,
             "download": said("on this machine")
             if row["source"] in here
-            else said("{#} to download", bytes_text(row["download_bytes"])),
+            else said(to_download, bytes_text(row["download_bytes"])),
             "here": row["source"] in here,
             "size": said("Images of {} px", row["resolution_px"]),
             "edits": row["edits"],
