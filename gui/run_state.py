@@ -345,4 +345,9 @@ def left_text(status: RunStatus) -> str:
         return ""
     if status.step and seconds < _FINISHING_S:
         return FINISHING
-    return f"about {duration_text(seconds) if seconds >= 60 else f'{math.ceil(seconds)} s'}"
+    return f"about {rough_text(seconds)}"
+
+
+def rough_text(seconds: float) -> str:
+    """Return a time that is only estimated, without parts of a second: `38 s`, `2 min 20 s`."""
+    return duration_text(seconds) if seconds >= 60 else f"{math.ceil(seconds)} s"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.wording import bytes_text, duration_text, one_line
+from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.config.prompt_line import SamplePrompt, plain_prompt, read_prompt, seeds
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
@@ -27,6 +27,7 @@ from ..lora_files import Header, LoraFile, recorded_base
 from ..lora_names import BestPicture
 from ..markup import inline
 from ..media import try_url
+from ..run_state import rough_text
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
@@ -374,7 +375,7 @@ def _left(job: jobs.Job, count: int, _: Words) -> str:
     far = _far(job)
     if far is None or math.isnan(left_s := far.left_s(count)):
         return ""
-    return _("about {#} left", duration_text(left_s))
+    return _("about {#} left", rough_text(left_s))
 
 
 def _in_order(job: jobs.Job) -> Iterator[Place]:
@@ -417,6 +418,8 @@ def _said(work: Workplace, job: jobs.Job, done: int, count: int, _: Words) -> st
     if count == 1:
         return _("1 image, seed {#}.", _seed(job))
     done_text = "{#} images, seed {#} in the first row, one more in each row."
+    if len(_prompts(job)) == 1:
+        done_text = "{#} images, seed {#}."
     return _(done_text, count, _seed(job))
 
 

@@ -111,8 +111,10 @@ export class Images {
       const back = button(say("Undo"), async () => {
         this.forgetUndo();
         this.changed(await this.ask("undo", { step: answer.undo }));
+        keyboardTo(this.bulk.opener);
       });
       this.said.replaceChildren(make("span", { class: "of-many" }, done, ...(answer.step ? [" ", back] : [])));
+      keyboardTo(answer.step ? back : this.bulk.opener);
     }
     this.tell();
   }
@@ -130,4 +132,9 @@ export class Images {
   targets() { return this.files; }
   announce(text) { this.said.textContent = text; }
   selected() {}
+}
+
+/** Give the keyboard to a button where it has just lost what it was on. */
+function keyboardTo(button) {
+  if (document.activeElement === document.body) button.focus({ preventScroll: true });
 }
