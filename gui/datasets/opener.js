@@ -11,6 +11,7 @@ export class Opener {
   constructor(editor) {
     this.editor = editor;
     this.drop = document.querySelector(".drop");
+    this.none = document.querySelector(".ds-none");
     this.title = document.querySelector(".ds-title h1");
     this.actions = document.querySelector(".ds-title .actions");
     this.list = make("datalist", { id: "ds-recent" });
@@ -26,8 +27,7 @@ export class Opener {
     this.form = make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
     }, this.path.node, this.list, button(say("Browse"), () => this.browse()), make("button", { type: "submit" }, say("Open")));
-    this.node = make("div", { class: "ds-open" }, this.form, this.error, this.said, this.recent, make("p", { class: "empty quiet" },
-      say("Here you write captions, find blurred and doubled images and see how each is cropped.")));
+    this.node = make("div", { class: "ds-open" }, this.form, this.error, this.said, this.recent);
   }
 
   browse() {
@@ -42,6 +42,7 @@ export class Opener {
     const answer = await ask("recent", {});
     const folders = answer.recent ?? [];
     this.list.replaceChildren(...folders.map((value) => make("option", { value })));
+    this.none.hidden = Boolean(folder || this.editor.folder || folders.length);
     if (folder || !folders.length) return;
     const cards = folders.map((each) => folderCard(each));
     this.recent.replaceChildren(...cards.map((card) => card.node));
@@ -110,7 +111,7 @@ export class Opener {
     this.actions.hidden = false;
     this.form.hidden = true;
     this.others.setAttribute("aria-expanded", "false");
-    this.drop.hidden = this.recent.hidden = this.node.lastChild.hidden = true;
+    this.drop.hidden = this.recent.hidden = this.none.hidden = true;
     this.refuse("");
   }
 
