@@ -145,7 +145,8 @@ def test_a_trainer_gets_its_words_no_input_and_a_session_of_its_own(
     assert place.states() == {"a": "running", "b": "waiting"}
     place.let("a").touch()
     place.finish(worker)
-    assert place.given("a") == {"words": words, "device": "as it was"}, "the only device"
+    given = {"words": words, "device": "as it was", "is_offline": True}  # as the tests are
+    assert place.given("a") == given, "the only device"
     assert not list(place.folder.rglob("pwned"))
     ended = place.item(item.id)
     assert ended.added_s <= (ended.started_s or 0) <= (ended.ended_s or 0)
@@ -403,7 +404,10 @@ def test_a_worker_whose_queue_was_deleted_ends(place: Place) -> None:
 # ---- devices
 
 
-def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
+def test_a_training_started_by_hand_takes_a_device_and_each_downloads_as_the_switch_says(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")  # of the tests, which no switch takes back
     by_hand = place.runs / "by-hand"  # its process is this one
     by_hand.mkdir(parents=True)
     write_status(by_hand, state="training", exit_code=None, message="")
@@ -412,8 +416,10 @@ def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
     assert place.worker().tick() and set(place.states().values()) == {"waiting"}
     worker = place.worker("0", "1")
     assert queue_worker.outside(place.runs, ()) == ("by-hand",)
+    rules.switch_offline(place.runs, offline=True)
     until(lambda: worker.tick() and place.item("0001-a").has_ended)
     assert place.given("a")["device"] == "1", "CUDA's first GPU is where one trains by itself"
+    assert place.given("a")["is_offline"]
     write_status(by_hand, state="finished", exit_code=0, message="")
     place.finish(worker)
 

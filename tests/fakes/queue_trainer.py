@@ -22,6 +22,7 @@ def main(words: list[str]) -> int:
     if run is not None:
         run.mkdir(parents=True, exist_ok=True)
         given = {"words": words[1:], "device": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        given["is_offline"] = os.environ.get("HF_HUB_OFFLINE") == "1"
         (run / "given.json").write_text(json.dumps(given), encoding="utf-8")
         write_status(run)
     while "until" in orders and not Path(orders["until"]).exists():
