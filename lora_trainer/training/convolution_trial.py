@@ -28,14 +28,17 @@ WAYS: tuple[ConvolutionWay, ...] = get_args(ConvolutionWay)
 _TURNS = (*WAYS, *reversed(WAYS))
 LEAST_GAIN = 0.03
 """Share of a step's time that another way than the plain one must save."""
-LEAST_TIMED = 3
-"""Steps of a way without which it is not judged."""
+LEAST_TIMED = 2
+"""Timed steps of a turn without which its way is not judged."""
 KEY = "hardware.convolutions"
 
 
 @dataclass(kw_only=True)
 class ConvolutionTrial:
     """An action that is due after each of the first steps of a process, and first among those of a step.
+
+    A way has to be faster than the plain one in both of its turns, and what it saves is the less of the two: a
+    program that begins or ends beside the training makes a way faster in one of them only.
 
     `remember` gets the fastest way and the share of a step that it saves; it may raise MachineError. A step with passes
     of a size that its way has not had before is not timed: its algorithms were chosen, or its kernels compiled, in it.
@@ -54,8 +57,8 @@ class ConvolutionTrial:
     _began_s: float | None = None
     _shapes: list[torch.Size] = field(default_factory=list)
     _known: set[tuple[ConvolutionWay, torch.Size]] = field(default_factory=set)
-    _timed: dict[ConvolutionWay, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Seconds for each number of the latents."""
+    _timed: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of each turn the seconds of its timed steps, for each number of the latents."""
     _had: tuple[object, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ class ConvolutionTrial:
         way = self.convolutions.way
         passes = {(way, shape) for shape in shapes}
         if passes <= self._known:
-            self._timed[way].append(took_s / sum(shape.numel() for shape in shapes))
+            self._timed[self._turn].append(took_s / sum(shape.numel() for shape in shapes))
             self._timed_steps += 1
         self._known |= passes
         self._steps += 1
@@ -98,31 +101,37 @@ class ConvolutionTrial:
         return had is not None and had != has
 
     def _judge(self) -> None:
-        seconds = {way: median(s) for way, s in self._timed.items() if len(s) >= LEAST_TIMED}
-        if "plain" not in seconds or len(seconds) == 1:
+        saved = self._saved()
+        if not saved:
             self._end("plain", "too few steps of equal sizes to compare")
             return
-        fastest = min(seconds, key=seconds.__getitem__)
-        saves = 1 - seconds[fastest] / seconds["plain"]
-        others = ", ".join(
-            f"{way} {seconds[way] / seconds['plain'] - 1:+.1%}"
-            for way in seconds
-            if way not in ("plain", fastest)
-        )
-        if saves < LEAST_GAIN:
-            fastest, saves = "plain", 0.0
-            reason = f"no other way saves {LEAST_GAIN:.0%} of a step"
-        else:
-            reason = f"it saves {saves:.1%} of a step"
-        self._end(fastest, f"{reason} ({others} of its time)" if others else reason)
+        fastest = max(saved, key=saved.__getitem__)
+        shares = ", ".join(f"{way} {share:.1%}" for way, share in saved.items())
+        reason = f"what the ways save of a plain step: {shares}"
+        if saved[fastest] < LEAST_GAIN:
+            fastest, reason = "plain", f"no other way saves {LEAST_GAIN:.0%} of a step ({shares})"
+        self._end(fastest, reason)
         try:
-            self.remember(fastest, saves)
+            self.remember(fastest, saved.get(fastest, 0.0))
         except MachineError as error:  # a full disk costs one comparison more
             self.events.problem(
                 f"the fastest convolutions could not be noted: {error.found}",
                 fix=error.fix,
                 severity="note",
             )
+
+    def _saved(self) -> dict[ConvolutionWay, float]:
+        """Return the share of a plain step that each other way saves in the worse of its turns."""
+        turns: dict[ConvolutionWay, list[float]] = defaultdict(list)
+        for turn, way in enumerate(_TURNS):
+            if len(self._timed[turn]) >= LEAST_TIMED:
+                turns[way].append(median(self._timed[turn]))
+        plain = turns.pop("plain", [])
+        return {
+            way: min(1 - own / other for own, other in zip(seconds, plain, strict=True))
+            for way, seconds in turns.items()
+            if len(seconds) == len(plain) == 2
+        }
 
     def _end(self, way: ConvolutionWay, reason: str) -> None:
         self.is_over = True
