@@ -42,7 +42,7 @@ class PlanProcess:
 
     within_s: float
     _process: subprocess.Popen[bytes] | None = None
-    _is_offline: bool = False
+    _is_offline: bool = field(default_factory=lambda: is_offline(os.environ))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, words: Sequence[str]) -> Done:
