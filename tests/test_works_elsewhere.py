@@ -164,6 +164,7 @@ def test_the_process_of_the_pages_draws_the_same_bytes_says_why_not_and_ends_whe
     monkeypatch.setattr(
         drawing_process, "keep", lambda *, gpu_uuid, gpu_bytes: told.append((gpu_uuid, gpu_bytes))
     )
+    monkeypatch.setattr(drawing_process, "_TOLD_EACH_S", 0.0)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         drawer = drawing_process.Drawer(work=work, kept_s=0)
@@ -173,6 +174,8 @@ def test_the_process_of_the_pages_draws_the_same_bytes_says_why_not_and_ends_whe
             path.read_bytes() for path in out.iterdir()
         }
         assert told and set(told) == {("", 0)}, "without a GPU"
+        far = drawing.far(drawn)
+        assert far is not None and (far.pictures, far.step, far.steps) == (1, 1, 2)
         assert jobs.read(work, drawn.id).state == "finished"
         # The same process, asked again: for a file that is gone, and for one whose pictures nobody wants any more.
         saved.path.unlink()
