@@ -1,16 +1,18 @@
 """A training step by what computes it: a bare loop with peft's LoRA, the way trainers do it, and ours.
 
 Usage: python benchmarks/step_ladder.py [--case NAME:PX:BATCH:DTYPE ...] [--steps 40] [--threads N]
-                                        [--true-size] [--json FILE] [--plot FILE.svg]
+                                        [--true-size | --miniature] [--json FILE] [--plot FILE.svg]
 
 On a GPU: `python benchmarks/step_ladder.py --true-size --block 10 --json FILE`, which needs no network.
 
 All rungs of a case train the same LoRA on the same random network, whose weights they share, on the
 same batches, in one process, in turns of a few steps, so that a machine that slows down slows all.
-Networks are of middling size (half a second to a second a step on one core) and, with --true-size,
-as released, made on the GPU. Prints medians, the ratio to the bare loop with the upper end of its 95 %
-interval (bootstrap over the turns), the same of the processor's seconds, feeder included, which other
-programs on the machine change less, and on a GPU what network, adapter and a step take of its memory.
+Networks are of middling size (half a second to a second a step on one core), with --true-size as
+released, made on the GPU, and with --miniature that of the embedded base (a side of 128 px here is one
+of 64 px there, as its VAE halves a side once less). Prints medians, the ratio to the bare loop with the
+upper end of its 95 % interval (bootstrap over the turns), the same of the processor's seconds, feeder
+included, which other programs on the machine change less, and on a GPU what network, adapter and a step
+take of its memory.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ from lora_trainer.network.gradient_checkpointing import apply_checkpointing  # n
 from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402 - after sys.path
 
 MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
+CASES: Mapping[Size, Sequence[str]] = {
+    "middling": MIDDLING,
+    "true size": list(LADDER),
+    "miniature": ["sd15:64:1:fp32", "sd15:128:1:fp32", "sd15:128:8:fp32"],
+}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DRAWS = 4000
 
@@ -227,9 +234,9 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows = []
-    cases = options.case or (list(LADDER) if options.true_size else MIDDLING)
+    cases = options.case or CASES[options.size]
     for words in cases:
-        size: Size = "true size" if options.true_size else "middling"
+        size: Size = options.size
         case = Case.from_words(words, device=device, size=size)
         rows.append(measure(case, steps=options.steps, block=options.block))
         print(json.dumps({**rows[-1], "rungs": list(rows[-1]["rungs"])}), file=sys.stderr)
@@ -255,7 +262,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="steps of each rung")
     parser.add_argument("--block", type=int, default=2, help="steps in a row of one rung")
     parser.add_argument("--threads", type=int, help="threads of torch; else its own choice")
-    parser.add_argument("--true-size", action="store_true", help="networks as released")
+    sizes = parser.add_mutually_exclusive_group()
+    for size, words in (
+        ("true size", "networks as released"),
+        ("miniature", "the embedded base's"),
+    ):
+        option = f"--{size.replace(' ', '-')}"
+        sizes.add_argument(option, dest="size", action="store_const", const=size, help=words)
+    parser.set_defaults(size="middling")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     parser.add_argument("--plot", type=Path, help="where to draw them, an .svg")
     return parser.parse_args()

@@ -8,6 +8,7 @@ needs to train an adapter on them.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from lora_trainer.config.running import Config
 from lora_trainer.families.base.facts import BaseFacts, Geometry
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.noise_levels import levels_of
+from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Batch, Model, collate
@@ -40,10 +42,12 @@ from lora_trainer.training.step import Training
 IMAGES = 16
 SEED = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Size = Literal["true size", "middling", "tiny"]
+Size = Literal["true size", "middling", "miniature", "tiny"]
+_MINIATURE = json.loads((EMBEDDED_FOLDER / "unet" / "config.json").read_text())
 CHANGED: Mapping[Size, Mapping[str, Mapping[str, Any]]] = {
     "true size": {},
     "middling": MID_SIZE,
+    "miniature": {"sd15": {k: v for k, v in _MINIATURE.items() if not k.startswith("_")}},
     "tiny": TINY,
 }
 """Entries of the denoiser's configuration that are not as released, by release."""

@@ -223,7 +223,10 @@ def add_adapters(
 
     `wide` is `Workload.wide_adapter`.
     """
-    config = LoraConfig(r=rank, target_modules=list(modules), init_lora_weights=False)
+    # Alpha as in training by default: of a small layer another one is a kernel of its own in the backward pass.
+    config = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=list(modules), init_lora_weights=False
+    )
     if not wide:
         config._register_custom_module(dict(CUSTOM))
     inject_adapter_in_model(config, network)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from lora_trainer.lora import adapter_layers
 from lora_trainer.network.gradient_checkpointing import storage_key
 from lora_trainer.network.quantize import QuantizedLinear
 from tests.fakes.small_network import MODULES, adapted, awaken, images, network
 
+SMALL = "lora_trainer.lora.adapter_layers.SMALL_LAYER"
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 Pair = tuple[Any, Any]
 
@@ -85,11 +87,18 @@ def seen(forward: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
     alpha=st.floats(0.1, 9.0),
     bias=st.booleans(),
     padding=st.sampled_from([0, 1, "same"]),
+    small_layer=st.sampled_from([0, adapter_layers.SMALL_LAYER]),
 )
 def test_every_layer_gives_what_peft_s_does(
-    inputs: int, out: int, rank: int, alpha: float, bias: bool, padding: Any
+    inputs: int, out: int, rank: int, alpha: float, bias: bool, padding: Any, small_layer: int
 ) -> None:
     """The linear layer reads pixels, which are strided; convolutions with and without a stride."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SMALL, small_layer)
+        compare(inputs, out, rank, alpha, bias, padding)
+
+
+def compare(inputs: int, out: int, rank: int, alpha: float, bias: bool, padding: Any) -> None:
     net = network(torch.float64, inputs=inputs, out=out, bias=bias)
     net.point = nn.Conv2d(inputs, out, 3, padding=padding, bias=bias, dtype=torch.float64)
     layers = pair(net.requires_grad_(False), rank=rank, alpha=alpha)
@@ -144,8 +153,15 @@ class Shared(nn.Module):
         return total
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_read_one_input_keep_it_once_and_as_it_is(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "small_layer", "middles"),
+    [(torch.float32, 0, 0), (torch.bfloat16, 0, 0), (torch.float32, 36, 4)],
+)
+def test_layers_that_read_one_input_keep_it_once_and_as_it_is(
+    dtype: torch.dtype, small_layer: int, middles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small layers keep x A^T too, which is as long as the rank is."""
+    monkeypatch.setattr(SMALL, small_layer)
     net = Shared().requires_grad_(False).to(dtype)
     awaken(adapted(net, "q", "k", "v", "out"))
     x = torch.randn(3, 5, 6, dtype=dtype, requires_grad=True) * 2
@@ -155,15 +171,40 @@ def test_layers_that_read_one_input_keep_it_once_and_as_it_is(dtype: torch.dtype
         storage_key(t): t.untyped_storage().nbytes() for t in kept if storage_key(t) not in owned
     }
     assert storage_key(x) in made
-    assert sorted(made.values()) == [x.nbytes, x.nbytes], "the input of three, and that of the last"
+    middle_bytes = x.nbytes // 6 * net.q.r["default"]
+    inputs = [x.nbytes, x.nbytes]  # the input of three, and that of the last
+    assert sorted(made.values()) == [middle_bytes] * middles + inputs
+
+
+def test_a_layer_s_weights_and_dtype_alone_say_whether_it_is_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows must not: how many there are depends on how a device's memory splits a batch."""
+    composed: list[int] = []
+    plain = adapter_layers.composed
+
+    def watched(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        composed.append(x.shape[0])
+        return plain(x, *args, **kwargs)
+
+    monkeypatch.setattr(adapter_layers, "composed", watched)
+    for out, dtype in ((1000, torch.float32), (1001, torch.float32), (1000, torch.bfloat16)):
+        net = nn.Sequential(nn.Linear(100, out, dtype=dtype)).requires_grad_(False)
+        awaken(adapted(net, "0"))
+        for rows in (1, 300):
+            net(torch.randn(rows, 100, dtype=dtype))
+    assert composed == [1, 300]
 
 
 # ---- parts that are frozen, off, hooked or of another kind
 
 
 @pytest.mark.parametrize("frozen", ["lora_A", "lora_B"])
-@pytest.mark.parametrize("hooked", [False, True])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(hooked: bool, frozen: str) -> None:
+@pytest.mark.parametrize(("hooked", "small_layer"), [(False, 0), (True, 0), (False, 100)])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(
+    hooked: bool, small_layer: int, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SMALL, small_layer)
     layers = pair(network(torch.float64))
     for each in layers:
         if hooked:
@@ -205,7 +246,8 @@ def test_what_the_base_layer_computes_besides_is_kept(change: str) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_dora_is_peft_s(dora: bool) -> None:
+def test_dora_is_peft_s(dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SMALL, 0)
     net = network()
     adapter = awaken(adapted(net, "linear", dora=dora))
     y = net.linear(torch.randn(2, 6))

@@ -195,7 +195,10 @@ def test_rms_norm_on_cuda_is_one_kernel_that_keeps_its_input() -> None:
     assert step.kernels == 2 + 1 + 2  # product and norm, the gradient they start from, and theirs
 
 
-def test_a_backward_pass_of_an_adapter_holds_no_more_than_its_gradients() -> None:
+def test_a_backward_pass_of_an_adapter_holds_no_more_than_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lora_trainer.lora.adapter_layers.SMALL_LAYER", 0)
     rows, channels = 96, 8
     network = nn.Sequential(nn.Linear(channels, channels, bias=False, device="meta"))
     add_adapters(network.requires_grad_(False), ["0"], rank=RANK)
