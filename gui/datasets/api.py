@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.reporting.history import number
@@ -289,7 +291,11 @@ class DatasetApi:
 
     def _captions_without_model(self, asked: requests.Caption) -> Json:
         told, written, left, same = self._write_without_model(asked)
-        why = f"{caption_job.why_out_of_reach(asked.model)}."
+        why = f"{asked.model} is not on this machine yet, and huggingface.co cannot be reached."
+        if constants.HF_HUB_OFFLINE:
+            why = (
+                f"{asked.model} is not on this machine yet, and the page Machine is set to offline."
+            )
         done = f"{written} captions were taken from the images' own descriptions and from names."
         if written == 1:
             done = "1 caption was taken from the image's own description or from names."

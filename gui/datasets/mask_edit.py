@@ -128,7 +128,8 @@ class MaskEdit:
         for flip in (False, True) if self.settings.flip else (False,):
             pixels = cut(image, placement, flip=flip)
             pixels.thumbnail((_SHOWN_PX, _SHOWN_PX))
-            said = f"cropped to {width} \u00d7 {height} px" + (", mirrored" if flip else "")
+            size = f"{width} \u00d7 {height} px"
+            said = f"cropped to {size}, mirrored" if flip else f"cropped to {size}"
             yield {"said": said, "src": _jpeg_url(pixels)}
 
 
