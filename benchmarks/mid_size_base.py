@@ -6,6 +6,7 @@ encoders of the tests; `TINY` are denoisers that take a twentieth of a second. W
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.random_bases import replace_part
+from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from tests.fakes.tiny_base import write_base
 
 _CHANNELS = {"sample_size": 32, "block_out_channels": [64, 128, 256], "norm_num_groups": 32}
@@ -31,6 +33,9 @@ MID_SIZE: Mapping[str, Mapping[str, Any]] = {  # entries of the denoiser's confi
     },
 }
 NAMES = tuple(MID_SIZE)
+_EMBEDDED = json.loads((EMBEDDED_FOLDER / "unet" / "config.json").read_text(encoding="utf-8"))
+MINIATURE = {"sd15": {name: _EMBEDDED[name] for name in _EMBEDDED if not name.startswith("_")}}
+"""Entries of the denoiser's configuration that make it the embedded base's."""
 TINY: Mapping[str, Mapping[str, Any]] = {
     "sd15": {
         "sample_size": 8,

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_day.cases import LADDER  # noqa: E402 - after sys.path
 from benchmarks.ladder_rungs import Bare, Ours, Rung, our_adapter, peft_adapter  # noqa: E402 - after sys.path
-from benchmarks.mid_size_base import NAMES  # noqa: E402 - after sys.path
+from benchmarks.mid_size_base import MINIATURE, NAMES  # noqa: E402 - after sys.path
 from benchmarks.plots import bars  # noqa: E402 - after sys.path
 from benchmarks.trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa: E402 - after sys.path
 from lora_trainer.common.errors import first_line  # noqa: E402 - after sys.path
@@ -49,7 +49,9 @@ MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
 CASES: Mapping[Size, Sequence[str]] = {
     "middling": MIDDLING,
     "true size": list(LADDER),
-    "miniature": ["sd15:64:1:fp32", "sd15:128:1:fp32", "sd15:128:8:fp32"],
+    "miniature": [
+        f"{name}:{size}:fp32" for name in MINIATURE for size in ("64:1", "128:1", "128:8")
+    ],
 }
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DRAWS = 4000

@@ -8,7 +8,6 @@ needs to train an adapter on them.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.mid_size_base import MID_SIZE, TINY
+from benchmarks.mid_size_base import MID_SIZE, MINIATURE, TINY
 from benchmarks.random_bases import RELEASES, random_network
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, SampleSource, SampleView
@@ -32,7 +31,6 @@ from lora_trainer.config.running import Config
 from lora_trainer.families.base.facts import BaseFacts, Geometry
 from lora_trainer.families.base.family import Family
 from lora_trainer.families.base.noise_levels import levels_of
-from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Batch, Model, collate
@@ -43,11 +41,10 @@ IMAGES = 16
 SEED = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Size = Literal["true size", "middling", "miniature", "tiny"]
-_MINIATURE = json.loads((EMBEDDED_FOLDER / "unet" / "config.json").read_text())
 CHANGED: Mapping[Size, Mapping[str, Mapping[str, Any]]] = {
     "true size": {},
     "middling": MID_SIZE,
-    "miniature": {"sd15": {k: v for k, v in _MINIATURE.items() if not k.startswith("_")}},
+    "miniature": MINIATURE,
     "tiny": TINY,
 }
 """Entries of the denoiser's configuration that are not as released, by release."""
