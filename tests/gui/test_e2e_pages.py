@@ -201,7 +201,7 @@ def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
     server.open(german, f"/datasets?folder={folder}", ".ds-card textarea")
     assert german.locator(".ds-card textarea").first.input_value() == TYPED
     german.get_by_role("button", name=re.compile("Tags \u2026$")).click()
-    german.get_by_text("Tags (1)").wait_for()
+    german.locator(".ds-tags button").first.wait_for()
     assert german.locator(".ds-tags button").all_inner_texts() == [f"{TYPED} 2"]
     server.open(german, "/library")
     german.locator(".lora .menu a", has_text=f"Training {TYPED}").first.wait_for(state="attached")
