@@ -203,7 +203,9 @@ def _bare(folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # An installation has the package's bytecode; with this variable, of containers, it is compiled each time.
+    kept = {name: each for name, each in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:

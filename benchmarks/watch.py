@@ -87,8 +87,9 @@ class Side:
 
     def python(self, *words: str) -> Took:
         """Run Python on the commit's code; ends the program where that fails."""
+        # An installation has the package's bytecode; with this variable it would be compiled each time.
         environment = {
-            **os.environ,
+            **{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
             "PYTHONPATH": str(self.place / "tree"),
             "XDG_CACHE_HOME": str(self.place / "home"),
             "OMP_NUM_THREADS": "1",
