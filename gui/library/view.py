@@ -248,12 +248,12 @@ def _inspected(inspection: Inspection) -> Iterator[Fact]:
         yield Fact(name=key, value=f"{tokens} new tokens of {width:,} numbers", is_name=False)
 
 
-def _norms(norms: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-    """Yield the blocks that a file changes most: name, size of the change, its share."""
+def _norms(norms: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the blocks that a file changes most, and the share of the change that is theirs."""
     total = sum(norm**2 for norm in norms.values())
     largest = sorted(norms.items(), key=lambda item: -item[1])[:_BLOCKS_SHOWN]
     for block, norm in largest if total else ():
-        yield block, f"{norm:.3g}", f"{norm**2 / total:.0%}"
+        yield block, f"{norm**2 / total:.0%}"
 
 
 def _raw(metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
