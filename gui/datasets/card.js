@@ -114,6 +114,7 @@ export class Card {
     if (this.closerButton) this.closerButton.hidden = Boolean(picture.unreadable);
     this.before.replaceChildren(...referencesOf(this.folder, picture, THUMB_PX));
     this.size.replaceChildren(...sizeTexts(picture));
+    this.size.title = this.size.textContent;
     this.badges.replaceChildren(...picture.badges.map((badge) =>
       make("li", { class: `ds-badge ds-${badge.severity}`, "data-kind": badge.kind, title: badge.title }, badge.text)));
     this.badges.hidden = picture.badges.length === 0;
