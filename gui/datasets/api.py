@@ -158,6 +158,8 @@ class DatasetApi:
                 edits.append(Edit(picture=picture, caption=caption, text=edit.apply(before)))
             changes = opened.changes(edits)
             outcome = journal.perform(edit.title(), changes) if changes else None
+        if edit.kind == "trigger" and _is_in_all(edit, self._opened(root)):
+            notes.use_trigger(self.work, root, edit.text.strip())
         return self._told(root, outcome, left)
 
     def undo(self, asked: requests.Undo) -> Json:
@@ -402,6 +404,14 @@ class DatasetApi:
 
     def _opened(self, root: Path) -> OpenDataset:
         return open_dataset(self.work, root, counters=self._counters)
+
+
+def _is_in_all(edit: EditMany, opened: OpenDataset) -> bool:
+    """Whether the captions of all images that can be read are as an edit makes them."""
+    reader = opened.reader
+    readable = (each for each in opened.pictures if not reader.is_unreadable(each))
+    texts = (reader.caption(each).text for each in readable)
+    return all(edit.apply(text) == text for text in texts)
 
 
 def _mask_edit(opened: OpenDataset, name: str) -> mask_edit.MaskEdit:

@@ -20,6 +20,8 @@ from lora_trainer.dataset.json_captions import with_each_text, with_first_text, 
 Kind = Literal["prepend", "append", "replace", "remove_tag", "trigger"]
 Joint = Literal[", ", " ", ""]
 MAX_TEXT_CHARACTERS = 2_000
+MAX_TRIGGER_CHARACTERS = 100
+"""As many as data.trigger may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,11 @@ class EditMany:
     def __post_init__(self) -> None:
         if not self.text.strip() and not (self.kind == "replace" and self.text):
             raise RequestError("nothing is typed", fix="type the words that this is about")
+        if self.kind == "trigger" and len(self.text.strip()) > MAX_TRIGGER_CHARACTERS:
+            raise RequestError(
+                f"a trigger word has at most {MAX_TRIGGER_CHARACTERS} characters, not {len(self.text.strip())}",
+                fix="choose a short, rare word",
+            )
 
     @property
     def adds(self) -> bool:

@@ -73,6 +73,15 @@ def draft_for(work: Workplace, root: Path) -> Draft:
     return Draft(id=_NO_DRAFT, dataset=str(root))
 
 
+def use_trigger(work: Workplace, root: Path, word: str) -> None:
+    """Remember the trigger word that all captions of a folder have; the newest draft about it trains with it."""
+    save(work, replace(read(work, root), folder=str(root), trigger=word))
+    with drafts.changing(work):
+        draft = draft_for(work, root)
+        if draft.id != _NO_DRAFT:  # a later one takes it from here
+            drafts.save(work, draft.with_setting("data.trigger", word))
+
+
 def use_masks(work: Workplace, root: Path) -> None:
     """Have the newest draft about a folder train with its masks, a new one where there is none."""
     with drafts.changing(work):
