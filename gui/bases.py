@@ -30,6 +30,8 @@ _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 # The release that is `offered` first in its family.toml.
 RECOMMENDED = "stabilityai/stable-diffusion-xl-base-1.0"
+# Of those that edit the one that is `offered` first.
+RECOMMENDED_FOR_PAIRS = "black-forest-labs/FLUX.2-klein-base-4B"
 _LAST = 1000  # of a release that is seldom used
 _PIPELINE_FILE = "model_index.json"
 

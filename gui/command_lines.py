@@ -32,8 +32,8 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.run_record import read
 
 from . import slider_words
-from .bases import RECOMMENDED
-from .drafts import SLIDER, Draft
+from .bases import RECOMMENDED, RECOMMENDED_FOR_PAIRS
+from .drafts import PAIRS, SLIDER, Draft
 from .fence import fenced
 from .plan_process import BASES, Done, PlanProcess
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
@@ -90,7 +90,7 @@ def judged_for(draft: Draft, dataset: Path) -> str:
     """Return the base that the images of a draft are judged for; the example is made for the miniature."""
     if draft.base.strip() not in ("", "auto") or dataset.name == EXAMPLE_NAME or has_gpu():
         return draft.base
-    return RECOMMENDED
+    return RECOMMENDED_FOR_PAIRS if draft.kind == PAIRS else RECOMMENDED
 
 
 @cache

@@ -86,7 +86,7 @@ def clone(work: Workplace, run: str, *, mended: bool = False, advice: str = "") 
     priority = record.plan.priority
     draft = drafts.Draft(
         id=drafts.new_id(),
-        kind=drafts.SLIDER if words else _kind_of(dataset),
+        kind=drafts.SLIDER if words else kind_of(dataset),
         dataset=str(dataset) if dataset is not None and not words else "",
         slider=words or {},
         base=record.base.source,
@@ -111,7 +111,7 @@ def clone(work: Workplace, run: str, *, mended: bool = False, advice: str = "") 
     return draft
 
 
-def _kind_of(dataset: Path | None) -> str:
+def kind_of(dataset: Path | None) -> str:
     """Return whether the images of a folder come with what each was before."""
     if dataset is None or not dataset.is_dir():
         return drafts.IMAGES

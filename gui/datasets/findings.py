@@ -25,6 +25,8 @@ from .view import DONE_HERE, FROM_THE_TEXT, NOT_JUDGED, badge_kind
 
 # "masks are not used (2): a.png, b.png"
 _COUNTED = re.compile(r"\((?P<count>[\d,]+)\): (?P<names>.*)")
+# "holds reference images, of 2 of 5 images: the captions say what changes"
+_PAIRED = re.compile(r"of (?P<pairs>[\d,]+) of (?P<images>[\d,]+) images:")
 _NAMED = 4
 # Remarks that are in sight; the others are folded.
 IN_SIGHT = 3
@@ -161,6 +163,16 @@ def remarks(folder: Path, findings: Sequence[Mapping[str, Any]], said: Words) ->
     return [_remark(folder, rows, said) for rows in _groups(findings)]
 
 
+def all_are_pairs(finding: Mapping[str, Any]) -> bool:
+    """Whether a finding says that each image of the dataset comes with a reference image."""
+    paired = _PAIRED.search(str(finding.get("what", "")))
+    return (
+        finding.get("kind") == "references"
+        and paired is not None
+        and paired["pairs"] == paired["images"]
+    )
+
+
 def _groups(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """Return the findings by kind, the gravest kind first."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
@@ -181,6 +193,14 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
     counted = _COUNTED.search(str(first.get("what", "")))
     if kind == "unused-mask" and severity == "note" and counted:
         return _unused_masks(counted["count"], counted["names"], said)
+    if kind == "references" and (paired := _PAIRED.search(str(first.get("what", "")))):
+        return Remark(
+            severity=severity,
+            text=said("{#} of {#} images come with a reference image", *paired.groups()),
+            why=said("They are trained as pairs: the caption says what changes."),
+            label=said("Show"),
+            address=address,
+        )
     if named is None:
         return _own_words(rows, said, severity=severity, address=address)
     count = _count(rows)

@@ -37,15 +37,17 @@ export function filesOf(pairs, captions, instruction) {
   });
 }
 
-/** Make the two heaps in `place` take files until the page is left; `done` gets {received, said} of the pairs. */
-export function mountPairs(place, leaving, done) {
+/** Make the two heaps in `place` take files until the page is left; the button `take` in the bar `goOn` sends the pairs,
+ *  and `done` gets {received, said} of them. */
+export function mountPairs(place, goOn, leaving, done) {
   const heaps = { before: [], after: [] };
   let captions = [];
   let pairs = [];
   const one = (selector) => place.querySelector(selector);
   const list = one(".matched");
-  const said = one(".said");
-  const take = one(".take");
+  const alone = one(".alone");
+  const said = goOn.querySelector(".sent");
+  const take = goOn.querySelector("#take");
   const addresses = new Map(); // of files, so that a redraw makes none anew
   let held = null;
 
@@ -55,9 +57,12 @@ export function mountPairs(place, leaving, done) {
     const found = matched(heaps.before, heaps.after);
     pairs = found.pairs;
     const both = heaps.before.length && heaps.after.length;
-    const alone = found.alone.map(({ name }) => name);
-    said.textContent = !both || !alone.length ? ""
-      : say("Without a partner of the same name, and left out: {}", alone.slice(0, 5).join(", ") + (alone.length > 5 ? " \u2026" : ""));
+    const names = found.alone.map(({ name }) => name);
+    alone.hidden = !both || !names.length;
+    alone.querySelector("span").textContent = alone.hidden ? ""
+      : say("Without a partner of the same name, and left out: {}", names.slice(0, 5).join(", ") + (names.length > 5 ? " \u2026" : ""));
+    said.textContent = "";
+    place.classList.toggle("begun", heaps.before.length + heaps.after.length > 0);
     draw();
   }
 
@@ -65,7 +70,7 @@ export function mountPairs(place, leaving, done) {
     for (const side of ["before", "after"]) {
       one(`[data-heap=${side}] .count`).textContent = heaps[side].length ? say("{#} images", heaps[side].length) : "";
     }
-    one(".together").hidden = pairs.length === 0;
+    one(".together").hidden = take.hidden = pairs.length === 0;
     take.textContent = pairs.length === 1 ? say("Take this pair") : say("Take these {#} pairs", pairs.length);
     list.replaceChildren(...pairs.map((pair, index) => make("li", {},
       picture(pair, "before", index), make("span", { "aria-hidden": "true", class: "becomes" }, "\u2192"), picture(pair, "after", index),

@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import mapping, number, sequence
 
-from ..datasets.findings import IN_SIGHT, remarks
+from ..datasets.findings import IN_SIGHT, all_are_pairs, remarks
 from ..datasets.view import NOT_JUDGED, is_warned_of, verdict
 from ..server.templates import render
 from ..server.translation import Words
@@ -31,15 +31,18 @@ def report(
         if isinstance(row, dict) and row.get("kind") not in NOT_JUDGED
     ]
     is_good = not is_warned_of(findings)
+    # The heading says that.
+    others = [row for row in findings if not all_are_pairs(row)]
     shown = render(
         "train/report.html",
         said,
         count=int(number(values, "images")),
+        of_pairs=len(others) < len(findings),
         unreadable=sum(row.get("kind") == "unusable" for row in findings),
         verdict=verdict(number(values, "score"), findings),
         is_good=is_good,
         assumed=assumed,
-        remarks=remarks(folder, findings, said),
+        remarks=remarks(folder, others, said),
         most=IN_SIGHT,
         buckets=mapping(values, "buckets"),
     )

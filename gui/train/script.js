@@ -257,6 +257,6 @@ export function mount(main, leaving) {
   address.searchParams.set("draft", draft);
   history.replaceState(null, "", address);
   dropZone(one(".drop"), leaving, trainOn);
-  mountPairs(one(".pairs"), leaving, trainOn);
+  mountPairs(one(".pairs"), one("[data-at='1'] .go-on"), leaving, trainOn);
   draw(JSON.parse(page.dataset.parts));
 }

@@ -22,7 +22,7 @@ from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.plan_record import PlanRecord
 
 from .. import command_lines, drafts, run_actions, slider_words, uploads, variants
-from ..datasets import caption_job, check
+from ..datasets import caption_job, check, notes
 from ..drafts import PAIRS, SLIDER, Draft
 from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
 from ..messages import error, message
@@ -131,12 +131,14 @@ def wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
     newest = drafts.current(work)
     is_of_others = newest.is_given and (newest.kind == SLIDER or newest.dataset != folder)
     if named == "new" or (folder and is_of_others):
-        newest = drafts.new(work, dataset=folder)
+        newest = drafts.new(work)
     if (kind := asked.get("kind", "")) in drafts.KINDS and kind != newest.kind:
         newest = fields.of_kind(newest, kind)
         drafts.save(work, newest)
     if folder and (newest.dataset, newest.step) != (folder, step):
-        newest = replace(_of_images(newest), dataset=folder, step=max(newest.step, step))
+        if newest.dataset != folder:
+            newest = _of_folder(work, newest, folder, keeps_kind="kind" in asked)
+        newest = replace(newest, step=max(newest.step, step))
         drafts.save(work, newest)
     # From the page Datasets too: each of its captions begins with the word.
     if folder and uploads.is_example(work, folder) and "data.trigger" not in newest.settings:
@@ -153,14 +155,31 @@ def _with_folder(work: Workplace, draft_id: str, folder: str) -> Draft:
             return draft
         if draft.started_as:
             return drafts.new(work, dataset=folder)
-        draft = replace(_of_images(draft), dataset=folder, step=IMAGES)
+        draft = replace(_of_folder(work, draft, folder, keeps_kind=True), step=IMAGES)
         drafts.save(work, draft)
         return draft
 
 
-def _of_images(draft: Draft) -> Draft:
-    """Return a draft that images are sent to: of a slider it is none any more."""
-    return fields.of_kind(draft, drafts.IMAGES) if draft.kind == SLIDER else draft
+def _of_folder(work: Workplace, draft: Draft, folder: str, *, keeps_kind: bool) -> Draft:
+    """Return a draft that is about a folder from now on, with the trigger word that was set for its images.
+
+    It is no slider any more. Whether it is of pairs its images say, unless it `keeps_kind`, as somebody chose that.
+    """
+    if draft.kind == SLIDER:
+        draft = fields.of_kind(draft, drafts.IMAGES)
+    draft = replace(draft, dataset=folder)
+    try:
+        root = work.dataset(folder)
+    except LoraTrainError:  # which the report on the images says
+        return draft
+    if not keeps_kind:
+        draft = fields.of_kind(draft, run_actions.kind_of(root))
+    word = notes.read(work, root).trigger
+    return (
+        draft
+        if not word or fields.TRIGGER in draft.settings
+        else draft.with_setting(fields.TRIGGER, word)
+    )
 
 
 def keep(

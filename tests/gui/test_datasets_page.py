@@ -136,6 +136,22 @@ def test_all_cards_and_the_file_that_the_trainer_reads_is_edited(
     assert (folder / "P0.CAPTION").read_text() == "word, both"
 
 
+def test_a_trigger_word_set_for_all_images_is_that_of_the_check_and_of_the_trainings(
+    api: DatasetApi, work: Workplace, folder: Path
+) -> None:
+    draft = drafts.new(work, dataset=str(folder))
+    edit = {"kind": "trigger", "text": " muggo ", "replacement": "", "joint": ", "}
+    seen = {"p0.png": "a cat", "p1.png": "a dog, big"}
+    assert ask(api, "apply", folder, seen=seen, **edit)["trigger"] == "", "p2.png lacks it"
+    assert "data.trigger" not in drafts.read(work, draft.id).settings
+    assert ask(api, "apply", folder, seen={"p2.png": ""}, **edit)["trigger"] == "muggo"
+    assert drafts.read(work, draft.id).settings["data.trigger"] == "muggo"
+    another = train_view.wanted(work, {"draft": "new", "folder": str(folder)})
+    assert another.id != draft.id and another.settings["data.trigger"] == "muggo"
+    with pytest.raises(RequestError, match="at most 100 characters, not 101"):
+        ask(api, "apply", folder, seen={}, **{**edit, "text": "m" * 101})
+
+
 def test_what_is_around_the_text_is_kept(api: DatasetApi, folder: Path) -> None:
     for before, shown, after in (
         (b"one\r\ntwo\r\n", "one\ntwo", b"one\r\ntwo!\r\n"),
@@ -400,6 +416,13 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     assert re.search(r">\s*18 images have no caption", report) and "Some" not in report
     assert '<button type="button" class="primary" data-write>' in report
     assert "Judged for SDXL" in report
+    # Of pairs the heading says that they are, and not the words of the command.
+    for pairs, heading, said in ((5, "5 pairs", ""), (2, "5 images", "2 of 5 images come with a")):
+        found = finding("references", file="references/", pairs=pairs, images=5)
+        answer = check_answer(findings=[asdict(found)], images=5)
+        report, _ = report_on(folder, answer, words(ENGLISH))
+        assert f"<h2>{heading}</h2>" in report and said in report
+        assert "--set" not in report and "holds reference images" not in report
     # A mask that is there is one press from being used, and the page does not speak as a terminal.
     for count, said in ((1, "1 mask is here and not used"), (2, "2 masks are here and not used")):
         found = finding("unused-mask.setting", count=count, names="a-masklabel.png")
@@ -445,6 +468,8 @@ def test_images_are_judged_for_the_base_that_is_chosen_or_recommended_and_the_ex
         ("auto", example, "auto"),
     ):
         assert command_lines.judged_for(replace(draft, base=base), at) == judged
+    pairs = replace(draft, kind=drafts.PAIRS)
+    assert command_lines.judged_for(pairs, folder) == command_lines.RECOMMENDED_FOR_PAIRS
     monkeypatch.setattr(command_lines, "has_gpu", lambda: True)
     assert command_lines.judged_for(replace(draft, base="auto"), folder) == "auto"
 

@@ -268,6 +268,11 @@ def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Pat
     pictures.nth(0).drag_to(pictures.nth(2))
     wait_for_pairs("in2", "out1", "in1", "out2", "in10", "out10")
     page.get_by_label("What changes from before to after?").fill("make it red")
+    # The bar that stays in sight leads on, and to nothing else.
+    assert page.locator(".go-on:visible button:visible").all_inner_texts() == ["Take these 3 pairs"]
+    assert (
+        not page.locator("#lacks").is_visible() and not page.locator(".pairs-example").is_visible()
+    )
     page.get_by_role("button", name="Take these 3 pairs").click()
     page.locator(".ds-card .ds-before img").nth(2).wait_for()
     assert page.locator(".ds-card textarea").first.input_value() == "make it red"

@@ -299,8 +299,13 @@ def test_pairs_stay_pairs_when_their_images_come_and_when_they_are_trained_again
     record = {"command": [sent.dataset], "dataset": {"name": "set"}, "base": {}, "plan": {}}
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
     assert view.wanted(work, {"again": "x"}).kind == drafts.PAIRS
+    # Whether a folder that is opened from elsewhere is of pairs its images say, not the page that was seen before.
+    assert view.wanted(work, {"folder": sent.dataset}).kind == drafts.PAIRS
     shutil.rmtree(tmp_path / "set" / "references")
     assert view.wanted(work, {"again": "x"}).kind == drafts.IMAGES
+    assert view.wanted(work, {"draft": "new", "kind": "pairs"}).kind == drafts.PAIRS
+    opened = view.wanted(work, {"folder": sent.dataset})
+    assert (opened.kind, opened.dataset) == (drafts.IMAGES, sent.dataset)
 
 
 def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_of_another_base(
