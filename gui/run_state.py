@@ -275,7 +275,7 @@ def explained(seen: Look, history: RunHistory) -> tuple[str, str] | None:
         return status.message, "nothing, if it is training elsewhere; else press Resume"
     return (
         "The training ended without a word: it was killed, the machine went off, or its memory "
-        "was full",
+        "or the disk was full",
         f"press Resume; {_goes_on_from(history)}",
     )
 
