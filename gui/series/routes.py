@@ -10,25 +10,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.routing import Route
 
-from ..server.pages import Body, Text, answer, page
+from lora_trainer.queue import commands, worker
+
+from ..server.pages import Body, Text, answer, attempted, page
 from ..server.translation import Words
+from ..variants import MAX_TRAININGS
 from ..workplace import Workplace
 from . import view
 
 Answer = Mapping[str, Any]
+_Items = Annotated[list[Text], Field(max_length=MAX_TRAININGS)]
 
 
 class Look(Body):
-    """A series or a study, and the stamp of what its page shows."""
+    """A series or a study once a button has done what it is for, and the stamp of what its page shows.
+
+    `remove` are items that are taken off the queue, `back` those that come into it again.
+    """
 
     id: Text
     study: Text
     stamp: Text
+    remove: _Items = []
+    back: _Items = []
 
 
 def routes(work: Workplace) -> list[Route]:
@@ -50,8 +60,18 @@ def shown(work: Workplace, request: Request, _: Words) -> Answer:
 
 def look(work: Workplace, asked: Look, _: Words) -> Answer:
     """Return the trainings of a series where they have changed."""
+
+    def act() -> Answer:
+        for item in asked.remove:
+            commands.remove(work.runs, item)
+        for item in asked.back:
+            commands.put_back(work.runs, item)
+        worker.ensure_worker(work.runs)
+        return {}
+
+    done = attempted(act, _, folder=work.runs) if asked.remove or asked.back else {}
     now = _now(work, view.named(work, series=asked.id, study=asked.study), _)
-    return {"goes": now["goes"]} if now["stamp"] == asked.stamp else now
+    return {**done, **({"goes": now["goes"]} if now["stamp"] == asked.stamp else now)}
 
 
 def _now(work: Workplace, found: view.Named, _: Words) -> Answer:

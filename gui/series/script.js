@@ -1,7 +1,9 @@
 // The page of a series: its trainings are drawn again as they are validated and draw samples. How long those take that
-// wait is asked apart, because plans take seconds.
+// wait is asked apart, because plans take seconds. No button asks back: Undo puts back what was taken off the queue.
 import { ask } from "/ui/shared/ask.js";
 import { follow } from "/ui/shared/follow.js";
+import { toast } from "/ui/shared/toast.js";
+import { say } from "/ui/shared/words.js";
 
 export function mount(main, leaving) {
   const place = main.querySelector(".series");
@@ -20,6 +22,19 @@ export function mount(main, leaving) {
     if (!leaving.aborted) show();
   }
 
-  follow(place, "/series/look", leaving, plan, { id, study });
+  const looked = follow(place, "/series/look", leaving, plan, { id, study });
+  place.addEventListener("click", async ({ target, detail }) => {
+    const button = target.closest("[data-remove]");
+    if (!button || detail > 1) return; // a double click is one press
+    const items = button.dataset.remove.split(" ");
+    button.disabled = true;
+    const { error } = await looked({ remove: items });
+    button.disabled = false;
+    toast(error ?? say("Removed from the queue."), error ? undefined : async () => {
+      const { error: refused } = await looked({ back: items });
+      if (refused) toast(refused);
+      else main.querySelector(".toast")?.remove();
+    });
+  });
   plan();
 }

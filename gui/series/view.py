@@ -259,6 +259,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         "series/members.html",
         _,
         rows=rows,
+        waiting=[row["item"] for row in rows if row["place"]],
         awaited=_awaited(work, _) if all_wait else "",
         images=() if any(each.recorded.images for each in trained) else _images(work, found),
         best=", ".join(each.label for each in best),

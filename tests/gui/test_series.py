@@ -196,6 +196,15 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
         re.findall(r"number (\d) in the queue", waits) == ["1", "2"]
         and "So far the best" not in waits
     )
+    items = [item.id for item in commands.in_order(commands.items(work.runs))]
+    assert f'data-remove="{items[0]}"' in waits and f'data-remove="{" ".join(items)}"' in waits
+    press = {"id": series.id, "study": "", "stamp": ""}
+    taken_off = page.post("/series/look", json={**press, "remove": items}).json()
+    assert "in the queue" not in taken_off["html"] and not commands.items(work.runs)
+    twice = page.post("/series/look", json={**press, "remove": items[:1]}).json()
+    assert "has no item" in twice["error"]
+    back = page.post("/series/look", json={**press, "back": items}).json()
+    assert re.findall(r"number (\d) in the queue", back["html"]) == ["1", "2"]
     assert "they start as soon as the queue goes on" in waits
     trained(work, names[0], gain=0.2)
     alone = page.get(address).text
