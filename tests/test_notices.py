@@ -167,6 +167,7 @@ def test_a_cause_depends_on_driver_device_and_settings() -> None:
     assert cause.name == "processor"
     (cause,) = found(busy, before=replace(busy, cores_taken=2.6), gpu=None)
     assert cause.observation == "other programs use 3.0 of 8 processors, 2.6 before"
+    assert not found(busy, before=replace(busy, cores_taken=3.4), gpu=None), "they use less now"
     giving_way = replace(UNCHANGED, cores_taken=0.4, gives_way=True)
     (cause,) = found(giving_way, gpu=None)
     assert cause[:2] == ("processor", "the training's threads gave way to other programs")

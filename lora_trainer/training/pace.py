@@ -251,8 +251,8 @@ def causes(
         yield Cause("processor", taken, _WAIT)
     elif now.gives_way and not before.gives_way:
         yield Cause("processor", "the training's threads gave way to other programs", _WAIT)
-    elif now.cores_taken > _SHARED_CORES and lacks_cores:
-        # About as many as at the first look, whose second may have been a busy one; still the likeliest of all causes.
+    elif now.cores_taken > _SHARED_CORES and lacks_cores and now.cores_taken >= before.cores_taken:
+        # Hardly more than at the first look, whose second may have been a busy one; still the likeliest of all causes.
         yield Cause("processor", taken, _WAIT)
     beside = ", the disk and `nvidia-smi`" if gpu is not None else " and the disk"
     look_at = f"look at other programs{beside}; the result stays the same"
