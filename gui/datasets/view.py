@@ -98,6 +98,10 @@ class CheckedPictures:
                 findings[str(finding["file"])].append(finding)
         return cls(pictures=pictures, findings=findings)
 
+    def is_unreadable(self, name: str) -> bool:
+        """Whether the check found that a file cannot be read: it is not trained on."""
+        return any(finding.get("kind") == "unusable" for finding in self.findings.get(name, ()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
@@ -146,8 +150,7 @@ class Reader:
 
     def is_unreadable(self, picture: ImageFile) -> bool:
         """Whether the check found that a file cannot be read: it is not trained on."""
-        found = self.checked.findings.get(picture.name, ())
-        return any(finding.get("kind") == "unusable" for finding in found)
+        return self.checked.is_unreadable(picture.name)
 
     def lacks_caption(self, picture: ImageFile) -> bool:
         """Whether an image could have a caption and has none."""

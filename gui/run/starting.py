@@ -110,21 +110,23 @@ def shown_photos(work: Workplace, dataset: Path | None) -> Sequence[Photo]:
 def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
     """Return the first images of a dataset; none where it cannot be read, which the training itself says.
 
-    A slider has no images.
+    A slider has no images. A file that was found unreadable is not trained on.
     """
     if not folder.is_dir():
         return ()
     try:
-        pictures = list_dataset(folder, settings=DataSettings()).pictures[:_SHOWN]
+        pictures = list_dataset(folder, settings=DataSettings()).pictures
         values = check.known(work, folder, stamp="").values
     except (LoraTrainError, OSError):
         return ()
-    checked = CheckedPictures.of(values, names=frozenset()).pictures
+    checked = CheckedPictures.of(values, names=frozenset(picture.name for picture in pictures))
+    readable = [picture for picture in pictures if not checked.is_unreadable(picture.name)]
     return [
         Photo(
-            src=thumb_url(folder, picture.name), crop=_crop(placed(checked.get(picture.name, {})))
+            src=thumb_url(folder, picture.name),
+            crop=_crop(placed(checked.pictures.get(picture.name, {}))),
         )
-        for picture in pictures
+        for picture in readable[:_SHOWN]
     ]
 
 

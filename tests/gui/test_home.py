@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lora_trainer.gui import command_lines, drafts, live
 from lora_trainer.gui.compare.routes import alike
+from lora_trainer.gui.datasets import check
 from lora_trainer.gui.home import routes, view
 from lora_trainer.gui.runs import Followed, RunEntry, find_runs
 from lora_trainer.gui.server.templates import render
@@ -154,6 +155,9 @@ def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
 ) -> None:
     images = tmp_path / "moths"
     picture(images / "a.png")
+    (images / "torn.png").write_bytes(b"torn")
+    torn = {"file": "torn.png", "kind": "unusable", "severity": "error"}
+    check.remember(work, images, (), {"findings": [torn]})
     before = stamp(work)
     item = queued(work, str(images), label="moth")
     assert stamp(work) != before and goes(work)
@@ -166,6 +170,7 @@ def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
         html, german = cards(work), cards(work, "de")
         assert "Training now" in html and f'href="{address}"' in html and "a.png" in html
         assert "<b>starting</b>" in html and "<b>startet</b>" in german
+        assert "torn.png" not in html, "what the check found unreadable"
         assert "Teach an image model" not in html and "data-action" not in html
         assert heard(work)["starting"] == [{"name": "moth", "url": address, "said": "starting"}]
         assert heard(work)["training"] == [] and heard(work)["waiting"] == 1
