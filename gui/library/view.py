@@ -64,7 +64,7 @@ def shelf(work: Workplace, text: str, base: str, _: Words) -> Mapping[str, Any]:
     return {
         "text": text,
         "base": base,
-        "bases": [("", _("all bases")), *((name, name) for name in names)],
+        "bases": [("", _("all bases")), *((name, title(name)) for name in names)],
         **cards(chosen, of=len(found), said=_),
     }
 

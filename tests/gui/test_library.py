@@ -278,6 +278,20 @@ def test_a_search_stands_in_the_address_and_a_file_that_is_not_there_or_broken_i
     assert "1 of 2" in shown and 'value="blue"' in shown and "Training cat" not in shown
     shown = pages.get("/library?base=sdxl.safetensors").text
     assert '<option value="sdxl.safetensors" selected' in shown and "Training owl" not in shown
+    lora(
+        work.runs / "owl" / "zorble.safetensors",
+        modelspec__title="Blue Owl",
+        ss_sd_model_name="embedded",
+    )
+    status = work.runs / "owl" / "status.json"
+    ended = status.read_bytes()
+    write_status(work.runs / "owl")
+    shown = pages.get("/library").text
+    assert '<option value="embedded" translate="no">Miniature</option>' in shown, (
+        "as the cards have it"
+    )
+    assert "better than the base" in shown and "It still trains." in shown
+    status.write_bytes(ended)
     german = {"accept-language": "de"}
     for name in ("owl/none.safetensors", "none/x.safetensors", "../owl/zorble.safetensors"):
         assert "Kein solches LoRA" in pages.get(f"/library?file={name}", headers=german).text
