@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import psutil
 
@@ -31,7 +31,7 @@ from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, open_binary,
 
 from .cookies import cookies
 from .door import NO_KEY, asks_for_a_page, door, key_page, own_host, password_page
-from .guard import Asked, GuardResponse, hostname
+from .guard import Asked, GuardResponse, Headers, hostname
 from .guesses import GuessLimit
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -130,6 +130,10 @@ def _bearer(header: str) -> str:
 def _without_key(asked: Asked, *, is_own: bool) -> GuardResponse:
     """Return what somebody gets who has no key here: a browser may know the own name from before."""
     if asked.method == "GET" and asks_for_a_page(asked.headers):
+        if is_own and not _has_cookies_of_its_own(asked):
+            # The door leads here, or a link: a browser that has the cookie sends it with the page's own request.
+            path = "/" + quote(asked.path.lstrip("/"))  # two slashes would be another host
+            return _loaded_anew(f"{path}?{asked.query}" if asked.query else path)
         return key_page(asked.headers) if is_own else door(asked.headers)
     return GuardResponse(status=403, sentence=NO_KEY)
 
@@ -138,12 +142,23 @@ def _enter(target: str, asked: Asked, *, cookie: tuple[str, str]) -> GuardRespon
     name, value = cookie
     setting = f"{name}={value}; Path=/; Max-Age={_COOKIE_MAX_AGE_S}; HttpOnly; SameSite=Strict"
     headers = {"set-cookie": setting}
-    if asked.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+    if _has_cookies_of_its_own(asked):
         return GuardResponse(status=303, sentence="", headers={**headers, "location": target})
-    # The link was clicked in a page of another site: its redirection would come without the cookie.
-    headers |= {"refresh": f"0;url={target}", "content-type": "text/html; charset=utf-8"}
+    return _loaded_anew(target, headers=headers)
+
+
+def _has_cookies_of_its_own(asked: Asked) -> bool:
+    """Whether a browser sends strict cookies with a request: not where a page of another site led to it."""
+    return asked.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+
+
+def _loaded_anew(target: str, *, headers: Headers | None = None) -> GuardResponse:
+    """Return a page that asks for `target` itself; a redirection would still come without the cookie."""
+    refresh = {"refresh": f"0;url={target}", "content-type": "text/html; charset=utf-8"}
     return GuardResponse(
-        status=200, sentence="<!doctype html><title>lora-train</title>", headers=headers
+        status=200,
+        sentence="<!doctype html><title>lora-train</title>",
+        headers={**(headers or {}), **refresh},
     )
 
 

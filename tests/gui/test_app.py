@@ -419,6 +419,21 @@ def test_the_link_leads_to_a_name_of_its_own_whose_cookie_opens_that_name_and_po
         assert name == "=".join(local.cookie(PORT)) and local.key not in name
         assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
         assert through(local, **asked)[0] == 403, "a ticket does once"
+    # The door leads there in a browser that is signed in: its strict cookie comes with the page's own request alone.
+    led = {"host": own, "sec_fetch_site": "cross-site", **OPENED}
+    for path, query, there in (
+        ("/", "", "/"),
+        ("/run", "run=a%26b", "/run?run=a%26b"),
+        ("//evil.example/\r\n", "", "/evil.example/%0D%0A"),
+    ):
+        status, headers, _, _ = through(local, path, query=query, **led)
+        assert (status, headers["refresh"]) == (200, f"0;url={there}")
+        assert "set-cookie" not in headers
+        own_request = {**led, "sec_fetch_site": "same-origin"}
+        assert through(local, path, query=query, **own_request)[0] == 403, "once, not for ever"
+    for method, path in (("POST", "/home/look"), ("GET", "/live")):
+        changed = {**led, "accept": "*/*", "method": method}
+        assert through(local, path, **changed)[0] == 403
     # The cookie of that name alone; who has caught it elsewhere does not know the name.
     assert through(local, cookie=cookie, host=own)[0] == 200
     assert (

@@ -429,6 +429,13 @@ def test_pages_come_into_one_shell_and_none_stays_behind(
     assert page.evaluate("window.shell") is None
     page.get_by_label("Sprache").select_option("en")
     page.locator("h1", has_text="Trash").wait_for()
+    # Who is signed in gets to the pages by the address of this machine too, which is another site.
+    page.goto(server.link)
+    page.locator("main:not([inert])").wait_for()
+    expected.append("the server responded with a status of 403")
+    page.goto(f"http://127.0.0.1:{server.port}/trash")
+    page.locator("h1", has_text="Trash").wait_for()
+    assert urlsplit(page.url)[1:3] == (server.host, "/trash")
 
 
 def test_edit_undo_reload_bulk_exclude(
