@@ -22,11 +22,12 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.status import read_status
 
 from .. import command_lines
-from ..plan_view import span
+from ..plan_view import from_now_s, load_of, span
 from ..server.translation import Words
 from ..workplace import Workplace
 
 _FRESH_S = 600.0
+_LOAD_OVER_S = 60.0  # hardware/machine.py: what programs did in the last minute
 _KEPT = 64
 # Options of a training that a plan does not take: those that change nothing of it, and short names of settings.
 _NOT_PLANNED = frozenset({"--name", "--output"})
@@ -40,19 +41,26 @@ class _Planned:
 
     at_s: float
     range_s: tuple[float, float] | None
+    """The shortest and the longest time, beside the programs that ran then."""
+    beside_others: bool = False
+    """Whether these make it longer."""
     steps: int | None = None
     rank: object = None
     images: int = 0
 
     @classmethod
-    def of(cls, plan: PlanRecord | None, *, at_s: float) -> _Planned:
-        """Return what is kept of a plan; None where it was refused."""
+    def of(cls, plan: PlanRecord | None, *, at_s: float, own: float) -> _Planned:
+        """Return what is kept of a plan; None where it was refused.
+
+        `own` is how many of the programs that ran then are trainings that will have ended before it starts.
+        """
         if plan is None:
             return cls(at_s=at_s, range_s=None)
         rank = plan.settings.get("adapter.rank")
         return cls(
             at_s=at_s,
-            range_s=plan.time.range_s,
+            range_s=planned_s(plan, own=own),
+            beside_others=load_of(plan.time) - own > 1,
             steps=plan.time.steps,
             rank=rank.value if rank else None,
             images=plan.time.images,
@@ -93,9 +101,10 @@ class Times:
         starts_at_once = not rules.paused and rules.when == "always"
         now_s = self.clock_s()
         free_s = self._free_s(items, now_s)
+        own = _running(items, now_s=now_s)
         found = {}
         for item in commands.in_order(items):
-            planned = self._planned(item)
+            planned = self._planned(item, own=own)
             pair = None if planned is None else planned.range_s
             begins_s = heapq.heappop(free_s)
             ends_s = begins_s + (math.inf if pair is None else middle(pair))
@@ -108,7 +117,8 @@ class Times:
                 length = said("takes {text}, finishes at about {}", takes, ends)
             else:
                 length = said("takes {text}", takes)
-            found[item.id] = ", ".join([*planned.facts(said), length])
+            beside = [said("beside the programs that run now")] if planned.beside_others else []
+            found[item.id] = ", ".join([*planned.facts(said), length, *beside])
         return found
 
     def _free_s(self, items: Sequence[Item], now_s: float) -> list[float]:
@@ -123,18 +133,36 @@ class Times:
         heapq.heapify(free)
         return free
 
-    def _planned(self, item: Item) -> _Planned | None:
+    def _planned(self, item: Item, *, own: float) -> _Planned | None:
         """Return what the plan of a training says; None for one that goes on with a run."""
         words = planned_words(item)
         if words is None:
             return None
         found = self._known.pop(words, None)
         if found is None or self.clock_s() - found.at_s > _FRESH_S:
-            found = _Planned.of(self.ask(words).plan, at_s=self.clock_s())
+            found = _Planned.of(self.ask(words).plan, at_s=self.clock_s(), own=own)
         self._known[words] = found
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
         return found
+
+
+def planned_s(plan: PlanRecord, *, own: float) -> tuple[float, float] | None:
+    """Return the shortest and the longest time of a training, as the bar of the page Train has it.
+
+    `own` is how many of the programs beside which it was planned are trainings that will have ended before it starts.
+    """
+    return from_now_s(plan.time, slower=max(1.0, load_of(plan.time) - own))
+
+
+def _running(items: Sequence[Item], *, now_s: float) -> float:
+    """Return how many programs our own trainings count as in the load of the machine.
+
+    Each wants the whole device, and makes another take once more as long; the load is an average of a minute, in which
+    one that has just begun does not count in full.
+    """
+    since_s = [now_s - (item.started_s or now_s) for item in items if item.state == "running"]
+    return math.fsum(min(1.0, max(0.0, seconds / _LOAD_OVER_S)) for seconds in since_s)
 
 
 def planned_words(item: Item) -> tuple[str, ...] | None:

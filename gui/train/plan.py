@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lora_trainer.common.wording import bytes_text
@@ -141,12 +141,11 @@ def together(plans: Sequence[PlanRecord], said: Words) -> str:
 
     Beside what runs now, as the time of each of them is said.
     """
-    pairs = [plan_view.from_now_s(found.time) for found in plans]
-    known = [pair for pair in pairs if pair is not None]
+    known = _each_s(plans)
     cache = max(found.disk.get(CACHE, 0) for found in plans)
     own = sum(size for found in plans for name, size in found.disk.items() if name != CACHE)
     disk = bytes_text(int(cache + own))
-    if len(known) < len(pairs):
+    if len(known) < len(plans):
         return said("{#} trainings, one after another: {#} on the disk.", len(plans), disk)
     low_s, high_s = (math.fsum(pair[end] for pair in known) for end in (0, 1))
     time = plan_view.span((low_s, high_s), said)
@@ -158,17 +157,38 @@ def together(plans: Sequence[PlanRecord], said: Words) -> str:
     )
 
 
-def beside(found: PlanRecord, said: Words, *, of_all: str = "") -> Html:
+def _each_s(plans: Sequence[PlanRecord]) -> list[tuple[float, float]]:
+    """Return the shortest and the longest time of each training whose time is known, beside what runs now.
+
+    What runs now was looked at for each of the plans, a moment later: that of the first counts for all.
+    """
+    slower = plan_view.load_of(plans[0].time)
+    pairs = (plan_view.from_now_s(found.time, slower=slower) for found in plans)
+    return [pair for pair in pairs if pair is not None]
+
+
+def beside(found: PlanRecord, said: Words, *, every: Sequence[PlanRecord] = ()) -> Html:
     """Return what Train starts, in the words beside it: how long, how much, how large, on what.
 
-    `of_all` is what several trainings take together.
+    Of several trainings `every` has their plans: how long they take together, and each of them.
     """
+    time = duration(found, said)
+    if known := _each_s(every) if every else ():
+        shortest_s, longest_s = min(low for low, _ in known), max(high for _, high in known)
+        same_steps = len({each.time.steps for each in every}) == 1
+        time = replace(
+            time,
+            text=plan_view.span((shortest_s, longest_s), said),
+            now="",
+            steps=time.steps if same_steps else None,
+        )
     return render(
         "train/beside.html",
         said,
-        time=duration(found, said),
+        time=time,
         is_try_out=found.base in MINIATURES,
-        of_all=of_all,
+        of_all=together(every, said) if every else "",
+        beside_others=plan_view.load_of(found.time) > 1,
         **_chosen(found),
     )
 

@@ -416,7 +416,7 @@ def _of_all(
         plans.append(answer.plan)
     return replace(
         single,
-        beside=plan.beside(found, said, of_all=plan.together(plans, said)),
+        beside=plan.beside(found, said, every=plans),
         button=said("Queue {#} trainings", len(plans)),
     )
 

@@ -420,7 +420,8 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     run = place.runs / "busy"
     run.mkdir()
     write_status(run, left_s=3600.0)
-    place.become(busy, state="running", run="busy")
+    noon_s = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
+    place.become(busy, state="running", run="busy", started_s=noon_s - 600)
     planned = {"a": 600.0, "b": 7200.0, "c": None, "d": 60.0}
     ids = {
         name: commands.add(place.runs, [f"/{name}", "--name", name], label=name).id
@@ -428,19 +429,20 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     }
     resumed = commands.add(place.runs, ["/e", "--resume-from=x"], label="e").id
     asked_for = list[command_lines.Words]()
+    load = {"now": 2.0}  # of the training that runs, which will have ended
 
     def answer(words: command_lines.Words) -> command_lines.Answer:
         asked_for.append(words)
         seconds = planned[words[1].removeprefix("/")]
         if seconds is None:
             return command_lines.Answer(values=None, error="error: no.")
-        values: dict[str, Any] = {"time": {"run_s": [seconds, seconds]}}
+        time_of: dict[str, Any] = {"run_s": [seconds, seconds], "beside_others": load["now"]}
+        values: dict[str, Any] = {"time": time_of}
         if seconds == 600.0:
             values["time"] |= {"steps": 2400, "images": 18}
             values["settings"] = {"adapter.rank": {"value": 16, "origin": "", "reason": ""}}
         return command_lines.Answer(values=values)
 
-    noon_s = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
     found = times.Times(work=work, devices=lambda: 2, ask=answer, clock_s=lambda: noon_s)
     said = found.of_waiting(ENGLISH)
     assert said == {
@@ -457,8 +459,13 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     place.become(busy, state="finished", run="busy")
     found.of_waiting(ENGLISH)
     assert len(asked_for) == before + 4, "what a training took corrects the times of the others"
+    # As the bar of the page Train counts it: beside what runs now, which is no training of ours any more.
+    ended_at = "takes about 20 min, finishes at about 12:20, beside the programs that run now"
+    assert found.of_waiting(ENGLISH)[ids["a"]].endswith(ended_at)
     rules.pause(place.runs, stop=False)
-    assert found.of_waiting(ENGLISH)[ids["a"]].endswith("18 images, takes about 10 min")
+    assert found.of_waiting(ENGLISH)[ids["a"]].endswith(
+        "takes about 20 min, beside the programs that run now"
+    )
     assert times.clock_text(noon_s + 86_400, now_s=noon_s) == "2026-12-01 12:00"
 
 

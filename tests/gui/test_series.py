@@ -119,6 +119,7 @@ def test_the_time_and_the_disk_of_all_of_them_stand_beside_the_button(
     slowed = command_lines.Plans(work, ask=planned(beside_others=3.0))
     shown = train.plan_part(work, draft, SAID, slowed)
     assert "one after another: about 3.0 h to 6.0 h together" in shown.beside
+    assert "Each of them, beside the programs that run now:" in shown.beside
     shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=planned(rank=8)))
     assert not shown.works and "8 is what it has already" in shown.beside
     refuses = planned(answer=lambda line: "error: no room. Fix: x." if "rank=8" in line else "")
