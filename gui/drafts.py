@@ -25,7 +25,7 @@ STEPS = (1, 2)
 IMAGES, SLIDER, PAIRS = KINDS = ("images", "slider", "pairs")
 """What a training learns from: images, the words of a slider, images with what each was before."""
 # Entries of a draft that are not texts.
-_NOT_TEXTS = ("settings", "also", "slider", "step")
+_NOT_TEXTS = ("settings", "also", "slider", "step", "planned")
 _LOCK_WITHIN_S = 10.0
 # So many of the newest drafts are looked through for the one that a training was started from.
 _LOOKED_AT = 50
@@ -39,8 +39,8 @@ class Draft:
     `kind` is one of KINDS; a slider is trained on its words `slider` (slider_words.py), what else on the folder
     `dataset`, which may be a slider's file too. `settings` are {"section.name": value} over the preset, `also` further
     values of some settings, each for a training of its own (variants.py), `step` is where the page Train stands,
-    `started_as` the item of the queue, `series` the several trainings that it was started as, `brought` what there is
-    to say of the file that its settings are from, as JSON.
+    `started_as` the item of the queue, `series` the several trainings that it was started as, `planned` what the plan
+    that was shown then chose, `brought` what there is to say of the file that its settings are from, as JSON.
     """
 
     id: str
@@ -55,6 +55,7 @@ class Draft:
     step: int = 1
     started_as: str = ""
     series: str = ""
+    planned: Mapping[str, Any] = field(default_factory=dict)
     brought: str = ""
 
     @property
@@ -116,7 +117,7 @@ def read(work: Workplace, draft_id: str | None) -> Draft:
         refuse_removed(draft.settings)
         draft = replace(draft, settings=without_retired(draft.settings))
         build_config(draft.settings)
-        if not isinstance(draft.also, dict):
+        if not isinstance(draft.also, dict) or not isinstance(draft.planned, dict):
             raise TypeError("a value of the wrong kind")
         for key, values in draft.also.items():
             for value in values:

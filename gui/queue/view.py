@@ -220,7 +220,7 @@ def _stop(work: Workplace, id: str, said: Words) -> str:
             Control(work.runs / item.run).request("stop")
             return said("Asked to stop: it saves first.")
         if item.id == id and commands.download_of(work.runs, item) is not None:
-            commands.end_download(item)
+            commands.end_without_run(item)
             return said("The download ends here; the next training goes on with it.")
     raise RequestError(f"{id} has no run to stop", fix="wait until it trains")
 

@@ -63,10 +63,11 @@ class Named(Body):
 
 
 class Started(Body):
-    """A draft that was started; `stamp` is of what the page shows of it."""
+    """A draft that was started, and may be asked to `stop`; `stamp` is of what the page shows of it."""
 
     draft: Text
     stamp: Text
+    stop: bool = False
 
 
 class Samples(Body):
@@ -92,8 +93,13 @@ def routes(work: Workplace) -> list[Route]:
         return {**view.shown(folder, followed, _), "starting": None, "photos": photos}
 
     def started(asked: Started, _: Words) -> Mapping[str, Any]:
+        def act() -> Mapping[str, Any]:
+            starting.stop(work, drafts.read(work, asked.draft))
+            return {}
+
+        done = attempted(act, _, folder=work.runs) if asked.stop else {}
         now = stamped(starting.look(work, drafts.read(work, asked.draft), _))
-        return now if now["stamp"] != asked.stamp else {"goes": now["goes"]}
+        return {**done, **(now if now["stamp"] != asked.stamp else {"goes": now["goes"]})}
 
     def look(asked: Look, _: Words) -> Mapping[str, Any]:
         done = pressed(work, asked.run, asked.press, _) if asked.press else {}
@@ -149,6 +155,7 @@ def begun(work: Workplace, draft_id: str, _: Words) -> Mapping[str, Any] | Respo
         "draft": draft.id,
         "stamp": stamped(now)["stamp"],
         "photos": photos,
+        "seconds": starting.seconds_ago(work, draft),
     }
 
 

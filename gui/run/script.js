@@ -9,14 +9,38 @@ import { ask } from "/ui/shared/ask.js";
 import { follow, following } from "/ui/shared/follow.js";
 import { tabs } from "/ui/shared/tabs.js";
 import { tell } from "/ui/shared/tell.js";
+import { toast } from "/ui/shared/toast.js";
 import { say } from "/ui/shared/words.js";
 import { mount as deletes } from "/ui/trash/script.js";
 
 export function mount(main, leaving) {
   const starting = main.querySelector(".starting");
-  if (starting) {
-    follow(starting, "/run/starting", leaving, ({ url }) => { if (url) location.replace(url); }, { draft: starting.dataset.draft });
-  } else mountRun(main, leaving);
+  if (starting) mountStarting(main, starting, leaving);
+  else mountRun(main, leaving);
+}
+
+function mountStarting(main, starting, leaving) {
+  const { draft } = starting.dataset;
+  const asked = follow(starting, "/run/starting", leaving, ({ url }) => { if (url) location.replace(url); }, { draft });
+  starting.addEventListener("click", async ({ target }) => {
+    const button = target.closest("[data-stop]");
+    if (!button) return;
+    button.disabled = true;
+    const { error } = await asked({ stop: true });
+    if (error) toast(error);
+  });
+
+  // The seconds go on in the page: they are no news to be read out.
+  const since = main.querySelector(".since");
+  let begun = since.dataset.seconds ? performance.now() - 1000 * since.dataset.seconds : null;
+  const tick = () => {
+    const begins = starting.querySelector(".stages") !== null;
+    if (begins) begun ??= performance.now();
+    since.textContent = begins ? say("{#} s since it began", Math.round((performance.now() - begun) / 1000)) : "";
+  };
+  tick();
+  const timer = setInterval(tick, 1000);
+  leaving.addEventListener("abort", () => clearInterval(timer));
 }
 
 function mountRun(main, leaving) {

@@ -6,6 +6,7 @@ the first images of a dataset with the part of each that is trained on. One that
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands
+from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.control import Control
 
 from .. import drafts, runs, slider_words
 from ..datasets import check
@@ -24,6 +27,7 @@ from ..datasets.view import CheckedPictures, placed
 from ..drafts import Draft
 from ..markup import capital, plain
 from ..media import thumb_url
+from ..plan_view import span
 from ..run_state import Stage, downloading, setting_out
 from ..server.templates import render
 from ..server.translation import Words
@@ -70,17 +74,57 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
     if item is not None and item.run:
         return Starting(name=name, html=Html(""), goes=False, url=runs.page_url(item.run))
     if item is not None and not item.has_ended:
-        return Starting(name=name, html=_waiting(work, item, listed, said), goes=True)
+        return Starting(name=name, html=_waiting(work, draft, item, listed, said), goes=True)
     with drafts.changing(work):
         drafts.save(work, replace(draft, started_as="", step=drafts.STEPS[-1]))
     reason = "it was taken off the queue" if item is None else item.error
+    if item is not None and item.state == "stopped":
+        reason = "it was stopped before it began"
     line = said.message(plain(reason or "the training ended before it began"))
     html = render("run/not_begun.html", said, reason=capital(line), back=back)
     return Starting(name=name, html=html, goes=False)
 
 
+def stop(work: Workplace, draft: Draft) -> None:
+    """Take a training that has no run yet off the queue, or end its program; raises RequestError, MachineError."""
+    item = next((item for item in commands.items(work.runs) if item.id == draft.started_as), None)
+    if item is None or item.has_ended:
+        return
+    if item.run:
+        Control(work.runs / item.run).request("stop")
+    elif item.state == "running":
+        commands.end_without_run(item)
+    else:
+        commands.remove(work.runs, item.id)
+
+
+def seconds_ago(work: Workplace, draft: Draft) -> float | None:
+    """Return how long ago the program of a training was started, None while it waits."""
+    item = next((item for item in commands.items(work.runs) if item.id == draft.started_as), None)
+    return None if item is None or item.started_s is None else time.time() - item.started_s
+
+
+def _chosen(draft: Draft, said: Words) -> Mapping[str, str]:
+    """Return the base of a training, and how many steps and how long it takes, as far as it is known."""
+    planned = draft.planned
+    base, steps, range_s = (planned.get(key) for key in ("base", "steps", "range_s"))
+    base = base or draft.base
+    length = [said("{#} steps", f"{steps:,}")] if isinstance(steps, int) else []
+    match range_s:
+        case [int() | float() as shortest_s, int() | float() as longest_s]:
+            length.append(said("takes {text}", span((shortest_s, longest_s), said)))
+    return {
+        "base": title(base) if isinstance(base, str) and base not in ("", "auto") else "",
+        "length": ", ".join(length),
+    }
+
+
 def _waiting(
-    work: Workplace, item: commands.Item, listed: Sequence[commands.Item], said: Words
+    work: Workplace,
+    draft: Draft,
+    item: commands.Item,
+    listed: Sequence[commands.Item],
+    said: Words,
 ) -> Html:
     before = sum(
         other.state == "running" or (other.state == "waiting" and other.order < item.order)
@@ -93,6 +137,7 @@ def _waiting(
         "run/waiting.html",
         said,
         before=before,
+        **_chosen(draft, said),
         is_download=download is not None,
         stages=stages if download is None else downloading(download),
     )

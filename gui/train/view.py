@@ -208,14 +208,16 @@ def keep(
 def start(work: Workplace, draft_id: str, *, plans: command_lines.Plans | None = None) -> Draft:
     """Put the training, or each of several, into the queue, once; raises LoraTrainError.
 
-    Of several, what the plan among `plans` chose is kept, so that each can be named before it begins.
+    What the plan among `plans` chose is kept, so that it can be said before the training begins.
     """
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if not draft.started_as:
             _refuse_while_captioned(work, command_lines.dataset_of(draft, work))
+            shown = None if plans is None else _shown_plan(draft, plans)
+            draft = replace(draft, planned={} if shown is None else _chosen(shown))
             if any(draft.also.values()):
-                planned = {} if plans is None else _planned(draft, plans)
+                planned = {} if shown is None else _varied(draft, shown)
                 series = variants.start(work, draft, planned=planned)
                 draft = replace(draft, started_as=series.members[0].item, series=series.id)
             else:
@@ -228,15 +230,22 @@ def start(work: Workplace, draft_id: str, *, plans: command_lines.Plans | None =
     return draft
 
 
-def _planned(draft: Draft, plans: command_lines.Plans) -> Mapping[str, Any]:
-    """Return what the plan that was shown chose for the settings by which the trainings of a draft differ."""
+def _shown_plan(draft: Draft, plans: command_lines.Plans) -> PlanRecord | None:
+    """Return the plan that was shown of a draft, None without one."""
     try:
         answer = plans.known(draft)
     except OSError:  # the images are gone, which the training itself says
-        return {}
-    if answer is None or answer.plan is None:
-        return {}
-    found = answer.plan
+        return None
+    return None if answer is None else answer.plan
+
+
+def _chosen(found: PlanRecord) -> Mapping[str, Any]:
+    """Return what the page of a training that starts says of its plan; times in seconds."""
+    return {"base": found.base, "steps": found.time.steps, "range_s": found.time.range_s}
+
+
+def _varied(draft: Draft, found: PlanRecord) -> Mapping[str, Any]:
+    """Return what a plan chose for the settings by which the trainings of a draft differ."""
     values = {key: found.value(key) for key in draft.also} | {fields.STEPS: found.time.steps}
     return {key: value for key, value in values.items() if key in draft.also and value is not None}
 

@@ -404,8 +404,8 @@ def _forget_removed(runs: Path) -> None:
                 log.unlink(missing_ok=True)
 
 
-def end_download(item: Item) -> None:
-    """End the trainer of an item that downloads its base: nothing was trained, and what came stays."""
+def end_without_run(item: Item) -> None:
+    """End the trainer of an item that has no run yet: nothing was trained, and what it downloaded stays."""
     with suppress(psutil.Error):
         if is_alive(pid=item.pid, started_s=item.pid_started_s):
             psutil.Process(item.pid).terminate()

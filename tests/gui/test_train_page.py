@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -443,8 +445,9 @@ def test_a_started_or_damaged_draft_makes_place_and_one_taken_off_the_queue_is_a
     drafts.save(work, started)
     assert starting.look(work, started, SAID).goes
     assert drafts.read(work, started.id) == started
-    commands.remove(work.runs, started.started_as)
+    starting.stop(work, started)
     assert "taken off the queue" in starting.look(work, started, SAID).html
+    starting.stop(work, started)  # as a press that comes late
     assert drafts.read(work, started.id) == replace(started, started_as="", step=2)
     assert drafts.current(work).id == started.id
 
@@ -476,11 +479,32 @@ def test_the_page_of_a_start_shows_the_images_and_what_it_waits_for_and_leads_to
     assert now["goes"] and "Start the program" in now["html"]
     again = ask(page, "/run/starting", draft=draft.id, stamp=now["stamp"])
     assert again == {"goes": True}, "nothing is drawn again that is there"
+    assert "data-seconds" not in page.get(address).text
+    commands.write(work.runs, replace(item, state="running", started_s=time.time() - 60))
+    assert re.search(r'data-seconds="6\d"', page.get(address).text)
+    planned = {"base": "embedded", "steps": 1200, "range_s": [60, 600]}
+    drafts.save(work, replace(draft, started_as=item.id, planned=planned))
+    html = asked()["html"]
+    assert ">Miniature</b>: 1,200 steps, takes " in html and "data-stop" in html
+    for damaged in ({"base": 5, "steps": "x", "range_s": "1 2"}, {"range_s": [1]}):
+        drafts.save(work, replace(draft, started_as=item.id, planned=damaged))
+        assert "chosen" not in asked()["html"]
+    drafts.save(work, replace(draft, started_as=item.id))
     left = {"source": "some/base", "here_bytes": 2**20, "all_bytes": 3 * 2**20}
     commands.item_file(work.runs, item.id, "download").write_text(json.dumps(left))
     assert "1.0 MiB of 3.0 MiB" in asked()["html"]
     commands.write(work.runs, replace(item, state="running", run="mine"))
     assert asked()["url"] == page.get(address).headers["location"] == "/run?run=mine"
+    # Before it has a run its program is ended: there is nothing to save.
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
+        begun_s = psutil.Process(program.pid).create_time()
+        trains = replace(item, state="running", pid=program.pid, pid_started_s=begun_s)
+        commands.write(work.runs, trains)
+        assert "error" not in ask(page, "/run/starting", draft=draft.id, stamp="", stop=True)
+        assert program.wait(60) != 0
+    commands.write(work.runs, replace(item, state="stopped"))
+    assert "It was stopped before it began" in asked()["html"]
+    drafts.save(work, replace(draft, started_as=item.id))
     commands.write(work.runs, replace(item, state="failed", error="the disk is full"))
     assert "The disk is full" in asked()["html"]
     assert drafts.read(work, draft.id) == replace(draft, step=2), "to be mended and started again"
