@@ -29,6 +29,7 @@ from lora_trainer.common.files import (
     write_atomic,
 )
 from lora_trainer.common.wording import public_text
+from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.families.files.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.metadata import steps_trained
@@ -77,6 +78,12 @@ def remarks(inspection: Inspection, *, preview: Path | None) -> tuple[Remark, ..
 def _of_file(inspection: Inspection) -> Iterator[Remark]:
     for problem in inspection.problems:
         yield Remark(severity=problem.severity, what=problem.what, advice=problem.advice)
+    if inspection.metadata.get("ss_sd_model_name") in MINIATURES:
+        yield Remark(
+            severity="warning",
+            what="it is a try-out on the miniature, which A1111, Forge and ComfyUI do not have",
+            advice="train the same images on another base for them",
+        )
     if a1111_version(inspection.family) and inspection.format == "diffusers":
         yield Remark(
             severity="warning",

@@ -350,6 +350,14 @@ def test_what_is_exported_is_linked_and_what_a_file_holds_is_said_in_the_languag
     assert "Geschrieben, in" in html and 'href="/media/run/a/export/zorble.json"' in html
     html = pages.post("/library/export", json=wish).json()["html"]
     assert "There already, in" in html and "It has no title." in html
+    assert "try-out" not in html
+    lora(work.runs / "a" / "zorble.safetensors", ss_sd_model_name="embedded")
+    for checked in (
+        pages.post("/library/check", json=file),
+        pages.post("/library/export", json=wish),
+    ):
+        assert "A1111, Forge and ComfyUI do not have" in checked.json()["html"]
+    assert "For A1111, Forge" not in pages.get("/library?file=a/zorble.safetensors").text
     (tmp_path / "loras").mkdir()
     wish["folder"] = str(tmp_path / "loras")
     assert "href" not in pages.post("/library/export", json=wish).json()["html"]
