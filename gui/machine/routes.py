@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lora_trainer.common.wording import bytes_text
+from lora_trainer.config.inputs import EMBEDDED
 from lora_trainer.hardware.machine import detect
 from lora_trainer.reporting import base_names
 
@@ -60,7 +61,7 @@ def routes(work: Workplace) -> list[Route]:
 
     def offered(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         rows = sorted(plans.releases(), key=lambda row: row["offered"])[:_BASES_SHOWN]
-        sources = [str(row["source"]) for row in rows]
+        sources = [EMBEDDED, *(str(row["source"]) for row in rows)]
         return {
             "bases": [{"source": source, "name": base_names.title(source)} for source in sources]
         }

@@ -81,7 +81,7 @@ async function showFits(place, bases, leaving) {
     if (leaving.aborted) return;
     fits.textContent = answer.error ?? answer.said;
     fits.className = `fits-${answer.fits}`;
-    time.textContent = answer.time || (answer.fits === "bad" ? answer.why : ""); // how much memory it needs
+    time.textContent = answer.time || (answer.fits === "bad" ? answer.needs || answer.why : ""); // how much memory it needs
     time.className = answer.time ? "" : "needs quiet";
   }
 }

@@ -8,6 +8,7 @@ or the miniature has drawn; any other card has the emblem of its family (emblem.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +36,8 @@ from . import plan
 _IN_SIGHT = 3
 _REMEMBERED = "model_folders.json"
 _MAX_FOLDERS = 20
+# As the planner refuses a training that fits nowhere.
+_NEEDS = re.compile(r"needs at least (?P<size>\d+\.\d+ GiB)")
 _COMPANIES = {
     "free": "Free for companies",
     "conditions": "Conditions for companies",
@@ -136,8 +139,14 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
     """Return the verdict that an answer of `lora-train plan` has."""
     found = answer.plan
     if found is None:
-        why = said.message(plain(answer.error.removeprefix("error: ").partition(" Fix: ")[0]))
-        return {"fits": "bad", "said": said("Does not fit"), "why": capital(why)}
+        refused = answer.error.removeprefix("error: ").partition(" Fix: ")[0].removesuffix(".")
+        needs = _NEEDS.search(refused)
+        return {
+            "fits": "bad",
+            "said": said("Does not fit"),
+            "why": f"{capital(said.message(plain(refused)))}.",
+            "needs": said("needs {#}", needs["size"]) if needs else "",
+        }
     pace = plan.pace(found, said)
     is_try_out = found.base in MINIATURES
     return {

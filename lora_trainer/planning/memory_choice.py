@@ -360,9 +360,10 @@ class MemoryChooser:
         """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
         least = self._least(replace(ideal_load, base_precision=self._base_precisions[-1]))
         need, host = self.evaluator.predict(least), self.evaluator.predict_host(least)
-        doing = "caching " if need.peak_phase in ("images", "texts") else ""
+        phase = need.peak_phase
+        doing = f"caching {phase}" if phase in ("images", "texts") else phase
         shortage = (
-            f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}, "
+            f"this run needs at least {gib(need.peak_bytes)} for {doing}, "
             f"but there are only {self.evaluator.limit}"
         )
         # One number in both halves: what smaller settings would need, which do not fit either, does not help.

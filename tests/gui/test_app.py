@@ -757,17 +757,31 @@ def test_the_page_machine_says_which_bases_fit(
             return command_lines.Answer(values={"releases": rows})
         asked.append(words)
         return command_lines.Answer(
-            values=None, error="error: this run needs 31.4 GiB of 24.0. Fix: another base"
+            values=None,
+            error="error: this run needs at least 31.40 GiB for training, but there are only 24.00 GiB of "
+            "memory free, less a margin. Fix: another base",
         )
 
     plans = command_lines.Plans(work, ask=answer_of)
     monkeypatch.setattr(machine.command_lines, "Plans", lambda _work: plans)
     client = TestClient(Starlette(routes=machine.routes(work)))
     bases = client.post("/doctor/bases", json={}).json()["bases"]
-    assert [base["source"] for base in bases] == [f"of/{number}" for number in range(1, 9)]
+    releases = [f"of/{number}" for number in range(1, 9)]
+    assert [base["source"] for base in bases] == ["embedded", *releases]
+    assert bases[0]["name"] == "Miniature", "which trains on any machine"
     fits = client.post("/doctor/fits", json={"source": "of/1"}).json()
     assert (fits["fits"], fits["said"]) == ("bad", "Does not fit")
-    assert fits["why"] == "This run needs 31.4 GiB of 24.0."
+    assert (
+        fits["why"]
+        == "This run needs at least 31.40 GiB for training, but there are only 24.00 GiB of memory free, less a margin."
+    )
+    assert fits["needs"] == "needs 31.40 GiB"
+    german = client.post("/doctor/fits", json={"source": "of/1"}, headers={"accept-language": "de"})
+    assert german.json()["why"] == (
+        "Dieses Training braucht mindestens 31,40 GiB (Training), "
+        "doch da sind nur 24,00 GiB freier Arbeitsspeicher, abzüglich einer Reserve."
+    )
+    assert german.json()["needs"] == "braucht 31,40 GiB"
     assert "--base=of/1" in asked[0]
 
 
