@@ -31,6 +31,7 @@ _SAMPLE = "1,234.5"
 _REMEMBERED = 4096
 """Messages of a language whose translation is kept: a page says a setting or a rate of the run again and again."""
 _FIGURE = r"(\d[^A-Za-z]*?(?:(?:[KMG]iB|B|days|h|min|ms|px|s|e-?\d+)\b[^A-Za-z]*?)*)"
+_MORE = re.compile(r" and (\d[\d,]*) more$")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,11 @@ class Words:
             filled = self._filled(pattern, found.groups())
             if filled is not None:
                 return filled
-        return self.figure(english) if re.fullmatch(_FIGURE, text) else english
+        return self.figure(english) if re.fullmatch(_FIGURE, text) else self._with_more(english)
+
+    def _with_more(self, names: str) -> str:
+        """Return names of files, as `events.named` puts them together, with the number of those left out."""
+        return _MORE.sub(lambda found: " " + self("and {#} more", found[1]), names)
 
     def markup(self, html: str) -> Html:
         """Return markup of ours, in which no text has a bare angle bracket, with its texts as `message` says them.
@@ -140,7 +145,7 @@ class Words:
         said, left = list[str](), 0
         for placeholder, value in zip(pattern.placeholders, values, strict=True):
             # A figure is said where it is put in; said twice, its point would be a point again.
-            told = self.message(value) if placeholder == "{text}" else value
+            told = self.message(value) if placeholder == "{text}" else self._with_more(value)
             said.append(told)
             if placeholder == "{text}" and told == value:
                 left += sum(map(str.isalpha, value))

@@ -280,11 +280,12 @@ def _explain(path: Path, error: Exception, head: bytes, max_megapixels: float) -
         row = next(row for row in NAMES["signatures"] if re.match(row["pattern"], text, flags))
         reason = f"is {row['what'].format(formats=', '.join(FORMATS))}"
         return ImageDecodeError(path, reason, code="IMG-02", fix=row["fix"])
-    truncated = "truncated" in str(error).lower()
-    what, code = ("ends early", "IMG-01") if truncated else ("is damaged", "IMG-02")
-    detail = shown(str(error)) or type(error).__name__
     fix = "replace it with an intact copy or remove it"
-    return ImageDecodeError(path, f"{what} ({detail})", code=code, fix=fix)
+    if "truncated" in str(error).lower():
+        reason = "ends early: it was cut off while it was copied or downloaded"
+        return ImageDecodeError(path, reason, code="IMG-01", fix=fix)
+    detail = shown(str(error)) or type(error).__name__
+    return ImageDecodeError(path, f"is damaged ({detail})", code="IMG-02", fix=fix)
 
 
 IMAGE_EXTENSIONS = frozenset(NAMES["image_extensions"])

@@ -215,6 +215,8 @@ def test_figures_have_the_separators_and_units_of_the_language(figure: str, germ
     [
         ("step 12 of 30, loss 0.1000", "Schritt 12 von 30, Loss 0,1000"),
         ("64 days", "64 Tage"),
+        ("a.png, b.jpg and 1,234 more", "a.png, b.jpg und 1.234 weitere"),
+        ("the size embedded was trained on", "die Größe, mit der embedded trainiert wurde"),
         ("at most; predicted 905.5 MiB", "höchstens; vorhergesagt 905,5 MiB"),
         ("Finished after 1,200 steps.", "Fertig nach 1.200 Schritten."),
         (
