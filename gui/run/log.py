@@ -85,7 +85,7 @@ def _item(line: Line) -> Html:
         "li",
         tag("time", shown, title=day),
         tag("span", inline(_with_severity(line))),
-        tag("span", inline(line.fix), class_="quiet") if line.fix else None,
+        tag("span", inline(capital(line.fix)), class_="quiet") if line.fix else None,
         class_=line.severity or None,
     )
 

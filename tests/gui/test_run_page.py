@@ -428,7 +428,7 @@ def test_the_log_is_in_words_and_has_the_newest_first(finished: Path) -> None:
     for line in (
         "Step 10: saved zorble-step00000010.safetensors and step-00000010 (3.1 MiB of state",
         "Changed \u201cMicro batch\u201d 8 -&gt; 4: out of memory in backward",
-        *("The base: validation loss 0.1337.", "Step 20: 3 sample images.", "export it again"),
+        *("The base: validation loss 0.1337.", "Step 20: 3 sample images.", "Export it again"),
         "warning: broken/owl &lt;b&gt;17&lt;/b&gt;.jpg: image is cut off",
         *("error: Stopped at step 2: no disk.", "Stopped at step 2: asked."),
         *("warning: Out of memory with 8 images", "as if it had not stopped", "Something new."),
