@@ -6,9 +6,8 @@ JSON values, with their sentences in the language of the reader.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -20,7 +19,7 @@ from ..drafts import Draft
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import presets, view
-from .foreign import Brought, brought
+from .foreign import Brought, brought, for_images, report_of
 from .requests import Bring, Change, Keep, Load, Look, OfDraft, Replace, Reset
 
 Reply = Mapping[str, Any]
@@ -85,8 +84,10 @@ class Api:
             found = Brought(trainer="lora-train", settings=setting_edit.given(draft))
         else:
             draft = setting_edit.replaced(draft, text=setting_edit.as_json(found.settings)).draft
-        report = json.dumps({**asdict(found), "file": asked.name}, ensure_ascii=False)
-        self._save(replace(draft, brought=report))
+        draft = replace(draft, brought=report_of(found, file=asked.name))
+        if draft.dataset:
+            draft = for_images(draft, self.work.dataset(draft.dataset))
+        self._save(draft)
         return {"url": "/train?" + urlencode({"draft": draft.id})}
 
     def _for_what_is_shown(self, shown: str, found: Brought | None) -> Draft:

@@ -6,7 +6,9 @@ comes to, and what to know of them; None for a settings file of this program, or
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError
@@ -14,7 +16,11 @@ from lora_trainer.importing import trained_files
 from lora_trainer.importing.reading import import_bytes, remarks
 from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, header_settings
 
+from ..drafts import Draft
 from ..setting_edit import FOLDER
+
+# A longer file is not kept to be read again when its images come: the header of a LoRA may have megabytes.
+_KEPT_CHARACTERS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +37,20 @@ class Brought:
     """The settings that the file itself says; the others are defaults of its trainer."""
     nearest: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    text: str = ""
+    """The file itself, where its length is in epochs: it is read again when other images come."""
 
 
-def brought(text: str, *, name: str) -> Brought | None:
-    """Read a file; raises InputError for a LoRA that says nothing, RequestError for what cannot be done here."""
+def brought(text: str, *, name: str, images: Path | None = None) -> Brought | None:
+    """Read a file, for the images of a folder where they are known.
+
+    Raises InputError for a LoRA that says nothing, RequestError for what cannot be done here.
+    """
     is_lora = name.lower().endswith(trained_files.SUFFIX)
     if is_lora and SETTINGS_ENTRY in (entries := trained_files.entries_of(text.encode(), name)):
         return Brought(trainer="lora-train", settings=_of_ours(header_settings(entries)))
     try:
-        foreign = import_bytes(text.encode("utf-8", errors="replace"), name)
+        foreign = import_bytes(text.encode("utf-8", errors="replace"), name, images=images)
     except InputError:  # setting_edit.replaced says what is wrong with a file of this program
         if is_lora:
             raise
@@ -55,7 +66,31 @@ def brought(text: str, *, name: str) -> Brought | None:
         said=[key for key, source in foreign.sources.items() if foreign.named & {*source.split()}],
         nearest=foreign.nearest,
         left_out=foreign.without_equivalent | unknown,
+        text=text if foreign.counts_images and len(text) <= _KEPT_CHARACTERS else "",
     )
+
+
+def report_of(found: Brought, *, file: str) -> str:
+    """Return what a draft keeps of a file that was brought, as JSON."""
+    return json.dumps({**asdict(found), "file": file}, ensure_ascii=False)
+
+
+def for_images(draft: Draft, images: Path) -> Draft:
+    """Return a draft with what its file says of these images: epochs and a warm-up in steps become settings.
+
+    A setting that somebody has changed since stays. Raises RequestError.
+    """
+    before = json.loads(draft.brought) if draft.brought else {}
+    if not before.get("text"):
+        return draft
+    found = brought(before["text"], name=before["file"], images=images)
+    if found is None:  # it was read when it was brought, by an earlier version
+        return draft
+    for key, value in found.settings.items():
+        was = before["settings"].get(key)
+        if value != was and draft.settings.get(key) == was:
+            draft = draft.with_setting(key, value)
+    return replace(draft, brought=report_of(found, file=before["file"]))
 
 
 def _of_ours(settings: dict[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,8 @@ export function mount(main, leaving) {
   }
 
   function drawImages({ html, folder, next, lacks }) {
+    // What a file says that was brought before its images is another now that they are there.
+    if (folder && one(".brought .awaits")) { location.replace(pageOfStart); return; }
     one("#report").innerHTML = html; // markup of our own server, in which every text is escaped
     one("#next").hidden = !next;
     one("#next").disabled = Boolean(lacks);
@@ -144,6 +146,7 @@ export function mount(main, leaving) {
       if (index + 1 === at) item.setAttribute("aria-current", "step"); else item.removeAttribute("aria-current");
     }
     one("#to-images").disabled = at !== 2;
+    if (at === 2) one(".brought details")?.removeAttribute("open"); // the bases stand below it
     if (at === 1 && !seen.images && (isOfWords() || fields.read("dataset"))) report();
     if (at === 2) { plan(); bases.open(); }
   }

@@ -30,6 +30,7 @@ from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.templates import render
 from ..server.translation import Words
 from ..setting_text import text_of
+from ..settings.foreign import for_images
 from ..slider_words import LESS, MORE
 from ..workplace import Workplace
 from . import fields, plan
@@ -161,7 +162,8 @@ def _with_folder(work: Workplace, draft_id: str, folder: str) -> Draft:
 
 
 def _of_folder(work: Workplace, draft: Draft, folder: str, *, keeps_kind: bool) -> Draft:
-    """Return a draft that is about a folder from now on, with the trigger word that was set for its images.
+    """Return a draft that is about a folder from now on: with the trigger word that was set for its images, and the
+    length of a file that was brought, which counts them.
 
     It is no slider any more. Whether it is of pairs its images say, unless it `keeps_kind`, as somebody chose that.
     """
@@ -174,6 +176,7 @@ def _of_folder(work: Workplace, draft: Draft, folder: str, *, keeps_kind: bool) 
         return draft
     if not keeps_kind:
         draft = fields.of_kind(draft, run_actions.kind_of(root))
+    draft = for_images(draft, root)
     word = notes.read(work, root).trigger
     return (
         draft
@@ -199,6 +202,8 @@ def keep(
                 draft = fields.changed(draft, key=key, text=text)
             except RequestError as problem:
                 refused[key] = str(problem)
+        if draft.dataset != before.dataset and draft.kind != SLIDER:
+            draft = _of_folder(work, draft, draft.dataset, keeps_kind=True)
         draft = replace(draft, step=step or draft.step)
         if draft != before:
             drafts.save(work, draft)
@@ -343,7 +348,9 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     shown, is_good = report(folder, answer.values, said, assumed=assumed)
     on = "Looks good, next step" if is_good and not refusal else "Continue anyway"
     if refusal:
-        shown = Html(error(refusal, said) + shown)
+        line = said.message(plain(refusal.removeprefix("error: ").partition(" Fix: ")[0]))
+        without = said("The images are judged without it; the next step chooses a base model.")
+        shown = Html(note_html(f"{capital(line).rstrip('.')}. {without}") + shown)
     return ImagesPart(html=shown, folder=str(folder), next=said(on))
 
 

@@ -281,14 +281,19 @@ def set_length(foreign: Foreign, epochs: float | None, key: str, *, whole: bool 
     if not epochs or epochs < 0:
         return
     data = {name: value for name, value in foreign.settings.items() if name.startswith("data.")}
+    foreign.counts_images = True
+    root = foreign.images
+    if root is None and foreign.dataset is not None and foreign.beside is not None:
+        root = foreign.beside / Path(foreign.dataset)
     samples = None
-    if foreign.dataset is not None and foreign.beside is not None:
+    if root is not None:
         with suppress(InputError, RequestError, OSError, ValueError):
-            root = foreign.beside / Path(foreign.dataset)
             pictures = list_dataset(root, settings=build_config(data).data).pictures
             samples = sum(image.repeats for image in pictures)
     if samples is None:
         why = "give train.steps = epochs x images with repeats / train.batch_size: the images are not there"
+        if foreign.beside is None:  # a page, to which they come later
+            why = "becomes a number of steps as soon as the images are there"
         foreign.lacks(key, epochs, why)
         return
     images = foreign.settings.get("train.batch_size", 1)

@@ -56,6 +56,8 @@ class Foreign:
     `is_schedule_free`: its optimizer has no schedule. `untrained` has what stands before the keys of folders
     without a path, `named` the keys of which something is said: `nearest` how they are approximated, the others
     why they became no setting, `out_of_use` keys of a model that is not chosen, whose names another key has taken.
+    `images` is a folder whose images are those of the file, in place of `dataset`; `counts_images` says that the
+    length is in epochs, which become steps where the images are there.
     What `data.folders` holds has a source for each of its parts. `dataset` is the folder to train on as the file
     has it, None where it names none; `is_dataset` says that it is the file itself, with the words of a slider.
     """
@@ -79,6 +81,8 @@ class Foreign:
     unknown: list[str] = field(default_factory=list)
     dataset: str | None = None
     is_dataset: bool = False
+    images: Path | None = None
+    counts_images: bool = False
     named: set[str] = field(default_factory=set)
     untrained: tuple[str, ...] = ()
 

@@ -58,16 +58,17 @@ def import_file(file: Path) -> Foreign:
     return _imported(raw, str(file), beside=file.parent)
 
 
-def import_bytes(raw: bytes, name: str) -> Foreign:
+def import_bytes(raw: bytes, name: str, *, images: Path | None = None) -> Foreign:
     """Read the bytes of a settings file called `name`, as a page uploads it; opens no file. Raises as `import_file`.
 
     Of a LoRA file they are those of its header.
-    Further files that it names, and images that would have to be counted, are not there; that is said.
+    Further files that it names are not there, nor are images that would have to be counted, unless they are in the
+    folder `images`; that is said.
     """
-    return _imported(raw, name, beside=None)
+    return _imported(raw, name, beside=None, images=images)
 
 
-def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
+def _imported(raw: bytes, file: str, *, beside: Path | None, images: Path | None = None) -> Foreign:
     data: Mapping[str, Any]
     still_open: Mapping[str, str] = {}
     suffix = PurePath(file).suffix.lower()
@@ -89,7 +90,12 @@ def _imported(raw: bytes, file: str, *, beside: Path | None) -> Foreign:
         data = read_tables(raw, file)
     trainer, values = recognised(data, file)
     foreign = Foreign(
-        trainer=trainer.name, table=trainer.table, values=values, data=data, beside=beside
+        trainer=trainer.name,
+        table=trainer.table,
+        values=values,
+        data=data,
+        beside=beside,
+        images=images,
     )
     try:
         apply(trainer, foreign)

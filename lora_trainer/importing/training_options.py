@@ -438,4 +438,7 @@ def set_warmup(foreign: Foreign, warmup: float, key: str, steps: float | None) -
         foreign.set(WARMUP, float(f"{min(0.9, warmup / steps):.6g}"), key)
     else:
         foreign.set(WARMUP, 0.0, key)
-        foreign.lacks(key, warmup, f"give {WARMUP}, a share of the steps")
+        why = f"give {WARMUP}, a share of the steps"
+        if foreign.beside is None:  # a page, to which the images come later
+            why = "becomes a share of the steps as soon as these are known"
+        foreign.lacks(key, warmup, why)

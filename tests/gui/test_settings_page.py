@@ -34,7 +34,7 @@ from lora_trainer.config.config import SettingInfo, all_settings, build_config, 
 from lora_trainer.config.layers import AskedFor, resolve
 from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_record
-from tests.fakes.runs import toy
+from tests.fakes.runs import toy, write_dataset
 
 Call = Callable[..., Any]
 INFOS = {info.key: info for info in all_settings()}
@@ -493,6 +493,40 @@ def brought_draft(
     assert not looked_for & {row["key"] for row in listed["same"]}
     assert all(row["value"] == row["without"] for row in listed["same"])
     assert len(listed["changing"]) + len(listed["same"]) == len(listed["rows"]) > 0
+
+
+def test_epochs_and_a_warmup_in_steps_of_a_file_become_settings_when_the_images_are_there(
+    call: Call, work: Workplace, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "seven", images=7)
+    write_dataset(tmp_path / "three", images=3)
+    kohya = """
+        network_module = "networks.lora"
+        max_train_epochs = 10
+        train_batch_size = 2
+        lr_warmup_steps = 8
+        lr_scheduler = "cosine"
+    """
+    empty = drafts.new(work)
+    assert "error" not in call("bring", name="a.toml", text=kohya, draft=empty.id)
+    waiting = drafts.current(work)
+    assert "train.steps" not in waiting.settings
+    left_out = json.loads(waiting.brought)["left_out"]
+    assert left_out["max_train_epochs"].endswith("as soon as the images are there")
+    assert left_out["lr_warmup_steps"].endswith("as soon as these are known")
+    sent = train_view.wanted(work, {"draft": waiting.id, "folder": str(tmp_path / "seven")})
+    assert (sent.settings["train.steps"], sent.settings["optimizer.warmup_fraction"]) == (40, 0.2)
+    assert not {"max_train_epochs", "lr_warmup_steps"} & set(json.loads(sent.brought)["left_out"])
+    # Of other images it is another number, unless somebody has chosen one.
+    typed = train_view.keep(work, sent.id, {"dataset": str(tmp_path / "three")}).draft
+    assert typed.settings["train.steps"] == 20
+    train_view.keep(work, sent.id, {"train.steps": "33"})
+    typed = train_view.keep(work, sent.id, {"dataset": str(tmp_path / "seven")}).draft
+    assert typed.settings["train.steps"] == 33
+    # Brought for images that are there it is counted at once.
+    given = drafts.new(work, dataset=str(tmp_path / "seven"))
+    assert "error" not in call("bring", name="a.toml", text=kohya, draft=given.id)
+    assert drafts.current(work).settings["train.steps"] == 40
 
 
 def test_a_lora_and_settings_of_this_program_become_drafts_and_what_says_nothing_is_refused(

@@ -150,6 +150,12 @@ def read_length(foreign: Foreign) -> None:
     size_key = foreign.sources.get("train.batch_size", "train_batch_size")
     training.set_batch(foreign, size_key, "gradient_accumulation_steps")
     folders.set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
+    warmup_key = foreign.table["schedule"]["warmup"]
+    if warmup_key in foreign.without_equivalent and "train.steps" in foreign.settings:
+        # Of epochs the steps were not known when the schedule was read.
+        del foreign.without_equivalent[warmup_key]
+        warmup = foreign.nonzero(warmup_key, 0)
+        training.set_warmup(foreign, warmup, warmup_key, foreign.settings["train.steps"])
     steps = foreign.number("max_train_steps")
     if foreign.on("max_train_epochs"):
         return
