@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.reporting.history import number
@@ -27,7 +25,7 @@ from . import caption_job, check, crop_edit, exclusion, findings, mask_edit, not
 from .caption_edit import Edit
 from .edit_many import EditMany
 from .journal import History, Journal, Outcome
-from .name_captions import caption_without_model
+from .name_captions import caption_from_names, own_description
 from .open_dataset import Counters, OpenDataset, open_dataset
 from .view import summary
 
@@ -278,13 +276,13 @@ class DatasetApi:
 
     def caption_names(self, asked: requests.Folder) -> Json:
         """Write captions without a model, from descriptions and names, of images that have none."""
-        told, written, _, same = self._write_without_model(asked)
-        if same:
+        told, found = self._write_without_model(asked, with_names=True)
+        if found.same:
             raise RequestError(
-                f"all that the names say is \u201c{same}\u201d, the same of each image",
+                f"all that the names say is \u201c{found.same}\u201d, the same of each image",
                 fix=_BY_HAND,
             )
-        if not written:
+        if not found.written:
             raise RequestError(
                 "the names of these files and folders say nothing in words",
                 fix=_BY_HAND,
@@ -292,50 +290,66 @@ class DatasetApi:
         return told
 
     def _captions_without_model(self, asked: requests.Caption) -> Json:
-        told, written, left, same = self._write_without_model(asked)
-        why = f"{asked.model} is not on this machine yet, and huggingface.co cannot be reached."
-        if constants.HF_HUB_OFFLINE:
-            why = (
-                f"{asked.model} is not on this machine yet, and the page Machine is set to offline."
-            )
-        done = f"{written} captions were taken from the images' own descriptions and from names."
-        if written == 1:
-            done = "1 caption was taken from the image's own description or from names."
+        """Write what the images say of themselves; words of names are only offered, as they may say little."""
+        told, found = self._write_without_model(asked, with_names=False)
+        why = f"{caption_job.why_out_of_reach(asked.model)}."
+        done = f"{found.written} captions were taken from the images' own descriptions."
+        if found.written == 1:
+            done = "1 caption was taken from the image's own description."
+        left = found.left
         rest = f"{left} images have none: type what is in them, or go on, and they are trained with the trigger word."
         if left == 1:
             rest = "1 image has none: type what is in it, or go on, and it is trained with the trigger word."
-        if same:
+        if same := found.same:
             rest = (
                 f"All that the names say is \u201c{same}\u201d, the same of each image, so no caption was written: "
                 "type what differs in them, or go on, and they are trained with the trigger word."
             )
-        said = [why, *([done] if written else ()), *([rest] if left else ())]
-        return {**told, "instead": said, "written": written}
+        offer = f"The names of {found.named} of them have words, which can be taken as captions."
+        if found.named == 1:
+            offer = "The name of 1 of them has words, which can be taken as its caption."
+        said = [
+            why,
+            *([done] if found.written else ()),
+            *([rest] if left else ()),
+            *([offer] if found.named else ()),
+        ]
+        return {**told, "instead": said, "written": found.written, "named": found.named}
 
-    def _write_without_model(self, asked: requests.Folder) -> tuple[Json, int, int, str]:
-        """Write them; return what to show, how many were written, how many images still have none, and why.
+    def _write_without_model(
+        self, asked: requests.Folder, *, with_names: bool
+    ) -> tuple[Json, _Found]:
+        """Write captions that the images have in them, and with `with_names` else words of their names.
 
-        A text that is the same for all images tells none from another; it is returned and not written.
+        A text of names that is the same for all images tells none from another; it is returned and not written.
         """
         root, journal = self._place(asked)
         with journal.locked():
             opened = self._opened(root)
-            edits, left, outcome = [], 0, None
+            own, names, left, outcome = list[Edit](), list[Edit](), 0, None
             for picture in opened.pictures:
                 caption = opened.reader.caption(picture)
                 if caption.text.strip() or caption.locked or opened.reader.is_unreadable(picture):
                     continue
-                text = caption_without_model(picture, root=root)
-                if text:
-                    edits.append(Edit(picture=picture, caption=caption, text=text))
-                left += not text
-            texts = {edit.text for edit in edits}
-            same = texts.pop() if len(edits) > 1 and len(texts) == 1 else ""
-            if same:
-                edits, left = [], left + len(edits)
+                if text := own_description(picture):
+                    own.append(Edit(picture=picture, caption=caption, text=text))
+                elif text := caption_from_names(picture.name, root=root):
+                    names.append(Edit(picture=picture, caption=caption, text=text))
+                else:
+                    left += 1
+            texts = {edit.text for edit in (*own, *names)}
+            same = texts.pop() if len(own) + len(names) > 1 and len(texts) == 1 else ""
+            edits = [] if same else [*own, *(names if with_names else ())]
             if changes := opened.changes(edits):
-                outcome = journal.perform("captions from names", changes)
-        return self._told(root, outcome), len(edits), left, same
+                title = "captions from names" if with_names else "captions from the images"
+                outcome = journal.perform(title, changes)
+        found = _Found(
+            written=len(edits),
+            left=left + len(own) + len(names) - len(edits),
+            named=0 if same or with_names else len(names),
+            same=same,
+        )
+        return self._told(root, outcome), found
 
     def caption_state(self, asked: requests.Folder) -> Json:
         """Return how far the newest captioning of the folder is."""
@@ -412,6 +426,19 @@ def _is_in_all(edit: EditMany, opened: OpenDataset) -> bool:
     readable = (each for each in opened.pictures if not reader.is_unreadable(each))
     texts = (reader.caption(each).text for each in readable)
     return all(edit.apply(text) == text for text in texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What images say without a model: how many captions were `written`, how many images are `left` without one.
+
+    Of those `named` have words in their names. `same` is the text where it is one of all images.
+    """
+
+    written: int
+    left: int
+    named: int
+    same: str
 
 
 def _mask_edit(opened: OpenDataset, name: str) -> mask_edit.MaskEdit:

@@ -136,10 +136,12 @@ def is_out_of_reach(model: str) -> bool:
 
 
 def why_out_of_reach(model: str) -> str:
-    """Return why a model cannot come, without a full stop."""
+    """Return why a model cannot come, without a full stop, by the name that its card has."""
+    known = KNOWN.get(model)
+    name = model if known is None or known.title is None else known.title
     if constants.HF_HUB_OFFLINE:
-        return f"{model} is not on this machine yet, and the page Machine is set to offline"
-    return f"{model} is not on this machine yet, and huggingface.co cannot be reached"
+        return f"{name} is not on this machine yet, and the page Machine is set to offline"
+    return f"{name} is not on this machine yet, and huggingface.co cannot be reached"
 
 
 def _reaches_hub() -> bool:

@@ -111,9 +111,9 @@ export class Captioner {
     if (answer.instead) this.showInstead(answer); else this.show(answer);
   }
 
-  /** No model can come: captions were taken from the images' descriptions and names, which is said. */
+  /** No model can come: captions were taken from the images' own descriptions, and words of names are offered. */
   showInstead(answer) {
-    this.names.hidden = true;
+    this.names.hidden = !answer.named;
     this.said.classList.remove("ds-error");
     this.said.classList.add("notice", "warning");
     this.said.replaceChildren(answer.instead.join(" "), ...(answer.written ? [" ", button(say("Undo"), async () => {
@@ -122,6 +122,7 @@ export class Captioner {
       this.editor.changed(now, now.step);
     })] : []));
     this.editor.changed(answer, answer.step);
+    this.node.scrollIntoView({ block: "center" }); // not below the bar that stays in sight
   }
 
   /** Write captions from the names of files and folders, which needs no model and no network. */

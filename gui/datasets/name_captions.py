@@ -30,12 +30,10 @@ _CODE = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b|\b\w*[^\W\d]\d+[^\W\d]\w*\b|\d
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
-def caption_without_model(picture: ImageFile, *, root: Path) -> str:
-    """Return what an image says of itself, else what its names say, "" where neither says anything."""
+def own_description(picture: ImageFile) -> str:
+    """Return what an image says of itself, "" where that is only what a camera writes."""
     description = " ".join(head_text(picture.path).split())
-    if _OF_CAMERAS.fullmatch(description):
-        return caption_from_names(picture.name, root=root)
-    return description
+    return "" if _OF_CAMERAS.fullmatch(description) else description
 
 
 def caption_from_names(name: str, *, root: Path) -> str:

@@ -855,13 +855,18 @@ def test_without_a_model_the_images_say_it_themselves_and_that_is_undone_unless_
     answer = ask(api, "caption", root, **asked)
     assert {path.name: path.read_text().strip() for path in root.glob("*.txt")} == {
         "IMG_1.txt": "H\u00fcndin am See",
-        "red cat.txt": "red cat",
     }
-    why, done, rest = answer["instead"]
-    assert why.startswith("blip is not on this machine yet")
-    assert done.startswith("2 captions were taken") and rest.startswith("1 image has none")
+    why, done, rest, offer = answer["instead"]
+    assert why.startswith("BLIP base is not on this machine yet"), "as its card calls it"
+    assert done.startswith("1 caption was taken") and rest.startswith("2 images have none")
+    assert offer.startswith("The name of 1 of them has words") and answer["named"] == 1
     _, told_in_german = told(api.work, "caption", {**asked, "folder": str(root)})
-    assert told_in_german["instead"][1].startswith("1 Bild hat keine"), "nothing more to take"
+    assert told_in_german["instead"][1].startswith("2 Bilder haben keine"), "nothing more to take"
+    # Words of names are written by a press of their own.
+    ask(api, "caption_names", root)
+    assert (root / "red cat.txt").read_text().strip() == "red cat"
+    ask(api, "undo", root, step="captions from names")
+    assert not (root / "red cat.txt").exists()
     ask(api, "save", root, file="IMG_2.jpg", text="mine", seen="", group="g")
     with pytest.raises(RequestError, match="something else was changed"):
         ask(api, "undo", root, step=answer["undo"])
