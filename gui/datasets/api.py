@@ -160,10 +160,13 @@ class DatasetApi:
             notes.use_trigger(self.work, root, edit.text.strip())
         return self._told(root, outcome, left)
 
-    def undo(self, asked: requests.Undo) -> Json:
-        """Take the last step back; raises RequestError where it is another one than was asked for."""
+    def undo(self, asked: requests.Undo, *, said: Callable[[str], str] = str) -> Json:
+        """Take the last step back; raises RequestError where it is another one than was asked for.
+
+        That is named as it was `said`, in the language of the reader.
+        """
         _, journal = self._place(asked)
-        if asked.step and _steps(journal.history())["undo"] != asked.step:
+        if asked.step and said(_steps(journal.history())["undo"]) != asked.step:
             raise RequestError(
                 "something else was changed since", fix="take it back on the page Datasets"
             )
@@ -292,7 +295,7 @@ class DatasetApi:
     def _captions_without_model(self, asked: requests.Caption) -> Json:
         """Write what the images say of themselves; words of names are only offered, as they may say little."""
         told, found = self._write_without_model(asked, with_names=False)
-        why = f"{caption_job.why_out_of_reach(asked.model)}."
+        why = caption_job.why_out_of_reach(asked.model)
         done = f"{found.written} captions were taken from the images' own descriptions."
         if found.written == 1:
             done = "1 caption was taken from the image's own description."

@@ -116,7 +116,7 @@ export class Captioner {
     this.names.hidden = !answer.named;
     this.said.classList.remove("ds-error");
     this.said.classList.add("notice", "warning");
-    this.said.replaceChildren(answer.instead.join(" "), ...(answer.written ? [" ", button(say("Undo"), async () => {
+    this.said.replaceChildren(`${answer.instead[0]}. ${answer.instead.slice(1).join(" ")}`, ...(answer.written ? [" ", button(say("Undo"), async () => {
       this.said.replaceChildren();
       const now = await this.editor.ask("undo", { step: answer.undo });
       this.editor.changed(now, now.step);

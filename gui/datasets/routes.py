@@ -34,6 +34,9 @@ def routes(work: Workplace) -> list[Route]:
             "good": not is_warned_of(found),
         }
 
+    def undo(asked: requests.Undo, _: Words) -> Mapping[str, Any]:
+        return in_language(api.undo(asked, said=_.message), _)
+
     return [
         page("/datasets", "datasets/page.html", title="Datasets", look=lambda _request, _: {}),
         _route("recent", requests.Recent, api.recent),
@@ -45,7 +48,7 @@ def routes(work: Workplace) -> list[Route]:
         _route("save", requests.Save, api.save),
         _route("preview", requests.Preview, api.preview),
         _route("apply", requests.Apply, api.apply),
-        _route("undo", requests.Undo, api.undo),
+        answer("/datasets/undo", requests.Undo, undo),
         _route("redo", requests.Folder, api.redo),
         _route("exclude", requests.Pictures, api.exclude),
         _route("put_back", requests.Pictures, api.put_back),

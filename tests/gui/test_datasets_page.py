@@ -861,7 +861,12 @@ def test_without_a_model_the_images_say_it_themselves_and_that_is_undone_unless_
     assert done.startswith("1 caption was taken") and rest.startswith("2 images have none")
     assert offer.startswith("The name of 1 of them has words") and answer["named"] == 1
     _, told_in_german = told(api.work, "caption", {**asked, "folder": str(root)})
+    assert told_in_german["instead"][0].startswith("BLIP base ist noch nicht auf diesem Rechner")
     assert told_in_german["instead"][1].startswith("2 Bilder haben keine"), "nothing more to take"
+    # A step is taken back by the name that it was told by.
+    _, undone = told(api.work, "undo", {"folder": str(root), "step": told_in_german["undo"]})
+    assert "error" not in undone and not [*root.glob("*.txt")]
+    answer = ask(api, "caption", root, **asked)
     # Words of names are written by a press of their own.
     ask(api, "caption_names", root)
     assert (root / "red cat.txt").read_text().strip() == "red cat"
