@@ -30,7 +30,7 @@ function mountStarting(main, starting, leaving) {
     if (error) toast(error);
   });
 
-  // The seconds go on in the page: they are no news to be read out.
+  // The seconds go on in the page: a screen reader need not say each.
   const since = main.querySelector(".since");
   let begun = since.dataset.seconds ? performance.now() - 1000 * since.dataset.seconds : null;
   const tick = () => {

@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.queue import commands
+from lora_trainer.queue.rules import read_rules
 from lora_trainer.reporting.best_step import Standing
 from lora_trainer.reporting.charts import Chart, ChartLine, Html, draw
 from lora_trainer.reporting.history import SampleImage, read_history
@@ -216,6 +217,12 @@ def _awaited(work: Workplace, _: Words) -> str:
     """Return what trainings that wait are waiting for."""
     running = [item.run for item in commands.items(work.runs) if item.state == "running"]
     left = {run: read_status(work.runs / run).left_s for run in running if run}
+    if (
+        not left
+        and not running
+        and not read_rules(work.runs).holds(now_s=time.time(), is_idle=False)
+    ):
+        return _("None has begun yet: the first one starts by itself in a moment.")
     if not left:
         return _("None has begun yet: they start as soon as the queue goes on.")
     first = min(left, key=lambda run: math.inf if math.isnan(left[run]) else left[run])

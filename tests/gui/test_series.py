@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import json_bytes
-from lora_trainer.queue import commands, worker
+from lora_trainer.queue import commands, rules, worker
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import write_status
@@ -206,7 +206,10 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     assert "has no item" in twice["error"]
     back = page.post("/series/look", json={**press, "back": items}).json()
     assert re.findall(r"number (\d) in the queue", back["html"]) == ["1", "2"]
-    assert "they start as soon as the queue goes on" in waits
+    assert "the first one starts by itself in a moment" in waits
+    rules.pause(work.runs, stop=False)
+    assert "they start as soon as the queue goes on" in page.get(address).text
+    rules.go_on(work.runs)
     trained(work, names[0], gain=0.2)
     alone = page.get(address).text
     assert "40 % better than the base" in alone and "So far the best" not in alone
@@ -243,6 +246,8 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     assert "the best: Rank 16" in shelf and "40 % better than the base" in shelf
     for name in names:
         assert f"/media/run/{name}/samples/step-00000030/00.png" in shelf, "of the step to take"
+    write_status(work.runs / names[1], left_s=60.0)
+    assert "so far the best: Rank 16" in page.get("/series").text
 
 
 def test_trainings_that_wait_say_when_the_first_one_starts(
