@@ -26,6 +26,7 @@ from ..datasets import caption_job, check, notes
 from ..drafts import PAIRS, SLIDER, Draft
 from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
 from ..messages import error, message
+from ..plan_view import from_now_s
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.templates import render
 from ..server.translation import Words
@@ -245,8 +246,8 @@ def _shown_plan(draft: Draft, plans: command_lines.Plans) -> PlanRecord | None:
 
 
 def _chosen(found: PlanRecord) -> Mapping[str, Any]:
-    """Return what the page of a training that starts says of its plan; times in seconds."""
-    return {"base": found.base, "steps": found.time.steps, "range_s": found.time.range_s}
+    """Return what the page of a training that starts says of its plan: the time in seconds beside other programs."""
+    return {"base": found.base, "steps": found.time.steps, "range_s": from_now_s(found.time)}
 
 
 def _varied(draft: Draft, found: PlanRecord) -> Mapping[str, Any]:

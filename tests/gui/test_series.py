@@ -278,9 +278,11 @@ def test_trainings_that_wait_say_when_the_first_one_starts(
 def test_what_the_plan_chose_names_a_training_before_it_begins(
     work: Workplace, draft: drafts.Draft, page: TestClient
 ) -> None:
-    plans = command_lines.Plans(work, ask=planned(rank=16))
+    plans = command_lines.Plans(work, ask=planned(rank=16, beside_others=3.0))
     train.plan_part(work, draft, SAID, plans)
     address = view.page_url(train.start(work, draft.id, plans=plans).series)
+    kept = drafts.read(work, draft.id).planned
+    assert kept == {"base": "owner/name", "steps": 60, "range_s": [1800, 3600]}, "as the bar says"
     for shown in (page.get(address).text, page.get("/series").text):
         assert "as planned" not in shown
     assert "Rank 16, Learning rate 0.001" in page.get(address).text
