@@ -36,6 +36,7 @@ class DeviceKind:
     streams: copies and kernels can be queued on several streams; else the host waits for each copy.
     compiles: the report of a machine names triton, with which torch.compile makes kernels.
     fused_skips: torch's fused AdamW skips the update when `found_inf` is set.
+    convolution_ways: convolutions have other layouts and algorithms to choose from.
     blocks_convolutions: a convolution copies its input and its output into another layout.
     runtime_gib: memory of a process before its first tensor.
     collectives: the backend of torch.distributed.
@@ -53,6 +54,7 @@ class DeviceKind:
     streams: bool = True
     compiles: bool = True
     fused_skips: bool = True
+    convolution_ways: bool = True
     blocks_convolutions: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
 

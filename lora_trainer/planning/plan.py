@@ -554,7 +554,7 @@ class _Planner:
 
     def _against_convolutions(self, asked: str) -> str:
         """Return why convolutions cannot be computed in the way that was asked for, else ""."""
-        if self.gpu is None or self.gpu.can.torch_type != "cuda":
+        if self.gpu is None or not self.gpu.can.convolution_ways:
             return "chosen on NVIDIA's and AMD's GPUs only"
         kernels = (shape[2:] for shape in self.inputs.costs.layer_shapes("all").values())
         if not any(elements > 1 for (elements,) in filter(None, kernels)):
