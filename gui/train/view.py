@@ -166,7 +166,7 @@ def _of_folder(work: Workplace, draft: Draft, folder: str, *, keeps_kind: bool) 
     """Return a draft that is about a folder from now on: with the trigger word that was set for its images, and the
     length of a file that was brought, which counts them.
 
-    It is no slider any more. Whether it is of pairs its images say, unless it `keeps_kind`, as somebody chose that.
+    It is not a slider any more. Whether it is of pairs its images say, unless it `keeps_kind`, as somebody chose that.
     """
     if draft.kind == SLIDER:
         draft = fields.of_kind(draft, drafts.IMAGES)

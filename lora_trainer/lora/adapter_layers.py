@@ -292,7 +292,6 @@ def composed(
 
     Saves x A^T as well, [rows, rank]. The output has the same bits; the gradient of x is a sum of two products.
     """
-    rows = x.reshape(-1, x.shape[-1])
     rows = _flat(x)  # once: else gradients of an `x` of several layers are added in another order
     middle, up_t = rows @ down.t(), up.t()
     outputs = (
