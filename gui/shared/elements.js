@@ -60,3 +60,9 @@ export function afterPause(pause_ms, act) {
     drop() { clearTimeout(timer); timer = 0; },
   };
 }
+
+/** Let a place hold these nodes, in this order; moving a node would take the focus, and what is being typed, from it. */
+export function holds(place, nodes) {
+  const same = nodes.length === place.children.length && nodes.every((node, at) => node === place.children[at]);
+  if (!same) place.replaceChildren(...nodes);
+}

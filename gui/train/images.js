@@ -6,7 +6,7 @@ import { Captioner } from "/ui/datasets/captioner.js";
 import { Card } from "/ui/datasets/card.js";
 import { EditMany } from "/ui/datasets/edit_many.js";
 import { nameOf } from "/ui/datasets/opener.js";
-import { button, make } from "/ui/shared/elements.js";
+import { button, holds, make } from "/ui/shared/elements.js";
 
 const SHOWN = 24;
 
@@ -75,7 +75,7 @@ export class Images {
       if (this.cards.has(row.file)) this.cards.get(row.file).show(row);
       else this.cards.set(row.file, new Card(this, row, false));
     }
-    this.list.replaceChildren(...rows.map((row) => this.cards.get(row.file).node));
+    holds(this.list, rows.map((row) => this.cards.get(row.file).node));
     const left = pictures.length - rows.length;
     this.more.textContent = left > 0 ? say("and {#} more", left.toLocaleString("en")) : "";
   }
