@@ -459,7 +459,7 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     place.become(busy, state="finished", run="busy")
     found.of_waiting(ENGLISH)
     assert len(asked_for) == before + 4, "what a training took corrects the times of the others"
-    # As the bar of the page Train counts it: beside what runs now, which is no training of ours any more.
+    # As the bar of the page Train counts it: beside what runs now, which is not a training of ours any more.
     ended_at = "takes about 20 min, finishes at about 12:20, beside the programs that run now"
     assert found.of_waiting(ENGLISH)[ids["a"]].endswith(ended_at)
     rules.pause(place.runs, stop=False)
