@@ -1,4 +1,4 @@
-"""The scripts, style sheets and icons of the pages, which lie beside this module, and the example.
+"""The scripts, style sheets, typeface and icons of the pages, which lie beside this module, and the example.
 
 Inputs: names. Outputs: texts, paths, and the routes below `/ui` that serve them and
 the texts of languages; nothing else is there.
@@ -37,6 +37,7 @@ _KINDS = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
     ".png": "image/png",
+    ".woff2": "font/woff2",
 }
 
 

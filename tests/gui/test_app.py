@@ -147,6 +147,23 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_p
     assert gradio["uploads"] == f"{runs}/.gui/incoming"
 
 
+def test_every_file_that_a_page_or_a_style_sheet_names_is_served_as_what_it_is() -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui.server import asset_files
+    from starlette.applications import Starlette
+    from starlette.testclient import TestClient
+
+    browser = TestClient(Starlette(routes=asset_files.routes()))
+    sources = [*ROOT.glob("gui/**/*.html"), *ROOT.glob("gui/**/*.css"), *ROOT.glob("gui/**/*.js")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    named = set(re.findall(r"""["'(](/ui/[\w./-]+\.\w+)""", text))
+    assert {"/ui/site.css", "/ui/inter.woff2"} <= named
+    kinds = {address: browser.get(address).headers["content-type"] for address in named}
+    unknown = ("text/plain", "application/octet-stream")
+    assert [each for each, kind in kinds.items() if kind.startswith(unknown)] == []
+    assert kinds["/ui/inter.woff2"] == "font/woff2"
+
+
 # ---- the language
 
 
