@@ -4,6 +4,7 @@ import { onSubmit } from "/ui/library/form.js";
 import { strengths } from "/ui/library/strengths.js";
 import { ask } from "/ui/shared/ask.js";
 import { follow } from "/ui/shared/follow.js";
+import { menus } from "/ui/shared/menus.js";
 import { keepOpen } from "/ui/shared/keep_open.js";
 import { mount as mountShare } from "/ui/share/script.js";
 import { tabs } from "/ui/shared/tabs.js";
@@ -13,11 +14,19 @@ import { say } from "/ui/shared/words.js";
 export function mountFile(page, leaving) {
   const { file } = page.dataset;
   mountShare(page);
+  const head = page.querySelector("#head");
+  menus(head, leaving);
   if (!page.querySelector("[role=tablist]")) return; // of a file that cannot be read
   const panel = (name) => page.querySelector(`#${name}`);
+  head.addEventListener("click", ({ target }) => {
+    if (!target.closest("[data-rename]")) return;
+    page.querySelector("#tab-describe").click();
+    page.querySelector("#name").select();
+    page.querySelector("#name").focus();
+  });
   tabs(page, (name) => { if (name === "inside") lookInside(panel(name), file); });
-  mountTry(panel("try"), page.querySelector("#head"), file, leaving);
-  mountDescribe(panel("describe"), page.querySelector("#head"), file);
+  mountTry(panel("try"), head, file, leaving);
+  mountDescribe(panel("describe"), head, file);
   mountTools(panel("tools"), file, leaving);
   mountExport(panel("export"), file);
 }

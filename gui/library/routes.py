@@ -41,10 +41,11 @@ OTHERS = 3
 
 
 class Search(Body):
-    """Words, and the base model that the LoRAs are for; an empty one for all."""
+    """Words, the base model that the LoRAs are for, an empty one for all, and one of view.ORDERS."""
 
     text: Text
     base: Text
+    order: Text = ""
 
 
 class NewName(OfLora):
@@ -189,8 +190,10 @@ def shown(work: Workplace, request: Request, _: Words) -> Answer:
     """Return what the page shows: all LoRAs, one of them, or that there is none of that name."""
     asked = request.query_params.get("file")
     if not asked:
-        text, base = (request.query_params.get(name, "") for name in ("search", "base"))
-        return {"part": "shelf", **view.shelf(work, text, base, _)}
+        text, base, order = (
+            request.query_params.get(name, "") for name in ("search", "base", "order")
+        )
+        return {"part": "shelf", **view.shelf(work, text, base, order, _)}
     try:
         file = find(work, asked)
     except LoraTrainError as error:
@@ -233,7 +236,7 @@ def _mergeable(work: Workplace, file: LoraFile, header: Header) -> list[lora_fil
 def search(work: Workplace, asked: Search, _: Words) -> Answer:
     """Return the cards of the LoRAs that fit."""
     found = lora_files.entries(work)
-    fitting = lora_files.matching(found, asked.text, asked.base)
+    fitting = view.ordered(lora_files.matching(found, asked.text, asked.base), asked.order)
     return {"html": view.grid(fitting, of=len(found), said=_)}
 
 

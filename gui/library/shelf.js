@@ -2,7 +2,7 @@
 import { ask } from "/ui/shared/ask.js";
 import { menus } from "/ui/shared/menus.js";
 
-const KEYS = { search: "text", base: "base" };
+const KEYS = { search: "text", base: "base", order: "order" };
 
 export function mountShelf(main, leaving) {
   const form = main.querySelector(".search");
@@ -13,7 +13,7 @@ export function mountShelf(main, leaving) {
 
   /** Ask for what is wished last, one question after another. */
   async function search() {
-    wished = { text: form.search.value, base: form.base.value };
+    wished = { text: form.search.value, base: form.base.value, order: form.order.value };
     const address = new URL(location.href);
     for (const [name, key] of Object.entries(KEYS)) {
       if (wished[key]) address.searchParams.set(name, wished[key]);

@@ -1,6 +1,6 @@
 // The strengths to draw at, on the tab Try: each is a button that takes it out, and a field adds more.
 import { make } from "/ui/shared/elements.js";
-import { say } from "/ui/shared/words.js";
+import { figure, say } from "/ui/shared/words.js";
 
 /** Look after the strengths in `place`. Return what gives them as a text, with what is typed and not added yet. */
 export function strengths(place) {
@@ -25,7 +25,7 @@ export function strengths(place) {
   function chip(value) {
     const name = make("span", { class: "unseen" }, `${say("Remove")} `);
     const sign = make("span", { "aria-hidden": "true" }, "\u00d7");
-    return make("button", { type: "button", "data-strength": value, title: say("Remove") }, name, String(value), sign);
+    return make("button", { type: "button", "data-strength": value, title: say("Remove") }, name, figure(String(value)), sign);
   }
 
   place.addEventListener("click", ({ target }) => {

@@ -13,6 +13,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from lora_trainer.common.wording import bytes_text, one_line
+from lora_trainer.config.inputs import MINIATURES
+from lora_trainer.families.base.tables import family_names
+from lora_trainer.families.base.tables import head as head_of
 from lora_trainer.lora_file.inspect import Inspection
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
@@ -31,6 +34,7 @@ PAGE = "/library"
 _MAX_SHOWN = 400
 _MAX_VALUE_CHARACTERS = 2_000
 _BLOCKS_SHOWN = 8
+ORDERS = {"": "newest first", "oldest": "oldest first", "name": "by name"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +60,29 @@ def page_url(file: LoraFile) -> str:
     return f"{PAGE}?{urlencode({'file': file.ref})}"
 
 
-def shelf(work: Workplace, text: str, base: str, _: Words) -> Mapping[str, Any]:
-    """Return what shelf.html shows: the LoRAs that fit a search, and the bases to choose from."""
+def shelf(work: Workplace, text: str, base: str, order: str, _: Words) -> Mapping[str, Any]:
+    """Return what shelf.html shows: the LoRAs that fit a search, and the bases and orders to choose from."""
     found = lora_files.entries(work)
-    chosen = lora_files.matching(found, text, base)
+    chosen = ordered(lora_files.matching(found, text, base), order)
     names = sorted({entry.header.base for entry in found} - {""})
     return {
         "text": text,
         "base": base,
-        "bases": [("", _("all bases")), *((name, title(name)) for name in names)],
+        "order": order,
+        "orders": [(name, _(said)) for name, said in ORDERS.items()],
+        "bases": [("", _("all bases")), *((name, _.message(title(name))) for name in names)],
         **cards(chosen, of=len(found), said=_),
     }
+
+
+def ordered(found: Sequence[Entry], order: str) -> Sequence[Entry]:
+    """Return LoRAs, which come the newest first, in one of the ORDERS."""
+    match order:
+        case "oldest":
+            return found[::-1]
+        case "name":
+            return sorted(found, key=lambda entry: _name(entry).casefold())
+    return found
 
 
 def grid(found: Sequence[Entry], *, of: int, said: Words) -> Html:
@@ -104,7 +120,6 @@ def head(file: LoraFile, header: Header, _: Words) -> Mapping[str, Any]:
     entry = result if result is not None and is_result else Entry(file=file, header=header)
     return {
         **_told(entry, _),
-        "ref": file.ref,
         "trigger": header.trigger,
         "is_try_out": header.is_try_out,
         "again": "/train?" + urlencode({"again": file.run}),
@@ -125,6 +140,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
     has_report = (file.path.parent / REPORT).is_file()
     return {
         "name": name,
+        "ref": file.ref,
         "stem": file.path.stem,
         "url": page_url(file),
         "image": small_url(image) if image else header.thumbnail,
@@ -153,7 +169,7 @@ def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
     if entry.is_best:
         yield Fact(name="best", value=_("step {#}", f"{steps:,}") if steps else "", is_name=False)
     facts = {
-        "base": title(header.base),
+        "base": _.message(title(header.base)),
         "trigger word": header.trigger,
         "rank": header.rank,
         "steps": f"{steps:,}" if steps and not entry.is_best else None,
@@ -236,7 +252,7 @@ def problems(found: Sequence[Any], _: Words) -> Sequence[Mapping[str, str]]:
 
 
 def _inspected(inspection: Inspection) -> Iterator[Fact]:
-    yield Fact(name="made for", value=inspection.family)
+    yield Fact(name="made for", value=_made_for(inspection), is_name=False)
     yield Fact(name="key names", value=inspection.format)
     yield Fact(name="kind", value=", ".join(inspection.kinds))
     for name, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
@@ -246,6 +262,15 @@ def _inspected(inspection: Inspection) -> Iterator[Fact]:
     yield Fact(name="modules", value=f"{inspection.modules:,}")
     for key, (tokens, width) in inspection.embeddings.items():
         yield Fact(name=key, value=f"{tokens} new tokens of {width:,} numbers", is_name=False)
+
+
+def _made_for(inspection: Inspection) -> str:
+    """Return the model that a file is for, as it is written in texts: a miniature, else its family."""
+    model = inspection.metadata.get("ss_sd_model_name", "")
+    if model in MINIATURES:
+        return title(model)
+    family = inspection.family
+    return str(head_of(family)["name"]) if family in family_names() else family
 
 
 def _norms(norms: Mapping[str, float]) -> Iterator[tuple[str, str]]:

@@ -24,12 +24,13 @@ from ..drafts import Draft
 from ..server.pages import Body, Nothing, Text, answer, page
 from ..server.templates import render
 from ..server.translation import Words
-from ..train.base_cards import verdict
+from ..train.base_cards import emblem_url, verdict
 from ..workplace import Workplace
 from . import report
 
 Source = Annotated[str, StringConstraints(max_length=300)]
 _BASES_SHOWN = 8
+_MINIATURE_PICTURE = "/ui/miniature.png"
 _NO_DRAFT = "0" * 12
 
 
@@ -61,9 +62,17 @@ def routes(work: Workplace) -> list[Route]:
 
     def offered(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         rows = sorted(plans.releases(), key=lambda row: row["offered"])[:_BASES_SHOWN]
-        sources = [EMBEDDED, *(str(row["source"]) for row in rows)]
+        rows.sort(
+            key=lambda row: row["download_bytes"]
+        )  # so that what they need rises down the page
+        pictures = {EMBEDDED: _MINIATURE_PICTURE} | {
+            str(row["source"]): emblem_url(row["family"], row["subjects"]) for row in rows
+        }
         return {
-            "bases": [{"source": source, "name": base_names.title(source)} for source in sources]
+            "bases": [
+                {"source": source, "name": _.message(base_names.title(source)), "picture": picture}
+                for source, picture in pictures.items()
+            ]
         }
 
     def fits(asked: Fits, _: Words) -> Mapping[str, Any]:

@@ -69,19 +69,40 @@ export function mount(main, leaving) {
   });
 }
 
-/** Fill the table of base models, a row each as soon as its plan is there. */
+/** List the base models, each with a bar of the memory that it needs as soon as its plan is there. */
 async function showFits(place, bases, leaving) {
-  const rows = bases.map(({ source, name }) => {
-    const [fits, time] = [make("td", { class: "awaited quiet" }, say("looking \u2026")), make("td")];
-    return { source, fits, time, node: make("tr", {}, make("td", { translate: "no" }, name), fits, time) };
+  const limit = place.querySelector(".limit");
+  const rows = bases.map(({ source, name, picture }) => {
+    const [fits, time, needs, bar] = [make("b", { class: "awaited quiet" }, say("looking \u2026")), make("span", { class: "time" }), make("small", { class: "quiet" }), make("i", { class: "bar-of" })];
+    const node = make("li", {}, make("img", { src: picture, alt: "", loading: "lazy" }),
+      make("div", { class: "name" }, make("strong", { translate: "no" }, name), needs),
+      make("span", { class: "track", "aria-hidden": "true" }, bar), make("div", { class: "verdict" }, fits, time));
+    return { source, fits, time, needs, bar, node, bytes: 0 };
   });
-  place.querySelector("tbody").replaceChildren(...rows.map((row) => row.node));
-  for (const { source, fits, time } of rows) {
-    const answer = await ask("/doctor/fits", { source });
+  place.querySelector("ul").replaceChildren(...rows.map((row) => row.node));
+  let limitBytes = 0;
+
+  /** The longest bar takes the whole width, or the limit does where all is below it. */
+  function measure() {
+    const longest = Math.max(limitBytes, ...rows.map((row) => row.bytes)) * 1.02;
+    for (const { bar, bytes } of rows) bar.style.width = `${(100 * bytes) / longest}%`;
+    place.style.setProperty("--limit", limitBytes / longest);
+  }
+
+  for (const row of rows) {
+    const answer = await ask("/doctor/fits", { source: row.source });
     if (leaving.aborted) return;
-    fits.textContent = answer.error ?? answer.said;
-    fits.className = `fits-${answer.fits}`;
-    time.textContent = answer.time || (answer.fits === "bad" ? answer.needs || answer.why : ""); // how much memory it needs
-    time.className = answer.time ? "" : "needs quiet";
+    row.fits.textContent = answer.error ?? answer.said;
+    row.fits.className = "";
+    row.node.className = `fits-${answer.fits}`;
+    row.time.textContent = answer.time ?? "";
+    row.needs.textContent = answer.needs || answer.why || "";
+    row.bytes = answer.needs_bytes ?? 0;
+    if (!limitBytes && answer.limit_bytes) {
+      limitBytes = answer.limit_bytes;
+      limit.textContent = answer.limit;
+      place.classList.add("measured");
+    }
+    if (limitBytes) measure();
   }
 }

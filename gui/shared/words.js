@@ -26,6 +26,6 @@ const sample = texts["1,234.5"] ?? "1,234.5"; // it shows the separators of the 
 const separators = { ".": sample.at(-2), ",": sample.at(1) };
 
 /** Return a figure with the separators of the language; a version such as 2.13.0 is none. */
-function figure(written) {
+export function figure(written) {
   return written.replace(/(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w*[.,]\d)/g, (number) => number.replace(/[.,]/g, (each) => separators[each]));
 }

@@ -146,11 +146,16 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
             "said": said("Does not fit"),
             "why": f"{capital(said.message(plain(refused)))}.",
             "needs": said("needs {#}", needs["size"]) if needs else "",
+            "needs_bytes": round(float(needs["size"].split()[0]) * 2**30) if needs else None,
         }
     pace = plan.pace(found, said)
     is_try_out = found.base in MINIATURES
     return {
         "fits": "slow" if is_try_out else pace.light,
+        "needs": said("needs {#}", bytes_text(found.memory.peak_bytes)),
+        "needs_bytes": found.memory.peak_bytes,
+        "limit": said("usable here: {#}", bytes_text(found.memory.limit_bytes)),
+        "limit_bytes": found.memory.limit_bytes,
         "said": said("A try-out") if is_try_out else pace.word,
         "time": pace.time,
         "why": plan.fit(found, said),

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import StringConstraints
 from starlette.routing import Route
 
+from ..media import thumb_url
 from ..server.pages import Body, Nothing, Text, answer, page
 from ..server.translation import Words
 from ..workplace import Workplace
 from . import store
 
 KINDS = {
-    "run": "Training with its LoRAs and samples, deleted {}",
-    "lora": "LoRA file, deleted {}",
-    "dataset": "Images that were uploaded, deleted {}",
+    "run": "Training with its LoRAs and samples",
+    "lora": "LoRA file",
+    "dataset": "Images that were uploaded",
 }
+_PICTURE_PX = 192
 
 
 class Put(Body):
@@ -62,14 +65,20 @@ def routes(work: Workplace) -> list[Route]:
 
 def listed(work: Workplace) -> Mapping[str, Any]:
     """Return what the page shows: the newest deletion first."""
-    things = [
+    things: list[dict[str, Any]] = [
         {
             "id": thrown.id,
-            "said": KINDS.get(thrown.kind, "{}"),
+            "kind": KINDS.get(thrown.kind, ""),
             "name": thrown.name,
+            "picture": small_url(store.picture(work, thrown)),
+            "size_bytes": store.size_bytes(work, thrown),
             "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(thrown.thrown_s)),
         }
         for thrown in store.contents(work)
     ]
-    size_bytes = store.size_bytes(work) if things else 0
-    return {"things": things, "size_bytes": size_bytes}
+    return {"things": things, "size_bytes": sum(thing["size_bytes"] for thing in things)}
+
+
+def small_url(picture: Path | None) -> str:
+    """Return the address of a small copy of a picture, an empty text without one."""
+    return thumb_url(picture.parent, picture.name, size_px=_PICTURE_PX) if picture else ""

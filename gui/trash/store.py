@@ -7,6 +7,7 @@ record comes before its files leave, so that an end in between loses nothing.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,11 @@ from lora_trainer.common.files import (
     retry_while_open,
     write_atomic,
 )
+from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 from lora_trainer.queue import commands
 from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.run_record import read
+from lora_trainer.reporting.sample_files import SAMPLES, own_samples
 from lora_trainer.reporting.status import read_status
 
 from .. import lora_files, runs
@@ -35,6 +38,7 @@ from ..workplace import Workplace
 FOLDER, RECORD = "trash", "record.json"
 KINDS: tuple[str, ...] = ("run", "lora", "dataset")
 _LOCK_WITHIN_S = 10.0
+_STEP = re.compile(r"-step(?P<step>\d{8})\.safetensors$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +150,39 @@ def empty(work: Workplace) -> None:
                 raise disk_error(folder, error) from error
 
 
-def size_bytes(work: Workplace) -> int:
-    """Return what the trash takes of the disk."""
-    files = (path for path in _folder(work).rglob("*") if path.is_file() and not path.is_symlink())
+def size_bytes(work: Workplace, thrown: Thrown | None = None) -> int:
+    """Return what the trash takes of the disk, or one thing in it."""
+    folder = _folder(work) / (thrown.id if thrown else "")
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return sum(path.stat().st_size for path in files)
+
+
+def picture(work: Workplace, thrown: Thrown) -> Path | None:
+    """Return the picture by which somebody knows what was deleted; None without any.
+
+    Of a training its last sample; of a LoRA the one beside it, else what its training drew until then; of images the
+    first of them.
+    """
+    here = [_folder(work) / thrown.id / name for name in thrown.places]
+    beside = [path for path in here if path.is_file() and path.suffix.lower() in IMAGE_EXTENSIONS]
+    if beside:
+        return beside[0]
+    match thrown.kind:
+        case "run":
+            found = own_samples(here[0] / SAMPLES)
+        case "lora":
+            (place, *_rest) = thrown.places.values()
+            step = _STEP.search(place)
+            run = (work.runs / place).parent
+            found = own_samples(run / SAMPLES, up_to=int(step["step"]) if step else None)
+        case _:
+            named = sorted(path for path in here[0].glob("*") if _is_picture(path))
+            found = named or sorted(path for path in here[0].rglob("*") if _is_picture(path))
+    return next(iter(found), None)
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_EXTENSIONS and path.is_file() and path.name[0] != "."
 
 
 def uploaded(work: Workplace, folder: Path) -> bool:

@@ -772,7 +772,16 @@ def test_the_page_machine_says_which_bases_fit(
 
     def answer_of(words: tuple[str, ...]) -> command_lines.Answer:
         if words == ("bases",):
-            rows = [{"source": f"of/{number}", "offered": number} for number in range(20, 0, -1)]
+            rows = [
+                {
+                    "source": f"of/{number}",
+                    "offered": number,
+                    "family": "sd15",
+                    "subjects": ["people"],
+                    "download_bytes": 100 - number,
+                }
+                for number in range(20, 0, -1)
+            ]
             return command_lines.Answer(values={"releases": rows})
         asked.append(words)
         return command_lines.Answer(
@@ -786,7 +795,8 @@ def test_the_page_machine_says_which_bases_fit(
     client = TestClient(Starlette(routes=machine.routes(work)))
     bases = client.post("/doctor/bases", json={}).json()["bases"]
     releases = [f"of/{number}" for number in range(1, 9)]
-    assert [base["source"] for base in bases] == ["embedded", *releases]
+    assert [base["source"] for base in bases] == ["embedded", *reversed(releases)], "small to large"
+    assert "family=sd15" in bases[1]["picture"]
     assert bases[0]["name"] == "Miniature", "which trains on any machine"
     fits = client.post("/doctor/fits", json={"source": "of/1"}).json()
     assert (fits["fits"], fits["said"]) == ("bad", "Does not fit")
@@ -794,7 +804,7 @@ def test_the_page_machine_says_which_bases_fit(
         fits["why"]
         == "This run needs at least 31.40 GiB for training, but there are only 24.00 GiB of memory free, less a margin."
     )
-    assert fits["needs"] == "needs 31.40 GiB"
+    assert fits["needs"] == "needs 31.40 GiB" and fits["needs_bytes"] == round(31.4 * GIB)
     german = client.post("/doctor/fits", json={"source": "of/1"}, headers={"accept-language": "de"})
     assert german.json()["why"] == (
         "Dieses Training braucht mindestens 31,40 GiB (Training), "

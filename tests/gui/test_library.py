@@ -276,6 +276,15 @@ def test_a_search_stands_in_the_address_and_a_file_that_is_not_there_or_broken_i
     assert "1 of 2" in pages.post("/library/search", json=asked).json()["html"]
     shown = pages.get("/library?search=blue").text
     assert "1 of 2" in shown and 'value="blue"' in shown and "Training cat" not in shown
+    by_name = [
+        pages.get("/library?order=name").text,
+        pages.post("/library/search", json={"text": "", "base": "", "order": "name"}).json()[
+            "html"
+        ],
+    ]
+    for shown in by_name:
+        assert shown.index("run=cat") < shown.index("run=owl")
+    assert '<option value="name" selected>' in by_name[0]
     shown = pages.get("/library?base=sdxl.safetensors").text
     assert '<option value="sdxl.safetensors" selected' in shown and "Training owl" not in shown
     lora(
@@ -367,7 +376,11 @@ def test_what_is_exported_is_linked_and_what_a_file_holds_is_said_in_the_languag
     )
     assert "It has no preview." not in pages.post("/library/check", json=file).json()["html"]
     html = pages.post("/library/inside", json=file, headers=german).json()["html"]
-    assert "gemacht f\u00fcr" in html and "sd15" in html
+    assert "gemacht f\u00fcr" in html and "<dd>Stable Diffusion 1.x</dd>" in html, (
+        "not a folder's name"
+    )
+    shown = pages.get("/library?file=a/zorble.safetensors", headers=german).text
+    assert "</span>0,8<span" in shown and 'data-strength="0.8"' in shown
 
 
 # ---- the trash
@@ -387,6 +400,7 @@ def test_each_kind_comes_back_from_the_trash_as_it_was_and_takes_the_place_of_no
     before = files()
     for kind, ref in (("lora", "done/zorble.safetensors"), ("run", "done"), ("dataset", dataset)):
         thrown = trash.throw_away(work, kind=kind, ref=str(ref))
+        assert trash.picture(work, thrown) is not None, "by which it is known"
         assert [each.id for each in trash.contents(work)] == [thrown.id]
         assert thrown.kind == kind and trash.size_bytes(work) > 0
         assert files() != before

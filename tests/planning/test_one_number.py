@@ -221,7 +221,7 @@ def test_200_drafts_show_no_two_numbers_for_one_thing(tmp_path: Path) -> None:
         page = words(str(render("machine/report.html", Words("en"), **looked)))
         if gib(hardware.usable_ram_bytes) not in facts:
             faults.append((name, "doctor: usable memory", facts))
-        if f"Plans may use {bytes_text(hardware.usable_ram_bytes)}" not in page:
+        if f"A training may use {bytes_text(hardware.usable_ram_bytes)}" not in page:
             faults.append((name, "Machine: usable memory", page))
         load = others_text(hardware, hardware.accelerator()[0])
         if load != "other programs do not slow it now":
