@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer import families
 from lora_trainer.cli import main
 from lora_trainer.common import errors
 from lora_trainer.config import config
@@ -59,6 +60,15 @@ def test_the_time_of_a_step_beside_a_bare_loop_is_that_of_the_measured_table() -
     assert f"takes {min(ours):.2f} to {max(ours):.2f} of the time of a bare peft loop" in README
     for others in ("0.94 to 0.98", "1.00 with"):
         assert others in README and others in PAGES["performance"]
+
+
+def test_the_comparison_with_others_counts_our_families_and_says_that_bases_that_edit_are_there() -> (
+    None
+):
+    rows = [[cell.strip(" *") for cell in row.split("|")[1:3]] for row in README.splitlines()]
+    ours = dict(row for row in rows if len(row) == 2)
+    assert ours["families of models"] == f"{len(families.NAMES)}, images only"
+    assert ours["editing models"] == ("yes" if families.editing() else "no")
 
 
 def test_named_paths_and_linked_pages_exist() -> None:
