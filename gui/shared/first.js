@@ -1,5 +1,6 @@
 // What has to be there before a page is drawn and before its modules have come: the scheme that was chosen, else the one
-// that the browser asks for, and the choice of the language, which counts from its first moment.
+// that the browser asks for, the room of what trains where something trained a moment ago, and the choice of the
+// language, which counts from its first moment.
 const THEME = "lora_train_theme";
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 function colour() {
@@ -8,6 +9,8 @@ function colour() {
 }
 colour();
 systemIsDark.addEventListener("change", colour);
+// So that nothing moves when live.js knows; it notes it.
+document.documentElement.classList.toggle("trains", localStorage.getItem("lora_train_trains") === "yes");
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelector(".theme select").value = localStorage.getItem(THEME) ?? "";
 });

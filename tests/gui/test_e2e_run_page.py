@@ -236,6 +236,25 @@ def test_an_answer_that_comes_late_shows_no_button_that_is_over(page: Any, place
     page.get_by_role("heading", name="No such run").wait_for()
 
 
+def test_nothing_moves_on_a_page_that_learns_again_what_trains(page: Any, place: Place) -> None:
+    """Somebody presses what is there; the figures of the machine come later and find their room."""
+    write_status(until(fake_run(place.runs / "steady", steps=30), 12))
+    where = "() => [...document.querySelectorAll('main, .bar nav a')].map((each) => each.getBoundingClientRect().y)"
+    figures = page.locator(".cockpit b").first
+    held: list[Any] = []
+    for path in ("/library", "/run?run=steady"):
+        place.server.open(page, path)
+        figures.wait_for()
+        page.route("**/live", lambda route: held.append(route), times=1)
+        page.reload()
+        eventually(lambda: bool(page.wait_for_timeout(20) or held))
+        before = page.evaluate(where)
+        assert not figures.is_visible()
+        held.pop().continue_()
+        figures.wait_for()
+        assert page.evaluate(where) == before
+
+
 def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(
     place: Place, page: Any
 ) -> None:
