@@ -299,11 +299,13 @@ class Plans:
         key = self._key(draft)
         words, _ = key
         with self._lock:
-            kept = self._answers.pop(key, None)
+            kept = self._answers.get(key)
             now_s = self._clock_s()
             if anew or kept is None or now_s - kept.at_s > _PLAN_FRESH_S:
+                # Meanwhile the one before is known, as it is shown.
                 kept = _Aged(answer=self._ask(words), at_s=now_s)
             self._answers[key] = kept
+            self._answers.move_to_end(key)
             while len(self._answers) > _KEPT_PLANS:
                 self._answers.popitem(last=False)
             return kept.answer

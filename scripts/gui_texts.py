@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ROOT / "gui" / "languages"
 CHART = ROOT / "lora_trainer" / "reporting" / "chart.html"
 FINDINGS = ROOT / "lora_trainer" / "dataset" / "finding_texts.toml"
+TRAINERS = ROOT / "lora_trainer" / "importing" / "trainers"
 CAPTIONERS = ROOT / "lora_trainer" / "captioning" / "catalogue.toml"
 PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _SCRIPT_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
@@ -81,6 +82,14 @@ def of_settings() -> Iterator[str]:
 def of_packages() -> Iterator[str]:
     """Yield what the page Machine says that packages are for."""
     yield from PURPOSES.values()
+
+
+def of_trainers() -> Iterator[str]:
+    """Yield why settings of other trainers come to nothing here."""
+    for table in sorted(TRAINERS.glob("*.toml")):
+        for rows in tomllib.loads(table.read_text(encoding="utf-8")).values():
+            if isinstance(rows, list):
+                yield from (row["why"] for row in rows if "why" in row)
 
 
 def normal(text: str) -> str:
@@ -169,7 +178,7 @@ def lacking(code: str) -> Iterator[tuple[Path, str]]:
 def dead(code: str) -> list[str]:
     """Return the entries of a language whose English text no source has any more."""
     there = {text for path in sources() for text in literals(path)}
-    there |= {normal(text) for text in (*of_settings(), *of_packages())}
+    there |= {normal(text) for text in (*of_settings(), *of_packages(), *of_trainers())}
     return [english for english in known(code) if normal(english) not in there]
 
 

@@ -21,7 +21,7 @@ from lora_trainer.common.wording import (
 )
 from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.hardware.nvml import CardState
-from lora_trainer.reporting.best_step import held_out, judgement
+from lora_trainer.reporting.best_step import AS_GOOD, held_out, judgement
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import FIRST_STEPS, RunStatus
@@ -47,8 +47,6 @@ from ..server.templates import render
 from ..server.translation import Words
 
 _LOSS_STEPS = 20
-# Losses that differ by less are within the noise of a few held-out images.
-_AS_GOOD = 1.02
 # A training is called longer than planned from so many times the longest time of the plan on.
 _LONGER = 1.3
 
@@ -205,14 +203,14 @@ def _best_step(history: RunHistory, files: Mapping[int, str]) -> str:
     if not kept:
         return "No LoRA file is left of a step that was measured; compare the samples below."
     best = min(kept, key=lambda step: kept[step])
-    equal = [f"{step:,}" for step, loss in kept.items() if loss <= _AS_GOOD * kept[best]]
+    equal = [f"{step:,}" for step, loss in kept.items() if loss <= AS_GOOD * kept[best]]
     said = (
         f"Step {best:,} did best on the images kept aside: {_samples_of(best, history)}."
         if len(equal) == 1
         else f"Steps {', '.join(equal)} are practically equal on the images kept aside: choose by eye."
     )
     lowest = min(measured, key=lambda step: measured[step])
-    if kept[best] <= _AS_GOOD * measured[lowest]:
+    if kept[best] <= AS_GOOD * measured[lowest]:
         return said
     return (
         f"{said} Around step {lowest:,} the loss was lower ({loss_text(measured[lowest])}), but "

@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.queue import commands
 from lora_trainer.queue.rules import read_rules
-from lora_trainer.reporting.best_step import Standing
+from lora_trainer.reporting.best_step import AS_GOOD, Standing
 from lora_trainer.reporting.charts import Chart, ChartLine, Html, draw
 from lora_trainer.reporting.history import SampleImage, read_history
 from lora_trainer.reporting.status import read_status
@@ -29,6 +29,7 @@ from lora_trainer.tuning.study import STUDY_FILE, read_record
 from lora_trainer.tuning.tune import gains_of
 
 from .. import runs, variants
+from ..lora_files import result_of
 from ..markup import setting_said
 from ..media import run_url
 from ..queue.times import clock_text, dataset_of
@@ -175,16 +176,18 @@ def shelf(work: Workplace, _: Words) -> Mapping[str, Any]:
 def _card(work: Workplace, url: str, found: Named, _: Words) -> Mapping[str, Any]:
     """Return the card of a series: how far it is, which did best, the first prompt as several of them draw it."""
     trained = [_trained(work, found, name, values, _) for name, values in found.runs]
-    best = next(iter(_best(trained, is_study=found.is_study)), None)
+    leading = _best(trained, is_study=found.is_study)
+    best = leading[0] if len(leading) == 1 else None
     cells = next(_pictures(trained), {"cells": ()})["cells"]
     return {
         "url": url,
         "name": found.label,
         "keys": ", ".join(setting_said(key, _) for key in found.keys),
         "count": len(trained),
-        "chips": [{"text": _chip(each, found, _), "best": each is best} for each in trained],
+        "chips": [{"text": _chip(each, found, _), "best": each in leading} for each in trained],
         "trained": sum(each.state not in (*_GOING, "gone") for each in trained),
         "best": "" if best is None else best.label,
+        "equal": "" if best else ", ".join(each.label for each in leading),
         "said": "" if best is None or best.recorded.good is None else best.recorded.good.said,
         "pictures": [cell for cell in cells if cell["url"]][:_PICTURES_OF_CARD]
         or [{"url": src, "label": ""} for src in _images(work, found)[:_PICTURES_OF_CARD]],
@@ -207,10 +210,18 @@ def _chip(trained: Trained, found: Named, _: Words) -> str:
 
 
 def _best(trained: Sequence[Trained], *, is_study: bool) -> list[Trained]:
-    """Return those that did best; one alone is not the best of anything."""
-    ranks = [(each.rank(is_study=is_study), each) for each in trained]
-    measured = [rank for rank, _ in ranks if rank is not None]
-    return [each for rank, each in ranks if rank == max(measured)] if len(measured) > 1 else []
+    """Return the one that did best, or all that did practically as well; one alone is not the best of anything.
+
+    Of a study `tune` has decided, by its own measure.
+    """
+    ranks = [(each, each.rank(is_study=is_study)) for each in trained]
+    measured = [rank for _, rank in ranks if rank is not None]
+    if len(measured) < 2:  # noqa: PLR2004 - two are compared
+        return []
+    lowest = max(measured)
+    if not is_study:
+        lowest = 1 - AS_GOOD * (1 - lowest)  # of a gain: what is left of the base's loss
+    return [each for each, rank in ranks if rank is not None and rank >= lowest]
 
 
 def _awaited(work: Workplace, _: Words) -> str:
@@ -255,7 +266,9 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
             "said": "" if each.recorded.good is None else each.recorded.good.said,
             "gain": "" if each.gain is None else f"{each.gain:.2%}",
             "step": "" if each.best is None else f"{each.best:,}",
-            "best": each in best,
+            "best": [each] == best,
+            "equal": each in best and len(best) > 1,
+            "loras": _loras(work, each),
             "css": f"s{index % _COLOURS}",
         }
         for index, each in enumerate(trained)
@@ -269,18 +282,37 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         waiting=[row["item"] for row in rows if row["place"]],
         awaited=_awaited(work, _) if all_wait else "",
         images=() if any(each.recorded.images for each in trained) else _images(work, found),
-        best=", ".join(each.label for each in best),
+        best=best[0].label if len(best) == 1 else "",
+        equal=_all_of([each.label for each in best], _) if len(best) > 1 else "",
         goes=goes,
         chart=_chart(trained, _),
         columns=[
             (row["label"], row["css"], "" if each.shown_step is None else f"{each.shown_step:,}")
             for row, each in zip(rows, trained, strict=True)
         ],
-        pictures=list(_pictures(trained)),
+        pictures=(pictures := list(_pictures(trained))),
+        drawn_by_base=any(row["base"] for row in pictures),
         varies_seed=SEED in found.keys,
         is_study=found.is_study,
     )
     return html, goes
+
+
+def _all_of(labels: Sequence[str], _: Words) -> str:
+    """Return several labels as they stand in a sentence."""
+    return _("{} and {}", ", ".join(labels[:-1]), labels[-1])
+
+
+def _loras(work: Workplace, trained: Trained) -> Mapping[str, str]:
+    """Return where the LoRA of a training is downloaded and tried; nothing before it has one."""
+    if trained.state in _GOING or trained.state in _WITHOUT_RUN:
+        return {}
+    entry = result_of(work.runs / trained.name)
+    if entry is None:
+        return {}
+    file = entry.file
+    page = "/library?" + urlencode({"file": file.ref})
+    return {"file": run_url(file.run, file.path.name), "page": page}
 
 
 def _trained(
@@ -359,7 +391,10 @@ def _chart(trained: Sequence[Trained], _: Words) -> Html | None:
 
 
 def _pictures(trained: Sequence[Trained]) -> Iterator[Mapping[str, Any]]:
-    """Yield a row for each prompt, those that all of them drew first; a picture that is not there has no address."""
+    """Yield a row for each prompt, those that all of them drew first; a picture that is not there has no address.
+
+    `base` is what the base draws of it without a LoRA.
+    """
     drawn = [
         {
             (image.prompt, image.seed): image
@@ -368,6 +403,12 @@ def _pictures(trained: Sequence[Trained]) -> Iterator[Mapping[str, Any]]:
         }
         for each in trained
     ]
+    base = {
+        (image.prompt, image.seed): run_url(each.name, *image.file.split("/"))
+        for each in trained
+        for image in each.recorded.images
+        if not image.step
+    }
     keys = dict.fromkeys(key for images in drawn for key in images)
     for prompt, seed in sorted(keys, key=lambda key: sum(key not in images for images in drawn)):
         found = [
@@ -380,4 +421,4 @@ def _pictures(trained: Sequence[Trained]) -> Iterator[Mapping[str, Any]]:
             }
             for each, image in found
         ]
-        yield {"prompt": prompt, "cells": cells}
+        yield {"prompt": prompt, "base": base.get((prompt, seed), ""), "cells": cells}

@@ -37,6 +37,8 @@ class Brought:
     """The settings that the file itself says; the others are defaults of its trainer."""
     nearest: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    not_needed: dict[str, str] = field(default_factory=dict)
+    """What the file says and nothing has to be set for here."""
     text: str = ""
     """The file itself, where its length is in epochs: it is read again when other images come."""
 
@@ -66,6 +68,7 @@ def brought(text: str, *, name: str, images: Path | None = None) -> Brought | No
         said=[key for key, source in foreign.sources.items() if foreign.named & {*source.split()}],
         nearest=foreign.nearest,
         left_out=foreign.without_equivalent | unknown,
+        not_needed=foreign.nothing_to_set,
         text=text if foreign.counts_images and len(text) <= _KEPT_CHARACTERS else "",
     )
 

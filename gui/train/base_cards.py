@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -30,7 +29,7 @@ from ..markup import capital, plain
 from ..media import run_url
 from ..server.translation import Words
 from ..workplace import Workplace
-from . import plan
+from . import fields, plan
 
 # Those that are `offered` first are in sight; the others are folded away.
 _IN_SIGHT = 3
@@ -129,7 +128,7 @@ def that_fits(plans: command_lines.Plans, draft: Draft, said: Words) -> str:
     for row in sorted(releases, key=lambda release: release["offered"])[:_IN_SIGHT]:
         source = str(row["source"])
         with suppress(LoraTrainError):
-            found = plans.of(replace(draft, base=source)).plan
+            found = plans.of(fields.on_base(draft, source)).plan
             if found is not None and plan.pace(found, said).light == "good":
                 return source
     return ""
@@ -143,7 +142,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         needs = _NEEDS.search(refused)
         return {
             "fits": "bad",
-            "said": said("Does not fit"),
+            "said": said(_refusal(refused, is_too_large=needs is not None)),
             "why": f"{capital(said.message(plain(refused)))}.",
             "needs": said("needs {#}", needs["size"]) if needs else "",
             "needs_bytes": round(float(needs["size"].split()[0]) * 2**30) if needs else None,
@@ -163,6 +162,12 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         "picks": base_names.title(found.base),
         "picked": found.base,
     }
+
+
+def _refusal(refused: str, *, is_too_large: bool) -> str:
+    if is_too_large or " fit" in refused:
+        return "Does not fit"
+    return "Not on this machine" if "does not exist" in refused else "Not with these settings"
 
 
 # ---- models that are on this machine already

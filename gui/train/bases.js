@@ -48,7 +48,8 @@ export class Bases {
     // A plan that a base is too large for has a button to leave it, and a try-out one to a base for other programs.
     document.addEventListener("click", ({ target }) => {
       const button = target.closest?.("[data-base]");
-      if (button) pick(button.dataset.base);
+      if (button?.dataset.base === "") this.press("");
+      else if (button) pick(button.dataset.base, button.dataset.afresh?.split(" "));
     }, { signal: leaving });
   }
 
@@ -97,7 +98,7 @@ export class Bases {
     for (const { button } of [...this.cards.values(), ...this.found.values()]) {
       button.setAttribute("aria-pressed", String(button.dataset.source === shown));
     }
-    this.cards.get("").tell(shown ? {} : { said: source.split(/[\\/]/).pop(), download: "" });
+    this.cards.get("").tell(shown ? {} : { said: nameOf(source), download: "" });
     this.sayWhatIsLacking();
   }
 
@@ -197,7 +198,9 @@ export class Bases {
   /** Take what the plan of the draft says of the chosen base: its card and the plan say the same. */
   planned(fit) {
     const each = this.cards.get(this.chosen) ?? this.found.get(this.chosen);
-    if (!fit || !each?.row.source) return;
+    if (!fit) return;
+    if (!each) this.cards.get("")?.tell({ ...fit, time: "", said: [nameOf(this.chosen), fit.time || fit.said].filter(Boolean).join(": "), download: "" });
+    if (!each?.row.source) return;
     each.fit = fit;
     each.tell(fit);
     if (each.row === AUTO && fit.picks) this.sayWhatIsPicked(each, fit);
@@ -265,6 +268,8 @@ export class Bases {
     }
   }
 }
+
+function nameOf(source) { return source.split(/[\\/]/).pop(); }
 
 function gateOf({ name, source }, signedIn, signInPressed) {
   const page = make("a", { href: `https://huggingface.co/${source}`, target: "_blank", rel: "noopener", textContent: say("its page on Hugging Face") });

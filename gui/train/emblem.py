@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from hashlib import sha256
 
-WIDTH, HEIGHT, CELL = 320, 180, 20
+WIDTH, HEIGHT, CELL = 320, 80, 10
 _SHARE = 0.62  # of the width that has dots
+# The sketches are drawn 180 high; here they stand at the right, whole.
+_PLACE = "translate(146 0) scale(.444)"
 _SKETCHES = {
     "people": '<circle cx="212" cy="78" r="34"/><path d="M142 180c4-44 30-58 70-58s66 14 70 58z"/>',
     "anime": '<path d="M212 34c-34 0-52 26-50 60l-12 30 26-14c8 18 22 26 36 26s28-8 36-26l26 14-12-30'
@@ -38,7 +40,7 @@ def emblem(family: str, subject: str) -> str:
         f'<defs><linearGradient id="g" x2="1" y2="1"><stop stop-color="hsl({hue} 42% 34%)"/>'
         f'<stop offset="1" stop-color="hsl({other} 52% 62%)"/></linearGradient></defs>'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="url(#g)"/>'
-        f'<g fill="hsl({hue} 40% 20%)" opacity=".78">{sketch}</g>'
+        f'<g fill="hsl({hue} 40% 20%)" opacity=".78" transform="{_PLACE}">{sketch}</g>'
         f'<g fill="#fff" opacity=".28">{dots}</g></svg>'
     )
 

@@ -29,6 +29,7 @@ KIND, DATASET, PRIORITY, BASE = "kind", "dataset", "priority", setting_edit.BASE
 SLIDER = "slider:"
 """Before an entry of `Draft.slider`."""
 STEPS, PROMPTS, TRIGGER = "train.steps", "sampling.prompts", "data.trigger"
+SIZE = "data.resolution"
 ALSO = "also:"
 """Before the key of a setting: its further values."""
 
@@ -283,3 +284,18 @@ def label(key: str) -> str:
 def planned() -> Iterator[Field]:
     """Yield the fields that the plan fills in."""
     return (row for row in FIELDS if row.is_planned)
+
+
+def of_try_out(draft: Draft) -> tuple[str, ...]:
+    """Return the settings that somebody chose for a try-out and no base for other programs is trained well with.
+
+    What a file says was not chosen for a try-out.
+    """
+    return () if draft.brought else (STEPS, SIZE)
+
+
+def on_base(draft: Draft, base: str) -> Draft:
+    """Return the draft of a try-out on a base for other programs."""
+    for key in of_try_out(draft):
+        draft = draft.without_setting(key)
+    return replace(draft, base=base)

@@ -100,11 +100,18 @@ class Piece:
     text: str
 
 
-def plan(found: PlanRecord, said: Words, *, leads_to: str = "", leads_to_time: str = "") -> Html:
+def plan(
+    found: PlanRecord,
+    said: Words,
+    *,
+    leads_to: str = "",
+    leads_to_time: str = "",
+    afresh: Sequence[str] = (),
+) -> Html:
     """Return a plan: one line and what it warns of; numbers and decisions folded.
 
     A try-out comes with the one press that leads to the base `leads_to`, which is for other programs and fits here,
-    and how long that takes; empty where none does.
+    and how long that takes; empty where none does. Settings `afresh` are left to the plan by it.
     """
     memory, time = found.memory, found.time
     return render(
@@ -118,6 +125,7 @@ def plan(found: PlanRecord, said: Words, *, leads_to: str = "", leads_to_time: s
         leads_to=leads_to,
         leads_to_name=title(leads_to),
         leads_to_time=leads_to_time,
+        afresh=" ".join(afresh),
         remarks=[*of_images(found, said), *_remarks(found, said)],
         base=found.base,
         base_name=title(found.base),
@@ -238,17 +246,17 @@ def duration(found: PlanRecord, said: Words) -> Time:
 def pace(found: PlanRecord, said: Words) -> Pace:
     """Return whether a plan is good, slow or bad for this machine, that in a word, and how long it takes from now.
 
-    What other programs use now does not make a base slow: they end.
+    The word is about the time beside it: what other programs use now makes both longer.
     """
     if found.memory.fits is False:
         return Pace(light="bad", word=said("Does not fit"), time="")
-    pair, from_now = found.time.range_s, plan_view.from_now_s(found.time)
-    if pair is None or from_now is None:
+    from_now = plan_view.from_now_s(found.time)
+    if from_now is None:
         return Pace(light="good", word=said("Fits"), time="")
     time = plan_view.span(from_now, said)
-    if max(pair) > TOO_SLOW_S:
+    if max(from_now) > TOO_SLOW_S:
         return Pace(light="slow", word=said("Too slow here: use a GPU"), time=time)
-    if is_slow(pair):
+    if is_slow(from_now):
         return Pace(light="slow", word=said("Fits, but slow"), time=time)
     return Pace(light="good", word=said("Fits"), time=time)
 

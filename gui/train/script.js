@@ -88,7 +88,8 @@ export function mount(main, leaving) {
     draft,
     leaving,
     kept: () => writing,
-    pick: (source) => {
+    pick: (source, afresh = []) => {
+      for (const key of afresh) fields.type(key, "");
       fields.type("base.model", source);
       bases.choose(source);
       changed("base.model");

@@ -64,6 +64,8 @@ _KNOWN = (
     "train.batch_size",
     "data.resolution",
 )
+# What a base says that is nowhere.
+_MISSING = "does not exist"
 # As many settings of a refusal are led to.
 _LINKS = 3
 
@@ -307,10 +309,12 @@ def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
     changing = [row for row in rows if row["value"] != row["without"] or row["key"] in places]
     own = len(rows) if stated is None else sum(row["key"] in stated for row in rows)
     return {
+        "not_needed": {},  # drafts of earlier versions do not know
         **found,
         "trainer": found["trainer"].replace("sd-scripts", "kohya"),  # as people call it
         "own": own if found["sources"] else len(rows),
         "rows": rows,
+        "first": [row for row in rows if row["key"] in places and row["value"]],
         "changing": changing,
         "same": [row for row in rows if row not in changing],
         "defaults": len(rows) - own if found["sources"] else 0,
@@ -400,13 +404,17 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
 
 def _leads_to(
     plans: command_lines.Plans, draft: Draft, found: PlanRecord, said: Words
-) -> Mapping[str, str]:
-    """Return the base that a try-out leads to and how long it takes; nothing for a plan for other programs."""
+) -> Mapping[str, Any]:
+    """Return the base that a try-out leads to, how long it takes and what is chosen afresh for it.
+
+    Nothing for a plan for other programs.
+    """
     base = that_fits(plans, draft, said) if found.base in MINIATURES else ""
     if not base:
         return {}
-    answer = plans.of(replace(draft, base=base))  # known since it was found to fit
-    return {"leads_to": base, "leads_to_time": str(verdict_of(answer, said).get("time", ""))}
+    answer = plans.of(fields.on_base(draft, base))  # known since it was found to fit
+    time = str(verdict_of(answer, said).get("time", ""))
+    return {"leads_to": base, "leads_to_time": time, "afresh": fields.of_try_out(draft)}
 
 
 def _of_all(
@@ -459,17 +467,21 @@ def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
 
     Nothing is filled in: what another base's plan had chosen would be read as chosen for this one.
     """
-    found = said.message(plain(line.partition(" Fix: ")[0]))
-    leave: dict[str, str | float | None] = {"data-base": "auto"}
+    what = line.partition(" Fix: ")[0]
+    found, keys = said.message(plain(what)), keys_in(line)[:_LINKS]
     is_own_base = draft.base not in ("", "auto")
+    ways = [
+        button(said("Browse for the base model"), kind="primary", attributes={"data-base": ""}),
+        button(said("Choose a base for this machine"), attributes={"data-base": "auto"}),
+    ]
+    # Buttons do what a terminal is told.
+    shown = what if is_own_base and _MISSING in what else line
     return PlanPart(
         html=join(
             [
-                tag("p", message(capital(line), said), class_="error notice"),
-                button(said("Choose a base for this machine"), attributes=leave)
-                if is_own_base
-                else None,
-                *(_link_to(draft, key, said) for key in keys_in(line)[:_LINKS]),
+                tag("p", message(capital(shown), said), class_="error notice"),
+                tag("p", join(ways), class_="actions") if is_own_base else None,
+                *(_link_to(draft, key, said) for key in keys),
             ]
         ),
         beside=note_html(said("Train waits for a plan that works: {}", capital(found))),

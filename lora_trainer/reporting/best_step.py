@@ -18,6 +18,8 @@ from lora_trainer.reporting.history import RunHistory
 _LEARNED_WELL, _LEARNED = 0.1, 0.02
 # Fewer held-out images say how much was learned, and not that it looks well.
 _FEW_IMAGES = 4
+# Losses that differ by less are within the noise of a few held-out images.
+AS_GOOD = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)

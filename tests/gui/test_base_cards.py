@@ -103,6 +103,9 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
     slow = verdict(time={**plan["time"], "run_s": [3e5, 9e5]})
     assert (slow["fits"], slow["said"]) == ("slow", "Too slow here: use a GPU")
     assert slow["time"] == "about a week"
+    # The word is about the time beside it, which is from now on.
+    busy = verdict(time={**plan["time"], "run_s": [3e4, 6e4], "beside_others": 20.0})
+    assert (busy["time"], busy["said"]) == ("about a week", "Too slow here: use a GPU")
     assert verdict(memory={**plan["memory"], "fits": False})["fits"] == "bad"
     assert verdict(base="embedded")["said"] == "A try-out"
 
@@ -130,7 +133,9 @@ def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does
     work: Workplace, tmp_path: Path
 ) -> None:
     write_dataset(tmp_path / "set", images=2)
-    draft = drafts.Draft(id="0" * 12, dataset=str(tmp_path / "set"))
+    # Steps and size were chosen for the try-out: no LoRA is learned in so few on another base.
+    of_try_out = {"train.steps": 24, "data.resolution": 64, "adapter.rank": 8}
+    draft = drafts.Draft(id="0" * 12, dataset=str(tmp_path / "set"), settings=of_try_out)
     releases = [
         {"source": source, "offered": place, "edits": source == "of/d"}
         for place, source in enumerate(("of/a", "of/b", "of/c", "of/d"))
@@ -140,6 +145,7 @@ def test_a_try_out_leads_to_the_first_base_that_fits_and_to_none_where_none_does
     def ask(words: command_lines.Words) -> command_lines.Answer:
         if words == command_lines.BASES:
             return command_lines.Answer(values={"releases": releases})
+        assert "--set=adapter.rank=8" in words and not any("train.steps" in word for word in words)
         (base,) = (word.removeprefix("--base=") for word in words if word.startswith("--base="))
         hours = 100.0 if base in too_slow else 1.0
         memory = {"memory": {"fits": base not in too_large}}

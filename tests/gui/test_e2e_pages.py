@@ -411,7 +411,7 @@ def test_pages_come_into_one_shell_and_none_stays_behind(
         page.evaluate(page_script("dropped"), [name, text])
         if name == "broken.toml":
             page.locator(".toast", has_text="not TOML").get_by_role("button", name="Close").click()
-    page.locator(".brought", has_text="kohya.toml, of kohya: ").wait_for()
+    page.locator(".brought", has_text="Settings of kohya.toml").wait_for()
     page.get_by_text("What comes over").click()
     rank = page.locator(".brought tr", has_text=re.compile("Rank.*adapter.rank.*24.*network_dim"))
     rank.wait_for()

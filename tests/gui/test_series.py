@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import command_lines, drafts, run_state, variants
+from lora_trainer.gui.library.view import page_url as library_url
 from lora_trainer.gui.lora_files import result_of
 from lora_trainer.gui.run.head import take
 from lora_trainer.gui.series import routes, view
@@ -233,6 +234,16 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     assert f"/media/run/{names[0]}/samples/step-00000030/00.png" in shown
     assert f"/media/run/{names[1]}/samples/step-00000030/00.png" in shown, "of the step to take"
     assert f"/train?again={names[0]}" in shown
+    # What the base draws of each prompt stands before what the trainings do.
+    base = re.findall(
+        r'/media/run/[^"]*/samples/step-00000000/\d\d.png" alt="without a LoRA', shown
+    )
+    assert len(base) == len(PROMPTS)
+    for name in names:
+        file = result_of(work.runs / name)
+        assert file is not None
+        assert f'href="/media/run/{name}/{file.file.path.name}" download' in shown
+        assert f'href="{library_url(file.file)}"' in shown
     assert "<script>alert" not in shown
     look = {"id": series.id, "study": "", "stamp": ""}
     answer = page.post("/series/look", json=look).json()
@@ -248,6 +259,22 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
         assert f"/media/run/{name}/samples/step-00000030/00.png" in shelf, "of the step to take"
     write_status(work.runs / names[1], left_s=60.0)
     assert "so far the best: Rank 16" in page.get("/series").text
+
+
+def test_those_that_did_practically_as_well_are_not_called_worse(
+    work: Workplace, draft: drafts.Draft, page: TestClient
+) -> None:
+    draft = fields.changed(draft, key=fields.ALSO + RATE, text="")
+    drafts.save(work, draft)
+    series = variants.read(work, train.start(work, draft.id).series)
+    for member, gain in zip(series.members, (0.2, 0.201), strict=True):
+        trained(work, member.name, gain=gain)
+    for item in commands.items(work.runs):
+        commands.remove(work.runs, item.id)
+    shown = page.get(view.page_url(series.id)).text
+    assert "Rank 16 and Rank 8 are practically equal on held-out images: choose by eye." in shown
+    assert "The best on held-out images" not in shown and "<b>the best</b>" not in shown
+    assert "practically equal: Rank 16, Rank 8" in page.get("/series").text
 
 
 def test_trainings_that_wait_say_when_the_first_one_starts(

@@ -464,13 +464,25 @@ def test_a_file_that_is_dropped_becomes_a_draft_of_what_the_command_imports(
     labels = [row["label"] for row in listed["rows"]]
     assert len(set(labels)) == len(labels), "no two rows have one name"
     trainer = str(imported["trainer"]).replace("sd-scripts", "kohya", 1)
-    said = (
-        f"{file.name}, of {trainer}: {listed['own']} settings come over, "
-        f"{len(imported['nearest'])} differ, "
-    )
-    assert said in html.unescape(shown)
-    for key in (*imported["nearest"], *imported["without_equivalent"], *imported["unknown"]):
+    assert f"Settings of {file.name} made for {trainer}" in " ".join(texts_of(shown).split())
+    counts = {
+        "taken over": listed["own"],
+        "adapted": len(imported["nearest"]),
+        "without an equivalent": len(imported["without_equivalent"]) + len(imported["unknown"]),
+        "not needed here": len(imported["nothing_to_set"]),
+    }
+    for what, count in counts.items():
+        assert (f"{count} {what}" in texts_of(shown)) == bool(count), (
+            "what there is none of is not said"
+        )
+    named = ("nearest", "without_equivalent", "unknown", "nothing_to_set")
+    for key in (key for kind in named for key in imported[kind]):
         assert f"<code>{html.escape(key)}</code>" in shown
+
+
+def texts_of(page: str) -> str:
+    """Return the texts of a page without its tags."""
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
 
 
 def brought_draft(

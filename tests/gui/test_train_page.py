@@ -335,7 +335,7 @@ def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_
         "sampling.prompts": "a\nb",
     }
     assert "This run needs at least 53.72 GiB" in shown.html and "53.72 GiB" in shown.beside
-    assert 'data-base="auto"' in shown.html
+    assert 'data-base="auto"' in shown.html and 'data-base=""' in shown.html
     # The card of that base says so too, without another plan.
     assert shown.verdict == base_cards.verdict(plans, draft, SAID)
     assert shown.verdict and shown.verdict["said"] == "Does not fit"
@@ -365,7 +365,9 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     beside = plan.beside(found, SAID)
     assert "About 60 s to 2 min" in beside and "not for ComfyUI" in beside
     assert "About 60 s to 2 min" not in html, "one time on the page"
-    assert 'data-base="of/b"' in plan.plan(found, SAID, leads_to="of/b")
+    assert 'data-base="of/b" data-afresh="train.steps data.resolution"' in plan.plan(
+        found, SAID, leads_to="of/b", afresh=fields.of_try_out(EMPTY)
+    )
     slow = plan.plan(found, SAID, leads_to="of/b", leads_to_time="about 4 to 15 days")
     assert "here about 4 to 15 days" in slow
     assert "data-base" not in html, "none fits"
@@ -412,6 +414,21 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
     with pytest.raises(InputError, match="the folder .* does not exist"):
         planned(dataset="/nowhere/at/all")
     assert len(asked) == 69
+
+
+def test_a_plan_is_known_while_it_is_asked_for_again(work: Workplace, tmp_path: Path) -> None:
+    """What a training is started with was shown, whatever is asked for at that moment."""
+    seen: list[Any] = []
+    draft = replace(EMPTY, dataset=str(tmp_path))
+
+    def ask(_: Any) -> Any:
+        seen.append(plans.known(draft))
+        return command_lines.Answer(values=None, error=str(len(seen)))
+
+    plans = command_lines.Plans(work, ask=ask)
+    first = plans.of(draft)
+    plans.of(draft, anew=True)
+    assert seen == [None, first]
 
 
 def test_a_photo_goes_into_what_is_trained_of_it() -> None:
