@@ -47,6 +47,22 @@ def _training_folder(work: Workplace, run: str) -> Path:
     return folder
 
 
+def withdraw(work: Workplace, item_id: str) -> None:
+    """Stop an item of the queue: its run saves first, a program without one ends, what waits is taken off.
+
+    One that has ended, or is gone, stays as it is. Raises RequestError, MachineError.
+    """
+    item = next((item for item in commands.items(work.runs) if item.id == item_id), None)
+    if item is None or item.has_ended:
+        return
+    if item.run:
+        Control(work.runs / item.run).request("stop")
+    elif item.state == "running":
+        commands.end_without_run(item)
+    else:
+        commands.remove(work.runs, item.id)
+
+
 def end(work: Workplace, run: str) -> None:
     """Kill the process of a run that does not obey `stop_now`; raises RequestError, MachineError."""
     folder = runs.run_folder(work.runs, run)

@@ -20,9 +20,9 @@ from . import view
 
 
 class Press(Body):
-    """A button of a card."""
+    """A button of a card; `run` is its run, of one to withdraw its item of the queue."""
 
-    action: Literal["stop", "resume"]
+    action: Literal["stop", "resume", "withdraw"]
     run: Text
 
 
@@ -68,6 +68,8 @@ def pressed(work: Workplace, button: Press, _: Words) -> Mapping[str, Any]:
     def act() -> Mapping[str, Any]:
         if button.action == "stop":
             run_actions.ask(work, button.run, "stop")
+        elif button.action == "withdraw":
+            run_actions.withdraw(work, button.run)
         else:
             run_actions.resume(work, button.run)
         return {}

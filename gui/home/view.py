@@ -56,14 +56,14 @@ class Card:
 class Now(Card):
     """A run that trains or is about to: how far it is in words and as a fraction, how long it takes, what it does.
 
-    `stops`: it can be asked to stop.
+    `item` is that of one without a run yet, which is stopped by it.
     """
 
     fraction: float
     far: str
     left: str
     said: str
-    stops: bool
+    item: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,6 @@ def _now(work: Workplace, run: RunEntry, seen: LiveTraining, _: Words) -> Now:
         far=f"{seen.percent} %",
         left=_left(seen, _),
         said=_.message(seen.said),
-        stops=True,
     )
 
 
@@ -197,7 +196,7 @@ def _about_to(work: Workplace, begins: Beginning, _: Words) -> Now:
         far=_("starting"),
         left="",
         said=_.message(begins.said),
-        stops=False,
+        item=begins.item.id,
     )
 
 

@@ -28,6 +28,7 @@ from lora_trainer.reporting.history import sequence
 from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import RunStatus, read_status
 
+from .. import run_actions
 from ..command_lines import command_line
 from ..datasets import check
 from ..library.preview import small_url
@@ -91,7 +92,6 @@ class Running(Row):
     device: str
     percent: float
     stops: bool
-    can_stop: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,14 +215,16 @@ def _move_to(work: Workplace, id: str, place: int) -> None:
 
 
 def _stop(work: Workplace, id: str, said: Words) -> str:
-    for item in commands.items(work.runs):
-        if (item.id, item.state) == (id, "running") and item.run is not None:
-            Control(work.runs / item.run).request("stop")
-            return said("Asked to stop: it saves first.")
-        if item.id == id and commands.download_of(work.runs, item) is not None:
-            commands.end_without_run(item)
-            return said("The download ends here; the next training goes on with it.")
-    raise RequestError(f"{id} has no run to stop", fix="wait until it trains")
+    item = next((item for item in commands.items(work.runs) if item.id == id), None)
+    if item is None or item.state != "running":
+        raise RequestError(f"{id} does not train", fix="reload the page")
+    is_download = item.run is None and commands.download_of(work.runs, item) is not None
+    run_actions.withdraw(work, id)
+    if item.run is not None:
+        return said("Asked to stop: it saves first.")
+    if is_download:
+        return said("The download ends here; the next training goes on with it.")
+    return said("It was stopped before it began.")
 
 
 def _running(work: Workplace, item: Item, said: Words) -> Running:
@@ -243,7 +245,6 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
         device=item.device[:_DEVICE_LENGTH] if item.device else "",
         percent=100 * fraction,
         stops=_is_stopping(work, item),
-        can_stop=bool(item.run or download),
     )
 
 

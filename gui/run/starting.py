@@ -19,16 +19,16 @@ from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
-from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.status import read_status
 
-from .. import drafts, runs, slider_words
+from .. import drafts, run_actions, runs, slider_words
 from ..datasets import check
 from ..datasets.view import CheckedPictures, placed
 from ..drafts import Draft
 from ..markup import capital, plain
 from ..media import thumb_url
 from ..plan_view import span
-from ..run_state import Stage, downloading, setting_out
+from ..run_state import FINISHING, Stage, downloading, left_text, setting_out
 from ..server.templates import render
 from ..server.translation import Words
 from ..workplace import Workplace
@@ -74,7 +74,8 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
     if item is not None and item.run:
         return Starting(name=name, html=Html(""), goes=False, url=runs.page_url(item.run))
     if item is not None and not item.has_ended:
-        return Starting(name=name, html=_waiting(work, draft, item, listed, said), goes=True)
+        html = _waiting(work, draft, item, listed, said, name=name)
+        return Starting(name=name, html=html, goes=True)
     with drafts.changing(work):
         drafts.save(work, replace(draft, started_as="", step=drafts.STEPS[-1]))
     reason = "it was taken off the queue" if item is None else item.error
@@ -87,15 +88,7 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
 
 def stop(work: Workplace, draft: Draft) -> None:
     """Take a training that has no run yet off the queue, or end its program; raises RequestError, MachineError."""
-    item = next((item for item in commands.items(work.runs) if item.id == draft.started_as), None)
-    if item is None or item.has_ended:
-        return
-    if item.run:
-        Control(work.runs / item.run).request("stop")
-    elif item.state == "running":
-        commands.end_without_run(item)
-    else:
-        commands.remove(work.runs, item.id)
+    run_actions.withdraw(work, draft.started_as)
 
 
 def seconds_ago(work: Workplace, draft: Draft) -> float | None:
@@ -125,22 +118,35 @@ def _waiting(
     item: commands.Item,
     listed: Sequence[commands.Item],
     said: Words,
+    *,
+    name: str,
 ) -> Html:
-    before = sum(
-        other.state == "running" or (other.state == "waiting" and other.order < item.order)
-        for other in listed
-        if item.state == "waiting"
-    )
+    running = [other for other in listed if other.state == "running"]
+    waiting = [other for other in commands.in_order(listed) if other.order < item.order]
+    before = [*running, *waiting] if item.state == "waiting" else []
     download = commands.download_of(work.runs, item)
     stages: Sequence[Stage] = () if before else setting_out()
     return render(
         "run/waiting.html",
         said,
-        before=before,
+        name=name,
+        before=[_before(work, other) for other in before],
         **_chosen(draft, said),
         is_download=download is not None,
         stages=stages if download is None else downloading(download),
     )
+
+
+def _before(work: Workplace, item: commands.Item) -> Mapping[str, Any]:
+    """Return what is said of a training that comes before: its name, and how far it is where it trains."""
+    status = read_status(work.runs / item.run) if item.run and item.state == "running" else None
+    left = "" if status is None else left_text(status)
+    return {
+        "name": item.label or item.run,
+        "trains": item.state == "running",
+        "fraction": status.step / status.steps if status is not None and status.steps else 0.0,
+        "left": "" if left == FINISHING else left,
+    }
 
 
 def shown_photos(work: Workplace, dataset: Path | None) -> Sequence[Photo]:

@@ -170,8 +170,9 @@ def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
         html, german = cards(work), cards(work, "de")
         assert "Training now" in html and f'href="{address}"' in html and "a.png" in html
         assert "<b>starting</b>" in html and "<b>startet</b>" in german
+        assert f'data-action="withdraw" data-run="{item.id}"' in html
         assert "torn.png" not in html, "what the check found unreadable"
-        assert "Teach an image model" not in html and "data-action" not in html
+        assert "Teach an image model" not in html and html.count("data-action") == 1
         assert heard(work)["starting"] == [{"name": "moth", "url": address, "said": "starting"}]
         assert heard(work)["training"] == [] and heard(work)["waiting"] == 1
     folder = run_of(work, "moth", step=0, steps_here=0, phase="load", left_s=None)

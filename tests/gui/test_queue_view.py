@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from lora_trainer.gui import command_lines, jobs
 from lora_trainer.gui.datasets import check
@@ -254,6 +256,17 @@ def test_stop_asks_the_run_of_the_item_and_is_asked_once(place: Place, work: Wor
     place.finish(worker)
 
 
+def test_a_training_that_starts_is_stopped_before_it_has_a_run(
+    place: Place, work: Workplace
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
+        begun_s = psutil.Process(program.pid).create_time()
+        item = place.add("a")
+        item = place.become(item, state="running", pid=program.pid, pid_started_s=begun_s)
+        assert "before it began" in asked(work, action="stop", id=item.id)
+        assert program.wait() != 0
+
+
 def test_the_line_says_who_works_and_for_what_it_waits(
     place: Place, work: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +297,7 @@ def test_the_download_of_a_base_is_told_in_bytes_and_can_be_ended(
         {commands.ITEM_VARIABLE: str(commands.queue_folder(place.runs) / item.id)}
     ):
         events.subscribe(listener)
-    assert "starting" in shown(work) and buttons(shown(work)) == []
+    assert "starting" in shown(work) and buttons(shown(work)) == [("stop", item.id)]
     fresh = view.stamp(work)
     gib = 2**30
     events.emit(made("phase", phase="download", message="owner/name", done=gib, total=4 * gib))

@@ -482,7 +482,7 @@ def test_a_file_that_is_dropped_becomes_a_draft_of_what_the_command_imports(
 
 def texts_of(page: str) -> str:
     """Return the texts of a page without its tags."""
-    return html.unescape(re.sub(r"<[^>]*>", "", page))
+    return html.unescape(re.sub(r"<[^>]*>", " ", page))
 
 
 def brought_draft(
