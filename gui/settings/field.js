@@ -25,6 +25,8 @@ export class Field {
     const words = [row.querySelector(".field-name label"), row.querySelector(".field-help"), row.querySelector(".field-unit")];
     this.words = plainWords([this.key, row.dataset.also, ...words.map((node) => node?.textContent ?? "")].join(" "));
     this.control = this.listen(row.querySelector(".field-input > :is(input, select, textarea)"));
+    this.picks = row.querySelector(".picks");
+    this.picks?.addEventListener("change", () => this.picked());
     this.write(this.default);
     page.fields.set(this.key, this);
     page.places.set(this.key, this);
@@ -85,6 +87,14 @@ export class Field {
     if (this.dirty) return;
     this.taken = null;
     this.write(this.text);
+  }
+
+  /** Take a word that was chosen, as if it had been typed. */
+  picked() {
+    this.control.value = this.picks.value;
+    this.picks.value = "";
+    this.typed();
+    this.commit();
   }
 
   async commit() {

@@ -54,11 +54,12 @@ export function planner(page, sections) {
       return piece;
     });
     if (found.limit !== null) {
-      const limit = make("b", { className: "limit", title: say("the limit") });
+      const limit = make("b", { className: "limit", title: say("the most that may be used") });
       limit.style.left = percent(found.limit);
       pieces.push(limit);
     }
     const legend = found.parts.map((part) => make("span", {}, make("i", { className: part.css }), part.text));
+    if (found.limit !== null) legend.push(make("span", {}, make("i", { className: "limit" }), say("the most that may be used")));
     memory.replaceChildren(
       make("p", { className: found.fits ? "fit" : "fit error", textContent: found.said }),
       make("div", { className: "bar-of-parts", role: "img", ariaLabel: found.said }, ...pieces),

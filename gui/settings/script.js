@@ -1,4 +1,6 @@
 // The page All settings, and living with a file that other tabs change too.
+import { make } from "/ui/dialog.js";
+import { ask } from "/ui/shared/ask.js";
 import { fileOf } from "/ui/settings/file.js";
 import { planner } from "/ui/settings/plan.js";
 import { sectionsOf } from "/ui/settings/sections.js";
@@ -63,8 +65,17 @@ export function mount(main, leaving) {
     address.searchParams.set("draft", page.shown.id);
     history.replaceState(null, "", address);
   }
+  /** Offer the bases by their names, as the page Train does. */
+  async function offerBases() {
+    const { picks } = fields.get("base.model");
+    const { choices = [], cards = [] } = await ask("/train/bases", { draft: page.shown.id });
+    const offered = new Map([...choices, ...cards.map(({ source, name }) => [source, name])]);
+    picks.append(...[...offered].map(([value, name]) => make("option", { value, textContent: name === value ? value : `${name} (${value})` })));
+  }
+
   draw();
   replan();
+  offerBases();
   page.recall();
   const wanted = location.hash && page.at(decodeURIComponent(location.hash.slice(1)));
   if (!wanted) return;
