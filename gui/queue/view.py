@@ -32,6 +32,8 @@ from .. import run_actions
 from ..command_lines import command_line
 from ..datasets import check
 from ..library.preview import small_url
+from ..library.view import page_url as lora_url
+from ..lora_files import result_of
 from ..markup import capital, inline
 from ..media import thumb_url
 from ..run_state import FINISHING, doing, left_text
@@ -104,6 +106,10 @@ class Ended(Row):
     found: str
     fix: str
     log: Sequence[str]
+    good: str
+    """How good the LoRA is that it made."""
+    lora: str
+    """The page of that, empty without one."""
 
 
 def stamp(work: Workplace) -> Stamp:
@@ -260,6 +266,8 @@ def _ended(work: Workplace, item: Item, said: Words) -> Ended:
     resumes = commands.resumes(work.runs, item)
     found, fix = _reason(item, said, resumes=resumes)
     log = commands.item_file(work.runs, item.id, "log")
+    run = work.runs / item.run if item.run and item.state == "finished" else None
+    made = result_of(run) if run is not None and run.is_dir() else None
     return Ended(
         **Row.facts(work, item),
         state=item.state,
@@ -268,6 +276,8 @@ def _ended(work: Workplace, item: Item, said: Words) -> Ended:
         found=found,
         fix=fix,
         log=_log_end(log) if found and item.state == "failed" else [],
+        good=made.validation if made is not None else "",
+        lora=lora_url(made.file) if made is not None else "",
     )
 
 

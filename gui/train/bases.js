@@ -218,7 +218,9 @@ export class Bases {
   sayWhatIsPicked({ button }, { picks, picked }) {
     button.querySelector("b").replaceChildren(say("Automatic:"), " ", make("span", { textContent: picks, translate: false }));
     const row = this.cards.get(picked)?.row;
-    if (row) button.querySelector("img").src = row.picture;
+    if (!row) return;
+    button.querySelector("img").src = row.picture;
+    button.querySelector(".facts").replaceChildren(...[row.download, row.licence_word, row.good_for].filter(Boolean).map((textContent) => make("span", { textContent })));
   }
 
   /** Bring what fits to the front, unless somebody is among the cards. */

@@ -27,6 +27,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
 from lora_trainer.queue import commands, notices, rules, worker
 from tests.fakes.live_runs import write_status
+from tests.fakes.lora_library import finished_run
 from tests.fakes.made_events import made
 from tests.fakes.queues import Place, until
 from tests.fakes.run_folder import fake_run
@@ -131,6 +132,18 @@ def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
     place.become(item, state="failed", exit_code=1, error=f"KeyError: '{token}'", ended_s=99.0)
     html = shown(work)
     assert "A fault of lora-train or of a library it uses: KeyError:" in html and token not in html
+
+
+def test_what_has_finished_says_how_good_it_is_and_is_tried_from_here(
+    place: Place, work: Workplace
+) -> None:
+    finished_run(place.runs / "done")
+    place.become(place.add("done"), state="finished", run="done", ended_s=1.0)
+    html = shown(work)
+    assert "58 % better than the base" in html
+    assert 'href="/library?file=done%2Fzorble.safetensors"' in html
+    place.become(place.add("gone"), state="finished", run="gone", ended_s=2.0)
+    assert shown(work).count("/library?file=") == 1
 
 
 def test_starting_again_is_called_what_it_does_and_a_damaged_item_can_only_be_removed(
