@@ -345,7 +345,7 @@ def _picture(work: Workplace, item: Item) -> str:
 
 
 def _name(item: Item) -> str:
-    return item.label or item.id
+    return item.run or item.label or item.id
 
 
 def _finished(found: Sequence[Item]) -> list[Item]:

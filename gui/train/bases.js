@@ -219,7 +219,9 @@ export class Bases {
     button.querySelector("b").replaceChildren(say("Automatic:"), " ", make("span", { textContent: picks, translate: false }));
     const row = this.cards.get(picked)?.row;
     if (!row) return;
-    button.querySelector("img").src = row.picture;
+    const picture = button.querySelector("img");
+    picture.src = row.picture;
+    picture.classList.toggle("sample", Boolean(row.isSample || row.own));
     button.querySelector(".facts").replaceChildren(...[row.download, row.licence_word, row.good_for].filter(Boolean).map((textContent) => make("span", { textContent })));
   }
 

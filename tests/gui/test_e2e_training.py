@@ -438,7 +438,7 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     # No base is done in a night on a usual processor, so none is urged; a person may choose one all the same.
     plan = page.locator("#plan")
     leads_on = plan.get_by_role("button", name=re.compile("^Take "))
-    leads_on.or_(plan.get_by_text("On this machine a LoRA for ComfyUI takes longer")).wait_for()
+    leads_on.or_(plan.get_by_text("For ComfyUI this machine is too slow")).wait_for()
     slow = page.locator(".base-card").filter(has_text=re.compile("slow"))
     (leads_on if leads_on.count() else slow.first).click()
     bar.get_by_text("Only a try-out").wait_for(state="detached")

@@ -142,7 +142,9 @@ def test_what_has_finished_says_how_good_it_is_and_is_tried_from_here(
     html = shown(work)
     assert "58 % better than the base" in html
     assert 'href="/library?file=done%2Fzorble.safetensors"' in html
-    place.become(place.add("gone"), state="finished", run="gone", ended_s=2.0)
+    # Its name is that of its run, as on all other pages.
+    place.become(place.add("gone"), state="finished", run="gone-002", ended_s=2.0)
+    assert ">gone-002</a>" in shown(work) and ">gone<" not in shown(work)
     assert shown(work).count("/library?file=") == 1
 
 
