@@ -275,6 +275,11 @@ def upload_folder(work: Workplace, name: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
+def is_uploaded(work: Workplace, folder: Path) -> bool:
+    """Return whether a dataset is one that a browser sent: others are the user's own folders."""
+    return folder.parent == (work.own / FOLDER).resolve() and not folder.name.startswith(".")
+
+
 def is_unnamed(folder: str) -> bool:
     """Whether a folder of uploads has the name that is given where images come without one."""
     return re.fullmatch(rf"{_UNNAMED}(-\d+)?", folder) is not None

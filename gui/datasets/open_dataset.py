@@ -24,8 +24,7 @@ from lora_trainer.reporting.history import mapping
 
 from ..command_lines import Words, check_words
 from ..drafts import Draft
-from ..trash import store as trash
-from ..uploads import is_unnamed
+from ..uploads import is_unnamed, is_uploaded
 from ..workplace import Workplace
 from . import check, notes
 from .caption_edit import Edit, caption_changes
@@ -78,7 +77,7 @@ class OpenDataset:
         by its trigger word, else as its first image."""
         if self._is_a_heap:
             return Path(self.pictures[0].name).stem
-        is_nameless = trash.uploaded(self.work, self.root) and is_unnamed(self.root.name)
+        is_nameless = is_uploaded(self.work, self.root) and is_unnamed(self.root.name)
         return self.notes.name or (self.trigger if is_nameless else "") or self.root.name
 
     @property
@@ -91,7 +90,7 @@ class OpenDataset:
     @property
     def _is_a_heap(self) -> bool:
         """Whether loose images were uploaded, of which nobody has said what they are."""
-        is_nameless = trash.uploaded(self.work, self.root) and is_unnamed(self.root.name)
+        is_nameless = is_uploaded(self.work, self.root) and is_unnamed(self.root.name)
         is_told = bool(self.notes.name or self.trigger)
         return is_nameless and not is_told and bool(self.pictures)
 

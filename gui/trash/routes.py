@@ -44,32 +44,46 @@ class Back(Body):
 def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of the buttons."""
 
-    def put(asked: Put, _: Words) -> Mapping[str, Any]:
+    def put(asked: Put, said: Words) -> Mapping[str, Any]:
         thrown = store.throw_away(work, kind=asked.kind, ref=asked.ref)
-        return {"id": thrown.id, "name": thrown.name}
+        return {"id": thrown.id, "name": called(thrown, said)}
 
-    def back(asked: Back, _: Words) -> Mapping[str, Any]:
-        return {"name": store.put_back(work, asked.id).name}
+    def back(asked: Back, said: Words) -> Mapping[str, Any]:
+        return {"name": called(store.put_back(work, asked.id), said)}
 
     def empty(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         store.empty(work)
         return {}
 
     return [
-        page("/trash", "trash/page.html", title="Trash", look=lambda _request, _: listed(work)),
+        page(
+            "/trash",
+            "trash/page.html",
+            title="Trash",
+            look=lambda _request, said: listed(work, said),
+        ),
         answer("/trash/put", Put, put),
         answer("/trash/back", Back, back),
         answer("/trash/empty", Nothing, empty),
     ]
 
 
-def listed(work: Workplace) -> Mapping[str, Any]:
+def called(thrown: store.Thrown, said: Words) -> str:
+    """Return what its own page called it: a heap of photos after the first, "IMG_2000 and 18 more"."""
+    return (
+        f"{thrown.name} {said('and {#} more', f'{thrown.others:,}')}"
+        if thrown.others
+        else thrown.name
+    )
+
+
+def listed(work: Workplace, said: Words) -> Mapping[str, Any]:
     """Return what the page shows: the newest deletion first."""
     things: list[dict[str, Any]] = [
         {
             "id": thrown.id,
             "kind": KINDS.get(thrown.kind, ""),
-            "name": thrown.name,
+            "name": called(thrown, said),
             "picture": small_url(store.picture(work, thrown)),
             "size_bytes": store.size_bytes(work, thrown),
             "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(thrown.thrown_s)),

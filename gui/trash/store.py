@@ -32,7 +32,8 @@ from lora_trainer.reporting.sample_files import SAMPLES, own_samples
 from lora_trainer.reporting.status import read_status
 
 from .. import lora_files, runs
-from ..uploads import FOLDER as UPLOADS
+from ..datasets.open_dataset import open_dataset
+from ..uploads import is_uploaded
 from ..workplace import Workplace
 
 FOLDER, RECORD = "trash", "record.json"
@@ -48,6 +49,8 @@ class Thrown:
     id: str
     kind: str
     name: str
+    others: int = 0
+    """How many images there are beside the one that a heap of photos is called after."""
     thrown_s: float
     places: Mapping[str, str]
 
@@ -58,19 +61,26 @@ def throw_away(work: Workplace, *, kind: str, ref: str) -> Thrown:
     Raises RequestError for what is not there or in use, MachineError when the disk refuses.
     """
     with _alone(work):
-        name, paths = _meant(work, kind, ref)
+        meant = _meant(work, kind, ref)
         thrown = Thrown(
             id=f"{time.time_ns():x}",
             kind=kind,
-            name=name,
+            name=meant.name,
+            others=meant.others,
             thrown_s=time.time(),
             places={
                 f"{place}-{path.name}": path.relative_to(work.runs).as_posix()
-                for place, path in enumerate(paths)
+                for place, path in enumerate(meant.paths)
             },
         )
         folder = _folder(work) / thrown.id
-        record = {"kind": kind, "name": name, "at_s": thrown.thrown_s, "places": thrown.places}
+        record = {
+            "kind": kind,
+            "name": thrown.name,
+            "others": thrown.others,
+            "at_s": thrown.thrown_s,
+            "places": thrown.places,
+        }
         try:
             folder.mkdir(parents=True)
             write_atomic(folder / RECORD, json_bytes(record))
@@ -121,6 +131,7 @@ def contents(work: Workplace) -> list[Thrown]:
                     id=folder.name,
                     kind=str(record.get("kind")),
                     name=str(record.get("name")),
+                    others=others if isinstance(others := record.get("others"), int) else 0,
                     thrown_s=number(record, "at_s"),
                     places=places,
                 )
@@ -185,34 +196,39 @@ def _is_picture(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_EXTENSIONS and path.is_file() and path.name[0] != "."
 
 
-def uploaded(work: Workplace, folder: Path) -> bool:
-    """Return whether a dataset is one that a browser sent: others are the user's own folders."""
-    return folder.parent == (work.own / UPLOADS).resolve() and not folder.name.startswith(".")
+@dataclass(frozen=True, kw_only=True)
+class _Meant:
+    """What is to go, by the name that its page has for it."""
+
+    name: str
+    others: int = 0
+    paths: Sequence[Path]
 
 
-def _meant(work: Workplace, kind: str, ref: str) -> tuple[str, Sequence[Path]]:
-    """Return the name and the files of what is to go; raises RequestError."""
+def _meant(work: Workplace, kind: str, ref: str) -> _Meant:
+    """Return what is to go; raises RequestError."""
     match kind:
         case "run":
             folder = runs.run_folder(work.runs, ref)
             _refuse_busy(work, folder)
-            return ref, [folder]
+            return _Meant(name=ref, paths=[folder])
         case "lora":
             file = lora_files.find(work, ref)
             if read_status(file.path.parent).state == "running":
                 raise RequestError(f"{file.run} is being trained", fix="wait for it, or stop it")
             beside = (path for path in lora_files.beside(file.path) if path.is_file())
-            return file.path.stem, [file.path, *beside]
+            return _Meant(name=file.path.stem, paths=[file.path, *beside])
         case "dataset":
             folder = work.folder(ref)
-            if not uploaded(work, folder):
+            if not is_uploaded(work, folder):
                 raise RequestError(
                     f"{folder.name} is a folder of your own", fix="delete it in your file manager"
                 )
             for run in runs.find_runs(work.runs):
                 if run.status.state == "running" and _uses(work.runs / run.name, folder):
                     raise RequestError(f"{run.name} is trained on it", fix="wait for it")
-            return folder.name, [folder]
+            opened = open_dataset(work, folder, counters={})
+            return _Meant(name=opened.name, others=opened.others, paths=[folder])
     raise RequestError(f"{kind!r} is nothing to delete", fix="reload the page")
 
 

@@ -14,6 +14,7 @@ from lora_trainer.gui import lora_files
 from lora_trainer.gui.library import describe, try_prompts, view
 from lora_trainer.gui.library.preview import preview_of, samples_of
 from lora_trainer.gui.server.translation import words
+from lora_trainer.gui.trash import routes as trash_page
 from lora_trainer.gui.trash import store as trash
 from lora_trainer.gui.workplace import Workplace
 
@@ -416,6 +417,18 @@ def test_each_kind_comes_back_from_the_trash_as_it_was_and_takes_the_place_of_no
     trash.empty(work)
     with pytest.raises(RequestError, match="not in the trash"):
         trash.put_back(work, thrown.id)
+
+
+def test_images_in_the_trash_are_called_as_their_page_called_them(work: Workplace) -> None:
+    """Loose photos lie in a folder that no name was given: "dataset" says nothing to who deleted them."""
+    heap = work.own / "uploads" / "dataset"
+    for name in ("IMG_1.png", "IMG_2.png", "IMG_3.png"):
+        picture(heap / name)
+    thrown = trash.throw_away(work, kind="dataset", ref=str(heap))
+    assert (thrown.name, thrown.others) == ("IMG_1", 2)
+    assert trash.contents(work) == [thrown]
+    (shown,) = trash_page.listed(work, ENGLISH)["things"]
+    assert shown["name"] == "IMG_1 and 2 more"
 
 
 def test_what_is_in_use_or_not_ours_stays(work: Workplace, tmp_path: Path) -> None:
